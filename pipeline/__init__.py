@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
     from .stage import StageError
-    from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
+    from .train import OptimiserRecord, RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "AssembleOnWrite",
@@ -54,6 +54,7 @@ __all__ = [
     "DrainWriter",
     "GroupReplayBuffer",
     "GroupUnit",
+    "OptimiserRecord",
     "Pipeline",
     "PipelineHook",
     "QueuedGroups",

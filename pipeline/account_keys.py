@@ -25,6 +25,7 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "prompt": ("prompt_text", ("text", "prompt"), ("history", "prompt"), "query"),
     "response": ("response_text", ("text", "response"), ("history", "response")),
     "ground_truth": ("ground_truth",),
+    "other_columns": ("other_columns",),
     "group_label": ("group_label",),
     "rollout_label": ("rollout_label",),
     "logged_advantage": ("logged_advantage",),
@@ -39,7 +40,7 @@ OPTIONS = {
     "importance_weight": "importance_key",
     "loss_weight": "weight_key",
 }
-TEXTS = ("prompt", "response", "ground_truth", "group_label", "rollout_label")
+TEXTS = ("prompt", "response", "ground_truth", "other_columns", "group_label", "rollout_label")
 NUMBERS = ("reward", "status", "policy_version", "expected_rollouts", "logged_advantage")  # as collected
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS
@@ -19,7 +19,8 @@ from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.tensordicts import ELSEWHERE, number_of
+from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
 from .halves import part_of
@@ -40,29 +41,58 @@ class Decision:
         run: of the pipeline, with its report.
         carried: (C,) int64, rows of earlier calls of a :class:`Decider` that wait no longer, counted from 0
             over the rows of all calls. In all columns here they follow the N rows of this call.
+        came: the rows with their tokens, where the caller gave a TensorDict; None: plain columns.
     """
 
-    def __init__(self, run: Run, carried: Tensor):
-        self.run, self.carried = run, carried
+    def __init__(self, run: Run, carried: Tensor, came: TensorDictBase | None = None):
+        self.run, self.carried, self.came = run, carried, came
 
     @cached_property
     def advantage(self) -> Tensor:
-        """(N + C,) float64; 0 where a row does not train.
+        """(N + C,) float64, or (N + C, T) where the recipe gives each token its own; 0 out of the loss.
 
         Raises:
-            BatchError: no stage of the recipe writes an advantage, or it has one for each token.
+            BatchError: no stage of the recipe writes an advantage.
         """
         keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
+        if not keys:
+            raise BatchError(f"no stage gives an advantage; there are {', '.join(self.run.stages)}")
         if self.run.rows is None:
             return torch.zeros(0, dtype=torch.float64)
-        table = self.run.rows.table
-        found = table.columns.get(keys[-1]) if keys else None
-        if found is None or found.ndim > 1:
+        if self.came is None:
+            found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])
+            return torch.where(self.keep, found.double(), 0.0)
+        if not len(self.run.batch):
+            return torch.zeros(len(self.keep), dtype=torch.float64)
+        wide = self._put_back(self.run.batch.get(keys[-1])).double()
+        if wide.shape[1] > 1:
+            return torch.where(self.in_loss, wide, 0.0)
+        return torch.where(self.keep.to(wide.device), wide[:, 0], 0.0)
+
+    @cached_property
+    def in_loss(self) -> Tensor:
+        """(N + C, T) bool, True at tokens that train, where rows came with a loss mask; else :attr:`keep`.
+
+        Raises:
+            BatchError: a stage moved tokens from row to row, which the caller would not know of.
+        """
+        key = self.run.keys.loss_mask
+        if self.came is None or not len(self.run.batch) or not has_key(self.came, key):
+            return self.keep
+        before, mask = self.came.get(key), self._put_back(self.run.batch.get(key))
+        new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
+        if rows := new.nonzero().flatten().tolist():
             raise BatchError(
-                "a recipe with one advantage for each row is needed; the stages of this one are "
-                f"{', '.join(self.run.stages)}: run the pipeline on a batch with its tokens instead"
+                "another trainer has the tokens of rows as they came in; found others in the loss at rows "
+                f"{listing(map(str, rows))}. Leave out the stage that merges rows or makes them wider"
             )
-        return torch.where(self.keep, self.run.of_rank(found).double(), 0.0)
+        return mask & self.keep.to(mask.device).unsqueeze(1)
+
+    def _put_back(self, column: Tensor) -> Tensor:
+        """(N + C, T): a column of the rows that stay, where they came from; 0 and False for the others."""
+        wide = column.reshape(len(column), -1)
+        whole = wide.new_zeros(len(self.keep), wide.shape[1])
+        return whole.index_copy_(0, self.run.batch.get(ROW).flatten(), wide)
 
     @cached_property
     def loss_weight(self) -> Tensor:
@@ -167,7 +197,7 @@ class Decider:
         ]
         return self.pipeline if names == self.pipeline.order else part_of(self.pipeline, names, None)
 
-    def decide(self, columns: Mapping[str, Any]) -> Decision:
+    def decide(self, columns: Mapping[str, Any] | TensorDictBase) -> Decision:
         """Decide about the rows of one batch.
 
         Args:
@@ -178,19 +208,25 @@ class Decider:
             MissingKeyError: as :func:`headrace.pipeline.decide`.
             ValueError: a column that the recipe does not read.
         """
-        batch, texts = self._read(columns)
-        pipeline = self.pipeline if "tokens" in columns else self.without_weights
-        batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch))
+        came = columns if isinstance(columns, TensorDictBase) else None
+        batch, texts = self._read(columns) if came is None else (_rows_of(came), {})
+        masked = "tokens" in columns if came is None else has_key(came, self.pipeline.loss_mask_key)
+        pipeline = self.pipeline if masked else self.without_weights
+        carries = any(getattr(stage, "remainder", "") == "carry" for stage in pipeline.stages.values())
+        if came is None or carries:  # the column says of plain columns, too, that their rows are elsewhere
+            batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
         try:
             with labels_said(texts.values):
                 run = pipeline.run(batch)
         except MissingKeyError as err:
+            if came is not None:
+                raise
             of_tokens = ", ".join(map(repr, columns_of_tokens(pipeline)))
             raise MissingKeyError(
                 f"{err}. Columns are one number a row here: 'tokens' is the number of tokens in the loss, "
                 + (
-                    f"'length' that of all. This recipe reads {of_tokens} of each token: run it on a batch "
-                    "that has them, pipeline(batch) or advantages_of(pipeline, batch)"
+                    f"'length' that of all. This recipe reads {of_tokens} of each token: give a TensorDict "
+                    "of rows that have them in the place of columns"
                     if of_tokens
                     else "'length' that of all"
                 )
@@ -201,7 +237,7 @@ class Decider:
         if run.rows is not None and run.rows.table.carried is not None:
             carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
         self.rows += len(batch)
-        return Decision(run, carried)
+        return Decision(run, carried, came)
 
     def reads(self, name: str) -> bool:
         """Whether the recipe reads a column of this name, so that it may be given."""
@@ -262,6 +298,13 @@ class Decider:
         return f"Decider({', '.join(self.pipeline.order)})"
 
 
+def _rows_of(batch: TensorDictBase) -> TensorDictBase:
+    """A TensorDict of rows, to add a column to."""
+    if batch.ndim != 1:
+        raise BatchError(f"rows are given back one for one, so that a batch is [N]; got {[*batch.shape]}")
+    return shallow_copy(batch)
+
+
 def pipeline_of(recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Any) -> Pipeline:
     """A pipeline as it is, or that of a recipe's name.
 
@@ -282,7 +325,7 @@ _lock = Lock()
 
 @takes_options
 def decide(
-    columns: Mapping[str, Any],
+    columns: Mapping[str, Any] | TensorDictBase,
     recipe: Recipe | str = "grpo",
     *overrides: str,
     seed: int = 0,
@@ -296,7 +339,8 @@ def decide(
         columns: lists, arrays or tensors of N entries, by name: ``group_id`` and ``rollout_id``, numbers or
             text; ``reward`` (N,) or (N, K); ``tokens``, int, how many tokens of each row are in the loss,
             from which the weights follow; and what the recipe reads besides: ``status``, ``policy_version``,
-            ``expected_rollouts``, ``length``, int, how many tokens each row has, ….
+            ``expected_rollouts``, ``length``, int, how many tokens each row has, …. For a recipe that reads
+            numbers of each token a TensorDict ``[N]`` of rows that have them, as a pipeline takes it.
         recipe: its name.
         overrides: as of :func:`load_pipeline`.
         seed: of the permutation of the rows.

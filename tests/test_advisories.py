@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from busy import busy_batch, stages
-from command import is_up_to_date
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -274,10 +273,6 @@ def test_the_words_against_a_symptom_compose_and_build():
             load_pipeline(*line.split())
         else:
             build_pipeline(compose_config("config", *line.split()).pipeline)
-
-
-def test_the_page_of_symptoms_is_up_to_date():
-    assert is_up_to_date("make_symptoms.py"), "run `make generate`"
 
 
 # -- some of many ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from composed import configure
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, load_pipeline, make_report, write_dump
-from headrace.pipeline.sources import READERS, SourceError, open_source
+from headrace.pipeline.sources import SourceError, open_source
 from headrace.pipeline.tasks.audit import AuditFailed, audit
 
 pytestmark = pytest.mark.slow
@@ -68,6 +68,9 @@ class Rows:
                 sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
                 self.samples.append(sample | changes.get(f"rollout_{at}", {}))
                 self.advantages.append(advantage)
+
+    def columns(self):
+        return self.samples, self.advantages
 
 
 R = [1.0, 0.0, 0.5, 0.25]
@@ -158,50 +161,63 @@ def test_a_trl_table_with_wrong_signs(tmp_path):
 # -- sound dumps ---------------------------------------------------------------------------------------------
 
 
-def sound(name, folder):
-    """A dump of this format in which nothing is wrong, and the words to read it."""
-    expected = grpo(R)
-    if name == "headrace":
-        headrace_dump(folder)
-        return ["pipeline=grpo"]
-    if name == "slime":
-        rows = sound_rows()
-        dumps.slime_details(folder, rows.samples, rows.advantages)
-        return [*AS_SLIME]
-    if name == "verl":
-        rows = [dumps.verl_row(f"{uid}_{i}_0", R[i], prompt=uid) for uid in "ab" for i in range(4)]
-        dumps.write_lines(folder / "7.jsonl", rows)
-        return ["pipeline=as/verl", "source.group_size=4", "source.format=verl"]
-    if name == "trl":
-        advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
-        dumps.trl_dump(folder / "completions_4.parquet", **trl_columns(advantages))
-        return [*AS_TRL]
-    if name == "verifiers":
-        rows = [dumps.verifiers_row(g, R[i], timing=10 * g + i) for g in range(2) for i in range(4)]
-        dumps.write_lines(folder / "results.jsonl", rows)
-        return ["source.group_size=4"]
-    if name == "prime_rl":
-        rows = [dumps.episode("g", f"e{i}", {"a": {"score": R[i], "weight": 1.0}}) for i in range(4)]
-        dumps.write_lines(folder / "traces.jsonl", rows)
-        return ["pipeline=as/prime_rl", "source.group_size=4"]
-    if name == "nemo_rl":
-        rows = [dumps.nemo_row(i, R[i], advantages=[[expected[i]] * 5]) for i in range(4)]
-        dumps.write_lines(folder / "train_data_step3.jsonl", rows)
-        return ["pipeline=as/slime", "source.group_by=prompt", "source.group_size=4"]
-    if name == "open_instruct":
-        mean, scale = statistics.mean(R), statistics.pstdev(R) + 1e-8
-        rows = [dumps.open_instruct_row(i, 0, R[i], advantage=(R[i] - mean) / scale) for i in range(4)]
-        dumps.write_lines(folder / "run_rollouts_000000.jsonl", rows)
-        return ["pipeline=as/open_instruct", "source.group_size=4"]
-    assert name == "tinker"
-    rows = [dumps.tinker_row(0, i, R[i]) for i in range(4)]
-    dumps.write_lines(folder / "train_rollout_summaries.jsonl", rows)
-    return ["pipeline=as/tinker", "source.group_size=4"]
+def sound_lines(name, record):
+    """Who writes four rollouts of one group into a file of this name, a record each."""
+    return lambda folder: dumps.write_lines(folder / name, [record(i) for i in range(4)])
 
 
-@pytest.mark.parametrize("name", READERS)
+def two_groups_of_trl(folder):
+    advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
+    dumps.trl_dump(folder / "completions_4.parquet", **trl_columns(advantages))
+
+
+def by_population_std(i):
+    return (R[i] - statistics.mean(R)) / (statistics.pstdev(R) + 1e-8)
+
+
+# A dump of each format in which nothing is wrong: who writes it into a folder, and the words to read it.
+SOUND = {
+    "headrace": (lambda folder: headrace_dump(folder), ["pipeline=grpo"]),
+    "slime": (lambda folder: dumps.slime_details(folder, *sound_rows().columns()), AS_SLIME),
+    "trl": (two_groups_of_trl, AS_TRL),
+    "verl": (
+        sound_lines("7.jsonl", lambda i: dumps.verl_row(f"a_{i}_0", R[i])),
+        ["pipeline=as/verl", "source.group_size=4", "source.format=verl"],
+    ),
+    "verifiers": (
+        sound_lines("results.jsonl", lambda i: dumps.verifiers_row(0, R[i], timing=i)),
+        ["source.group_size=4"],
+    ),
+    "prime_rl": (
+        sound_lines(
+            "traces.jsonl", lambda i: dumps.episode("g", f"e{i}", {"a": {"score": R[i], "weight": 1.0}})
+        ),
+        ["pipeline=as/prime_rl", "source.group_size=4"],
+    ),
+    "nemo_rl": (
+        sound_lines(
+            "train_data_step3.jsonl", lambda i: dumps.nemo_row(i, R[i], advantages=[[grpo(R)[i]] * 5])
+        ),
+        ["pipeline=as/slime", "source.group_by=prompt", "source.group_size=4"],
+    ),
+    "open_instruct": (
+        sound_lines(
+            "run_rollouts_000000.jsonl",
+            lambda i: dumps.open_instruct_row(i, 0, R[i], advantage=by_population_std(i)),
+        ),
+        ["pipeline=as/open_instruct", "source.group_size=4"],
+    ),
+    "tinker": (
+        sound_lines("train_rollout_summaries.jsonl", lambda i: dumps.tinker_row(0, i, R[i])),
+        ["pipeline=as/tinker", "source.group_size=4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
 def test_in_a_sound_dump_nothing_is_found(name, tmp_path):
-    words = sound(name, tmp_path / "dump")
+    write, words = SOUND[name]
+    write(tmp_path / "dump")
     text, checks = told(tmp_path / "dump", tmp_path, *words)
     assert found(checks) == {}
     compared = {"headrace", "slime", "trl", "nemo_rl", "open_instruct"}

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from headrace.pipeline import load_pipeline, make_report, write_dump
 
 pytestmark = pytest.mark.slow
-INSTALLS = ("make ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
+INSTALLS = ("make ", "source ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
 YOURS = re.compile(r"\b(my|your)\.module\.")  # which nobody has
 RUN_ELSEWHERE = ("examples/ray_grpo.py",)  # by test_ray.py, on a cluster that is there
 SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests of their own

@@ -76,7 +76,9 @@ def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
         assert re.search(
             r"stage 'difficulty', .*here it needs tokens, .*pipeline.decide_on=each_rank", said[3]
         )
-        assert re.search(r"stage 'split', .*rows were carried for groups \[\d+\], and the batch has", said[5])
+        assert re.search(
+            r"stage 'split', .*rows of groups \[\d+\] were carried over, and the batch has", said[5]
+        )
         assert re.search(rf"rank 0 did not come to what rank 0 decides within {PATIENCE:g} s", said[6])
         if rank < world - 1:  # the last one is no more
             assert re.search(rf"rank 2 did not come to what rank 0 decides within {PATIENCE:g} s", said[8])

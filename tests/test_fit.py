@@ -50,7 +50,7 @@ def test_whole_units_are_left_out_until_no_micro_batch_is_empty(rows, ranks, mul
     split = ShuffleSplit(minibatches=1, shuffle=False, remainder="drop", **how)
     expected = longest_start(by_unit(rows), rows, **how)
     if not expected:
-        with pytest.raises(BatchError, match=rf"would leave out all {len(rows)} rows"):
+        with pytest.raises(BatchError, match=rf"would drop all {len(rows)} rows"):
             cut_alone(split, batch_of(rows))
         return
     out, verdict, *_ = cut_alone(split, batch_of(rows))
@@ -82,9 +82,11 @@ def test_a_minibatch_of_which_nothing_remains_is_none():
 
 def test_a_drop_that_leaves_no_step_says_what_there_was_and_what_was_asked():
     batch = batch_of([(0, 4), (0, 4), (1, 4)])
-    with pytest.raises(BatchError, match=r"2 units do not make 3 minibatches of a unit.*no step is left"):
+    with pytest.raises(BatchError, match=r"2 units are too few for 3 minibatches.*no optimiser step is left"):
         ShuffleSplit(minibatches=3, remainder="drop")(batch)
-    with pytest.raises(BatchError, match=r"2 units do not make a minibatch of 5.*no step is left"):
+    with pytest.raises(
+        BatchError, match=r"2 units are too few for a minibatch of 5 units.*no optimiser step is left"
+    ):
         ShuffleSplit(minibatch_size=5, remainder="drop")(batch)
     assert len(ShuffleSplit(minibatch_size=5, remainder="carry")(batch)) == 0
 
@@ -106,5 +108,5 @@ def test_ranks_with_rows_of_their_own_agree_whom_to_leave_out(tmp_path):
     assert set(microbatch) == {0, 1}
     assert first["one has long rollouts"][1] == [0, 0, 0, 1, 1, 1]
     assert second["one has long rollouts"] == ([[2, 3], [9, 9], [0, 0], [0, 1]], [0, 0])
-    assert "would leave out all" in first["nobody can"]
-    assert "would leave out all" in second["nobody can"]
+    assert "would drop all" in first["nobody can"]
+    assert "would drop all" in second["nobody can"]

@@ -74,7 +74,6 @@ INNER = {
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
     "test_recipes.py": {"transforms.columns"},
-    "test_certified_recipes.py": {"pipeline.composing"},
     "test_certify_laws.py": {"pipeline.certify.exact_gradient"},
     "test_keywords.py": {
         "pipeline.composing",
@@ -122,6 +121,7 @@ INNER = {
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
+    "test_valid_json.py": {"pipeline.report.valid_json"},
 }
 
 

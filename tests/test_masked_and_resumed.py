@@ -196,7 +196,7 @@ def test_without_a_loss_mask_nothing_can_say_under_keep_that_a_row_is_out():
     ):
         Pipeline({"collapse": FanOutCollapse(), "filter": out}, masked_log_prob="keep")(batch)
     split = ShuffleSplit(minibatches=1, microbatches=2, remainder="pad")
-    with pytest.raises(BatchError, match=r"by \('masks', 'all_assistant_mask'\) \(loss_mask_key\), and the"):
+    with pytest.raises(BatchError, match=r"in \('masks', 'all_assistant_mask'\) \(loss_mask_key\), and the"):
         Pipeline({"split": split}, masked_log_prob="keep")(batch)
 
 
@@ -375,5 +375,5 @@ def interrupt_on_ranks(rank: int, world: int, folder: str) -> None:
 @pytest.mark.slow
 def test_ranks_know_together_what_was_trained(tmp_path):
     for found in results_of(interrupt_on_ranks, 2, tmp_path):
-        assert "rows of ranks [0] are those that were trained before" in found.pop("torn")
+        assert "ranks [0] hold rows that were trained before" in found.pop("torn")
         assert all(found.values()), [name for name, right in found.items() if not right]

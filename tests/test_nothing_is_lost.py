@@ -108,7 +108,7 @@ def test_what_a_pipeline_would_pass_over_is_refused():
 def test_padding_that_cannot_be_kept_out_is_refused_before_anything_is_remembered(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, microbatches=2, remainder="pad")})
     batch = rows(make_batch, 5).exclude("masks", "log_probs")
-    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are kept out of the loss by"):
+    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are masked in"):
         pipeline.run(batch)
     assert pipeline.stages["split"].state.calls == 0
     assert pipeline.ledger is None

@@ -73,7 +73,7 @@ def test_the_ledger_balances_and_nothing_untrained_trains(batch, action, unit, r
     try:
         out = pipeline(batch)
     except BatchError as err:  # fewer groups than minibatches, all of which would be dropped
-        assume("no step is left" not in str(err))
+        assume("no optimiser step is left" not in str(err))
         raise
     trains = set(out["headrace", "row"][out[MASK].any(-1)].tolist()) if len(out) else set()
     assert trains == set((pipeline.ledger.reason == 0).nonzero().flatten().tolist())
@@ -162,7 +162,7 @@ def test_a_stage_that_fails_is_named_with_its_options(make_batch):
     assert isinstance(info.value.__cause__, IncompleteGroupsError)
     with pytest.raises(MissingKeyError, match=r"stage 'collapse', FanOutCollapse\(\).*the key 'rollout_id'"):
         Pipeline(stages(gate=None))(busy_batch(make_batch).exclude("rollout_id"))
-    with pytest.raises(BatchError, match=r"stage 'split'.*5 units do not make 2 minibatches"):
+    with pytest.raises(BatchError, match=r"stage 'split'.*5 units cannot be cut into 2 equal minibatches"):
         list(Pipeline({"split": ShuffleSplit(minibatches=2)}).minibatches(make_batch([0.0] * 5, [0] * 5)))
 
 
@@ -178,7 +178,7 @@ def test_minibatches_are_checked_at_once_and_belong_to_their_batch(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2)})
     with pytest.raises(ValueError, match="epochs must be ≥ 1; got 0"):
         pipeline.minibatches(make_batch([0.0] * 4, [0] * 4), epochs=0)
-    with pytest.raises(BatchError, match="3 units do not make 2"):
+    with pytest.raises(BatchError, match="3 units cannot be cut into 2"):
         pipeline.minibatches(make_batch([0.0] * 3, [0] * 3))
     first = pipeline.minibatches(make_batch([0.0] * 4, [0] * 4))
     second = pipeline.minibatches(make_batch([0.0] * 6, [0] * 6))

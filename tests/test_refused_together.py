@@ -27,7 +27,7 @@ REFUSED = {
     "options": r"ranks must do the same with a batch: rank \d has advantage: .*, rank \d has advantage: ",
     "epochs": r"ranks must do the same with a batch: rank \d has epochs=\d, rank \d has epochs=\d",
     "ids": r"group_id .* on more than one rank: say shared_ids='same'",
-    "torn": r"groups .* have rows on more than one rank, and each rank draws its own minibatches",
+    "torn": r"groups .* have rows on more than one rank. Each rank cuts its own minibatches",
 }
 
 

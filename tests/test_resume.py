@@ -99,7 +99,7 @@ def no_prompts(batch):
         (reward_of_row_5, r"\('next', 'reward'\).* was \[2.0\] and is \[9.0\] at rows \[5\]"),
         (groups_swapped, r"'group_id' was \[0, 0, 0\] and 13 more and is \[3, 3, 3\] and 13 more"),
         (other_prompts, "'prompt' was"),
-        (no_prompts, "'prompt' is a column of only one of them"),
+        (no_prompts, "only one of the two batches has column 'prompt'"),
     ],
 )
 def test_a_batch_of_the_same_size_and_rollout_ids_is_not_the_same_batch(change, message, ragged):
@@ -182,7 +182,8 @@ def test_the_error_says_how_to_give_up_and_then_another_batch_is_welcome():
     restored = make()
     restored.load_state_dict(state)
     with pytest.raises(
-        BatchError, match=r"discard_batch\(\): in a pipeline, pipeline\.stages\['split'\]\.discard_batch\(\)"
+        BatchError,
+        match=r"discard_batch\(\) of this stage, such as pipeline\.stages\['split'\]\.discard_batch\(\)",
     ):
         restored.minibatches(sixteen(start=50))
     restored.stages["split"].discard_batch()
@@ -255,7 +256,7 @@ def test_a_state_is_not_saved_in_the_middle_of_two_batches():
     next(one)
     two = second.minibatches(sixteen(start=50))
     for pipeline in (first, second):
-        with pytest.raises(BatchError, match="iterators of several are open"):
+        with pytest.raises(BatchError, match="iterators of several batches are open"):
             pipeline.state_dict()
     next(two)
     list(one)

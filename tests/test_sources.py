@@ -540,7 +540,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
 def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
-        SourceError, match=r"found .*a\.jsonl with 'question'\. Set format to one of headrace, slime, verl"
+        SourceError, match=r"found .*a\.jsonl with 'question'\. Set format to one of headrace, nemo_rl"
     ):
         open_source(path)
     for format in ("verl", "auto"):
@@ -565,7 +565,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "verll"}, "format must be auto or one of headrace, slime, verl"),
+        ({"format": "verll"}, "format must be auto or one of headrace, nemo_rl"),
         ({"group_by": "input"}, "group_by must be one of None, 'prompt', 'uid'"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (

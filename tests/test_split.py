@@ -34,7 +34,9 @@ def test_rows_land_once_in_units_that_stay_whole(units, rows, number, by_size, r
     cut = {"minibatch_size": number} if by_size else {"minibatches": number}
     ids, total = None if units is None else torch.tensor(units), rows if units is None else len(set(units))
     if remainder == "drop" and total < number:
-        with pytest.raises(BatchError, match=rf"{total} units do not make .*{number}.* no step is left"):
+        with pytest.raises(
+            BatchError, match=rf"{total} units are too few for .*{number}.* no optimiser step"
+        ):
             shuffle_split(rows, ids, remainder=remainder, shuffle=shuffle, **cut)
         return
     plan = shuffle_split(rows, ids, remainder=remainder, shuffle=shuffle, **cut)
@@ -96,9 +98,11 @@ def test_the_column_and_the_views_agree_with_the_lazy_gather(make_batch):
 
 def test_a_remainder_raises_unless_told_otherwise(make_batch):
     batch = make_batch([0.0] * 5, [0, 0, 1, 1, 1], [0, 0, 1, 2, 3])
-    with pytest.raises(BatchError, match=r"5 units do not make 2 minibatches: 1 over.*'uneven'.*'drop'"):
+    with pytest.raises(
+        BatchError, match=r"5 units cannot be cut into 2 equal minibatches: 1 left over.*'uneven'.*'drop'"
+    ):
         ShuffleSplit(minibatches=2, unit="sample")(batch)
-    with pytest.raises(BatchError, match="4 units do not make minibatches of 3: 1 over"):
+    with pytest.raises(BatchError, match="4 units cannot be cut into minibatches of 3 units: 1 left over"):
         ShuffleSplit(minibatch_size=3, unit="rollout")(batch)
     batch["row"] = torch.arange(5)
     stage = ShuffleSplit(minibatch_size=2, unit="sample", remainder="drop")

@@ -133,7 +133,7 @@ def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
         ),
         (
             ["task=replay", "source.path=.", "source.format=slimee"],
-            "format must be auto or one of headrace, slime",
+            "format must be auto or one of headrace, nemo_rl",
         ),
     ],
 )

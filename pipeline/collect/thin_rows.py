@@ -102,7 +102,7 @@ def pack_thin(rows: TensorDictBase) -> Tensor:
         kind, path = str(column.dtype).removeprefix("torch."), [key] if isinstance(key, str) else list(key)
         said.append([path, kind, list(column.shape[1:]), [[a.dtype.char, len(a), len(b)] for a, b in parts]])
         letters += [array.tobytes() for part in parts for array in part]
-    head = json.dumps([len(rows), said]).encode()
+    head = json.dumps([len(rows), said], allow_nan=False).encode()
     packed = zlib.compress(b"".join([len(head).to_bytes(4, "big"), head, *letters]), 1)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 

@@ -12,6 +12,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper, TrainerHookBase
 
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.train.optimiser_record import OptimiserRecord
 from headrace.pipeline.train.optimiser_steps import check_loss, optimise, total_loss
 from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
 from headrace.transforms.options import one_of
@@ -39,8 +40,8 @@ class PipelineHook(TrainerHookBase):
             the end of the training are counted as ``unfinished``. None: each batch is taken as it is.
         stepper: ``weighted``, gradients by :func:`optimise`: micro-batches add up, rows weigh what the
             pipeline says, and the loss has terms per token (``aggregation="none"``), but where weights are
-            folded in. Or ``trainer``, whose own stepper adds up the loss's means, of pipelines that write no
-            weights.
+            folded in; the trainer logs the numbers of :class:`OptimiserRecord`. Or ``trainer``, whose own
+            stepper adds up the loss's means, of pipelines that write no weights.
 
     Raises:
         ValueError: at registration: the trainer has a replay buffer and this is not a second half, or has
@@ -60,6 +61,7 @@ class PipelineHook(TrainerHookBase):
         self._whole: list[TensorDictBase] = []  # batches that wait for the next optimisation
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._measured: dict[str, float] = {}  # of the last batch that was trained
+        self._record = OptimiserRecord()  # of that batch, where this steps the optimiser
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stepper={self.stepper!r})"
@@ -73,7 +75,8 @@ class PipelineHook(TrainerHookBase):
         self._check(trainer)
         self._epochs, self._loss = trainer.num_epochs, trainer.loss_module
         if self.stepper == "weighted":
-            trainer.optimization_stepper = WeightedStepper(self.pipeline, trainer)
+            stepper = WeightedStepper(self.pipeline, trainer, lambda: self._record)
+            trainer.optimization_stepper = stepper
         if trainer.replay_buffer is None:
             trainer.register_op("batch_process", self._collect)
             trainer.register_op("pre_optim_steps", self._begin)
@@ -127,7 +130,7 @@ class PipelineHook(TrainerHookBase):
             self._whole.append(whole)
 
     def _begin(self) -> None:
-        self._measured = {}
+        self._measured, self._record = {}, OptimiserRecord()
         self._minibatches = self._all_minibatches()
 
     def _all_minibatches(self) -> Iterator[TensorDictBase]:
@@ -144,7 +147,7 @@ class PipelineHook(TrainerHookBase):
     def _sampled(self, batch: TensorDictBase) -> TensorDictBase:
         out = self.pipeline(batch)
         check_loss(self._loss, out)
-        self._measured = {}
+        self._measured, self._record = {}, OptimiserRecord()
         self._measure(self.pipeline.metrics)
         return out
 
@@ -155,7 +158,7 @@ class PipelineHook(TrainerHookBase):
             self._measured[key] = value + (self._measured.get(key, 0.0) if counts else 0.0)
 
     def _log(self, batch: TensorDictBase | None) -> dict[str, float]:
-        return self._measured
+        return {**self._measured, **(self._record.numbers if self._record.steps else {})}
 
     def _end(self) -> None:
         if self.assembler is not None:
@@ -181,9 +184,13 @@ class WeightedStepper(OptimizationStepper):
     Args:
         pipeline: of which the minibatches are.
         trainer: of which it takes the optimiser, the loss and the norm that clips gradients.
+        record: gives what takes the optimiser's numbers of the batch at hand; None: nothing does.
     """
 
-    def __init__(self, pipeline: Pipeline, trainer: Trainer):
+    def __init__(
+        self, pipeline: Pipeline, trainer: Trainer, record: Callable[[], OptimiserRecord] | None = None
+    ):
+        self.record = record
         clips = trainer.clip_norm if trainer.clip_grad_norm else None
         self.max_grad_norm = getattr(trainer.optimization_stepper, "clip_norm", clips)
         self.reduce: Callable[..., Tensor] = weighted_loss if pipeline.weighs else total_loss
@@ -198,7 +205,8 @@ class WeightedStepper(OptimizationStepper):
             losses.append(loss.detach().cpu())
             return loss
 
-        options = {"reduce": reduce, "max_grad_norm": self.max_grad_norm, **self.keys}
+        record = None if self.record is None else self.record()
+        options = {"reduce": reduce, "max_grad_norm": self.max_grad_norm, "record": record, **self.keys}
         cut = has_key(sub_batch, MINIBATCH)  # a half's output holds all its steps
         minibatches = split_minibatches(sub_batch) if cut else [sub_batch]
         steps = optimise(minibatches, trainer.compute_loss, trainer.optimizer, **options)

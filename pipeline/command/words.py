@@ -18,7 +18,7 @@ from headrace.pipeline.installed import PACKAGES, versions
 from headrace.pipeline.wording import suggest
 
 CONF = Path(str(files("headrace.conf")))
-ALONE = ("recipes", "stages", "doctor", "help", "version")
+ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 
 
 def answer(words: Sequence[str]) -> int | None:
@@ -31,6 +31,15 @@ def answer(words: Sequence[str]) -> int | None:
         ConfigError: a name that there is not.
     """
     first, alone = words[0] if words else "", len(words) == 1
+    if first == "view":
+        try:
+            from headrace.pipeline.view.server import view
+        except ImportError as err:
+            raise ConfigError(
+                f"headrace view reads rows with pyarrow, which cannot be imported ({err}): "
+                "pip install pyarrow"
+            ) from None
+        return view(words[1:])
     if first == "doctor" and alone:
         from .doctor import examine  # which imports torch, if it can
 

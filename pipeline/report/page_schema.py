@@ -103,6 +103,7 @@ class ShownRows(TypedDict):
     rank: list[int | None]  # index
     response: list[PageText | None]  # as text, where the page has room for it
     by_token: list[PageTokens | None]  # the same with numbers, where tokens have any
+    beside: list[dict[str, Any] | None]  # ground truth, and other columns of its dump, where there is room
 
 
 class PageAdvisory(TypedDict):
@@ -126,6 +127,7 @@ class PageSymptom(TypedDict):
     title: str  # in words
     shows: str  # the number that shows it
     means: str  # why that is
+    needs: str  # the data without which nobody can tell
     remedies: list[PageRemedy]  # what to do
 
 
@@ -151,6 +153,7 @@ class Step(TypedDict):
     numbers: dict[str, float]  # the metrics of all its rows, by name
     verdict: str  # whether the reward rises, as far as this step
     advisories: list[PageAdvisory]  # most urgent first
+    unchecked: list[str]  # symptoms that nobody can tell, each with the data that it needs
 
 
 class PageJudgement(TypedDict):
@@ -189,6 +192,8 @@ class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
     symptoms: list[PageSymptom]  # of the advisories
+    recorded: int  # steps of the run, of which `curve_steps` are all or some
+    totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps

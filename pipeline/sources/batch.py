@@ -44,6 +44,8 @@ class Sample:
         prompt: text.
         response: text.
         ground_truth: what the response is graded by, as text.
+        other_columns: what else the record has, as a JSON object; empty: nothing. None: what its format's
+            reader has not asked for.
         tokens: (L,) token ids of the whole sequence.
         loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
         response_length: R, in tokens.
@@ -72,6 +74,7 @@ class Sample:
     prompt: str | None = None
     response: str | None = None
     ground_truth: str | None = None
+    other_columns: str | None = None
     tokens: list[int] | None = None
     loss_mask: list[int] | None = None
     response_length: int | None = None
@@ -166,6 +169,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``logged_weight``                       (N,) float64      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
     ``ground_truth``                        N strings         all rows have it
+    ``other_columns``                       N strings         a row has any: a JSON object, or empty
     ====================================== ================= =============================================
 
     Args:
@@ -215,6 +219,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
     if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
         texts["ground_truth"] = column(rows, "ground_truth", default="")
+    if any(row.other_columns for row in rows):
+        texts["other_columns"] = [row.other_columns or "" for row in rows]
     for name in ("group", "rollout"):
         given = [(getattr(row, name), getattr(row, f"{name}_label")) for row in rows]
         texts[f"{name}_label"] = [label_text(label) if text is None else text for label, text in given]

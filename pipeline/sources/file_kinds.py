@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from tensordict import TensorDictBase
 
 from .batch import MAX_ROWS, Label, Sample
 from .record import Record, Skipped, SourceError, first_line, quote
@@ -93,6 +94,34 @@ class Reading:
         return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How files of one format are found, recognised and read.
+
+    Args:
+        read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
+            ``(step, TensorDict)``.
+        files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
+            between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
+        keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
+        options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
+        reward_keys: whether `reward_key` may be ``one`` name or ``many``.
+        rewards: names that `reward_key` may have; empty: any.
+        ignored: names of files that are not read in a folder, as a regular expression.
+        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens
+            are out of the loss (``masks``), how many ``tokens`` there are.
+    """
+
+    read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
+    files: tuple[str, ...]
+    keys: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
+    reward_keys: Literal["one", "many"] = "one"
+    rewards: tuple[str, ...] = ()
+    ignored: str | None = None
+    unsaid: tuple[Literal["rollouts", "masks", "tokens"], ...] = ()
+
+
 def parse_records(
     records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
@@ -113,6 +142,9 @@ def parse_records(
     for record in records:
         try:
             samples = [sample.check() for sample in parse(record, reading)]
+            for sample in samples:
+                if sample.other_columns is None:
+                    sample.other_columns = record.other_columns()
             if samples and samples[0].step != step:
                 step, places = samples[0].step, {}
             if samples and (label := samples[0].record) is not None:

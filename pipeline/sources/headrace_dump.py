@@ -26,13 +26,13 @@ from headrace.transforms import Status
 from headrace.transforms.tensordicts import as_texts
 
 from .batch import MAX_CELLS, MAX_TOKENS, Sample
-from .file_kinds import Reading, read_jsonl, read_table
+from .file_kinds import Format, Reading, read_jsonl, read_table
 from .record import Record, SourceError, as_number_or_gap, first_line, quote_some
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
 TEXTS = {"prompt": "prompt_text", "response": "response_text"}
-TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth")}
+TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth", "other_columns")}
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
 UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
@@ -103,6 +103,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             prompt=record.text("prompt", optional=True),
             response=record.text("response", optional=True),
             ground_truth=record.text("ground_truth", optional=True),
+            other_columns=record.text("other_columns", optional=True) or "",
             response_length=record.whole("tokens", optional=True),
             policy_version=record.whole("policy_version", optional=True),
             step=record.whole("step"),
@@ -280,3 +281,10 @@ def _rewards(table: pa.Table, unscored: np.ndarray, path: Path) -> np.ndarray:
             f"{quote_some(rewards[row].tolist())}"
         )
     return rewards
+
+
+FORMAT = Format(
+    read_headrace_dump,
+    files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
+    keys=frozenset(REQUIRED),
+)

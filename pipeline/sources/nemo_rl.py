@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .batch import Sample, common_advantage
-from .file_kinds import Reading, read_jsonl
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, SourceError, as_text
 
 
@@ -94,3 +94,12 @@ def _only(record: Record, key: Any) -> Any:
 def _logged(advantages: list[float], trains: list[int]) -> float:
     """The one advantage of a row, which may be logged once."""
     return advantages[0] if len(advantages) == 1 else common_advantage(advantages, trains)
+
+
+FORMAT = Format(
+    read_nemo_rl,
+    files=("train_data_step*.jsonl",),
+    keys=frozenset({"token_ids", "token_loss_mask", "sample_loss_mask", "rewards"}),
+    options=("group_by", "group_size"),
+    unsaid=("rollouts",),
+)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import glob
+import pkgutil
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -16,115 +16,19 @@ from tensordict import TensorDictBase
 
 from headrace.transforms.options import at_least, one_of
 
-from . import tinker, verifiers, verl
 from .batch import MAX_ROWS, Sample, to_batch
-from .file_kinds import Reading, read_jsonl, read_lines, read_schema
-from .headrace_dump import REQUIRED, read_headrace_dump
-from .nemo_rl import read_nemo_rl
-from .open_instruct import read_open_instruct
-from .prime_rl import read_prime_rl
+from .file_kinds import Format, Reading, read_lines, read_schema
 from .record import Skipped, SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
-from .slime import read_slime
-from .trl import read_trl
 
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How files of one format are found, recognised and read.
-
-    Args:
-        read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
-            ``(step, TensorDict)``.
-        files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
-            between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
-        keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
-        options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
-        reward_keys: whether `reward_key` may be ``one`` name or ``many``.
-        rewards: names that `reward_key` may have; empty: any.
-        ignored: names of files that are not read in a folder, as a regular expression.
-        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens
-            are out of the loss (``masks``), how many ``tokens`` there are.
-    """
-
-    read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
-    files: tuple[str, ...]
-    keys: frozenset[str] = frozenset()
-    options: tuple[str, ...] = ()
-    reward_keys: Literal["one", "many"] = "one"
-    rewards: tuple[str, ...] = ()
-    ignored: str | None = None
-    unsaid: tuple[Literal["rollouts", "masks", "tokens"], ...] = ()
-
-
+# A module of this package that has a FORMAT reads the format of its name.
 READERS: dict[str, Format] = {
-    "headrace": Format(
-        read_headrace_dump,
-        files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
-        keys=frozenset(REQUIRED),
-    ),
-    "slime": Format(
-        read_slime,
-        files=("*.pt", "rollout_data/*.pt"),
-        options=("group_size", "reward_key"),
-        ignored=r"(^|.*[^a-zA-Z])eval_\d+\.pt",
-    ),
-    "verl": Format(
-        partial(read_jsonl, parse=verl.parse_row),
-        files=("*.jsonl",),
-        keys=frozenset({"input", "output", "score", "step"}),
-        options=("group_by", "group_size", "reward_key"),
-        unsaid=("masks", "tokens"),
-    ),
-    "trl": Format(
-        read_trl,
-        files=("*.parquet", "completions/*.parquet"),
-        keys=frozenset({"step", "prompt", "completion", "advantage"}),
-        options=("group_by", "group_size", "reward_key"),
-        reward_keys="many",
-        unsaid=("rollouts", "masks", "tokens"),
-    ),
-    "verifiers": Format(
-        partial(read_jsonl, parse=verifiers.parse_row),
-        files=("results.jsonl", "*/results.jsonl"),
-        keys=frozenset({"example_id", "prompt", "completion", "reward"}),
-        options=("group_size", "reward_key"),
-        unsaid=("rollouts", "masks", "tokens"),
-    ),
-    "prime_rl": Format(
-        read_prime_rl,
-        files=("traces.jsonl", "step_*/train/effective/traces.jsonl", "traces/stream.jsonl", "stream.jsonl"),
-        keys=frozenset({"id", "task", "traces"}),
-        options=("group_by", "group_size", "reward_key"),
-    ),
-    "nemo_rl": Format(
-        read_nemo_rl,
-        files=("train_data_step*.jsonl",),
-        keys=frozenset({"token_ids", "token_loss_mask", "sample_loss_mask", "rewards"}),
-        options=("group_by", "group_size"),
-        unsaid=("rollouts",),
-    ),
-    "open_instruct": Format(
-        read_open_instruct,
-        files=("*_rollouts_*.jsonl",),
-        keys=frozenset({"prompt_tokens", "response_tokens", "prompt_idx", "sample_idx", "reward"}),
-        options=("group_size",),
-        unsaid=("rollouts", "masks"),
-    ),
-    "tinker": Format(
-        partial(read_jsonl, parse=tinker.parse_row),
-        files=(
-            "train_rollout_summaries.jsonl",
-            "*/train_rollout_summaries.jsonl",
-            "train_iteration_*_rollout_summaries.jsonl",
-        ),
-        keys=frozenset({"schema_version", "group_idx", "traj_idx", "total_reward"}),
-        options=("group_size", "reward_key"),
-        rewards=tinker.REWARDS,
-        unsaid=("masks",),
-    ),
+    name.removesuffix("_dump"): module.FORMAT
+    for _, name, _ in pkgutil.iter_modules([str(Path(__file__).parent)])
+    if name != "open" and hasattr(module := import_module(f".{name}", __package__), "FORMAT")
 }
 
 

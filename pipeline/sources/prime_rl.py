@@ -29,7 +29,7 @@ from typing import NamedTuple
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading, read_jsonl
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, as_number, read_text
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
@@ -174,3 +174,11 @@ def _segment(row: Sample, path: list[_Node], *, in_loss: bool) -> Sample:
         sampled = iter([value for node in path for value in node.log_probs])
         segment.log_probs = [next(sampled) if bit else math.nan for bit in mask][begin:]
     return segment
+
+
+FORMAT = Format(
+    read_prime_rl,
+    files=("traces.jsonl", "step_*/train/effective/traces.jsonl", "traces/stream.jsonl", "stream.jsonl"),
+    keys=frozenset({"id", "task", "traces"}),
+    options=("group_by", "group_size", "reward_key"),
+)

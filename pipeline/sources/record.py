@@ -136,6 +136,7 @@ def first_line(error: Exception) -> str:
 T = TypeVar("T")
 INT64 = 2**63
 FLOAT32_MAX = torch.finfo(torch.float32).max
+MAX_OTHER = 1000  # characters of a text that is only shown
 
 
 def as_text(value: Any) -> str | None:
@@ -234,10 +235,11 @@ class Record:
         1.0
     """
 
-    __slots__ = ("data", "line", "where")
+    __slots__ = ("data", "line", "read", "where")
 
     def __init__(self, data: dict[Any, Any], where: str, line: int = 0):
         self.data, self.where, self.line = data, where, line
+        self.read: set[str] = set()  # the keys that were asked for
 
     def fail(self, required: str, found: Any) -> SourceError:
         """The error to raise: its place, what is required and what was found."""
@@ -245,6 +247,7 @@ class Record:
 
     def get(self, key: str, *, optional: bool = False) -> Any:
         """The value under a key, whatever it is."""
+        self.read.add(key)
         value = self.data.get(key)
         if value is None and not optional:
             if key in self.data:
@@ -299,6 +302,25 @@ class Record:
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise self.fail(f"{key!r} must be a list of objects", values)
         return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
+
+    def other_columns(self) -> str:
+        """What nobody has read: texts, numbers and truth values by their keys, as JSON; empty: nothing.
+
+        Example:
+            >>> record = Record({"score": 1, "acc": True, "pred": "4", "ids": [1, 2]}, "1.jsonl:1")
+            >>> record.number("score"), record.other_columns()
+            (1.0, '{"acc": true, "pred": "4"}')
+        """
+        kept = {}
+        for key, value in self.data.items():
+            if key in self.read or type(key) is not str or type(value) not in (str, bool, int, float):
+                continue
+            if type(value) is str:
+                value = value[:MAX_OTHER] + "…" * (len(value) > MAX_OTHER)
+            elif not math.isfinite(value) or abs(value) > FLOAT32_MAX:
+                continue
+            kept[key] = value
+        return json.dumps(kept) if kept else ""
 
 
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:

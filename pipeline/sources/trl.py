@@ -24,7 +24,7 @@ import pyarrow as pa
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading, parse_records, read_rows, read_schema
+from .file_kinds import Format, Reading, parse_records, read_rows, read_schema
 from .record import Record, SourceError, as_number_or_gap, read_text
 
 FIXED = ("step", "prompt", "completion", "advantage")
@@ -92,3 +92,13 @@ def reward_columns(schema: pa.Schema, keys: Sequence[str], path: Path) -> list[s
     if not names:
         raise SourceError(f"{path}: at least one column of rewards is required; found {schema.names}")
     return names
+
+
+FORMAT = Format(
+    read_trl,
+    files=("*.parquet", "completions/*.parquet"),
+    keys=frozenset({"step", "prompt", "completion", "advantage"}),
+    options=("group_by", "group_size", "reward_key"),
+    reward_keys="many",
+    unsaid=("rollouts", "masks", "tokens"),
+)

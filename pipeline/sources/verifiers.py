@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, read_json, read_text
 
 MEASURED = frozenset({"timing", "generation_ms"})
@@ -59,3 +60,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             where=record.where,
         )
     ]
+
+
+FORMAT = Format(
+    partial(read_jsonl, parse=parse_row),
+    files=("results.jsonl", "*/results.jsonl"),
+    keys=frozenset({"example_id", "prompt", "completion", "reward"}),
+    options=("group_size", "reward_key"),
+    unsaid=("rollouts", "masks", "tokens"),
+)

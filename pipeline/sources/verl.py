@@ -15,8 +15,10 @@ A score of ``NaN`` is an error. Neither statuses nor tokens are dumped: every ro
 
 from __future__ import annotations
 
+from functools import partial
+
 from .batch import Label, Sample
-from .file_kinds import Reading
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, read_json
 
 
@@ -69,3 +71,12 @@ def split_key(record: Record, key: str) -> tuple[str, str]:
             key,
         )
     return uid, f"{uid}_{numbers[0]}"
+
+
+FORMAT = Format(
+    partial(read_jsonl, parse=parse_row),
+    files=("*.jsonl",),
+    keys=frozenset({"input", "output", "score", "step"}),
+    options=("group_by", "group_size", "reward_key"),
+    unsaid=("masks", "tokens"),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,6 +15,7 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
@@ -128,7 +128,7 @@ def audit(
         "rows": rows,
     }
     report = head | {"findings": found, "checks": [each.plain(steps) for each in results.values()]}
-    write_whole(output / "audit.json", lambda file: file.write_text(json.dumps(report, indent=1)))
+    write_whole(output / "audit.json", lambda file: file.write_text(json_text(report, indent=1)))
     title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, held against {recipe}"
     tables = [_summary(results, steps, title)]
     if config.report.html:

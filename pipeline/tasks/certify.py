@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report import page_data, write_page
 from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, suggest
 
@@ -85,7 +85,7 @@ def certify(
         raise ConfigError("no recipe takes the rows of any task: " + "; ".join(sorted(reasons)))
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    text = json.dumps({"certificates": [each.plain() for each in certificates]}, indent=1)
+    text = json_text({"certificates": [each.plain() for each in certificates]}, indent=1)
     write_whole(output / "certificate.json", lambda file: file.write_text(text))
     if config.report.html:
         page = page_data([], title=f"certificates of {', '.join(nodes)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from headrace.pipeline.report import (
     last_user_turn,
 )
 from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable
 
@@ -68,6 +68,7 @@ def compare(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
+        dump=None,  # rows have one advantage in a dump: a replay of each recipe writes them
         page=config.report.html,
         every=config.report.every,
         versus=names,
@@ -75,20 +76,20 @@ def compare(
     with folder:
         for step, batch in each_step(source, console):
             first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
-            comparison.add(first, second)
+            differ = {f"versus/{name}": value for name, value in comparison.add(first, second).items()}
             # The report of the first, with what the second makes of each row beside it.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
-            folder.add(dataclasses.replace(first, columns={**first.columns, **beside}))
-    numbers = {key: None if math.isnan(value) else value for key, value in comparison.numbers.items()}
+            columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
+            folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     steps = max(comparison.steps, 1)
     shares = {
         table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
         for table, lines in comparison.shares.items()
     }
     movers = [mover._asdict() for mover in comparison.movers]
-    result = {"pipelines": names, "numbers": numbers, "shares": shares, "movers": movers}
-    write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
+    result = {"pipelines": names, "numbers": dict(comparison.numbers), "shares": shares, "movers": movers}
+    write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
     show_comparison(comparison, console)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     return comparison.numbers["correlation"]
@@ -112,7 +113,10 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "gradient_moved": "share of the gradient that goes to other groups",
         "gradient_cosine": "cosine of what rows weigh in the two gradients",
     }
+    if comparison.steps > 1:
+        labels |= {name: f"{labels[name]}, mean over steps" for name in FORMATS if name != "correlation"}
     title = f"\nthe same rollouts under {first} and {second}"
+    title += f", all {comparison.steps:,} steps" if comparison.steps > 1 else ""
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
     for key, value in comparison.numbers.items():
         table.add(labels[key], "–" if math.isnan(value) else format(value, FORMATS.get(key, ",.0f")))

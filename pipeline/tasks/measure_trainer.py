@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import version_of
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, suggest
 
@@ -70,8 +70,8 @@ def measure_trainer(
         raise ConfigError(f"xray={of}: {err}") from err
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    lines = ",\n".join(json.dumps(each.plain()) for each in found)
-    text = f'{{"trainer": {json.dumps(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
+    lines = ",\n".join(json_text(each.plain()) for each in found)
+    text = f'{{"trainer": {json_text(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
     write_whole(output / "xray.json", lambda file: file.write_text(text))
     if config.report.html:
         from headrace.pipeline.coefficients.page import xray_page

@@ -56,8 +56,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
-        console.print(Text(tree_words(in_all)))
-        console.print(*show_advisories(folder.advisories, folder.verdict), sep="\n")
+        if words := tree_words(in_all):
+            console.print(Text(f"{words}, all {len(history):,} steps"))
+        console.print(*show_advisories(folder.advisories, folder.verdict, folder.unchecked), sep="\n")
     if words := logged.words():
         console.print(Text(words))
     console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from headrace.pipeline.report import percent, totals_over
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
 
 UNITS = ("rows", "rollouts", "groups")  # of which a history has numbers
+REWARD = "reward/all/mean"
 
 
 class TrainingDisplay:
@@ -53,14 +55,14 @@ class TrainingDisplay:
         """Show and write the numbers of one step.
 
         Args:
-            numbers: `reward`, and the pipeline's metrics.
+            numbers: of its report.
         """
         self.history.append(dict(numbers))
         rows, trained = numbers.get("rows/in", 0), numbers.get("rows/trained", 0)
         self._progress.update(
             self._task,
             advance=1,
-            reward=f"{numbers.get('reward', float('nan')):.2f}",
+            reward=f"{numbers.get(REWARD, float('nan')):.2f}",
             kept=f"{trained:.0f}",
             out=f"{rows - trained:.0f}",
         )
@@ -110,14 +112,15 @@ def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
         known = [numbers[key] for numbers in history if key in numbers]
         return sum(known) if known else None
 
-    table.add("collected", *(count_words(total(f"{unit}/in")) for unit in UNITS))
+    totals = totals_over(history)
+    table.add("collected", *(count_words(totals.get(f"{unit}/in")) for unit in UNITS))
     for key in dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/")):
         if total(key):
             stage, reason = key.split("/")[1:]
             counts = (minus_words(total(f"{prefix}{key}")) for prefix in ("", "rollouts/", "groups/"))
             table.add(reason_words(stage, reason), *counts, indent=2)
-    table.add("trained", *(count_words(total(f"{unit}/trained")) for unit in UNITS), style="bold")
-    rewards = [numbers["reward"] for numbers in history if "reward" in numbers]
-    if rewards:
-        table.caption = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}, mean over rollouts"
+    table.add("trained", *(count_words(totals.get(f"{unit}/trained")) for unit in UNITS), style="bold")
+    if rows := totals.get("rows/in"):
+        words = f"{percent(totals['rows/trained'] / rows)} of the rows were trained"
+        table.caption = f"{words}, all {len(history):,} steps" if len(history) > 1 else words
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_
 from headrace.transforms import weighted_loss
 from headrace.transforms.schema import FINISHED
 
-from .display import TrainingDisplay
+from .display import REWARD, TrainingDisplay
+from .optimiser_record import OptimiserRecord
 from .optimiser_steps import optimise, total_loss, transform_of
 
 
@@ -35,7 +37,7 @@ def train(config: DictConfig, output: Path) -> float:
         output: folder for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
 
     Returns:
-        The mean reward of the last step's rollouts, NaN where nothing was left to collapse.
+        The mean reward of the last step's rollouts, NaN where none has a reward.
 
     Raises:
         ConfigError: an unknown stage or option, before anything is collected.
@@ -62,32 +64,44 @@ def train(config: DictConfig, output: Path) -> float:
     title = f"{chosen.get('pipeline', 'headrace')}, {steps:,} step{'s' * (steps != 1)}"
     folder = ReportFolder.configured(config, output, title=title)
     display.console.print(show_pipeline(pipeline))
-    ending = "where the rows went"
+    ending = f"where the rows of {steps:,} steps went" if steps > 1 else "where the rows went"
     try:
         with display:
+            began, graded = time.perf_counter(), getattr(env, "reward_seconds", None)
             for step, batch in enumerate(collector):
-                taken, report = _train_step(pipeline, batch, components, config, step)
+                record, spent = OptimiserRecord(), time.perf_counter() - began
+                if graded is not None:  # the environment says how long its rewards take
+                    record.add_seconds("reward", env.reward_seconds - graded)
+                    spent, graded = spent - (env.reward_seconds - graded), env.reward_seconds
+                record.add_seconds("collect", spent)
+                report = _train_step(pipeline, batch, components, config, step, record)
                 folder.add(report)
-                rewards = [value for key, value in report.numbers.items() if key.endswith("/reward_mean")]
-                shown = {"reward": rewards[0]} if rewards else {}
-                display.step({"step": step, **shown, "optimiser_steps": taken, **report.numbers})
+                display.step({"step": step, **report.numbers})
+                began = time.perf_counter()
     except KeyboardInterrupt as stop:
         ending = f"interrupted after step {len(display.history)} of {steps}"
         raise TrainingInterrupted(ending) from stop
     finally:
         collector.shutdown()
         page = folder.close()
-        advice = show_advisories(folder.advisories, folder.verdict)
+        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked)
         display.close(ending, page=page, lines=advice)
-    return display.history[-1].get("reward", float("nan"))
+    return display.history[-1].get(REWARD, float("nan"))
 
 
 def _train_step(
-    pipeline: Pipeline, batch: TensorDictBase, components: dict[str, Any], config: DictConfig, step: int
-) -> tuple[int, StepReport]:
-    """The number of optimiser steps taken on a batch, and its report. No reference to the batch remains."""
+    pipeline: Pipeline,
+    batch: TensorDictBase,
+    components: dict[str, Any],
+    config: DictConfig,
+    step: int,
+    record: OptimiserRecord,
+) -> StepReport:
+    """Take the optimiser steps of a batch; its report. No reference to the batch remains."""
+    began = time.perf_counter()
     run = pipeline.run(batch, epochs=config.train.epochs)
-    taken = optimise(
+    record.add_seconds("headrace", time.perf_counter() - began)
+    optimise(
         run.minibatches(),
         components["loss"],
         components["optimizer"],
@@ -96,10 +110,11 @@ def _train_step(
         max_grad_norm=config.train.max_grad_norm,
         loss_mask_key=pipeline.loss_mask_key,
         log_prob_key=pipeline.log_prob_key,
+        record=record,
     )
     how = {"solved": config.report.solved, "parameters": config.report.parameters}
     decode = decoder_of(components["env"], components["policy"])
-    return taken, make_report(run, step=step, batch=batch, decode=decode, **how)
+    return make_report(run, step=step, batch=batch, decode=decode, numbers=record.numbers, **how)
 
 
 def check_settings(config: DictConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal, get_args
@@ -18,6 +19,8 @@ from headrace.transforms.options import above_zero, nested_key, one_of, takes_op
 from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
 from headrace.transforms.tensordicts import device_of
 from headrace.transforms.tokens import loss_tokens
+
+from .optimiser_record import OptimiserRecord
 
 SAMPLER, OLD, WEIGHTS = ("log_probs", "full"), ("old_log_probs", "full"), "importance_weight"
 CLOSE = 1e-3  # of the weight of a step; float32 weights add up to 1e-6 of it
@@ -38,6 +41,7 @@ def optimise(
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
     log_prob_key: NestedKey | None = ("log_probs", "full"),
     weight_key: NestedKey = "loss_weight",
+    record: OptimiserRecord | None = None,
 ) -> int:
     """Take one optimiser step per minibatch, whose micro-batches' gradients add up.
 
@@ -63,6 +67,8 @@ def optimise(
         loss_mask_key: (n, T) bool, by which tokens in the loss are counted.
         log_prob_key: (n, T) float, as LossWeight reads it; None: not looked at.
         weight_key: (n,) float, by which the rows of a step are known to belong together.
+        record: takes the learning rate, the loss, the gradient's norm and what else the loss measures, for
+            ``make_report(run, numbers=record.numbers)``; None: nothing is recorded.
 
     Returns:
         The number of optimiser steps taken.
@@ -86,7 +92,7 @@ def optimise(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     group = resolve_group(process_group)
     keys = {"loss_mask_key": loss_mask_key, "log_prob_key": log_prob_key, "weight_key": weight_key}
-    stream, steps = iter(minibatches), 0
+    stream, steps, began = iter(minibatches), 0, time.perf_counter()
     while (minibatch := next(stream, None)) is not None:
         cut = has_key(minibatch, MICROBATCH)
         # A rank without rows takes part in the step with no forward pass.
@@ -96,26 +102,41 @@ def optimise(
         if not tokens:
             continue
         optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)  # the loss of the step
         while microbatches:
             microbatch = microbatches.pop(0)
+            trains = None if record is None else loss_tokens(microbatch, loss_mask_key, log_prob_key)
             if transform is not None:
                 microbatch = transform(microbatch)
             check_loss(loss, microbatch)
-            reduce(loss(microbatch), microbatch).backward()
-            del microbatch
+            terms = loss(microbatch)
+            scalar = reduce(terms, microbatch)
+            scalar.backward()
+            total += scalar.detach()
+            if record is not None and trains is not None:
+                record.add_terms(terms, trains)
+            del microbatch, terms, scalar, trains
         for parameter in parameters if group is not None else ():
             if parameter.requires_grad:
                 if parameter.grad is None:  # it may have one on another rank
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=group)
+        if group is not None:
+            dist.all_reduce(total, group=group)
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise BatchError(
                 f"the gradient of a step must be finite; that of step {steps} of this batch has the norm "
                 f"{float(norm)}. Are advantages and behaviour log-probabilities finite? Nothing was changed"
             )
+        if record is not None:
+            rates = [float(one["lr"]) for one in optimizer.param_groups if "lr" in one]
+            lr = max(rates, default=None)
+            record.add_step(total, lr=lr, norm=float(norm), tokens=tokens, clips=max_grad_norm)
         optimizer.step()
         steps += 1
+    if record is not None:
+        record.add_seconds("optimise", time.perf_counter() - began)
     return steps
 
 

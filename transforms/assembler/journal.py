@@ -320,7 +320,7 @@ def _record(event: str, said: dict[str, Any]) -> pyarrow.Buffer:
     # Joined by dtype, since there may be many small ones.
     joined = {dtype: torch.cat(some).resolve_conj().resolve_neg() for dtype, some in tensors.items()}
     sizes = {_name(dtype): len(every) for dtype, every in joined.items()}
-    text = f"[{json.dumps(sizes)},{tree}]"
+    text = f"[{json.dumps(sizes, allow_nan=False)},{tree}]"
     content = b"".join(every.view(torch.uint8).numpy() for every in joined.values())
     size = ipc.get_record_batch_size(_batch(event, text, content, 0, 0))
     return _batch(event, text, content, size, _checksum(event, text, content, size)).serialize()

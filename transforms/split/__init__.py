@@ -1,4 +1,4 @@
-"""A batch becomes optimiser steps, and a step forward passes."""
+"""Cut a batch into optimiser steps and forward passes."""
 
 from .gather import OptimiserSteps, split_microbatches, split_minibatches
 from .plan import Plan, assign_rows

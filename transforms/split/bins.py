@@ -1,10 +1,11 @@
-"""Items to bins so that the bins cost the same: by equal counts, or under a budget.
+"""Put items into bins of about equal cost: with equal counts, or under a budget.
 
-The time of a step is that of its heaviest bin, so that is what becomes light. An item here is a row, a
-rollout or a sequence; its cost is what it takes to train it, in any unit: tokens, or tokens squared. Many
-items are assigned and swapped as tensors. Where that does not keep a budget in as few bins as there could be,
-items are packed one by one: which bin one fits depends on all before it, nothing there gains from tensors,
-and bins are lists of item numbers in plain Python.
+The heaviest bin decides the time of a step, so its cost is minimised. An item is a row, a rollout or a
+sequence. Its cost has any unit, such as tokens or tokens squared.
+
+Many items are assigned and swapped as tensors. If that does not keep the budget in the fewest bins possible,
+items are packed one by one. Each placement depends on all earlier ones, so this part is plain Python: bins
+are lists of item numbers.
 """
 
 from __future__ import annotations
@@ -22,32 +23,33 @@ from headrace.transforms.ids import stable_order
 from headrace.transforms.options import at_least, takes_options
 
 Bins = list[list[int]]
-CLOSE = 5e-4  # of the mean; a step does not feel less
-COMPARED = 64  # items of a bin that are compared in a round: 64² differences are as good as all
-ROUNDS = 256  # no batch that was seen needs a tenth; a bin that one giant fills could use thousands
-PARTNERS = 8  # light bins that the heaviest tries before it gives up
-FEW = 256  # items that are packed one by one in less time than it takes to assign and swap them
-EXACT = 2**53  # below which sums of integers are exact as floats
+CLOSE = 5e-4  # accepted imbalance, as a share of the mean; less does not change the time of a step
+COMPARED = 64  # items per bin that a round compares; comparing all improves the result no further
+ROUNDS = 256  # a limit for bins that one giant item fills; measured batches need less than a tenth
+PARTNERS = 8  # light bins that the heaviest bin tries before the search ends
+FEW = 256  # up to here, packing items one by one is faster than tensors
+EXACT = 2**53  # below this, float64 sums of integers are exact
 
 
 @takes_options
 def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     """Put n items into bins of equal count and about equal cost.
 
-    Items are assigned by descending cost in snake order. Then each bin above the mean, the heaviest first,
-    swaps one item with a bin at the other end, the one that halves their difference best, round after round
-    until max/mean − 1 ≤ 5e-4 or the heaviest bin gains nothing from the lightest. With 32 items a bin or
-    more, max/mean − 1 stays below 1e-3 unless a few items outweigh a bin. The same input gives the same bins.
+    Items are first assigned by descending cost in snake order. Then rounds of swaps follow. In a round the
+    heaviest bin is paired with the lightest, the second heaviest with the second lightest, and so on for all
+    bins above the mean. Each pair swaps the two items that bring its costs closest. The rounds end when
+    max/mean − 1 ≤ 5e-4, or when no swap with the lightest bin helps the heaviest. With at least 32 items per
+    bin, max/mean − 1 is below 1e-3 unless a few items outweigh a bin. The result is deterministic.
 
     Args:
-        costs: (n,) int64 or float64 ≥ 0 on the CPU, any unit; counted in float64.
+        costs: (n,) int64 or float64 ≥ 0 on the CPU, any unit; summed in float64.
         bins: B ≥ 1.
 
     Returns:
-        (n,) int64, the bin of each item: ⌊n/B⌋ or ⌈n/B⌉ items in each. With n < B the last bins are empty.
+        (n,) int64, the bin of each item. Each bin has ⌊n/B⌋ or ⌈n/B⌉ items. With n < B the last are empty.
 
     Raises:
-        BatchError: another shape, dtype or device, or a cost that is negative or not finite.
+        BatchError: `costs` has another shape, dtype or device, or a value that is negative or not finite.
         ValueError: B < 1.
 
     Example:
@@ -56,33 +58,35 @@ def balance_evenly(costs: Tensor, bins: int) -> Tensor:
     """
     at_least("bins", bins, 1)
     _check(costs, "costs", (torch.int64, torch.float64))
-    return _deal_and_swap(costs, bins, stable_order(-costs))
+    return _assign_and_swap(costs, bins, stable_order(-costs))
 
 
 @takes_options
 def balance_within(
     lengths: Tensor, budget: int, *, multiple_of: int = 1, costs: Tensor | None = None
 ) -> Tensor:
-    """Put n items into few bins whose lengths sum to at most `budget`, and of about equal cost.
+    """Put n items into few bins of about equal cost, each with at most `budget` tokens.
 
-    As many bins as :func:`bins_within` says, rounded up to a multiple. If their costs are as level as their
-    lengths, that is all. Else each item goes to the bin of least cost that has room, by
-    descending cost, or else by descending length; where even that breaks the budget, bins stay as they were
-    packed. Then the heaviest bin moves or swaps items with a light one for as long as that helps and the
-    budget holds. The same input gives the same bins.
+    1. The number of bins is that of :func:`bins_within`.
+    2. If the bins found there have about equal costs, they are the result.
+    3. Otherwise each item goes to the cheapest bin with room, by descending cost. If that exceeds the budget,
+       by descending length. If that exceeds it too, the bins of step 1 are used.
+    4. The heaviest bin moves or swaps items with a light bin while that helps and the budget holds.
+
+    The result is deterministic.
 
     Args:
         lengths: (n,) int64 ≥ 0 on the CPU, tokens.
-        budget: most tokens a bin may have, ≥ 1. A longer item gets a bin of its own.
-        multiple_of: what the number of bins is a multiple of, ≥ 1; say, the number of ranks.
+        budget: largest number of tokens per bin, ≥ 1. A longer item gets a bin of its own.
+        multiple_of: the number of bins is a multiple of this, such as the number of ranks, ≥ 1.
         costs: (n,) int64 or float64 ≥ 0 on the CPU, any unit; None: the lengths.
 
     Returns:
-        (n,) int64, the bin of each item, 0 … B − 1. No bin is empty unless there are fewer items than B: then
-        each item has its own, and the last are empty.
+        (n,) int64, the bin of each item, 0 … B − 1. With n < B each item has a bin of its own, and the last
+        bins are empty. Otherwise no bin is empty.
 
     Raises:
-        BatchError: another shape, dtype or device, or a value that is negative or not finite.
+        BatchError: a tensor has another shape, dtype or device, or a value that is negative or not finite.
         ValueError: an option is below 1.
 
     Example:
@@ -99,26 +103,26 @@ def balance_within(
     over = lengths > budget
     alone, rest = int(over.sum()), (~over).nonzero().flatten()
     tokens, prices = lengths[rest], costs[rest]
-    bins, home = _few_bins(tokens, budget, alone, multiple_of)
+    bins, bin_of_rest = _few_bins(tokens, budget, alone, multiple_of)
     if len(rest) <= bins:
         return torch.arange(len(lengths))
-    if not _is_level(home, prices, bins):
-        home = _level_one_by_one(home, tokens, prices, bins, budget)
+    if not _is_level(bin_of_rest, prices, bins):
+        bin_of_rest = _level_one_by_one(bin_of_rest, tokens, prices, bins, budget)
     bin_of = torch.empty_like(lengths)
-    bin_of[over], bin_of[rest] = torch.arange(alone), home + alone
+    bin_of[over], bin_of[rest] = torch.arange(alone), bin_of_rest + alone
     return bin_of
 
 
 def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
-    """How many bins :func:`balance_within` needs.
+    """The number of bins that :func:`balance_within` uses.
 
-    Never more than first fit fills, in the order given or by descending length; so at most 11/9 of the fewest
-    possible and 6/9 of a bin (doi:10.1007/978-3-540-74450-4_1), before rounding.
+    It is never more than first fit needs, in the order given or by descending length. So before rounding it
+    is at most 11/9 · OPT + 6/9, with OPT the fewest bins possible (doi:10.1007/978-3-540-74450-4_1).
 
     Args:
         lengths: (n,) int64 ≥ 0 on the CPU, tokens.
-        budget: most tokens a bin may have, ≥ 1.
-        multiple_of: what their number is a multiple of, ≥ 1.
+        budget: largest number of tokens per bin, ≥ 1.
+        multiple_of: the number of bins is a multiple of this, ≥ 1.
 
     Example:
         >>> bins_within(torch.tensor([6, 5, 4, 3, 2, 11]), 10)
@@ -130,10 +134,10 @@ def bins_within(lengths: Tensor, budget: int, *, multiple_of: int = 1) -> int:
 
 
 def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tuple[int, Tensor]:
-    """How many bins items need that are within the budget, and the bin of each, (m,) int64; none is empty.
+    """The number of bins for items within the budget, and the (m,) int64 bin of each; none is empty.
 
-    Together with those that are `alone` the bins are a multiple. Where items are few, or where assigning and
-    swapping does not do with the least number there could be, first fit says how many.
+    The number of bins plus the `alone` ones is a multiple of `multiple_of`. First fit decides it for up to
+    FEW items, and where assigning and swapping needs more than the lower bound.
     """
 
     def rounded(bins: int) -> int:
@@ -141,14 +145,14 @@ def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tupl
 
     total, least = float(length.double().sum()), 0
     if total < EXACT:
-        half = int((length > budget // 2).sum())  # no two of them go together
+        half = int((length > budget // 2).sum())  # no two of these fit into one bin
         least = rounded(max(math.ceil(total / budget), half, min(1, len(length))))
         if len(length) <= least:
             return least, torch.arange(len(length))
         if len(length) > FEW:
-            home = _deal_within(length, least, budget)
-            if _heaviest(home, length) <= budget:
-                return least, home
+            bin_of = _assign_within(length, least, budget)
+            if _heaviest(bin_of, length) <= budget:
+                return least, bin_of
     items = length.tolist()
     packed = first_fit(stable_order(-length).tolist(), items, budget)
     if rounded(len(packed)) > least:
@@ -160,42 +164,42 @@ def _few_bins(length: Tensor, budget: int, alone: int, multiple_of: int) -> tupl
     return bins, _numbered(packed, len(items))
 
 
-def _heaviest(home: Tensor, costs: Tensor) -> float:
-    """What the heaviest bin costs."""
-    return float(torch.bincount(home, costs.double()).amax())
+def _heaviest(bin_of: Tensor, costs: Tensor) -> float:
+    """The cost of the heaviest bin."""
+    return float(torch.bincount(bin_of, costs.double()).amax())
 
 
-def _is_level(home: Tensor, costs: Tensor, bins: int) -> bool:
-    """Whether the heaviest bin is close to the mean, or of many items as close as a swap can bring it."""
-    mean, heaviest = float(costs.double().sum()) / bins, _heaviest(home, costs)
+def _is_level(bin_of: Tensor, costs: Tensor, bins: int) -> bool:
+    """Whether the heaviest bin is close to the mean; for many items also if no swap could improve it."""
+    mean, heaviest = float(costs.double().sum()) / bins, _heaviest(bin_of, costs)
     if heaviest <= mean * (1 + CLOSE) or len(costs) <= FEW:
         return heaviest <= mean * (1 + CLOSE)
     differences = costs.unique().diff()
     return len(differences) > 0 and heaviest < mean + float(differences.amin())
 
 
-def _deal_within(costs: Tensor, bins: int, most: float) -> Tensor:
-    """(n,) the bin of each item of (n,) int64 costs, of equal counts: level, and below `most` if it is found.
+def _assign_within(costs: Tensor, bins: int, most: float) -> Tensor:
+    """(n,) the bin of each item with (n,) int64 costs, of equal counts; at most `most` if that is found.
 
-    Bins of items that were assigned by cost are alike: level from the first, with few differences to choose
-    from. Those of items as they come have more of these.
+    Assigning by cost gives bins that are level from the start, but with few different swaps to choose from.
+    If that misses the goal, the order given is tried: it offers more different swaps.
     """
     mean = float(costs.double().sum()) / bins
     goal = min(max(mean * (1 + CLOSE), math.ceil(mean)), most)
-    by_cost = _deal_and_swap(costs, bins, stable_order(-costs), goal, PARTNERS)
+    by_cost = _assign_and_swap(costs, bins, stable_order(-costs), goal, PARTNERS)
     if _heaviest(by_cost, costs) <= goal:
         return by_cost
-    as_they_come = _deal_and_swap(costs, bins, torch.arange(len(costs)), goal, PARTNERS)
-    return min(by_cost, as_they_come, key=lambda home: _heaviest(home, costs))
+    as_given = _assign_and_swap(costs, bins, torch.arange(len(costs)), goal, PARTNERS)
+    return min(by_cost, as_given, key=lambda bin_of: _heaviest(bin_of, costs))
 
 
-def _deal_and_swap(
+def _assign_and_swap(
     costs: Tensor, bins: int, order: Tensor, goal: float | None = None, partners: int = 1
 ) -> Tensor:
-    """(n,) the bin of each item, of equal counts: assigned in snake order, and swapped."""
+    """(n,) the bin of each item, of equal counts: assign in snake order, then swap."""
     per_bin = -(-len(costs) // bins)
     cost = torch.cat([costs.to(torch.float64), torch.zeros(1, dtype=torch.float64)])
-    assigned = torch.full((per_bin, bins), len(costs))  # a seat that stays empty has the item after the last
+    assigned = torch.full((per_bin, bins), len(costs))  # an empty seat has item number n, of cost 0
     assigned.view(-1)[: len(costs)] = order
     assigned[1::2] = assigned[1::2].flip(1)
     seats = assigned.t().contiguous()
@@ -206,16 +210,16 @@ def _deal_and_swap(
 
 
 def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, partners: int = 1) -> None:
-    """Swap items between rows, in place, until none is above the goal or the heaviest gains nothing.
+    """Swap items between bins, in place, until all are within the goal or the heaviest cannot improve.
 
-    In a round each row above the goal, the heaviest first, meets one from the other end. Of all their
-    differences x − y it makes the swap that is nearest to half of what their costs differ by.
+    A round pairs the bins above the goal, heaviest first, with the lightest bins, lightest first. Each pair
+    swaps the items x and y whose cost difference is nearest to half the difference of the two bins.
 
     Args:
-        seats: (B, C) int64, contiguous, item numbers; n stands for an empty seat, which stays where it is.
-        cost: (n + 1,) float64 ≥ 0, the last one 0.
-        goal: what a row may cost; None: as much as makes max/mean − 1 = 5e-4.
-        partners: light rows that the heaviest tries before it gives up, ≥ 1.
+        seats: (B, C) int64, contiguous: the item numbers of each bin. An empty seat has number n, and stays.
+        cost: (n + 1,) float64 ≥ 0, the cost of each item; the last is 0.
+        goal: largest accepted cost of a bin; None: mean · (1 + 5e-4).
+        partners: light bins that the heaviest tries before the search ends, ≥ 1.
 
     Example:
         >>> seats = torch.tensor([[0, 1], [2, 3]])
@@ -227,7 +231,7 @@ def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, par
     value = cost[seats]
     load = value.sum(1)
     goal = float(load.mean()) * (1 + CLOSE) if goal is None else goal
-    value.masked_fill_(seats == len(cost) - 1, -torch.inf)  # no difference to it is of use: it stays
+    value.masked_fill_(seats == len(cost) - 1, -torch.inf)  # so that an empty seat is never swapped
     step, tried = max(1, per_bin // COMPARED), 0
     for number in range(ROUNDS):
         loads, ranked = load.sort(stable=True)
@@ -241,14 +245,14 @@ def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, par
         a = value[:, offset::step].index_select(0, heavy)
         b, place = value[:, offset::step].index_select(0, light).sort(1)
         wanted = a - half.unsqueeze(1)
-        nearest = torch.searchsorted((b[:, 1:] + b[:, :-1]) / 2, wanted)  # between two lies their middle
-        miss = (b.gather(1, nearest) - wanted).abs_().nan_to_num_(torch.inf, torch.inf)  # two empty seats
+        nearest = torch.searchsorted((b[:, 1:] + b[:, :-1]) / 2, wanted)  # by the midpoints between values
+        miss = (b.gather(1, nearest) - wanted).abs_().nan_to_num_(torch.inf, torch.inf)  # NaN: empty seats
         miss, x = miss.min(1, keepdim=True)
         y = nearest.gather(1, x)
         helped = (miss.squeeze(1) < half).nonzero().squeeze(1)
         if len(helped) == 0 or helped[0] != 0:
             if step > 1:
-                step = 1  # the heaviest bin found nothing among some, so all are looked at
+                step = 1  # no swap among the sampled items helped the heaviest bin, so compare all items
                 continue
             tried += 1
             if tried >= min(partners, bins // 2):
@@ -283,14 +287,15 @@ def _check(values: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 def first_fit(order: Sequence[int], length: Sequence[int], budget: int) -> Bins:
-    """Put each item into the first bin that has room, and open one where none has; O(n log B).
+    """Put each item into the first bin that has room, or into a new one; O(n log B).
 
-    A tree holds the most room below each node; its leaves are the bins, unopened ones at full budget.
+    The bins are the leaves of a binary tree. Each node stores the most room of any bin below it. Bins that
+    are not open yet have the whole budget.
 
     >>> first_fit([0, 1, 2, 3], [6, 5, 4, 3], 10)
     [[0, 2], [1, 3]]
     """
-    # Two neighbouring bins hold more than the budget together, so there are at most this many.
+    # Two neighbouring bins together hold more than the budget, which limits the number of bins.
     most = min(len(order), 2 * sum(length[item] for item in order) // budget + 1)
     leaves = 1 << max(0, most - 1).bit_length()
     room = [budget] * (2 * leaves)
@@ -318,11 +323,10 @@ def first_fit(order: Sequence[int], length: Sequence[int], budget: int) -> Bins:
 def lightest_first(
     order: Sequence[int], length: Sequence[int], cost: Sequence[float], count: int, budget: int
 ) -> Bins | None:
-    """Put each item into the bin of least cost that has room; None where none of `count` bins has.
+    """Put each item into the cheapest of `count` bins that has room; None if an item finds no room.
 
-    A bin without room waits aside until an item comes that it can hold. If lengths descend, a bin that has
-    come back takes an item before it can leave again; in other orders bins may go back and forth, and
-    too much of that is given up.
+    A bin without room is set aside until an item fits again. Unless lengths descend, bins may be set aside
+    and come back many times, so the search also returns None after a number of these.
 
     >>> lightest_first([0, 1, 2], [6, 5, 4], [6, 5, 4], 2, 10)
     [[0], [1, 2]]
@@ -349,15 +353,15 @@ def lightest_first(
     return bins
 
 
-def _level_one_by_one(home: Tensor, length: Tensor, cost: Tensor, bins: int, budget: int) -> Tensor:
-    """(m,) the bin of each item, of all `bins`: level in cost as far as that is found item by item.
+def _level_one_by_one(bin_of: Tensor, length: Tensor, cost: Tensor, bins: int, budget: int) -> Tensor:
+    """(m,) the bin of each item: even out the costs of the bins, item by item.
 
     Args:
-        home: bins that keep the budget, where no others are found.
+        bin_of: (m,) int64, bins that keep the budget; used if no others are found.
         length: (m,) int64, at most the budget.
-        cost: (m,).
+        cost: (m,), the cost of each item.
         bins: fewer than items.
-        budget: most tokens of a bin.
+        budget: largest number of tokens per bin.
     """
     lengths, costs = length.tolist(), cost.tolist()
     longest_first = stable_order(-length).tolist()
@@ -367,7 +371,7 @@ def _level_one_by_one(home: Tensor, length: Tensor, cost: Tensor, bins: int, bud
             break
     else:
         packed = [[] for _ in range(bins)]
-        for item, number in enumerate(home.tolist()):
+        for item, number in enumerate(bin_of.tolist()):
             packed[number].append(item)
     even_out(packed, lengths, costs, budget, CLOSE)
     return _numbered(packed, len(costs))
@@ -375,14 +379,14 @@ def _level_one_by_one(home: Tensor, length: Tensor, cost: Tensor, bins: int, bud
 
 def _numbered(bins: Bins, items: int) -> Tensor:
     """(m,) int64, the bin of each item."""
-    home = torch.empty(items, dtype=torch.int64)
-    for number, some in enumerate(bins):
-        home[some] = number
-    return home
+    bin_of = torch.empty(items, dtype=torch.int64)
+    for number, members in enumerate(bins):
+        bin_of[members] = number
+    return bin_of
 
 
 def one_more_for_empty(bins: Bins, cost: Sequence[float], count: int) -> None:
-    """Open bins up to `count`, in place: each takes the costliest item of the heaviest bin that has two."""
+    """Add bins up to `count`, in place; each gets the costliest item of the heaviest bin with two or more."""
     heap = [(-sum(cost[i] for i in items), number) for number, items in enumerate(bins) if len(items) > 1]
     heapify(heap)
     while len(bins) < count:
@@ -397,7 +401,7 @@ def one_more_for_empty(bins: Bins, cost: Sequence[float], count: int) -> None:
 def even_out(bins: Bins, length: Sequence[int], cost: Sequence[float], budget: int, close: float) -> None:
     """Move or swap items of the heaviest bin with light ones, in place, while that helps.
 
-    Ends where max/mean − 1 ≤ `close`, or at the latest after 16 exchanges a bin.
+    Ends when max/mean − 1 ≤ `close`, at the latest after 16 exchanges per bin.
     """
     load = [sum(cost[item] for item in items) for items in bins]
     room = [budget - sum(length[item] for item in items) for items in bins]
@@ -432,7 +436,10 @@ def _exchange(
     length: Sequence[int],
     cost: Sequence[float],
 ) -> tuple[int, int | None] | None:
-    """The items of two bins, None for no item, that swapped bring the bins' costs closest together."""
+    """The two items whose swap brings the costs of two bins closest; None in place of the light one: a move.
+
+    Returns None if no exchange within the budget brings them closer.
+    """
     partners: list[int | None] = [None] if len(bins[heavy]) > 1 else []
     partners += bins[light]
     costs = [0 if item is None else cost[item] for item in partners]

@@ -1,8 +1,8 @@
-"""The optimiser steps of a batch, gathered one at a time.
+"""Gather the rows of a batch, one minibatch at a time.
 
-Numbers by row come out of the table: those of one kind are packed, put in training order and split by
-minibatch at once, since for few rows a call costs more than the numbers that it moves. Tokens are gathered
-with their minibatch, out of the memory of the batch; where rows are in order already they are views of it.
+Columns with one number per row come from the table. All of one dtype and shape are packed, sorted and split
+by minibatch in one call, because for few rows the calls cost more than the data. Tokens are gathered with
+their minibatch from the batch. If the rows are in order already, minibatches are views of the batch.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ from headrace.transforms.tokens import check_mask
 from .plan import Plan
 from .resume import Progress
 
-SMALL = 2**20  # bytes of a batch that is gathered at once
+SMALL = 2**20  # bytes; a smaller batch is gathered at once, not by minibatch
 PLACES = (MINIBATCH, MICROBATCH, RANK)
 
 Columns = Mapping[NestedKey, tuple[Tensor, torch.dtype, int]]
-"""What stages have written, by key: (N,) or (N, K) by row of the table, the column's dtype and dimensions."""
+"""Columns written by stages, by key: (N,) or (N, K) values by table row, dtype and number of dimensions."""
 
 
 class LossColumns(NamedTuple):
-    """The columns by which a row is kept out of the loss."""
+    """The columns that mask a row out of the loss."""
 
     mask: NestedKey
-    """(N, T) bool, becomes False."""
+    """(N, T) bool, set to False."""
     log_prob: NestedKey | None
-    """(N, T) float, becomes NaN; None: it stays, and the mask alone says it."""
+    """(N, T) float, set to NaN; None: unchanged, only the mask counts."""
     weight: NestedKey
-    """(N,) float, becomes 0."""
+    """(N,) float, set to 0."""
 
 
 class OptimiserSteps:
-    """The minibatches of all passes over a batch.
+    """An iterable over the minibatches of all passes over a batch.
 
     Args:
-        table: of the batch, with what was decided.
-        passes: by epoch, the plan, in row numbers of the table, the columns that stages have written, what
-            they do to gathered rows, and the rows.
-        rank: whose part of each step; None: those of all ranks.
-        loss_columns: those that keep padding out of the loss.
-        progress: counts what was taken, by the iterator that took last.
-        in_order: rows may be in order already.
+        table: of the batch, after all stages.
+        passes: per epoch: the plan, in row numbers of the table; the columns that stages wrote; the changes
+            that stages make to gathered rows; and the batch.
+        rank: yield the rows of this rank; None: of all ranks.
+        loss_columns: the columns that mask padding out of the loss.
+        progress: counts the minibatches that the latest iterator has yielded.
+        in_order: the rows may be in order already, so look for views.
 
     Raises:
-        BatchError: there is padding, and no column to keep it out of the loss.
+        BatchError: padding rows need a loss mask or log-probability column, and the batch has neither.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class OptimiserSteps:
         self.progress, self.resumed_after = progress, progress.taken
         if any(plan.is_padded for plan, *_ in self.passes):
             check_padding(table.batch, self.loss_columns)
-        # Where each row of the table is in the batch; None: at its number.
+        # The batch row of each table row; None: the same number.
         self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
         self.in_order = in_order
 
     def rows(self) -> list[Tensor]:
-        """Of each minibatch the rows of the table, in training order, without padding."""
+        """The table rows of each minibatch, in training order, without padding."""
         found = list[Tensor]()
         for plan, *_ in self.passes:
             order, padding, _ = plan.of_rank(self.rank)
@@ -116,10 +116,10 @@ class OptimiserSteps:
         return found
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        """Gather one minibatch after the other, but those that were taken before an interruption.
+        """Gather one minibatch after the other. After an interruption, start at the first one not taken.
 
-        A minibatch counts as taken when it is handed out. A loop that is left by ``break`` or an exception
-        leaves the batch in the middle: the two look the same from here.
+        A minibatch counts as taken when it is yielded. After ``break`` or an exception in your loop the batch
+        counts as interrupted; an iterator cannot tell these apart.
         """
         taken, before = self.resumed_after, 0
         self.progress.taken, self.progress.begun, self.progress.done = taken, True, False
@@ -137,23 +137,24 @@ class OptimiserSteps:
             self.progress.open -= 1
 
     def refuse_to_resume(self) -> None:
-        """Refuse a batch of which some minibatches were taken before an interruption.
+        """Refuse to gather all minibatches at once if some were taken before an interruption.
 
         Raises:
-            BatchError: it is one.
+            BatchError: some were taken.
         """
         if self.resumed_after:
             raise BatchError(
-                "a batch was interrupted between its minibatches: go on with pipeline.minibatches(batch)"
+                f"this batch was interrupted after {self.resumed_after} minibatches: continue with "
+                "pipeline.minibatches(batch), which yields the remaining ones"
             )
 
     def whole(self) -> TensorDictBase:
         """Gather all minibatches of the first pass at once, in order.
 
-        Where that is all there is and no iterator was begun, the batch is done with.
+        With a single pass, and if no iterator was started, this counts as all minibatches taken.
 
         Raises:
-            BatchError: some were taken before an interruption.
+            BatchError: some minibatches were taken before an interruption.
         """
         self.refuse_to_resume()
         if len(self.passes) == 1 and not self.progress.begun:
@@ -165,18 +166,18 @@ class OptimiserSteps:
 
 
 class Branch(NamedTuple):
-    """A TensorDict, of which minibatches are built."""
+    """Builds the TensorDict of a minibatch from one function per column."""
 
     columns: dict[str, Callable[[int], Any]]
-    """By name a branch, or what else makes a column of the minibatch of a number."""
+    """By name: a function from the number of a minibatch to its column, or a nested branch."""
     sizes: Sequence[int]
-    """Rows of each minibatch."""
+    """Number of rows of each minibatch."""
     wide: Sequence[int]
-    """Batch dimensions behind the first."""
+    """Batch dimensions after the first."""
     device: torch.device | None
 
     def __call__(self, number: int) -> TensorDict:
-        """Make the minibatch of a number."""
+        """Build one minibatch."""
         columns = {name: column(number) for name, column in self.columns.items()}
         return of_columns(columns, [self.sizes[number], *self.wide], self.device)
 
@@ -185,12 +186,12 @@ class GatheredRows:
     """The rows of one pass in training order, gathered minibatch by minibatch.
 
     Args:
-        steps: of the batch.
-        plan: of the pass.
-        columns: that stages have written for it.
-        late: what they do to gathered rows.
+        steps: the optimiser steps of the batch.
+        plan: of this pass.
+        columns: the columns that stages wrote for this pass.
+        late: the changes that stages make to gathered rows.
         batch: the rows.
-        sizes: rows of each minibatch.
+        sizes: number of rows of each minibatch.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class GatheredRows:
         sizes: Sequence[int],
     ):
         row = batch.tensordicts[0] if _is_ragged(batch) else batch
-        earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # of a split before this one
+        earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # written by an earlier split
         self.batch = batch.exclude(*earlier) if earlier else batch
         self.late, self.sizes, self.finite = list(late), list(sizes), steps.table.finite
         self.masks = what_is_masked(steps, self.late) if steps.table.elsewhere else None
@@ -215,7 +216,7 @@ class GatheredRows:
         self.in_order = steps.in_order and not self.late and self._is_in_order(at)
         self.masked = self._find_masked(steps, order, padding)
 
-        # Numbers by row: packed, sent to the device together, and split by minibatch.
+        # Columns with one number per row: pack, send to the device together, and split by minibatch.
         packed = self._pack(columns, order, padding, steps.loss_columns.weight)
         packed[PLACES[: len(places)]] = places.flatten()
         there, *parts = send_packed([at, *packed.values()], self.device)
@@ -223,14 +224,14 @@ class GatheredRows:
         self.numbers: dict[Any, Sequence[Tensor]] = {}
         for keys, values in zip(packed, parts, strict=True):
             pieces = values.unsafe_split_with_sizes(self.sizes * len(keys))
-            for place, key in enumerate(keys):
-                self.numbers[key] = pieces[place * len(sizes) : (place + 1) * len(sizes)]
+            for index, key in enumerate(keys):
+                self.numbers[key] = pieces[index * len(sizes) : (index + 1) * len(sizes)]
         self.of_late = [
             {name: self.numbers.pop((Late, number, name)) for name in late.numbers}
             for number, late in enumerate(self.late)
         ]
 
-        # Everything else: gathered now, where it is little, or with its minibatch.
+        # All other columns: gather a small batch now, a larger one by minibatch.
         if not self.is_ragged:
             batch, at_once = self.batch, not (self.in_order or self.late) and _bytes_of(self.batch) < SMALL
             if at_once:
@@ -241,9 +242,9 @@ class GatheredRows:
             self.beside = [key for key, each in self.numbers.items() if not self._put(key, each)]
 
     def gather(self, number: int) -> TensorDictBase:
-        """The rows of one minibatch, as a TensorDict that is the caller's to write to."""
+        """Gather one minibatch, as a TensorDict that the caller may write to."""
         size, beside = self.sizes[number], list(self.numbers)
-        if size == 0:  # a TensorDict of no rows has no texts
+        if size == 0:  # a branch cannot build text columns without rows
             rows = shallow_copy(take_rows(self.batch, self.there[number]))
         elif self.is_ragged:
             taken = [self.batch.tensordicts[row] for row in self.at[number].tolist()]
@@ -263,7 +264,7 @@ class GatheredRows:
         return rows
 
     def _is_in_order(self, at: Tensor) -> bool:
-        """Whether the rows of each minibatch follow one another in the batch."""
+        """Whether the rows of each minibatch are consecutive in the batch."""
         follows = at[1:] == at[:-1] + 1
         follows[[span.start - 1 for span in self.spans if 0 < span.start < len(at)]] = True
         return bool(follows.all())
@@ -271,9 +272,9 @@ class GatheredRows:
     def _find_masked(
         self, steps: OptimiserSteps, order: Tensor, padding: Tensor | None
     ) -> dict[NestedKey, tuple[Tensor, float | None]]:
-        """By column of the batch the places that are masked, (M,) bool, and what stands there.
+        """By column of the batch: the masked positions, (M,) bool, and the value to write there.
 
-        None stands for what masks tokens: False, or NaN.
+        The value None means False in a bool column and NaN in a float column.
         """
         table, (mask, log_prob, weight) = steps.table, steps.loss_columns
         found: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
@@ -290,7 +291,7 @@ class GatheredRows:
     def _pack(
         self, columns: Columns, order: Tensor, padding: Tensor | None, weight: NestedKey
     ) -> dict[tuple[Any, ...], Tensor]:
-        """Numbers by row in training order: (C · M, ...) by their C keys, those of one kind together."""
+        """The columns in training order, (C · M, ...) for each C keys of one dtype and shape."""
         kinds: dict[Any, dict[Any, Tensor]] = {}
         for key, (values, dtype, ndim) in columns.items():
             if key not in PLACES:
@@ -302,7 +303,7 @@ class GatheredRows:
         packed: dict[tuple[Any, ...], Tensor] = {}
         for (dtype, ndim, *_), group in kinds.items():
             values = torch.stack(list(group.values())).to(dtype)
-            if values.ndim == 2:  # ten times as fast as index_select, for many rows
+            if values.ndim == 2:  # for many rows ten times faster than index_select
                 values = values.gather(1, order.expand(len(group), -1))
             else:
                 values = values.index_select(1, order)
@@ -315,7 +316,7 @@ class GatheredRows:
         return packed
 
     def _plan(self, batch: TensorDictBase, order: Tensor | None) -> Branch:
-        """How columns are gathered, by rows in training `order`; None: they are in it already."""
+        """Choose how each column is gathered; `order`: rows in training order, None: already in order."""
         columns: dict[str, Any] = {}
         for name, value in batch.items():
             if type(value) is TensorDict and len(value):
@@ -324,14 +325,14 @@ class GatheredRows:
                 columns[name] = partial(self._view, value)
             elif isinstance(value, Tensor) and (order is None or value.numel() == len(value)):
                 ordered = value if order is None else value.index_select(0, order)
-                # No views to autograd: who gets a piece may write to it.
+                # Not views for autograd: the caller may write to a piece.
                 columns[name] = ordered.unsafe_split_with_sizes(self.sizes).__getitem__
             else:
                 columns[name] = partial(self._take, value)
         return Branch(columns, self.sizes, batch.batch_size[1:], batch.device)
 
     def _put(self, key: NestedKey, pieces: Sequence[Tensor]) -> bool:
-        """Let a column be one of those that are built; False where it is in no TensorDict."""
+        """Add a column to the branch of its key; False if a plain column is where a TensorDict should be."""
         *path, name = (key,) if isinstance(key, str) else key
         branch: Any = self.branch
         for each in path:
@@ -349,8 +350,8 @@ class GatheredRows:
         return take_column(value, self.there[number], on_cpu=self.at[number])
 
     def _mask(self, rows: TensorDictBase, span: slice) -> None:
-        """Keep rows out of the loss that are, those of a piece of the order."""
-        known: dict[int, Tensor] = {}  # the same places are those of several columns
+        """Write the masked values; `span`: the part of the training order that `rows` holds."""
+        known: dict[int, Tensor] = {}  # several columns share one tensor of positions
         for key, (flags, value) in self.masked.items():
             if id(flags) not in known:
                 known[id(flags)] = flags[span].nonzero().flatten()
@@ -365,7 +366,7 @@ class GatheredRows:
                 continue
             column, at = rows.get(key), at.to(self.device)
             value = _masking(column) if value is None else value
-            if self.in_order:  # it is the memory of the caller's batch
+            if self.in_order:  # the column is a view of the caller's batch, so copy it
                 rows.set(key, column.index_fill(0, at, value))
             else:
                 column.index_fill_(0, at, value)
@@ -376,31 +377,31 @@ def _is_ragged(batch: TensorDictBase) -> bool:
 
 
 def _masking(column: Tensor) -> float:
-    """What stands where tokens are masked: False in a mask, NaN in log-probabilities."""
+    """The value of masked tokens: False in a mask, NaN in log-probabilities."""
     return 0 if column.dtype is torch.bool else float("nan")
 
 
 def _bytes_of(value: Any) -> int:
-    """Bytes of a batch of plain tensors; where there is anything else, no few."""
+    """Bytes of a batch of plain tensors. Any other entry counts as SMALL, so the batch is not small."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes_of, value.values())) if type(value) is TensorDict else SMALL
 
 
 def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[NestedKey], Tokens | None]:
-    """What is left to do, where rows are out of the loss, to tokens that are elsewhere.
+    """The token columns to mask later, for rows whose tokens are stored elsewhere.
 
     Returns:
-        - The columns in which such rows are masked.
-        - Those in which what is out of the mask is finite (:attr:`Table.finite`).
+        - The columns in which rows out of the loss must be masked.
+        - The columns in which values outside the mask must be finite (:attr:`Table.finite`).
 
     Raises:
-        BatchError: stages change tokens where rows are gathered.
+        BatchError: a stage computes columns from tokens, which are not here.
     """
     if changed := [key for each in late for key in each.writes]:
         raise BatchError(
-            f"{listing(map(str, dict.fromkeys(changed)))} are made of tokens, and those of these rows are "
-            "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
+            f"{listing(map(str, dict.fromkeys(changed)))} are computed from tokens, and the tokens of these "
+            "rows are stored elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
         )
     mask, log_prob, _ = steps.loss_columns
     keys = dict.fromkeys([*steps.table.masked_columns, mask, log_prob])
@@ -408,10 +409,10 @@ def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[Ne
 
 
 def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
-    """Check that padding can be kept out of the loss.
+    """Check that padding rows can be masked.
 
     Raises:
-        BatchError: there is no column to do it by, or the loss mask is not bool.
+        BatchError: the batch has no loss mask and no log-probabilities, or the loss mask is not bool.
     """
     mask, log_prob, _ = columns
     if has_key(batch, ELSEWHERE):
@@ -419,8 +420,8 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
     if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
         other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"
         raise BatchError(
-            f"padding rows are kept out of the loss by {mask!r} (loss_mask_key){other}, and the batch has "
-            f"no such column: it has {key_names(batch)}"
+            f"padding rows are masked in {mask!r} (loss_mask_key){other}, and the batch has no such column: "
+            f"it has {key_names(batch)}"
         )
     if has_key(batch, columns.mask):
         check_mask(batch, columns.mask)
@@ -428,16 +429,16 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
 
 # -- minibatches and micro-batches as views ---------------------------------------------------------------
 
-# By the tensor itself: as an attribute it would go with pickles and copies, which begin at another version.
+# By tensor, not as an attribute: pickles and copies would keep an attribute, but count versions anew.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def know_runs(batch: TensorDictBase, key: NestedKey, sizes: Sequence[int]) -> TensorDictBase:
-    """Remember how many rows each number of a column is on, one after the other, as the plan knows."""
-    if _is_ragged(batch):  # a lazy stack makes its columns anew
+    """Remember the row counts of a column's runs of equal numbers, so that a split need not read them."""
+    if _is_ragged(batch):  # a lazy stack creates a new column tensor on each access
         return batch
     column = batch.get(key)
-    if not column.is_inference():  # which would not say whether somebody has written to it since
+    if not column.is_inference():  # inference tensors have no version, so a later write would not show
         _known[column] = (column._version, [size for size in sizes if size])
     return batch
 
@@ -445,11 +446,11 @@ def know_runs(batch: TensorDictBase, key: NestedKey, sizes: Sequence[int]) -> Te
 def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
     """Yield the minibatches of a batch that :class:`ShuffleSplit` ordered, as views.
 
-    One device read, for their sizes, where the batch has been copied since.
+    Reads the sizes from the device once if the batch was copied after the split.
 
     Raises:
         MissingKeyError: the batch has no ``("headrace", "minibatch")`` column.
-        BatchError: its rows are no longer in their order, after a replay buffer's sampler, say.
+        BatchError: the rows are no longer in training order, for example after a replay buffer's sampler.
 
     Example:
         >>> from tensordict import TensorDict
@@ -465,11 +466,11 @@ def split_minibatches(batch: TensorDictBase) -> Iterator[TensorDictBase]:
 def split_microbatches(minibatch: TensorDictBase) -> Iterator[TensorDictBase]:
     """Yield the micro-batches of one minibatch, rank by rank, as views.
 
-    One device read, for their sizes, where the minibatch has been copied since.
+    Reads the sizes from the device once if the minibatch was copied after the split.
 
     Raises:
         MissingKeyError: the batch has no ``("headrace", "microbatch")`` column.
-        BatchError: it holds several minibatches, or its rows are no longer in their order.
+        BatchError: the batch holds several minibatches, or the rows are no longer in training order.
 
     Example:
         >>> from tensordict import TensorDict
@@ -494,14 +495,14 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
     numbers, sizes = places.T.tolist(), counts.tolist()
     if numbers != sorted(map(list, set(map(tuple, numbers)))):
         raise BatchError(
-            f"{reader} takes rows in the order that ShuffleSplit gave them; these have been moved since. "
-            "Take its minibatches before anything samples from them, or leave the split out and cut what was "
-            "sampled"
+            f"{reader} needs the rows in the order of ShuffleSplit, and they were reordered since. Take the "
+            "minibatches before a sampler reorders the rows, or remove the split and cut the sampled rows "
+            "yourself"
         )
     if len(keys) > 1 and len({number[0] for number in numbers}) > 1:
         raise BatchError(
-            f"a minibatch is one optimiser step; this batch holds {len({n[0] for n in numbers})}: take them "
-            "one by one, by split_minibatches(batch)"
+            f"{reader} needs one minibatch, and this batch holds {len({n[0] for n in numbers})}: take one "
+            "after the other with split_minibatches(batch)"
         )
     return _cut(batch, sizes)
 

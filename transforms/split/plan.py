@@ -1,4 +1,4 @@
-"""Which row is trained in which forward pass of which optimiser step on which rank."""
+"""Assign each row of a batch to a minibatch (optimiser step), a rank and a micro-batch (forward pass)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Oversized = Literal["alone", "raise"]
 
 @dataclass(frozen=True)
 class CutOptions:
-    """How a batch is cut: the options of :class:`ShuffleSplit` that do not name columns.
+    """The options of :class:`ShuffleSplit` that do not name columns.
 
     Raises:
-        ValueError: one is none of its values, or two do not go together.
+        ValueError: an option has an invalid value, or two options exclude each other.
     """
 
     minibatches: int | None
@@ -69,28 +69,29 @@ class CutOptions:
         over_ranks = self.ranks > 1 or self.process_group is not None
         if self.max_tokens is not None and over_ranks and self.remainder not in ("pad", "drop"):
             raise ValueError(
-                "with max_tokens a rank may have fewer rows than others have micro-batches: set "
-                "remainder='pad' to fill them up, or 'drop' to leave out rows that make them too many; got "
-                f"remainder={self.remainder!r}"
+                "with max_tokens and several ranks, a rank may have fewer rows than the others have "
+                "micro-batches: set remainder='pad' to fill it up with masked rows, or 'drop' to drop rows "
+                f"of the others; got remainder={self.remainder!r}"
             )
         if one_of("tree", self.tree, get_args(Tree)) != "none" and (
             self.microbatch_size is not None or (self.max_tokens is not None and self.remainder == "drop")
         ):
             raise ValueError(
-                f"tree={self.tree!r} assigns whole trees with any number of rows: cut by max_tokens or "
-                "microbatches in place of microbatch_size, and with max_tokens set remainder='pad' in place "
-                f"of 'drop'; got microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
+                f"tree={self.tree!r} assigns whole trees, which have any number of rows: replace "
+                "microbatch_size by max_tokens or microbatches, and with max_tokens replace "
+                "remainder='drop' by 'pad'; got "
+                f"microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
             )
         one_of("oversized", self.oversized, get_args(Oversized))
         one_of("shuffle", self.shuffle, (True, False))
 
     @property
     def measures(self) -> bool:
-        """Whether the lengths of rows matter."""
+        """Whether any option depends on the lengths of rows."""
         return self.max_tokens is not None or self.balance != "none" or self.tree != "none"
 
     def plain(self) -> dict[str, Any]:
-        """What an order and its cut follow from, by name; the process group is no part of that."""
+        """All options that decide a plan, by name: all but the process group."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "process_group"}
 
 
@@ -111,35 +112,35 @@ def assign_rows(
     tree: Tensor | None = None,
     shared: Tensor | None = None,
 ) -> list[list[Tensor]]:
-    """Assign rows to ranks × micro-batches, every rank as many micro-batches as the others.
+    """Assign the rows of one minibatch to ranks and micro-batches.
 
-    With B micro-batches on all ranks together, and c_i the cost of row i: its length t_i under ``none`` and
-    ``tokens``, t_i² + linear · t_i under ``attention``:
+    Every rank gets the same number of micro-batches. B is the number on all ranks together. A row of t_i
+    tokens costs c_i = t_i, or c_i = t_i² + linear · t_i under ``attention``.
 
-    - by count and by size their row counts differ by at most one; ``none`` cuts the order as it is, else
-      rows go where the heaviest micro-batch is as light as :func:`balance_evenly` makes it;
-    - by `max_tokens` the lengths in each add up to at most that, a longer row being alone; B is at most
-      what first fit fills, and costs are levelled within the budget (:func:`balance_within`).
+    - With `microbatches` or `microbatch_size`, row counts differ by at most one. ``none`` cuts the rows in
+      the order given. ``tokens`` and ``attention`` even out the costs (:func:`balance_evenly`).
+    - With `max_tokens`, the lengths in a micro-batch add up to at most that. A longer row is alone. B is at
+      most what first fit needs, and costs are evened out within the budget (:func:`balance_within`).
 
-    The rows of a `tree` are assigned as one, for what their tokens cost without those that are `shared`,
-    which are computed once: with s_i of these, under ``attention`` t_i² − s_i² + linear · (t_i − s_i). What
-    is said of counts of rows is then said of trees.
+    The rows of a `tree` are assigned together, and each tree counts as one row. A row with s_i `shared`
+    tokens costs only the others: t_i − s_i, or t_i² − s_i² + linear · (t_i − s_i) under ``attention``.
 
-    Micro-batches of like cost share a number, and ranks take turns at the heavier one. Rows keep their
-    order within a micro-batch. Fewer rows than micro-batches leave some empty.
+    Micro-batches of similar cost get the same index on all ranks, and the heaviest of an index goes to the
+    rank with the least cost so far. Rows keep their order within a micro-batch. If there are fewer rows than
+    micro-batches, some are empty.
 
     Args:
-        lengths: (n,) int64 on the CPU, tokens a row, padding left out.
+        lengths: (n,) int64 on the CPU, tokens per row without padding.
         ranks: R ≥ 1.
-        microbatches: per rank, ≥ 1; of the three give at most one. None of them: 1.
-        microbatch_size: rows at most, ≥ 1.
-        max_tokens: of a micro-batch, ≥ 1.
-        balance: ``none``, ``tokens``, ``attention``.
-        linear: the price of a token besides attention, in units of token²: 6 × the model's hidden size,
-            from 24·h² FLOPs a token for the matrices and 4·h·t² for attention in each layer.
+        microbatches: micro-batches per rank, ≥ 1; give at most one of this and the next two. Without any: 1.
+        microbatch_size: largest number of rows per micro-batch, ≥ 1.
+        max_tokens: largest number of tokens per micro-batch, ≥ 1.
+        balance: ``none``, ``tokens`` or ``attention``.
+        linear: the linear cost of a token in units of token²; 6 × the hidden size h is usual, because each
+            layer takes 24·h² FLOPs per token for its matrices and 4·h·t² for attention.
         multiple_of: B/R is a multiple of this.
-        tree: (n,) int64, rows with one number go to one micro-batch; None: each goes by itself.
-        shared: (n,) int64, the first tokens of each row that another one of its tree has computed; None: 0.
+        tree: (n,) int64, rows with the same number go to one micro-batch; None: each row is its own tree.
+        shared: (n,) int64, the leading tokens of each row that another row of its tree computes; None: 0.
 
     Returns:
         By rank and micro-batch, the positions (·,) int64 of its rows.
@@ -158,12 +159,12 @@ def assign_rows(
 
 
 class Assigned(NamedTuple):
-    """The rows of a minibatch by rank and micro-batch."""
+    """The rows of a minibatch, assigned to ranks and micro-batches."""
 
     order: Tensor
-    """(n,) int64, those of the first, in their order, then those of the next."""
+    """(n,) int64, rows sorted by rank, then by micro-batch."""
     sizes: list[list[int]]
-    """Rows by rank and micro-batch."""
+    """Number of rows by rank and micro-batch."""
 
 
 def _assign(
@@ -178,51 +179,56 @@ def _assign(
     tree: Tensor | None,
     shared: Tensor | None,
 ) -> Assigned:
-    """:func:`assign_rows`, of arguments that are known to be good."""
+    """:func:`assign_rows` without checks of its arguments."""
 
     def cost(tokens: Tensor) -> Tensor:
         return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
 
-    # 1. What is assigned: rows, or trees, numbered as they come, for the tokens that are their own.
-    tokens, costs, number = lengths, cost(lengths), lengths
+    # 1. The items to assign: rows, or trees in the order of their first rows. Shared tokens cost nothing.
+    tokens, costs, item_of = lengths, cost(lengths), lengths
     if tree is not None:
         trees = Ids(tree)
-        number = Ids(trees.spread(trees.first)).of
-        own = torch.zeros_like(lengths) if shared is None else shared
+        item_of = Ids(trees.spread(trees.first)).of
+        free = torch.zeros_like(lengths) if shared is None else shared
         tokens, costs = (
-            values.new_zeros(trees.n).index_add_(0, number, values)
-            for values in (lengths - own, costs - cost(own))
+            values.new_zeros(trees.n).index_add_(0, item_of, values)
+            for values in (lengths - free, costs - cost(free))
         )
-    # 2. Into how many micro-batches, and which goes where.
-    home, together = None, ranks * multiple_of
+    # 2. The number of micro-batches, and a bin for each item; None: cut the items in order.
+    bin_of, unit = None, ranks * multiple_of
     if max_tokens is not None:
-        home = balance_within(tokens, max_tokens, multiple_of=together, costs=costs)
-        count = int(home.max()) + 1 if len(home) else 1
+        bin_of = balance_within(tokens, max_tokens, multiple_of=unit, costs=costs)
+        count = int(bin_of.max()) + 1 if len(bin_of) else 1
     elif microbatch_size is not None:
         count = ranks * (-(-len(tokens) // (ranks * microbatch_size)) or 1)
     else:
         count = ranks * (microbatches or 1)
-    count += -count % together
-    if home is None and balance != "none":
-        home = balance_evenly(costs, count)
-    # 3. Which rank trains which: a place for each item, by rank and micro-batch.
-    if home is None:
+    count += -count % unit
+    if bin_of is None and balance != "none":
+        bin_of = balance_evenly(costs, count)
+    # 3. The micro-batch of each item, numbered by rank, then by micro-batch.
+    if bin_of is None:
         small, larger = divmod(len(tokens), count)
         place = torch.arange(count).repeat_interleave(small + (torch.arange(count) < larger))
     else:
-        load = torch.bincount(home, costs.double(), count)
-        place = torch.empty(count, dtype=torch.int64).scatter_(0, _level(load, ranks), torch.arange(count))
-        place = place.index_select(0, home)
-    # 4. Rows go where their item does.
+        load = torch.bincount(bin_of, costs.double(), count)
+        bins = _bins_by_rank(load, ranks)
+        place = torch.empty(count, dtype=torch.int64).scatter_(0, bins, torch.arange(count))
+        place = place.index_select(0, bin_of)
+    # 4. Each row goes where its item goes.
     if tree is not None:
-        place = place.index_select(0, number)
-    in_order = home is None and tree is None
+        place = place.index_select(0, item_of)
+    in_order = bin_of is None and tree is None
     order = torch.arange(len(place)) if in_order else stable_order(place)
     return Assigned(order, torch.bincount(place, minlength=count).view(ranks, -1).tolist())
 
 
-def _level(load: Tensor, ranks: int) -> Tensor:
-    """(B,) int64, micro-batches by rank: heaviest first, one a rank to those that have least."""
+def _bins_by_rank(load: Tensor, ranks: int) -> Tensor:
+    """Give the bins to ranks: of each R bins, heaviest first, the heaviest to the rank with the least cost.
+
+    Returns:
+        (B,) int64, bin numbers, sorted by rank.
+    """
     by_load = load.sort(descending=True, stable=True)
     if ranks == 1:
         return by_load.indices
@@ -241,16 +247,16 @@ def _level(load: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in training order, by minibatch, rank and micro-batch. On the CPU."""
+    """Rows in training order: sorted by minibatch, rank and micro-batch. On the CPU."""
 
     order: Tensor
-    """(M,) int64, row numbers; a padding row repeats the number of a row of its minibatch."""
+    """(M,) int64, row numbers. A padding row has the number of a row of its minibatch."""
     padding: Tensor
-    """(M,) bool."""
+    """(M,) bool, True at padding rows."""
     sizes: list[list[list[int]]]
-    """Rows by minibatch, rank and micro-batch; they add up to M."""
+    """Number of rows by minibatch, rank and micro-batch; the sum is M."""
     left: Tensor
-    """(·,) int64, rows in no minibatch."""
+    """(·,) int64, leftover rows: in no minibatch."""
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -266,14 +272,17 @@ class Plan:
         return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=0).T
 
     def passes(self, rank: int | None) -> list[list[int]]:
-        """Rows of each micro-batch, by minibatch; of all ranks, or of one."""
+        """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
         chosen = slice(None) if rank is None else slice(rank, rank + 1)
         return [[size for passes in ranks[chosen] for size in passes] for ranks in self.sizes]
 
     def of_rank(self, rank: int | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The part of a rank, or of all: order, padding or None, and (3, M) minibatch, micro-batch and rank.
+        """The part of one rank; None: of all ranks.
 
-        Where there is one rank, its number is left out.
+        Returns:
+            - (M,) int64, row numbers in training order.
+            - (M,) bool, True at padding; None without any.
+            - (3, M) int64: minibatch, micro-batch and rank; (2, M), without the rank, if there is only one.
         """
         several = any(len(each) > 1 for each in self.sizes)
         numbers = self.numbers if several else self.numbers[:2]
@@ -301,10 +310,10 @@ def assign_minibatches(
 
     Args:
         order: rows by minibatch.
-        lengths: (N,) int64, tokens a row.
-        cut: how.
-        forest: of the rows, where those of a tree stay together; None: each goes by itself.
-        multiples: by minibatch, what the number of micro-batches is to be a multiple of; None: as `cut` says.
+        lengths: (N,) int64, tokens per row.
+        cut: the options.
+        forest: keeps the rows of a tree together; None: each row is its own tree.
+        multiples: `multiple_of` for each minibatch; None: that of `cut`.
     """
     assigned: list[Assigned] = []
     for number, rows in enumerate(order.order.split(order.sizes) if order.sizes else ()):
@@ -313,7 +322,7 @@ def assign_minibatches(
         if forest is not None:
             tree, shared = forest.pieces(rows, cut.max_tokens)
         microbatches = cut.microbatches
-        if microbatches is not None and cut.remainder != "pad":  # none is empty
+        if microbatches is not None and cut.remainder != "pad":  # fewer rather than empty ones
             items = len(rows) if tree is None else len(tree.unique())
             microbatches = max(min(microbatches, items // cut.ranks), 1)
         in_one = cut.max_tokens is None and cut.microbatch_size is None and (microbatches or 1) == 1
@@ -337,13 +346,13 @@ def assign_minibatches(
 
 
 def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan:
-    """Put the assigned rows in order, and fill up what is short, under ``pad``.
+    """Join the assigned rows into one plan. Under ``pad``, add padding rows.
 
-    Without a budget all micro-batches are filled up to as many rows as the largest has; under one, those that
-    are empty to one row.
+    ``pad`` fills all micro-batches up to the row count of the largest. With `max_tokens` it adds one row to
+    each empty micro-batch instead.
 
     Raises:
-        BatchError: a minibatch has fewer rows than micro-batches that must not be empty; not under ``pad``.
+        BatchError: a micro-batch would be empty, and `remainder` is not ``pad``.
     """
     pad, full = cut.remainder == "pad" and len(order.order) > 0, 1
     if pad and cut.max_tokens is None:
@@ -356,16 +365,17 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
             if held and not all(in_each):
                 raise BatchError(
                     f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
-                    "micro-batches, and none may be empty: set remainder='pad', or make minibatches larger"
+                    "micro-batches, and no micro-batch may be empty: set remainder='pad', or make "
+                    "minibatches larger"
                 )
             pieces.append(rows)
             sizes.append(by_rank)
             continue
-        # What fills up is a row of this minibatch, or where none is for it, of any.
-        some = start if held else 0
+        # Padding copies the first row of this minibatch, or of the batch if this minibatch has no row.
+        copied = start if held else 0
         for part in rows.split(in_each):
             short = max(full - len(part), 0)
-            pieces += [part, order.order[some : some + 1].expand(short)]
+            pieces += [part, order.order[copied : copied + 1].expand(short)]
             padding += [(False, len(part)), (True, short)]
         start += held
         sizes.append([[max(size, full) for size in of_rank] for of_rank in by_rank])
@@ -379,13 +389,13 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
 def measure_plan(
     plan: Plan, lengths: Tensor, cut: CutOptions, forest: Forest | None = None
 ) -> dict[str, float]:
-    """How many minibatches and micro-batches a plan has, how level they are, and how full.
+    """Compute the metrics of a plan: its minibatches, micro-batches, padding, and the balance of ranks.
 
     Args:
         plan: of a batch.
-        lengths: (N,) int64, tokens a row.
-        cut: how it was cut.
-        forest: of the rows, where tokens that those of a micro-batch share cost once.
+        lengths: (N,) int64, tokens per row.
+        cut: the options it was cut by.
+        forest: counts the shared tokens of a micro-batch once; None: no tokens are shared.
     """
     counts = [len(ranks[0]) for ranks in plan.sizes]
     measured = {
@@ -412,12 +422,12 @@ def measure_plan(
 
 
 class Part(NamedTuple):
-    """The rows of which a rank draws an order."""
+    """The rows of one rank, which permutes them on its own."""
 
     rows: Tensor
-    """(n,) int64, their numbers, ascending."""
+    """(n,) int64, row numbers, ascending."""
     units: Ids | None
-    """Which of them are one unit; None: each is one."""
+    """The unit of each row; None: each row is a unit."""
 
 
 def draw_plans(
@@ -430,52 +440,53 @@ def draw_plans(
     epochs: int,
     forest: Forest | None = None,
 ) -> list[list[Plan]]:
-    """Draw an order of the rows for each pass, and cut it.
+    """Draw a permutation of the rows for each pass, and cut it.
 
-    Under ``carry`` the first order says who is carried, and the others are orders of the rest. Each part is
-    that of a rank which draws an order of its own rows, as it would alone. All take as many optimiser steps
-    as one another, each of as many micro-batches: a rank that has no rows for a step takes part without any.
+    Each rank permutes its own rows, as it would alone. All ranks take the same number of optimiser steps, and
+    the same number of micro-batches in each. A rank without rows for a step takes empty micro-batches. Under
+    ``carry`` the first pass decides which rows are carried, and the other passes permute the remaining rows.
 
     Args:
-        parts: of the ranks.
-        labels: (N,) int64, by which rows are one unit; None: each is one.
-        lengths: (N,) int64, tokens a row.
-        cut: how.
-        calls: orders drawn before.
+        parts: the rows of each rank.
+        labels: (N,) int64, the unit of each row; None: each row is a unit.
+        lengths: (N,) int64, tokens per row.
+        cut: the options.
+        calls: number of permutations drawn before; it seeds the next ones.
         epochs: passes, ≥ 1.
-        forest: of the rows, where those of a tree stay in one micro-batch.
+        forest: keeps the rows of a tree in one micro-batch; None: each row is its own tree.
 
     Returns:
-        By part and pass.
+        The plans by rank and pass.
 
     Raises:
-        BatchError: as :func:`shuffle_split` and :func:`make_plan`; parts that have not as many steps.
+        BatchError: as :func:`shuffle_split` and :func:`make_plan`; or ranks have different numbers of
+            minibatches.
     """
     orders = []
     for rank, part in enumerate(parts):
-        with _naming(rank, len(parts)):
+        with _rank_in_errors(rank, len(parts)):
             orders.append(_draw_orders(part, len(lengths), labels, cut, calls, epochs))
     if cut.max_tokens is not None and cut.remainder == "drop":
         orders = fit_budget(orders, labels, lengths, cut)
     assigned = [[assign_minibatches(order, lengths, cut, forest) for order in own] for own in orders]
     if len(parts) > 1:
         counts = _agree_on_counts(assigned, cut)
-        for own, its in zip(orders, assigned, strict=True):
+        for own, own_assigned in zip(orders, assigned, strict=True):
             for epoch, most in enumerate(counts):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
-                if [len(each.sizes[0]) for each in its[epoch]] != most:
-                    its[epoch] = assign_minibatches(own[epoch], lengths, cut, forest, most)
+                if [len(each.sizes[0]) for each in own_assigned[epoch]] != most:
+                    own_assigned[epoch] = assign_minibatches(own[epoch], lengths, cut, forest, most)
     plans = []
-    for rank, (own, its) in enumerate(zip(orders, assigned, strict=True)):
-        with _naming(rank, len(parts)):
-            plans.append([make_plan(order, each, cut) for order, each in zip(own, its, strict=True)])
+    for rank, (own, own_assigned) in enumerate(zip(orders, assigned, strict=True)):
+        with _rank_in_errors(rank, len(parts)):
+            plans.append([make_plan(*pair, cut) for pair in zip(own, own_assigned, strict=True)])
     return plans
 
 
 @contextmanager
-def _naming(rank: int, ranks: int) -> Iterator[None]:
-    """Say in errors whose rows they are about, where there are several ranks."""
+def _rank_in_errors(rank: int, ranks: int) -> Iterator[None]:
+    """Add the rank to the message of an error, if there are several ranks."""
     try:
         yield
     except BatchError as err:
@@ -503,17 +514,17 @@ def _draw_orders(
 
 
 def _agree_on_counts(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutOptions) -> list[list[int]]:
-    """By pass and optimiser step, the largest number of micro-batches that a part has.
+    """By pass and optimiser step, the largest number of micro-batches of any rank.
 
     Raises:
-        BatchError: parts have rows for other numbers of steps.
+        BatchError: ranks have different numbers of minibatches.
     """
     counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in assigned]
     steps = [len(own[0]) for own in counts]
     if cut.minibatches is None and len(set(steps) - {0}) > 1:
         raise BatchError(
-            f"every rank takes as many optimiser steps; by rank there are {steps} minibatches: give all "
-            "ranks as many units, or set minibatches=K in place of minibatch_size"
+            f"all ranks must take the same number of optimiser steps; they have {steps} minibatches, by "
+            "rank: give all ranks the same number of units, or set minibatches=K instead of minibatch_size"
         )
     passes = zip(*counts, strict=True)
     return [[max(step) for step in zip_longest(*own, fillvalue=0)] for own in passes]
@@ -522,45 +533,46 @@ def _agree_on_counts(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutO
 def fit_budget(
     orders: Sequence[Sequence[Cut]], labels: Tensor | None, lengths: Tensor, cut: CutOptions
 ) -> list[list[Cut]]:
-    """Leave out the last units of minibatches that need more micro-batches than some rank has rows for.
+    """Drop the last units of minibatches that need more micro-batches than a rank has rows.
 
-    A rank makes as many micro-batches as the others, and each needs a row. Of n rows a rank can make
-    ⌊n / `multiple_of`⌋ · `multiple_of`, and all can make what the least of them can that has a row; whoever
-    needs more to keep the budget leaves out one unit after the other, from the end of its order. Then ranks
-    look again, since who left out rows has fewer. A minibatch of which nothing remains on some rank is none.
+    All ranks need the same number of micro-batches, and each needs a row. A rank with n rows can fill
+    ⌊n / `multiple_of`⌋ · `multiple_of` of them. The limit is the least of that over the ranks that take the
+    step. A rank that needs more to keep the budget drops units, from the end of its permutation. This repeats
+    until no limit changes, because a rank that drops rows can fill fewer micro-batches. A minibatch with
+    limit 0 is dropped on all ranks.
 
     Args:
-        orders: by part and pass.
-        labels: (N,) int64, which rows are one unit; None: each is one.
-        lengths: (N,) int64, tokens a row.
-        cut: with `max_tokens`.
+        orders: by rank and pass.
+        labels: (N,) int64, the unit of each row; None: each row is a unit.
+        lengths: (N,) int64, tokens per row.
+        cut: the options, with `max_tokens`.
 
     Returns:
-        The orders, with what was left out among their `left`.
+        The orders, with the dropped rows in `left`.
 
     Raises:
-        BatchError: no minibatch remains to a part.
+        BatchError: a rank has no minibatch left.
     """
 
     def capacity(rows: Tensor) -> int:
-        """Micro-batches per rank that so many rows can make, none of them empty."""
+        """Micro-batches per rank that these rows can fill."""
         return len(rows) // cut.ranks // cut.multiple_of * cut.multiple_of
 
     def needed(rows: Tensor) -> int:
-        """Micro-batches per rank that these rows need."""
+        """Micro-batches per rank that these rows need to keep the budget."""
         multiple_of = cut.ranks * cut.multiple_of
         own = lengths.index_select(0, rows)
         return bins_within(own, cut.max_tokens or 1, multiple_of=multiple_of) // cut.ranks
 
     def shorten(rows: Tensor, limit: int) -> Tensor:
-        """The first units of (n,) rows, those that keep the budget in `limit` micro-batches per rank."""
+        """The longest run of leading units that keeps the budget in `limit` micro-batches per rank."""
         units = torch.ones_like(rows)
         if labels is not None:
             units = torch.unique_consecutive(labels.index_select(0, rows), return_counts=True)[1]
         ends = [0, *units.cumsum(0).tolist()]
         return rows[: ends[bisect_right(ends, limit, key=lambda end: needed(rows[:end])) - 1]]
 
-    # By part, the minibatches of all passes, one after the other.
+    # By rank, the minibatches of all passes, one after the other.
     minibatches = [
         [rows for order in own if order.sizes for rows in order.order.split(order.sizes)] for own in orders
     ]
@@ -582,8 +594,8 @@ def fit_budget(
             held = [rows for _, (rows, limit) in zip(order.sizes, kept, strict=False) if limit > 0]
             if order.sizes and not held:
                 raise BatchError(
-                    "no minibatch has a row for each of its micro-batches, and remainder='drop' would leave "
-                    f"out all {len(order.order)} rows: raise max_tokens, or set remainder='pad'"
+                    "every minibatch has fewer rows than micro-batches, so remainder='drop' would drop all "
+                    f"{len(order.order)} rows: raise max_tokens, or set remainder='pad'"
                 )
             together = torch.cat([order.order[:0], *held])
             out = order.order[~torch.isin(order.order, together)]

@@ -1,4 +1,4 @@
-"""What a split remembers: between batches, and in the middle of one that is interrupted."""
+"""The state of a split, between batches and in the middle of an interrupted batch."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from headrace.transforms.rows import few
 from headrace.transforms.table import Table
 from headrace.transforms.tensordicts import column_of, flat_rows, from_plain, leaves_of, to_plain
 
-CLOSE = 1e-4  # rewards that were shaped on another device differ in their last digits
+CLOSE = 1e-4  # tolerance: rewards that were shaped on another device differ in the last digits
 
 
 class InterruptedBatch(NamedTuple):
-    """A batch that was left between its minibatches: by what it is known again, and how far it came."""
+    """A batch that was interrupted between its minibatches."""
 
     rows: int
     taken: int
+    """Number of minibatches taken."""
     options: dict[str, Any] | None
-    """What its cut depended on, by name; None in a state of an earlier version."""
+    """The options of its cut, by name; None in a state of an earlier version."""
     columns: dict[str, Tensor] | None
-    """(N, ...) on the CPU, its ids and rewards, by name; None as well."""
+    """(N, ...) on the CPU, its ids and rewards, by name; None in a state of an earlier version."""
     after: SplitState
-    """The state after it, for a caller that discards the rest of it."""
+    """The state after the batch, for :meth:`ShuffleSplit.discard_batch`."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As dicts, tensors and lists."""
+        """Convert to dicts, tensors and lists."""
         return self._asdict() | {"after": self.after.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any], before: SplitState) -> InterruptedBatch:
-        """What :meth:`to_plain` made dicts of.
+        """Restore the output of :meth:`to_plain`.
 
-        A state of an earlier version does not know the batch well enough to go on with it. What was carried
-        until then is part of the batch, so that after it nothing is.
+        A state of an earlier version lacks the columns to recognise the batch, so it can only be discarded.
+        Its carried rows were part of the batch, so none are carried after it.
         """
         if "after" not in plain:
             return cls(plain["rows"], plain["taken"], None, None, SplitState(before.calls + 1))
@@ -47,14 +48,14 @@ class InterruptedBatch(NamedTuple):
 
 
 class TrainedBatch(NamedTuple):
-    """A batch of which no more is to be trained, and by what it is known when it comes again."""
+    """A batch that was trained to its end, with the columns that identify it if it comes again."""
 
     rows: int
     columns: Mapping[str, Tensor]
     """(N, ...), its ids and rewards, by name."""
 
     def is_again(self, other: TrainedBatch) -> bool:
-        """Whether the other has the same rows, in whatever order. A batch without ids is never known."""
+        """Whether the other batch has the same rows, in any order. False for batches without ids."""
         if self.rows != other.rows or self.columns.keys() != other.columns.keys():
             return False
         names = [name for name in sorted(self.columns) if not self.columns[name].is_floating_point()]
@@ -62,26 +63,26 @@ class TrainedBatch(NamedTuple):
         for batch in (self, other):
             columns = {name: column.cpu() for name, column in batch.columns.items()}
             order = torch.arange(self.rows)
-            for name in names:  # rows whose ids are all alike stay in their order
+            for name in names:  # stable, so rows with equal ids keep their order
                 order = order[columns[name][order].argsort(stable=True)]
             sorted_columns.append([columns[name][order] for name in sorted(columns)])
         return bool(names) and not any(map(_difference, *sorted_columns))
 
 
 class SplitState(NamedTuple):
-    """What goes into a draw and comes out of it."""
+    """The state of a split before or after a batch."""
 
     calls: int = 0
-    """Orders drawn so far: each has a seed of its own."""
+    """Permutations drawn so far. Each has its own seed."""
     carried: TensorDictBase | None = None
-    """Rows that wait for the next batch."""
+    """Rows carried into the next batch."""
     interrupted: InterruptedBatch | None = None
-    """The batch to go on with, given again."""
+    """The batch that must be given again to continue."""
     trained: TrainedBatch | None = None
-    """The last batch before it."""
+    """The last batch that was trained to its end."""
 
     def to_plain(self) -> dict[str, Any]:
-        """As dicts, tensors and lists, which ``torch.load`` reads without trusting the file."""
+        """Convert to dicts, tensors and lists, which ``torch.load`` reads with ``weights_only=True``."""
         plain: dict[str, Any] = {"calls": self.calls, "carried": to_plain(self.carried)}
         if self.trained is not None:
             columns = {name: column.cpu() for name, column in self.trained.columns.items()}
@@ -90,9 +91,9 @@ class SplitState(NamedTuple):
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> SplitState:
-        """What :meth:`to_plain` made dicts of."""
+        """Restore the output of :meth:`to_plain`."""
         state, batch = cls(plain["calls"], from_plain(plain["carried"])), plain.get("batch")
-        if "trained" in plain:  # not in a state of an earlier version
+        if "trained" in plain:  # missing in states of earlier versions
             state = state._replace(trained=TrainedBatch(**plain["trained"]))
         if batch is None:
             return state
@@ -100,24 +101,24 @@ class SplitState(NamedTuple):
 
 
 class KnownBy(NamedTuple):
-    """What a batch and its cut are known by, when it comes again."""
+    """What identifies a batch and its cut when the batch comes again."""
 
     rows: int
     options: Mapping[str, Any]
-    """What the cut depends on besides the rows, plain values by name."""
+    """The options of the cut, plain values by name."""
     columns: Mapping[str, Tensor]
     """(N,) int64, or (N, ...) float64, by name."""
 
 
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
-    """Copies of all columns of one integer a row, such as ids, and of the reward.
+    """Copy the columns that identify the rows: all with one integer per row, such as ids, and the reward.
 
-    Integers are the same wherever they are computed again; an advantage is not, and says less.
+    Other float columns, such as advantages, are not used: they may differ when they are computed again.
 
     Args:
         table: of a batch.
-        numbers: (n,) int64, the rows of this rank that it is about.
-        reward_key: of the reward.
+        numbers: (n,) int64, the table rows to copy.
+        reward_key: the reward column.
 
     Example:
         >>> from tensordict import TensorDict
@@ -129,9 +130,10 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
     batch, at, found = table.batch, None, dict[str, Tensor]()
     is_ragged = isinstance(batch, LazyStackedTensorDict) and len(batch) > 0
     row, each = (batch.tensordicts[0], 1) if is_ragged else (batch, len(batch))
-    apart = () if table.ranks is None else table.ranks.id_keys  # in the table these are told apart by rank
+    # With several ranks the table has renumbered these ids, so they are read from the batch.
+    renumbered = () if table.ranks is None else table.ranks.id_keys
     for key, value in {**dict.fromkeys(table.written), **dict(leaves_of(row))}.items():
-        column, is_reward = None if key in apart else table.columns.get(key), key == reward_key
+        column, is_reward = None if key in renumbered else table.columns.get(key), key == reward_key
         if isinstance(key, tuple) and key[0] == "headrace":
             continue
         if column is not None:
@@ -140,59 +142,59 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
                 found[str(key)] = column if is_reward else column.long()
         elif value is not None and (is_reward or (value.numel() == each and not value.is_floating_point())):
             value = column_of(batch, key)
-            if isinstance(value, Tensor):  # rows of one shape
+            if isinstance(value, Tensor):  # not a column of rows with different shapes
                 at = table.places(numbers).to(value.device) if at is None else at
                 value = value.detach().reshape(-1) if value.numel() == len(batch) else value.detach()
-                # Copies: collectors use their memory again.
+                # Copy: collectors reuse their memory.
                 found[str(key)] = value.index_select(0, at).to(torch.float64 if is_reward else torch.int64)
     return found
 
 
 class Progress:
-    """How far the minibatches of one batch have been taken.
+    """Counts the minibatches of one batch that were taken.
 
-    A minibatch is taken when it is handed out. Whether it was trained, and why an iterator was closed, by
-    ``break`` or by an exception, cannot be seen from here; so a batch is done with when all were taken.
+    A minibatch counts as taken when it is yielded. Whether it was trained, and whether ``break`` or an
+    exception closed an iterator, is unknown here. So a batch is done only when all minibatches were taken.
 
     Args:
-        before: the state before the batch's orders were drawn.
-        known_by: what the batch is known by.
+        before: the state before this batch.
+        known_by: what identifies the batch.
 
     Raises:
-        BatchError: a batch was interrupted, and this one has other rows, or is cut by other options; the
-            message says which.
+        BatchError: a batch was interrupted, and this one has other rows or is cut by other options. The
+            message lists the differences.
     """
 
     def __init__(self, before: SplitState, known_by: KnownBy):
         self.before, self.known_by = before, known_by
         self.taken = 0 if before.interrupted is None else before.interrupted.taken
         self.minibatches = 0  # set with the plans
-        self.begun = False  # minibatches are taken one by one
-        self.open = 0  # iterators that are not at their end
-        self.done = False  # no more of them will be taken
+        self.begun = False  # an iterator was started
+        self.open = 0  # number of iterators that have not ended
+        self.done = False  # no further minibatch will be taken
         batch = before.interrupted
         if batch is not None and (differences := list(_differences(batch, known_by))):
             raise BatchError(
-                f"a batch of {batch.rows} rows was interrupted after {batch.taken} minibatches; to go on "
-                f"with the others give it again as it was: {'; '.join(differences)}. To give up what is left "
-                "of it, and go on with another batch, call this stage's discard_batch(): in a pipeline, "
-                "pipeline.stages['split'].discard_batch()"
+                f"a batch of {batch.rows} rows was interrupted after {batch.taken} minibatches, and this "
+                f"batch differs from it: {'; '.join(differences)}. To train its remaining minibatches, give "
+                "that batch again, with the same options. To drop them and start another batch, call "
+                "discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()"
             )
 
     @property
     def in_the_middle(self) -> bool:
-        """Whether some were taken and an iterator waits to hand out the others."""
+        """Whether some minibatches were taken and an iterator is open for the others."""
         return not self.done and self.open > 0 and 0 < self.taken < self.minibatches
 
     @property
     def trained(self) -> TrainedBatch | None:
-        """The last batch of which something was trained: this one, else that before it."""
+        """This batch if any of it was trained, else the last batch before it."""
         if self.taken or self.done or self.minibatches == 0:
             return TrainedBatch(self.known_by.rows, self.known_by.columns)
         return self.before.trained
 
     def state(self, after: SplitState) -> SplitState:
-        """What to save now. Reads columns in the middle of the batch.
+        """The state to save now. In the middle of a batch this copies columns to the CPU.
 
         Args:
             after: the state after the batch.
@@ -210,7 +212,7 @@ class Progress:
 
 def _differences(batch: InterruptedBatch, known_by: KnownBy) -> Iterator[str]:
     if batch.options is None or batch.columns is None:
-        yield "its state is of an earlier version, which does not say by what it is known again"
+        yield "the state was saved by an earlier version, which did not save the columns to compare"
         return
     if batch.rows != known_by.rows:
         yield f"this one has {known_by.rows} rows"
@@ -222,13 +224,13 @@ def _differences(batch: InterruptedBatch, known_by: KnownBy) -> Iterator[str]:
     for name in sorted(batch.columns.keys() | known_by.columns.keys()):
         old, new = batch.columns.get(name), known_by.columns.get(name)
         if old is None or new is None:
-            yield f"{name!r} is a column of only one of them"
+            yield f"only one of the two batches has column {name!r}"
         elif difference := _difference(old, new.to(old.device)):
             yield f"{name!r} {difference}"
 
 
 def _difference(old: Tensor, new: Tensor) -> str:
-    """How two columns differ, in words; empty where they do not."""
+    """Describe how two columns differ; empty if they are equal."""
     if old.shape != new.shape or old.dtype != new.dtype:
         return f"was {tuple(old.shape)} {old.dtype} and is {tuple(new.shape)} {new.dtype}"
     same = (
@@ -241,12 +243,12 @@ def _difference(old: Tensor, new: Tensor) -> str:
 
 
 class SplitMemory:
-    """The state of a split: what ``state_dict`` saves and what :meth:`discard_batch` lets go of.
+    """Holds the state of a split, for ``state_dict`` and :meth:`discard_batch`.
 
     Attributes:
-        state: after the batch accepted last.
-        lock: held by who uses it.
-        restored: the state was loaded, and no batch has come since.
+        state: the state after the last accepted batch.
+        lock: hold it while you use the state.
+        restored: the state was loaded, and no batch was accepted since.
     """
 
     def __init__(self) -> None:
@@ -256,11 +258,11 @@ class SplitMemory:
     def restart(self) -> None:
         """Forget all batches."""
         self.state, self.restored = SplitState(), False
-        self._progress: Progress | None = None  # of the batch accepted last
-        self._earlier: list[Progress] = []  # of batches before it that were in the middle then
+        self._progress: Progress | None = None  # of the last accepted batch
+        self._earlier: list[Progress] = []  # of earlier batches that were not done when it came
 
     def remember(self, state: SplitState, progress: Progress) -> None:
-        """A batch was accepted."""
+        """Store the state after an accepted batch."""
         known = [*self._earlier, *([] if self._progress is None else [self._progress])]
         self._earlier = [each for each in known if each.in_the_middle]
         if self._progress is not None:
@@ -269,18 +271,18 @@ class SplitMemory:
 
     @property
     def trained_before(self) -> TrainedBatch | None:
-        """The batch that is not trained again, should it come next: the last of a state that was loaded.
+        """The last trained batch of a loaded state. It is skipped if it comes next.
 
-        In the process that trained it, whoever gives a batch again means a second pass.
+        None in the process that trained it: giving a batch again there means a second pass.
         """
         return self.state.trained if self.restored and self.state.interrupted is None else None
 
     def discard_batch(self) -> None:
-        """Let go of the minibatches that are left of an interrupted batch; without one, nothing happens.
+        """Drop the remaining minibatches of an interrupted batch. Without such a batch, do nothing.
 
-        They are never trained. Those that were taken are not trained again: the next batch is drawn as if the
-        interrupted one had come to its end, with the rows that it had left over under ``carry``. A loop that
-        was left by ``break`` calls this before the state is saved, unless it means to go on.
+        The remaining minibatches are never trained, and the taken ones are not trained again. The state
+        becomes that after the batch, including its carried rows. If you leave a loop by ``break`` and do not
+        want to continue it later, call this before you save the state.
         """
         with self.lock:
             for progress in (*self._earlier, *([] if self._progress is None else [self._progress])):
@@ -291,29 +293,30 @@ class SplitMemory:
                 self.state = batch.after._replace(trained=trained)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What ``state_dict`` saves; in the middle of a batch, the state before it and how far it came.
+        """The state for ``state_dict``.
 
-        Behind its last minibatch, by what it is known: it is not trained again.
+        In the middle of a batch it holds the state before the batch and the number of taken minibatches.
+        After the last minibatch it holds the columns that identify the batch, so that it is skipped later.
 
         Raises:
-            BatchError: two batches are in the middle, as when two pipelines share the split.
+            BatchError: several batches are unfinished, for example because two pipelines share the split.
         """
         if any(progress.in_the_middle for progress in self._earlier):
             raise BatchError(
-                "a state remembers one batch between its minibatches, and iterators of several are open: "
-                "take those of one batch to their end before the next one comes, give each pipeline a split "
-                "of its own, or call discard_batch() on the split"
+                "a state can hold one unfinished batch, and iterators of several batches are open: take all "
+                "minibatches of one batch before the next batch, give each pipeline its own split, or call "
+                "discard_batch() on the split"
             )
         return (self._progress.state(self.state) if self._progress else self.state).to_plain()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the output of :meth:`get_extra_state`."""
         self.state, self._progress, self._earlier = SplitState.from_plain(state), None, []
         self.restored = True
 
 
 class Lock:
-    """A lock for threads that use one state; a copy of it is free."""
+    """A reentrant lock that can be pickled and copied; the copy is unlocked."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""A seeded order of the rows, cut into optimiser steps."""
+"""Draw a seeded permutation of the rows, and cut it into minibatches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from headrace.transforms.options import at_least, one_of, takes_options
 from headrace.transforms.rows import Rows
 
 Remainder = Literal["raise", "drop", "uneven", "pad", "carry"]
-TOGETHER = "rows without an id would be kept together"
+TOGETHER = "rows without an id would be treated as one unit"
 
 
 class Cut(NamedTuple):
-    """Which row is trained in which minibatch. On the CPU."""
+    """The rows of each minibatch, in training order. On the CPU."""
 
     order: Tensor
     """(M,) int64, row numbers in training order."""
     sizes: list[int]
-    """Rows of each minibatch; they add up to M."""
+    """Number of rows of each minibatch; the sum is M."""
     left: Tensor
-    """(N − M,) int64, rows in no minibatch."""
+    """(N − M,) int64, leftover rows: in no minibatch."""
 
 
 @takes_options
@@ -41,25 +41,26 @@ def shuffle_split(
     shuffle: bool = True,
     generator: torch.Generator | None = None,
 ) -> Cut:
-    """Put rows into a random order and cut it, keeping the rows of a unit together.
+    """Shuffle the units of a batch and cut them into minibatches.
 
-    A unit is a row, or all rows that share a `unit_id`, which stay in row order. With U units, K
-    minibatches get ⌊U/K⌋ or ⌈U/K⌉ units each; minibatches of n units are U/n many. Orders are drawn on the
-    CPU, so that they are the same on every device; `unit_id` is read from where it is.
+    A unit is a row, or all rows with the same `unit_id`. The rows of a unit stay together, in row order.
+    With U units, each of K minibatches gets ⌊U/K⌋ or ⌈U/K⌉ units. With `minibatch_size` n there are U/n
+    minibatches. Permutations are drawn on the CPU, so they are the same on every device.
 
     Args:
-        rows: N.
-        unit_id: (N,) integers ≥ 0, which rows stay together; None: each row is a unit.
+        rows: N, number of rows.
+        unit_id: (N,) integers ≥ 0 on any device; None: each row is a unit.
         minibatches: K ≥ 1; give this or `minibatch_size`.
         minibatch_size: n ≥ 1 units.
-        remainder: what happens to units over, when U is no multiple of K or n: ``raise``; leave out the last
-            of the order, to ``drop`` or to ``carry`` them; ``uneven`` minibatches, which differ by one unit
-            (K given) or end in a short one; ``pad`` is uneven here, rows are filled up when they are
-        assigned. shuffle: False keeps the order of first rows.
-        generator: source of the order, on the CPU.
+        remainder: for leftover units, when U is no multiple of K or n. ``raise`` an error. ``drop`` and
+            ``carry`` leave the last of the permutation in `left`. ``uneven``: sizes differ by one unit
+            (`minibatches`), or the last is shorter (`minibatch_size`). ``pad`` cuts like ``uneven``;
+            :class:`ShuffleSplit` pads later.
+        shuffle: False keeps the units in the order of their first rows.
+        generator: of the permutation, on the CPU.
 
     Raises:
-        BatchError: there is a remainder, under ``raise``, or nothing but that, under ``drop``; a unit_id is
+        BatchError: there are leftover units under ``raise``; ``drop`` would drop all units; or a unit_id is
             missing or negative.
 
     Example:
@@ -86,17 +87,17 @@ def cut_order(
     shuffle: bool,
     generator: torch.Generator | None,
 ) -> Cut:
-    """:func:`shuffle_split` where options and ids are known to be good."""
+    """:func:`shuffle_split` without checks of options and ids."""
     if rows == 0:
         nothing = torch.empty(0, dtype=torch.int64)
         return Cut(nothing, [], nothing)
     drawn = torch.randperm(rows, generator=generator) if shuffle else torch.arange(rows)
-    if units is None:  # the permutation is as good as its inverse
+    if units is None:  # the permutation itself is as random as its inverse
         order, bounds = drawn, _bounds(rows, minibatches, minibatch_size, remainder)
-    elif units.n == rows:  # each row takes the place that it has drawn
+    elif units.n == rows:  # each row goes to its position in the permutation
         order = torch.empty_like(drawn).scatter_(0, drawn, torch.arange(rows))
         bounds = _bounds(rows, minibatches, minibatch_size, remainder)
-    else:  # the rows of a unit take what its first row has drawn, and a stable sort puts them together
+    else:  # all rows of a unit get the position of its first row; a stable sort puts them together
         ordered, order = drawn.index_select(0, units.spread(units.first)).sort(stable=True)
         starts = (ordered[1:] != ordered[:-1]).nonzero().flatten() + 1
         edges = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), rows)])
@@ -107,37 +108,38 @@ def cut_order(
 
 def _bounds(units: int, minibatches: int | None, size: int | None, remainder: str) -> list[int]:
     """The unit numbers at which minibatches begin, and the end of the last."""
-    over = units % (minibatches or size or 1)
-    if over and remainder == "raise":
-        wanted = f"{minibatches} minibatches" if minibatches else f"minibatches of {size}"
+    leftover = units % (minibatches or size or 1)
+    if leftover and remainder == "raise":
+        wanted = f"{minibatches} equal minibatches" if minibatches else f"minibatches of {size} units"
         raise BatchError(
-            f"{units} units do not make {wanted}: {over} over. Set remainder='uneven' to train them in "
-            "minibatches of different size, 'carry' to keep them for the next batch, or 'drop'"
+            f"{units} units cannot be cut into {wanted}: {leftover} left over. Set remainder='uneven' to "
+            "train them in minibatches of different sizes, 'carry' to keep them for the next batch, or 'drop'"
         )
-    if remainder == "drop" and over == units:
-        wanted = f"{minibatches} minibatches of a unit" if minibatches else f"a minibatch of {size}"
+    if remainder == "drop" and leftover == units:
+        wanted = f"{minibatches} minibatches" if minibatches else f"a minibatch of {size} units"
         raise BatchError(
-            f"{units} units do not make {wanted}, and remainder='drop' would leave them all out, so that no "
-            "step is left. Give the split more units, ask for fewer, or set remainder='carry' or 'uneven'"
+            f"{units} units are too few for {wanted}, and remainder='drop' would drop all of them: no "
+            "optimiser step is left. Give the split more units, make minibatches smaller, or set "
+            "remainder='carry' or 'uneven'"
         )
     if remainder in ("drop", "carry"):
-        units -= over
+        units -= leftover
     if minibatches is not None:
-        count = min(minibatches, units)  # none is empty
+        count = min(minibatches, units)  # so that no minibatch is empty
         small, larger = divmod(units, count) if count else (0, 0)
         return [i * small + min(i, larger) for i in range(count + 1)]
     return [*range(0, units, size or 1), units]
 
 
 def check_split(minibatches: int | None, minibatch_size: int | None, remainder: str) -> None:
-    """Check options.
+    """Check the options of a cut.
 
     Raises:
-        ValueError: not one of the two ways to cut, or an option that is none.
+        ValueError: both or none of `minibatches` and `minibatch_size` are given, or a value is invalid.
     """
     if (minibatches is None) == (minibatch_size is None):
         raise ValueError(
-            f"give one of minibatches and minibatch_size; got {minibatches=} and {minibatch_size=}"
+            f"give exactly one of minibatches and minibatch_size; got {minibatches=} and {minibatch_size=}"
         )
     at_least("minibatches", minibatches, 1)
     at_least("minibatch_size", minibatch_size, 1)
@@ -145,10 +147,10 @@ def check_split(minibatches: int | None, minibatch_size: int | None, remainder: 
 
 
 def stream_seed(name: str, seed: int, number: int) -> int:
-    """The seed of the `number`-th draw of the stream `name` under `seed`, 63 bits.
+    """The 63-bit seed of draw `number` of the random stream `name` under `seed`.
 
-    A hash, so that neighbours and namesakes get unrelated streams, and so that the low half differs: torch's
-    CPU generator looks at no more than 32 bits of a seed.
+    The seed is a hash. So streams with neighbouring numbers are unrelated, and the low 32 bits differ:
+    torch's CPU generator uses only these.
 
     Example:
         >>> stream_seed("split", 0, 0) % 2**32 != stream_seed("split", 0, 1) % 2**32

@@ -37,24 +37,26 @@ log = logging.getLogger(__name__)
 
 
 class Pass(NamedTuple):
-    """Where each row of the table is trained in one pass over the batch; (N,) int64, −1: in no step."""
+    """The minibatch, micro-batch and rank of each table row in one pass; (N,) int64, −1: not trained."""
 
     minibatch: Tensor
     microbatch: Tensor
     rank: Tensor | None
-    """None: there is one."""
+    """None with a single rank."""
 
 
 @dataclass
 class Permuted:
-    """The orders of one batch, and what follows from them; nothing is remembered before it is accepted.
+    """The permutations of one batch and the plans made from them.
+
+    The split does not change its state until :meth:`ShuffleSplit.accept`.
 
     Attributes:
-        passes: one for each epoch.
-        plans: one for each epoch, of this rank's rows, in row numbers of the table.
-        of_ranks: those of all ranks, where this one has permuted them.
-        state: after the batch.
-        progress: of the batch.
+        passes: one per epoch.
+        plans: one per epoch, of this rank's rows, in row numbers of the table.
+        of_ranks: the plans of all ranks, if this rank permuted for all of them.
+        state: the split's state after the batch.
+        progress: counts the minibatches of this batch that were taken.
     """
 
     rows: Rows
@@ -66,20 +68,20 @@ class Permuted:
     of_ranks: Sequence[list[Plan]] = ()
 
     def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
-        """The optimiser steps, which are gathered one at a time.
+        """Make the optimiser steps. They gather their rows one minibatch at a time.
 
         Args:
-            passes: by epoch, the columns that stages have written, by row of the table, what they do to
-                gathered rows, and the rows.
+            passes: per epoch: the columns that stages wrote, by row of the table; the changes that stages
+                make to gathered rows; and the batch.
 
         Raises:
-            BatchError: there is padding, and no column to keep it out of the loss.
+            BatchError: padding rows need a loss mask or log-probability column, and the batch has neither.
         """
         split, rank = self.split, self.split.rank if self.split.ranks > 1 else None
         loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
-        each = [(plan, *what) for plan, what in zip(self.plans, passes, strict=True)]
+        planned = [(plan, *of_pass) for plan, of_pass in zip(self.plans, passes, strict=True)]
         return OptimiserSteps(
-            self.rows.table, each, rank, loss_columns, self.progress, in_order=not split.shuffle
+            self.rows.table, planned, rank, loss_columns, self.progress, in_order=not split.shuffle
         )
 
 
@@ -88,59 +90,74 @@ class ShuffleSplit(
     BatchTransform,
     columns=("rollout", "group", "reward", "length", "tokens", "loss_mask", "log_prob", "weight"),
 ):
-    """Order the rows at random, and cut them into minibatches, ranks and micro-batches.
+    """Shuffle the rows and cut them into minibatches, ranks and micro-batches.
 
-    A minibatch is one optimiser step, a micro-batch one forward and backward of it. What it promises:
+    A minibatch is one optimiser step. A micro-batch is one forward and backward pass. The stage guarantees:
 
-    - each row is in exactly one micro-batch of one minibatch, or left with a reason;
-    - the rows of a `unit` are in one minibatch (:func:`shuffle_split`); they may be in several micro-batches,
-      since :class:`LossWeight` makes the gradient the same wherever a row is;
-    - which rows are in which minibatch follows from `seed` and the number of the draw alone: on any device,
-      for any number of ranks, however it is cut, but for those that ``drop`` leaves out to keep a budget;
-    - every rank has as many micro-batches as the others, levelled by `balance` (:func:`assign_rows`);
-    - no micro-batch holds more than `max_tokens`, but for a single row that is longer;
-    - of a `tree` tokens cost once, and its rows are in one micro-batch, but for what is over `max_tokens`.
+    - Each row is in exactly one micro-batch of one minibatch, or it leaves the batch with a reason.
+    - The rows of a `unit` are in one minibatch (:func:`shuffle_split`). They may be in several micro-batches:
+      :class:`LossWeight` makes the gradient independent of that.
+    - `seed` and the number of earlier permutations decide which rows are in which minibatch. The device, the
+      number of ranks and the micro-batches do not matter. The exception is ``drop`` with `max_tokens`, which
+      leaves out rows to keep the budget.
+    - Every rank has the same number of micro-batches, and `balance` evens out their cost
+      (:func:`assign_rows`).
+    - No micro-batch has more than `max_tokens` tokens, except a single row that is longer.
+    - Rows of one `tree` are in one micro-batch and their shared tokens count once. A tree larger than
+      `max_tokens` is cut into pieces.
 
-    One TensorDict in, one out: rows in training order with the columns ``("headrace", "minibatch")``,
-    ``("headrace", "microbatch")`` and, for more than one rank, ``("headrace", "rank")``, of which
-    :func:`split_minibatches` and :func:`split_microbatches` yield views. In a pipeline the minibatches are
-    gathered one at a time, views where the rows are in order. ``state_dict`` holds the number of draws,
-    carried rows, and how many minibatches of the batch at hand were taken: a restored run draws the same
-    orders and, given that batch again, yields the others, or :meth:`discard_batch` lets go of them. It
-    refuses another batch, known by its ids and rewards, and another cut; each rank saves its own state.
-    Behind the last minibatch, the rows of a batch that comes again leave as ``trained_before``, the first
-    time after ``load_state_dict``: given once more, it is trained in a second pass.
+    The output is one TensorDict. Its rows are in training order, with the columns
+    ``("headrace", "minibatch")``, ``("headrace", "microbatch")`` and, for more than one rank,
+    ``("headrace", "rank")``. :func:`split_minibatches` and :func:`split_microbatches` yield views of it. A
+    pipeline gathers one minibatch at a time instead, as a view where the rows are in order already.
 
-    Reads the ids of its `unit` and `tree`, and `length_key` to balance or keep a budget. Rows
-    leave as ``remainder``, ``carried`` or ``trained_before``.
+    ``state_dict`` holds the number of permutations, the carried rows, and how many minibatches of the current
+    batch were taken. Each rank saves its own state. After ``load_state_dict``:
+
+    - The permutations continue where they stopped.
+    - If the batch was interrupted, give it again: the stage yields the remaining minibatches. It recognises
+      the batch by its ids and rewards, and refuses another batch or other options. :meth:`discard_batch`
+      drops the remaining minibatches instead.
+    - If the batch was trained to its end and comes again, its rows leave as ``trained_before``. Give it once
+      more to train a second pass over it.
+
+    Reads the ids of `unit` and `tree`, and `length_key` for a balance, a budget or a tree. Rows leave as
+    ``remainder``, ``carried`` or ``trained_before``.
 
     Args:
-        minibatches: K ≥ 1; give this or `minibatch_size`.
-        minibatch_size: n ≥ 1 units.
-        unit: ``sample``, ``rollout`` or ``group`` stays in one minibatch.
-        remainder: units over: ``raise``, ``drop``, ``uneven``; ``carry`` keeps them for the next batch, whose
-            ids must be others; ``pad`` cuts unevenly and fills up with copies that train nothing, until all
-            micro-batches have as many rows, or under `max_tokens` until none is empty, for which ``drop``
-            leaves out further units, the last of their minibatch.
-        microbatches: per minibatch and rank, ≥ 1; of the three give at most one. None of them: 1.
-        microbatch_size: rows at most, ≥ 1.
-        max_tokens: of a micro-batch, ≥ 1. Over several ranks it needs ``pad`` or ``drop``.
-        multiple_of: the number of micro-batches per rank is a multiple of it, ≥ 1.
-        oversized: a row longer than `max_tokens` goes ``alone``, counted as ``oversized``; or ``raise``.
-        balance: ``none``, ``tokens``, or ``attention`` (tokens² + `linear` · tokens) is levelled over them.
-        linear: for ``attention``, 6 × the model's hidden size, say.
-        tree: the rows of a ``rollout`` or ``group`` that begin alike, to be packed as one; ``none``.
-        ranks: that share the batch, each holding the whole of it, ≥ 1.
-        rank: which of them this is, to get its part alone; None: all, one after the other.
-        process_group: a group, or ``world``, of ranks that hold rows of their own: each takes as many steps,
-            of as many micro-batches, and one without rows empty ones. A pipeline takes it over for all.
-        shuffle: False keeps the order of first rows.
-        seed: of the order.
+        minibatches: K ≥ 1, the number of minibatches; give this or `minibatch_size`.
+        minibatch_size: units per minibatch, ≥ 1.
+        unit: ``sample``, ``rollout`` or ``group``; the rows of one stay in one minibatch.
+        remainder: for leftover units. ``raise`` an error; ``drop`` them; cut ``uneven`` minibatches;
+            ``carry`` them into the next batch, which must have other ids; or ``pad``: uneven minibatches,
+            filled up with masked copies of rows until all micro-batches have the same number of rows. With
+            `max_tokens`, ``pad`` fills only empty micro-batches, and ``drop`` also drops the last units of a
+            minibatch that needs more micro-batches than a rank has rows.
+        microbatches: micro-batches per minibatch and rank, ≥ 1; give at most one of this and the next two.
+            Without any of the three: 1.
+        microbatch_size: largest number of rows per micro-batch, ≥ 1.
+        max_tokens: largest number of tokens per micro-batch, ≥ 1. With several ranks `remainder` must be
+            ``pad`` or ``drop``.
+        multiple_of: the number of micro-batches per rank is a multiple of this, ≥ 1.
+        oversized: a row longer than `max_tokens` gets a micro-batch ``alone`` and is counted in the metric
+            ``oversized``; or ``raise``.
+        balance: the cost that is evened out over ranks and micro-batches: ``none``, ``tokens``, or
+            ``attention`` (tokens² + `linear` · tokens).
+        linear: the linear cost of a token for ``attention``; 6 × the model's hidden size is usual.
+        tree: rows of one ``rollout`` or ``group`` with a common prefix stay together, to be packed; ``none``.
+        ranks: number of ranks that each hold the whole batch, ≥ 1.
+        rank: yield only the rows of this rank; None: of all ranks, one after the other.
+        process_group: a group, or ``world``, of ranks that each hold their own rows. All take the same number
+            of optimiser steps and micro-batches; a rank without rows takes empty ones. The pipeline uses this
+            group for its other stages as well.
+        shuffle: False keeps the units in the order of their first rows.
+        seed: seed of the permutations.
         names: other names of columns, such as `rollout_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: as those functions; carried rows do not fit the batch, or that to resume is another.
+        MissingKeyError: a column is missing.
+        BatchError: as :func:`shuffle_split` and :func:`assign_rows`; ids of carried rows are in the batch
+            again; or an interrupted batch is expected, and this is another.
 
     Example:
         >>> from tensordict import TensorDict
@@ -192,16 +209,16 @@ class ShuffleSplit(
 
     @property
     def cut(self) -> CutOptions:
-        """The options that name no column, checked."""
+        """The options that name no column. Checks them."""
         return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """The lengths of rows, where they matter."""
+        """The mask that defines the lengths of rows, if any option needs them."""
         return [(self.length_key, None)] if self.cut.measures else []
 
     def same_on_all_ranks(self) -> str:
-        """Options, and where it stands in its draws."""
+        """The options and the state that must be equal on all ranks, as text to compare."""
         taken = 0 if self.state.interrupted is None else self.state.interrupted.taken
         known = "a" if self.trained_before else "no"
         return (
@@ -210,35 +227,35 @@ class ShuffleSplit(
         )
 
     def needs_each_rank(self) -> str:
-        """It does, for trees of tokens; its state is of each rank's own rows."""
+        """Why each rank must decide for itself: `tree` reads tokens. Empty otherwise."""
         return "" if self.tree == "none" else "it reads tokens"
 
     def carried_rows(self) -> TensorDictBase | None:
-        """Rows of earlier batches that wait for this one, TensorDict ``[C]``; None: there are none."""
+        """The rows carried over from earlier batches, TensorDict ``[C]``, or None."""
         return self.state.carried
 
     def permute(self, rows: Rows, epochs: int = 1) -> Permuted:
-        """Draw an order for each pass, and cut it. No row is moved, and nothing remembered.
+        """Draw a permutation for each pass and cut it. Moves no row and does not change the state.
 
-        Ranks that share the batch draw orders of their own rows, as each would alone. Each makes the plans of
-        all, so that they agree without a word.
+        Every rank permutes its own rows, as it would alone. Each rank computes the plans of all ranks, so
+        they agree without communication.
 
         Args:
-            rows: of all ranks, with those that were carried (``rows.table.extend(split.carried_rows())``).
+            rows: of all ranks, with the carried ones (``rows.table.extend(split.carried_rows())``).
             epochs: passes, ≥ 1.
 
         Raises:
-            MissingKeyError: a column is not there.
-            BatchError: as :func:`shuffle_split` and :func:`assign_rows`; a batch was interrupted, this is
-            another.
+            MissingKeyError: a column is missing.
+            BatchError: as :func:`shuffle_split` and :func:`assign_rows`; or an interrupted batch is expected,
+                and this is another.
         """
         cut, table, before = self.cut, rows.table, self.state
-        # 1. Is it the batch that was interrupted, if one was?
+        # 1. If a batch was interrupted, check that this is the same one.
         parts = table.of_ranks(table.here)
         own = parts[rows.rank]
         progress = self._begin(table, own, epochs)
 
-        # 2. What the orders follow from: units, lengths, and trees.
+        # 2. Read what the permutations depend on: units, lengths and trees.
         every = Rows(table, rows.names, rows.reader, rows.stage)
         labels, units = self._units(rows, every, parts)
         if table.carried is not None and cut.remainder == "carry":
@@ -253,13 +270,13 @@ class ShuffleSplit(
         if cut.tree != "none":
             forest = self._forest(every, parts, lengths)
 
-        # 3. The orders, and where they put each row.
-        drawn_of = [Part(*each) for each in zip(parts, units, strict=True)]
-        plans = draw_plans(drawn_of, labels, lengths, cut, calls=before.calls, epochs=epochs, forest=forest)
+        # 3. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
+        of_ranks = [Part(*part) for part in zip(parts, units, strict=True)]
+        plans = draw_plans(of_ranks, labels, lengths, cut, calls=before.calls, epochs=epochs, forest=forest)
         passes = [_where(each, table.size) for each in zip(*plans, strict=True)]
         progress.minibatches = sum(len(plan.sizes) for plan in plans[rows.rank])
 
-        # 4. Who is left over, and is carried or dropped.
+        # 4. Carry or drop the leftover rows.
         trained, kept, carries = torch.ones(table.size, dtype=torch.bool), None, cut.remainder == "carry"
         for reason, effect in zip(self.reasons, self.effects, strict=True):
             rows.name_reason(reason, effect)
@@ -272,7 +289,7 @@ class ShuffleSplit(
             else:
                 rows.leave(out, "remainder", "dropped")
 
-        # 5. Numbers of this rank's rows.
+        # 5. Record the metrics of this rank's rows.
         for view in rows.of_each_rank():
             own, last = parts[view.rank], plans[view.rank][-1]
             measured = measure_plan(last, lengths, cut, forest) | {"left": float((~trained[own]).sum())}
@@ -286,15 +303,16 @@ class ShuffleSplit(
         return Permuted(rows, self, passes, mine, state, progress, plans)
 
     def permuted_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Permuted:
-        """What another rank has permuted for the rows of this one (:meth:`permute`).
+        """Take over the plans that another rank made for the rows of this one (:meth:`permute`).
 
         Args:
-            rows: of this rank, as they are behind the draw.
-            plans: by epoch, in their numbers.
-            before: the table as it was when they were permuted.
+            rows: of this rank, after the split.
+            plans: one per epoch, in row numbers of `rows`.
+            before: the table before the split.
 
         Raises:
-            BatchError: a batch was interrupted, this is another; carried rows have ids of the batch.
+            BatchError: an interrupted batch is expected, and this is another; or ids of carried rows are in
+                the batch again.
         """
         progress = self._begin(before, before.here.nonzero().flatten(), len(plans))
         progress.minibatches = sum(len(plan.sizes) for plan in plans)
@@ -306,48 +324,49 @@ class ShuffleSplit(
         return Permuted(rows, self, [], plans, state, progress)
 
     def _begin(self, table: Table, own: Tensor, epochs: int) -> Progress:
-        """Of a batch of these (n,) rows of this rank."""
+        """Start to count the minibatches of a batch; `own`: (n,) the table rows of this rank."""
         cut_by = self.cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         fresh = _fresh(table, own)
         known_by = KnownBy(len(fresh), cut_by, identifying_columns(table, fresh, self.reward_key))
         return Progress(self.state, known_by)
 
     def _kept(self, table: Table, left: Tensor) -> TensorDictBase | None:
-        """Rows of this rank that are left over, if they are carried."""
+        """The leftover rows of this rank if they are carried, else None."""
         return table.taken(left) if self.remainder == "carry" and len(left) else None
 
     def take_out_trained(self, rows: Rows) -> bool:
-        """Take all rows out where they are the last batch that was trained before the state was loaded.
+        """Take all rows out if this batch was trained before the loaded state was saved.
 
         Args:
-            rows: of all ranks, without those that were carried.
+            rows: of all ranks, without the carried ones.
 
         Returns:
-            Whether they are: nothing is permuted then.
+            True if the rows were taken out. Do not permute them then.
 
         Raises:
-            BatchError: on some ranks they are, and on others they are not.
+            BatchError: some ranks hold the trained batch, and others do not.
         """
-        known, table = self.trained_before, rows.table
-        if known is None:
+        trained, table = self.trained_before, rows.table
+        if trained is None:
             return False
-        me = 0 if table.ranks is None else table.ranks.rank
-        own = table.of_ranks(table.here)[me]
+        rank = 0 if table.ranks is None else table.ranks.rank
+        own = table.of_ranks(table.here)[rank]
         came = TrainedBatch(len(own), identifying_columns(table, own, self.reward_key))
-        says = [known.is_again(came)] if known.rows or came.rows else []  # a rank without rows does not say
-        every = [says] if table.ranks is None else table.ranks.gather_objects(says)
-        votes = [vote for each in every for vote in each]
+        # A rank without rows has no vote.
+        vote = [trained.is_again(came)] if trained.rows or came.rows else []
+        of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
+        votes = [vote for votes in of_ranks for vote in votes]
         if len(set(votes)) > 1:
-            again = [rank for rank, each in enumerate(every) if True in each]
+            again = [rank for rank, votes in enumerate(of_ranks) if True in votes]
             raise BatchError(
-                f"the rows of ranks {again} are those that were trained before the state was saved, and "
-                "those of the others are not: give all ranks the rows of one batch, that one or the next"
+                f"ranks {again} hold rows that were trained before the state was saved, and the other ranks "
+                "hold other rows: give all ranks the rows of the same batch, that one or the next"
             )
         if not any(votes):
             return False
         log.warning(
-            "a batch of %d rows was trained before the state was saved, and is not trained again. For a "
-            "second pass over it give it once more",
+            "this batch of %d rows was trained before the state was saved, so it is skipped. Give it once "
+            "more to train a second pass over it",
             len(own),
         )
         rows.leave(torch.ones(len(rows), dtype=torch.bool), "trained_before")
@@ -355,12 +374,12 @@ class ShuffleSplit(
         return True
 
     def state_after(self, rows: Rows) -> None:
-        """A batch that was not trained again has come: it may now, for a second pass."""
+        """After a skipped batch, let the same batch be trained if it is given once more."""
         if rows.table.notes.pop(self, None) is not None:
             self.restored = False
 
     def accept(self, permuted: Permuted) -> None:
-        """Remember a draw: nobody has refused the batch."""
+        """Commit the permutations, once no stage has refused the batch."""
         self.remember(permuted.state, permuted.progress)
 
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
@@ -380,7 +399,7 @@ class ShuffleSplit(
                         [(rows.table.written_columns(), rows.table.late, rows.table.batch)]
                     )
                     out = steps.whole()
-            if permuted is not None:  # behind the end of the batch: no rank has refused it
+            if permuted is not None:  # `sharing` has ended, so no rank has refused the batch
                 self.accept(permuted)
             self.state_after(rows)
         return out
@@ -388,11 +407,11 @@ class ShuffleSplit(
     def _units(
         self, rows: Rows, every: Rows, parts: Sequence[Tensor]
     ) -> tuple[Tensor | None, list[Ids] | list[None]]:
-        """Which rows stay in one minibatch: by (N,) labels, and of the rows of each rank.
+        """The (N,) labels of the units, and the units of each rank's rows.
 
         Raises:
-            BatchError: an id is missing; a unit has rows on several ranks, each of which draws minibatches of
-                its own.
+            BatchError: an id is missing, or a unit has rows on several ranks: each rank cuts its own
+                minibatches.
         """
         if self.unit == "sample":
             return None, [None] * len(parts)
@@ -407,21 +426,21 @@ class ShuffleSplit(
             for number, part in enumerate(parts):
                 rank[part] = number
             rank = rank if rows.index is None else rank[rows.index]
-            torn = (known.min(rank) != known.max(rank)).nonzero().flatten()
-            if len(torn):
-                found = known.labels[known.first[torn]].tolist()
+            on_several = (known.min(rank) != known.max(rank)).nonzero().flatten()
+            if len(on_several):
+                found = known.labels[known.first[on_several]].tolist()
                 raise BatchError(
-                    f"{self.unit}s {listing(map(str, found))} have rows on more than one rank, and each rank "
-                    "draws its own minibatches: they would be in several optimiser steps. Keep the rows of a "
-                    f"{self.unit} on one rank, or set split.minibatches=1"
+                    f"{self.unit}s {listing(map(str, found))} have rows on more than one rank. Each rank "
+                    "cuts its own minibatches, so these rows would be in several optimiser steps. Keep the "
+                    f"rows of a {self.unit} on one rank, or set minibatches=1"
                 )
         return labels, [Ids(labels.index_select(0, part)) for part in parts]
 
     def _refuse_again(self, every: Rows) -> None:
-        """Refuse ids of carried rows that the batch has as well.
+        """Refuse a batch that has ids of carried rows again.
 
         Raises:
-            BatchError: with the ids.
+            BatchError: lists the ids.
         """
         unit, table = "group" if self.unit == "group" else "rollout", every.table
         if every.key(unit) is None or not every.has(unit):
@@ -429,32 +448,34 @@ class ShuffleSplit(
         ids = every.integers(unit, f"{unit}_id")
         came = table.here.index_fill(0, table.carried, False)
         waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
-        if table.ranks is not None and table.ranks.shared_ids == "different":  # as each rank numbers its own
+        if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
             ids = ids.index_copy(0, table.live, number_column(table.batch, every.key(unit)).long().cpu())
             own = torch.zeros_like(came).index_fill_(0, table.live, True)
             came, waiting = came & own, waiting & own
         if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
             raise BatchError(
-                f"rows were carried for {unit}s {sorted(set(again))[:10]}, and the batch has those ids "
-                "again: ids must be unique over batches to be carried, as RepeatSampler stamps them"
+                f"rows of {unit}s {sorted(set(again))[:10]} were carried over, and the batch has the same "
+                f"{unit}_ids again. remainder='carry' needs ids that are unique over batches, such as those "
+                "of RepeatSampler"
             )
 
     def _refuse_oversized(self, table: Table, lengths: Tensor, rows: Tensor) -> None:
-        """Refuse rows that no micro-batch holds.
+        """Refuse rows that are longer than `max_tokens`.
 
         Raises:
-            BatchError: naming them, with their lengths.
+            BatchError: lists the rows and their lengths.
         """
         rows = rows[lengths[rows] > self.max_tokens][:10]
         if len(rows):
             note = "" if table.ranks is None else table.ranks.note(table.own.start)
             raise BatchError(
-                f"rows {rows.tolist()} have {lengths[rows].tolist()} tokens, and a micro-batch holds "
-                f"{self.max_tokens} (max_tokens): raise it, filter them, or set oversized='alone'{note}"
+                f"rows {rows.tolist()} have {lengths[rows].tolist()} tokens, and a micro-batch may have "
+                f"max_tokens={self.max_tokens}: raise max_tokens, filter these rows before the split, or set "
+                f"oversized='alone'{note}"
             )
 
     def _forest(self, every: Rows, parts: Sequence[Tensor], lengths: Tensor) -> Forest:
-        """The rows by their prefixes, which they share within one rollout or group."""
+        """The prefix trees of the rows; only rows of one rollout or group share a prefix."""
         every.table.settle()
         every.table.compact()
         batch, reader = every.table.batch, type(self).__name__
@@ -466,18 +487,18 @@ class ShuffleSplit(
         rank = torch.arange(len(order))
         by_row = torch.empty(len(order), 2, dtype=torch.int64)
         by_row[order] = torch.stack([rank, shared], 1)
-        place, shared = every.measure(Reduced("prefixes", self.tokens_key), by_row).unbind(1)  # of all ranks
-        order = torch.cat([part[place[part].argsort()] for part in parts])
+        rank, shared = every.measure(Reduced("prefixes", self.tokens_key), by_row).unbind(1)  # of all ranks
+        order = torch.cat([part[rank[part].argsort()] for part in parts])
         return Forest(order, shared[order], lengths)
 
 
 def _fresh(table: Table, rows: Tensor) -> Tensor:
-    """Those of (n,) rows that came with the batch."""
+    """The given (n,) rows without the carried ones."""
     return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
 
 
 def _where(plans: Sequence[Plan], rows: int) -> Pass:
-    """The plans of all ranks for one pass, by row of the table."""
+    """Read the plans of all ranks for one pass into numbers by table row."""
     numbers = torch.full((3, rows), -1, dtype=torch.int64)
     for plan in plans:
         order, found = plan.order, plan.numbers

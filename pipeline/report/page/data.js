@@ -1,15 +1,15 @@
 // The data of the page. Other modules get objects with the fields listed here and no others.
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "run"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "recorded", "totals", "run"],
   PageAdvisory: ["name", "text"],
   PageRemedy: ["text", "words"],
-  PageSymptom: ["name", "title", "shows", "means", "remedies"],
+  PageSymptom: ["name", "title", "shows", "means", "needs", "remedies"],
   PageRun: ["began", "written", "live", "versions", "words", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
   PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "advantage", "loss"],
-  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories"],
+  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories", "unchecked"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: [
     "reason",
@@ -55,6 +55,7 @@ const FIELDS = {
     "rank",
     "response",
     "by_token",
+    "beside",
   ],
   PageText: ["start", "missing", "end"],
   PageTokens: ["texts", "values", "at", "missing"],

@@ -34,6 +34,18 @@ export function number(n) {
   return text.replaceAll("-", "−");
 }
 
+// Three significant digits, for a glance.
+export const short = (value) => number(isNumber(value) ? Number(value.toPrecision(3)) : value);
+
+// A share, likewise.
+export const inPercent = (share) => (isNumber(share) ? `${short(100 * share)} %` : NONE);
+
+// A share without digits, where it is not next to none or all: as sentences have it.
+export function percent(share) {
+  const digits = (share >= 0.01 && share <= 0.99) || share === 0 || share === 1 ? 0 : 1;
+  return `${(100 * share).toFixed(digits)} %`;
+}
+
 // The common value where all agree, else their mean: the rows of a rollout mostly share a reward.
 export function common(values) {
   const known = values.filter(isNumber);
