@@ -139,9 +139,8 @@ def unchecked(history: History) -> list[str]:
         history: as for :func:`advise`.
 
     Example:
-        >>> names = unchecked([(0, {"rows/trained": 4.0, "rollouts/truncated": 0.5})])
-        >>> "rollouts-truncated" in names, "stale" in names
-        (False, True)
+        >>> sorted(set(symptoms()) - set(unchecked([(0, {"rows/trained": 4.0})])))
+        ['nothing-trains']
     """
     last = history[-1][1] if history else {}
     judged = {rule.name: any(rule.holds(each) for _, each in history[-RECENT:]) for rule in bounds()}

@@ -15,7 +15,7 @@ from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
 from .over_steps import totals_over
-from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, ShownRows, Step
+from .page_schema import Groups, PageData, PageLevel, PageRemedy, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
@@ -77,7 +77,13 @@ def page_data(
         "recorded": len(points) if recorded is None else recorded,
         "totals": dict(totals_over(numbers for _, numbers in points) if totals is None else totals),
         "symptoms": [
-            cast(PageSymptom, each._asdict() | {"remedies": [one._asdict() for one in each.remedies]})
+            {
+                "name": each.name,
+                "title": each.title,
+                "shows": each.shows,
+                "means": each.means,
+                "remedies": [cast(PageRemedy, one._asdict()) for one in each.remedies],
+            }
             for each in known
         ],
     }

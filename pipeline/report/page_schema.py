@@ -127,7 +127,6 @@ class PageSymptom(TypedDict):
     title: str  # in words
     shows: str  # the number that shows it
     means: str  # why that is
-    needs: str  # the data without which nobody can tell
     remedies: list[PageRemedy]  # what to do
 
 

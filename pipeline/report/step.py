@@ -284,15 +284,15 @@ def _texts(
 def rows_to_read(report: StepReport) -> np.ndarray:
     """(N,) row numbers in the order in which they are worth reading.
 
-    First the rollout of least reward of every group, then that of greatest reward where rewards differ, then
-    all others; each time the groups come by :func:`reading_order`. So where only some rows have room, as many
-    groups as possible have a response, also those whose rewards are equal.
+    First come the worst and the best rollout of each group, where rewards are equal one of them, then all
+    others; both times the groups come by :func:`reading_order`. So where only some rows have room, many
+    groups have a response, also those whose rewards are equal.
 
     Example:
         >>> columns = {"group_id": np.array([4, 5, 5, 4, 5]), "reward": np.array([1.0, 0, 1, 1, 0.5])}
         >>> columns["reason"], columns["rollout_id"] = np.zeros(5, int), np.arange(5)
         >>> rows_to_read(StepReport(0, (), columns, ("trained",), ("trained",))).tolist()
-        [1, 0, 2, 4, 3]
+        [1, 2, 0, 4, 3]
     """
     if not report.groups:
         return np.arange(len(report))
@@ -307,7 +307,7 @@ def rows_to_read(report: StepReport) -> np.ndarray:
     rank = np.arange(len(group)) - (np.cumsum(size) - size)[group[by_reward]]  # within the group
     differ = ~groups["zero_variance"][order][group[by_reward]]
     best = differ & (rank == size[group[by_reward]] - 1)
-    rollouts = by_reward[np.argsort(np.where(rank == 0, 0, np.where(best, 1, 2)), kind="stable")]
+    rollouts = by_reward[np.argsort((rank > 0) & ~best, kind="stable")]
     turn = {rollout: at for at, rollout in enumerate(each["rollout"][rollouts].tolist())}
     ids = report.columns.get("rollout_id", np.arange(len(report)))
     return np.argsort([turn[rollout] for rollout in ids.tolist()], kind="stable")

@@ -15,8 +15,8 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe

@@ -26,8 +26,8 @@ from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report import page_data, write_page
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
 from .source import recipe_nodes, sizes_of_groups

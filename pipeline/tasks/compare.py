@@ -20,8 +20,8 @@ from headrace.pipeline.report import (
     last_user_turn,
 )
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 from .source import each_step, open_configured, recipe_nodes, report_of

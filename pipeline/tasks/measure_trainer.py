@@ -16,8 +16,8 @@ from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import version_of
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,

@@ -164,7 +164,9 @@ class Answering(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _not_allowed
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": printable(why)}).encode())
+        self._send(
+            status, "application/json", json.dumps({"error": printable(why)}, allow_nan=False).encode()
+        )
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)

@@ -86,7 +86,7 @@ const advantagesDiffer = ({ rows }) => new Set(rows.map((row) => row.advantage).
 function drawBeside(row) {
   if (!row.beside) return null;
   const lines = Object.entries(row.beside).map(([name, value]) =>
-    h("div", {}, h("dt", {}, name), h("dd", {}, isNumber(value) ? number(value) : String(value))),
+    h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "boolean" ? String(value) : number(value))),
   );
   return h("dl", { class: "columns" }, lines);
 }

@@ -4,7 +4,7 @@ const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "recorded", "totals", "run"],
   PageAdvisory: ["name", "text"],
   PageRemedy: ["text", "words"],
-  PageSymptom: ["name", "title", "shows", "means", "needs", "remedies"],
+  PageSymptom: ["name", "title", "shows", "means", "remedies"],
   PageRun: ["began", "written", "live", "versions", "words", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
