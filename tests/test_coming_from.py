@@ -158,7 +158,7 @@ def test_what_a_recipe_takes_out_of_the_loss_slime_removes(recipe):
         ({"group_index": None}, "group_id"),
         ({"status": foreign.SlimeStatus.ABORTED}, "1 of 2"),
         ({"reward": float("nan")}, "every reward must be finite"),
-        ({"reward": 0.5}, "share its reward; found rollout 1"),
+        ({"reward": 0.5}, "must have the same reward; found rollout 1"),
         ({"index": None, "rollout_id": None}, "None"),
     ],
 )

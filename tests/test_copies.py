@@ -56,7 +56,7 @@ def split() -> ShuffleSplit:
     return ShuffleSplit(minibatches=2)
 
 
-REFUSED = r"remembers something .*Append the first of pipeline.halves\(\)"
+REFUSED = r"keeps a state .*Append the first of pipeline.halves\(\)"
 
 
 @pytest.mark.parametrize("make", [make_pipeline, split, lambda: Compose(split())])

@@ -134,7 +134,7 @@ def test_the_recipe_of_contributing_gives_the_numbers_that_it_says(tmp_path):
     assert won == pytest.approx(8**0.5, rel=1e-5)
     assert lost == pytest.approx([-(8**0.5) / 7] * 7, rel=1e-5)
     assert f"{won:.2f} and −{-lost[0]:.2f}" in page
-    with pytest.raises(ConfigError, match="a million: scale='leave_one_out' needs eps_mode='skip'"):
+    with pytest.raises(ConfigError, match="scale='leave_one_out' needs eps_mode='skip'"):
         advantages("pipeline.stages.advantage.scale=leave_one_out")
 
 

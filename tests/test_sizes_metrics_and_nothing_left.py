@@ -91,8 +91,8 @@ def test_the_message_says_both_numbers_and_what_to_do():
         {"group_id": [7] * 4, "rollout_id": [0, 1, 2, 3], "expected_rollouts": [5] * 4}, batch_size=[4]
     )
     said = (
-        r"group_size and the column 'expected_rollouts' \(expected_key\) both say how many rollouts a group "
-        r"was dispatched with: group_size=4, but group 7 expects 5\. Leave group_size out, or correct"
+        r"group_size and the column 'expected_rollouts' \(expected_key\) must give the same number of "
+        r"rollouts per group: group_size=4, but group 7 expects 5\. Leave group_size out, or correct"
     )
     for how in ({}, {"on_incomplete": "drop"}, {"on_incomplete": "keep", "min_rollouts": 1}):
         with pytest.raises(BatchError, match=said):
