@@ -32,8 +32,8 @@ ROWS, GROUP_SIZE, PROMPTS, ROUNDS = 1024, 8, 2000, 3
 WORDS = "the of and so then first next 12 answer is therefore we have x equals compute"
 TARGET = 1.0  # seconds
 NOTE = f"""{ROWS:,} rows a step, each with one of {PROMPTS:,} prompts and a response of about 1,000
-characters. Wall time from the start of the command, in a process of its own, to the answers with all steps and with the
-first rows of the last step, which is when a browser shows the run; and how much CPU time that process has
+characters. Wall time from the start of the command, in a process of its own, to the answers with all steps and
+with the first rows of the last step, which is when a browser shows the run; and how much CPU time that process has
 used until then, which other programs on the machine do not change. Then the first question for the list of
 prompts, which reads the prompts of all steps, and a text that is searched in the rows of a step. The median
 of {ROUNDS} starts. Peak memory is that of the process."""

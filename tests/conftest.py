@@ -71,7 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: each full collection of garbage would walk over it, half a second long."""
+    """Leave imported modules out of garbage collection: each full one would take half a second."""
     gc.freeze()
 
 

@@ -436,7 +436,7 @@ def test_room_is_the_least_of_what_is_limited():
     assert (assembler.capacity(2), assembler.capacity(3), assembler.pending) == (2, 2, 1)
     with pytest.raises(ValueError, match=r"at least the rollouts of a group \(8\); got 7"):
         assembler.capacity(8)
-    with pytest.raises(ValueError, match="at least group_size \(4\); got 3"):
+    with pytest.raises(ValueError, match=r"at least group_size \(4\); got 3"):
         GroupAssembler(group_size=4, max_concurrent_rollouts=3)
 
 
