@@ -35,9 +35,9 @@ The same runner runs headrace.
 {missing}| not run | why |
 |---|---|
 | miles, prime-rl, rLLM | not on the Python index |
-| slime, NeMo RL | the Python index has a version 0.0.0 of these names alone; NeMo RL asks for Python 3.13 |
+| slime, NeMo RL | on the Python index only as 0.0.0; NeMo RL asks for Python 3.13 |
 | SkyRL | 0.3.0 on the index; its import fails before Python 3.12, where pydantic refuses its TypedDicts |
-| torchtitan | 0.3.0 on the index; it divides by a std with the divisor n, or by none, and answers here have n − 1 |
+| torchtitan | 0.3.0 on the index; its std has the divisor n, and the answers here have n − 1 |
 | verifiers | 0.4.0 scores rollouts, and leaves advantages to its trainer |
 
 agentlightning 1.0.2 asks for Python 3.12, and was run with the Python that is here. OpenRLHF imports
