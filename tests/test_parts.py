@@ -424,7 +424,7 @@ def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():
 
 def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
     """Equal rewards in every batch would else look as if the batch came again, and never count."""
-    with pytest.raises(ValueError, match="needs a rollout_key, of ids that no two batches share"):
+    with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
         RunningBaseline(rollout_key=None)
     stage = RunningBaseline(decay=0.5)
     found = [float(stage(groups_of_one([1.0], [0], start))["advantage"]) for start in range(3)]
@@ -435,7 +435,7 @@ def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
     ("options", "message"),
     [
         ({"decay": 1.5}, "decay must be in"),
-        ({"decay": 1.0}, "give start_weight"),
+        ({"decay": 1.0}, "needs start_weight"),
         ({"start_weight": 0.0}, "start_weight must be finite and > 0"),
     ],
 )

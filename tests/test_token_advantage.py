@@ -201,7 +201,7 @@ def test_a_term_that_returns_something_else_is_refused(batch, term, found):
 
 
 def test_of_ragged_rows_a_term_says_what_it_reads(batch):
-    with pytest.raises(BatchError, match="columns of its in_keys"):
+    with pytest.raises(BatchError, match="needs in_keys, the columns that are padded"):
         TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
 
 

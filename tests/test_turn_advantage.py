@@ -172,7 +172,7 @@ def test_a_turn_that_is_out_of_the_statistics_keeps_its_place():
 
 
 def test_spreads_of_single_steps_do_not_add_up_over_those_of_a_rollout():
-    with pytest.raises(ValueError, match="scale='leave_one_out' differs from step to step of a rollout"):
+    with pytest.raises(ValueError, match="needs one scale for all steps of a rollout in a state"):
         StateAdvantage(baseline="leave_one_out", scale="leave_one_out")
 
 

@@ -23,46 +23,48 @@ RECIPES = ROOT / "conf" / "pipeline"
 CERTIFICATES, TASKS = ROOT / "docs" / "certificates.json", ROOT / "conf" / "certify"
 HEAD = """# Recipes
 
-`make generate` writes this page from the files in [conf/pipeline](../conf/pipeline). Each recipe lists only its
-differences from another recipe. `load_pipeline("NAME")` loads a recipe. `headrace pipeline=NAME` runs it on the
-rollouts of the demo. Some recipes need more columns than the demo has: `gdpo` needs several rewards, `gigpo` anchor
-states, `mt_grpo` turns, the recipes of [rollout correction](correction.md) `old_log_probs`, and `opd`, `rlsd`,
-`kl_in_advantage`, `high_entropy` and `gtpo` a number per token.
+`make generate` writes this page from the files in [conf/pipeline](../conf/pipeline). Each recipe lists only
+its differences from another recipe. `load_pipeline("NAME")` loads a recipe. `headrace pipeline=NAME` runs
+it on the rollouts of the demo. Some recipes need more columns than the demo has: `gdpo` needs several
+rewards, `gigpo` anchor states, `mt_grpo` turns, the recipes of [rollout correction](correction.md)
+`old_log_probs`, and `opd`, `rlsd`, `kl_in_advantage`, `high_entropy` and `gtpo` a number per token.
 
-The advantage is `(R − baseline) / scale`. ε is added to the scale (`add`), is its lower bound (`clamp`), or is added
-only if the scale is positive (`skip`). [group_relative_advantage](../transforms/advantage/group_relative.py) has the
-equations. A lone rollout is the only rollout of its group. If baseline or scale use the group, a group with equal
-rewards has an advantage of exactly 0. No recipe gives NaN. [LossWeight](../transforms/weight.py) describes the loss
-means.
+The advantage is `(R − baseline) / scale`. ε is added to the scale (`add`), is its lower bound (`clamp`), or
+is added only if the scale is positive (`skip`).
+[group_relative_advantage](../transforms/advantage/group_relative.py) has the equations. A lone rollout is
+the only rollout of its group. If baseline or scale use the group, a group with equal rewards has an
+advantage of exactly 0. No recipe gives NaN. [LossWeight](../transforms/weight.py) describes the loss means.
 
 The expected gradient of each recipe is [below](#certificates).
 """
 CERTIFIED = """## Certificates
 
-A certificate compares the expected gradient of a recipe, over all outcomes of a group of four, with the gradient of
-the mean reward. [Certificates](certificates.md) explains the method and the results. The table is for the task
-`stop_or_continue`, whose rollouts differ in their number of turns. `headrace task=certify pipeline=NAME` computes the
-numbers again.
+A certificate compares the expected gradient of a recipe, over all outcomes of a group of four, with the
+gradient of the mean reward. [Certificates](certificates.md) explains the method and the results. The table
+is for the task `stop_or_continue`, whose rollouts differ in their number of turns. `headrace task=certify
+pipeline=NAME` computes the numbers again.
 
-These columns are for the advantage alone: ratio (for each parameter; 1 is unbiased), bias (length of the difference
-over the length of the true gradient), cosine, and variance (trace of the covariance, for one group). The loss columns
-use the recipe's own weights with one group per step; the scale is the length in the true direction. Recipes that add
-a teacher's term, credit only the best rollout, or weigh prompts and tokens have another objective on purpose. Their
-bias is the difference between the two objectives.
+These columns are for the advantage alone: ratio (for each parameter; 1 is unbiased), bias (length of the
+difference over the length of the true gradient), cosine, and variance (trace of the covariance, for one
+group). The loss columns use the recipe's own weights with one group per step; the scale is the length in
+the true direction. Recipes that add a teacher's term, credit only the best rollout, or weigh prompts and
+tokens have another objective on purpose. Their bias is the difference between the two objectives.
 """
 LOSSES = """
 ## Algorithms that only change the loss
 
-headrace computes the advantage and the loss weight of each token. It does not clip ratios; the loss does. These
-algorithms only change the loss, so you can combine them with any recipe that fits their paper: CISPO (MiniMax-M1,
-arXiv:2506.13585; TorchRL's CISPOLoss), GSPO (arXiv:2507.18071), GMPO (arXiv:2507.20673), SAPO (arXiv:2511.20347), DPPO
-(arXiv:2602.04879), Clip-Cov (arXiv:2505.22617). GSPO and GMPO use one ratio per row: combine them with
-`pipeline.stages.weight.unit=sample`. FlowRL (arXiv:2509.15207) and λ-GRPO (arXiv:2510.06870) learn a partition
-function or a weight next to the policy. They only need the rewards, or the advantage, of a recipe.
+headrace computes the advantage and the loss weight of each token. It does not clip ratios; the loss does.
+These algorithms only change the loss, so you can combine them with any recipe that fits their paper: CISPO
+(MiniMax-M1, arXiv:2506.13585; TorchRL's CISPOLoss), GSPO (arXiv:2507.18071), GMPO (arXiv:2507.20673), SAPO
+(arXiv:2511.20347), DPPO (arXiv:2602.04879), Clip-Cov (arXiv:2505.22617). GSPO and GMPO use one ratio per
+row: combine them with `pipeline.stages.weight.unit=sample`. FlowRL (arXiv:2509.15207) and λ-GRPO
+(arXiv:2510.06870) learn a partition function or a weight next to the policy. They only need the rewards, or
+the advantage, of a recipe.
 
-KRPO (arXiv:2505.07527) is not included. It filters the rewards of a group one after the other, so each advantage
-depends on the order of the rows, and the rows of a group have no order. Across batches, with variance R of the rewards
-and initial variance P and without drift, its filter is `RunningBaseline(decay=1, start_weight=R/P)`.
+KRPO (arXiv:2505.07527) is not included. It filters the rewards of a group one after the other, so each
+advantage depends on the order of the rows, and the rows of a group have no order. Across batches, with
+variance R of the rewards and initial variance P and without drift, its filter is `RunningBaseline(decay=1,
+start_weight=R/P)`.
 """
 
 
@@ -130,8 +132,8 @@ def meaning(advantage: dict[str, Any], loss: dict[str, Any]) -> str:
         text = f"Some parameters move against the reward: they get {min(ratio):.0%} to {max(ratio):.0%}"
         text += " of their true gradient"
     else:
-        text = f"Parameters learn at different speeds: they get {min(ratio):.0%} to {max(ratio):.0%} of their true"
-        text += " gradient"
+        text = f"Parameters learn at different speeds: they get {min(ratio):.0%} to {max(ratio):.0%}"
+        text += " of their true gradient"
     bent = 1 - (loss["cosine"] or 0.0)
     if bent < 1e-6 and turned < 1e-6:
         return f"{text}; its loss keeps the direction, with {loss['scale']:.3g} of its length."

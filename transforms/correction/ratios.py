@@ -227,8 +227,8 @@ def over_units(values: Tensor, rollouts: Ids | None) -> Tensor:
 def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Tensor]:
     """Estimate the distance of the two policies, per token and per sequence.
 
-    d = log μ − log π_old of a token, or its sum over a sequence, clamped to ±20. ρ = e^(−d). n is the number of
-    tokens or sequences::
+    d = log μ − log π_old of a token, or its sum over a sequence, clamped to ±20. ρ = e^(−d). n is the
+    number of tokens or sequences::
 
         kl_k1  Σ d / n              an estimate of KL(μ ‖ π_old)
         kl_k3  Σ (ρ − 1 + d) / n    another estimate (http://joschu.net/blog/kl-approx.html)
