@@ -315,7 +315,7 @@ def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
 
 def test_no_difficulty_of_what_is_no_share():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
-    with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found 1.5 at row 1 \(rollout 1\)"):
+    with pytest.raises(BatchError, match=r"needs rewards in \[0, 1\], .*; found 1.5 at row 1 \(rollout 1\)"):
         DifficultyWeight()(batch)
 
 
@@ -388,7 +388,7 @@ def test_what_an_earlier_stage_refuses_does_not_count():
         pipeline(batch_of([1.0, NAN], [0, 1]))
     assert len(running.memory.after.keys) == 0
     wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
-    with pytest.raises(BatchError, match=r"have one baseline_key; found 2 at row 1 \(rollout 3\)"):
+    with pytest.raises(BatchError, match=r"have the same baseline_key; found 2 at row 1 \(rollout 3\)"):
         Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
 
 
