@@ -1,4 +1,4 @@
-"""What a pipeline gives to the rows of another trainer, which cuts and weighs them by itself."""
+"""Advantages for a trainer that makes its own minibatches and loss weights."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from .run import Run
 
 
 class Credit(NamedTuple):
-    """What each row that came in gets, in the order in which they came."""
+    """Advantage and mask of each input row, in the order of the input."""
 
     advantage: Tensor
-    """(N, 1) float32, or (N, T) where tokens have one each; 0 out of the loss."""
+    """(N, 1) float32, or (N, T) if each token has its own; 0 outside the loss."""
     in_loss: Tensor
-    """(N, 1), or (N, T) where the batch has a loss mask; bool, True trains."""
+    """(N, 1), or (N, T) if the batch has a loss mask; bool, True trains."""
     run: Run
-    """Ledger, metrics and report of the batch."""
+    """The run, with ledger, metrics and report."""
 
 
 def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> Credit:
-    """What :func:`decide` says of a batch by the stages in front of the cut, as tensors on its device.
+    """Run the stages before the split, and return advantages and masks for all rows in input order.
 
-    For a trainer that makes minibatches and weighs tokens itself, and asks only what each of its rows is
-    worth. A row that leaves has an advantage of 0 and is out of the loss: a mean over tokens or rows is to
-    leave it out, too. One device read beside those of the stages, where the batch has a loss mask.
+    Use it in a trainer that makes minibatches and loss weights itself. A row that a stage drops or masks has
+    advantage 0 and is out of the loss: leave it out of means over tokens or rows. The tensors are on the
+    batch's device. If the batch has a loss mask, this reads the device once, in addition to the stages.
 
     Args:
-        pipeline: of a recipe; its split and weight are not used.
-        batch: TensorDict ``[N]``: ids, rewards, and what else the recipe reads.
+        pipeline: its split and weight are not used.
+        batch: TensorDict ``[N]`` with ids, rewards, and the other columns that the recipe reads.
 
     Returns:
         A :class:`Credit`.
 
     Raises:
-        BatchError: a stage refused the batch, or moved tokens from row to row, which no other trainer would
-            know of.
+        BatchError: a stage refused the batch, or moved tokens between rows, which the trainer's rows would
+            not follow.
 
     Example:
         >>> from tensordict import TensorDict

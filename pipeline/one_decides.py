@@ -1,4 +1,4 @@
-"""The first rank decides for all: with which stages it can, and how the others get their passes."""
+"""``decide_on=first_rank``: which stages allow it, and how the other ranks get the decisions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from headrace.transforms.table import Late, Table
 
 
 class Epoch(NamedTuple):
-    """What the stages behind the cut made of one pass over the rows."""
+    """The result of the split and of the stages after it, for one epoch."""
 
     places: dict[str, Tensor]
-    """Where each row of the table is trained, by name."""
+    """Minibatch, micro-batch, rank and loss weight of each row of the table, by name."""
     columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
-    """What stages have written (:meth:`Table.written_columns`)."""
+    """Columns that the stages have written (:meth:`Table.written_columns`)."""
     late: list[Late]
-    """What they do to gathered rows."""
+    """Changes that are applied to rows when they are gathered."""
     batch: TensorDictBase
-    """The rows, with the columns of tokens that they have changed."""
+    """The rows, with the token columns that the stages have changed."""
 
 
 def check_by_table(stages: Mapping[str, Any]) -> None:
-    """Check that stages decide by the table alone, and take part on no other rank.
+    """Check that all stages decide by the table alone, so that the first rank can run them for all.
 
     Raises:
-        ValueError: some do not, with their names and what each needs.
+        ValueError: some stages must run on each rank; the message names them and what each needs.
     """
     asked = {
         name: stage.needs_each_rank() if isinstance(stage, BatchTransform) else "code of your own"
@@ -44,16 +44,16 @@ def check_by_table(stages: Mapping[str, Any]) -> None:
     if any(asked.values()):
         named = ", ".join(f"{name!r} ({why})" for name, why in asked.items() if why)
         raise ValueError(
-            f"under decide_on='first_rank' stages decide by the table, on that rank alone, and these take "
-            f"part on each: {named}. Set pipeline.decide_on=each_rank, or leave them out"
+            "under pipeline.decide_on=first_rank all stages run on the first rank, on the table alone; these "
+            f"stages must run on each rank: {named}. Set pipeline.decide_on=each_rank, or remove them"
         )
 
 
 def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Sequence[Plan]]) -> None:
-    """Give each rank the passes over its rows, and its plans, where one decides."""
+    """Send each rank the epochs of its rows and its plans, if the first rank decides for all."""
     if table.ranks is None or not table.ranks.one_decides:
         return
-    number = torch.empty(table.size, dtype=torch.int64)  # of each row, among those of its rank
+    number = torch.empty(table.size, dtype=torch.int64)  # index of each row among those of its rank
     for rank in range(len(plans)):
         known = 0
         for a, b in table.spans(rank):
@@ -70,7 +70,7 @@ def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Seque
 
 
 def take_passes(rows: Rows, split: ShuffleSplit) -> tuple[list[Epoch], Any]:
-    """The passes over the rows of this rank, and what was permuted, as the first rank has decided."""
+    """Receive this rank's epochs and permutation from the first rank."""
     before = copy(rows.table)
     found, plans = hand_out(rows.table)
     passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in found]

@@ -98,12 +98,12 @@ CELLS: dict[str, Cell] = {
     "lost": Cell(without(5), SOME, BY_SEGMENT, {"unfinished": 3}),
     "lost end": Cell(without(7), SOME, counts={"unfinished": 3}),
     "lost rollout": Cell(without(5, 7), SOME, counts={"unfinished": 2}),
-    "duplicated": Cell(AGAIN, {(0, 0), (0, 1)}, error="ends once.*found again rollout 2 of group 1"),
+    "duplicated": Cell(AGAIN, {(0, 0), (0, 1)}, error="end only once.*found again rollout 2 of group 1"),
     "duplicated, dropped": Cell(AGAIN, options={"on_duplicate": "drop"}, counts={"duplicate": 1}),
     "duplicated in one piece": Cell(
         cut(ROWS[[*range(8), 6, 7, 8, 9, 10, 11]]),
         BEFORE,
-        error="ends once.*found again rollout 2 of group 1",
+        error="end only once.*found again rollout 2 of group 1",
     ),
     "reordered": Cell(cut(ROWS[[11, 2, 7, 0, 9, 4, 1, 6, 3, 10, 5, 8]]), options=BY_SEGMENT),
     "reordered, without numbers": Cell(
@@ -120,7 +120,7 @@ CELLS: dict[str, Cell] = {
         SOME,
         {"timeout": 3, "on_late": "raise"},
         {"timeout": 3},
-        "found too late rollout 3 of group 1",
+        "too late: rollout 3 of group 1",
     ),
     "wrong group": Cell(
         changed(7, "group_id", 2), BEFORE, error=r"belongs to one group; found rollout 3 in groups \[1, 2\]"
@@ -153,11 +153,11 @@ CELLS: dict[str, Cell] = {
     "partitions": Cell(
         of_partitions(), {(p, g) for p in (0, 1) for g in range(GROUPS)}, {"partition_key": "partition"}
     ),
-    "partitions, mixed": Cell(of_partitions(), set(), error="ends once.*found again rollout"),
+    "partitions, mixed": Cell(of_partitions(), set(), error="end only once.*found again rollout"),
     "resumed": Cell(cut(ROWS), resumed_at=2),  # row 6 ends rollout 2, which row 4 began
     "resumed, row by row": Cell(cut(ROWS, 1), resumed_at=5),
     "resumed, duplicated": Cell(
-        AGAIN, {(0, 0), (0, 1)}, error="ends once.*found again rollout 2 of group 1", resumed_at=3
+        AGAIN, {(0, 0), (0, 1)}, error="end only once.*found again rollout 2 of group 1", resumed_at=3
     ),
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -70,6 +72,24 @@ def served(*folders: Path) -> Iterator[Client]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def started(words: Sequence[str], folder: Path, *, code: str | None = None) -> Iterator[Any]:
+    """The command in a process of its own; it gives the process, what it printed and its address."""
+    program = ["-m", "headrace.pipeline"] if code is None else ["-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, *program, *words], cwd=folder, text=True, **pipes) as process:
+        printed = []
+        for line in process.stdout:
+            printed.append(line.rstrip())
+            if line.startswith("Ctrl-C"):
+                break
+        try:
+            [address] = [line.removeprefix("Open ") for line in printed if line.startswith("Open ")]
+            yield process, printed, address
+        finally:
+            process.kill()
 
 
 class Client:

@@ -183,10 +183,10 @@ def test_what_was_refused_at_a_writer_is_raised_once_where_the_buffer_is_sampled
     (rows,) = of_one_process(60)
     buffer = with_factory()
     buffer.extend(rows.reshape(-1).clone())
-    with pytest.raises(BatchError, match="ends once"):
+    with pytest.raises(BatchError, match="end only once"):
         buffer.extend(rows.reshape(-1)[:3].clone())
-    assert "ends once" in buffer_account(buffer).error
-    with pytest.raises(BatchError, match=r"refused on their way into the buffer: .*ends once"):
+    assert "end only once" in buffer_account(buffer).error
+    with pytest.raises(BatchError, match=r"refused on their way into the buffer: .*end only once"):
         buffer.sample()
     assert len(buffer.sample()) == 4
 

@@ -49,7 +49,7 @@ def test_leftovers_are_yielded_dropped_or_refused():
 def test_a_source_that_ends_with_nothing_is_an_error_with_the_rows_in_it():
     with pytest.raises(StalledError, match=r"ended, and nothing has come out.*group 100 has 0 of 2.*2 held"):
         list(assembled(rows(0, torn=2), GroupAssembler()))
-    with pytest.raises(StalledError, match="none came"):
+    with pytest.raises(StalledError, match="none arrived"):
         list(assembled([], GroupAssembler()))
 
 
@@ -59,7 +59,7 @@ def test_a_source_that_yields_none_for_ever_is_noticed():
         while True:
             yield None
 
-    with pytest.raises(StalledError, match="7 puts in a row have made no group whole"):
+    with pytest.raises(StalledError, match="the last 7 puts have made no group whole"):
         list(assembled(source(), GroupAssembler(max_idle=7)))
 
 

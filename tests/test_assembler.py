@@ -231,7 +231,7 @@ def test_of_more_rollouts_than_enough_a_selector_says_which_stay():
     assert asked[1:] == asked[:1]
     every = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards > 0.0, timeout=1)
     every.put(batch)
-    message = r"on_surplus selects 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
+    message = r"on_surplus must select 2 of the 3 rollouts of group 0.* returned \[True, True, True\]"
     with pytest.raises(BatchError, match=message):
         every.put(batch_of_lines([]))
     masked = GroupAssembler(group_size=2, on_surplus=lambda rewards, k: rewards < 5.0, timeout=1)
@@ -247,16 +247,16 @@ REFUSED = {
     "unset id": ([Line(0, -1, 0, True)], r"rollout_id ≥ 0; found -1 at row 0"),
     "unset group": ([Line(-1, 5, 0, True)], r"group_id ≥ 0; found -1 at row 0"),
     "wrong group": ([Line(3, 1, 1, True)], r"belongs to one group; found rollout 1 in groups \[0, 3\]"),
-    "wrong group, closed": ([Line(3, 90, 1, True)], r"rollout 90 in groups \[3\] and in one that is closed"),
+    "wrong group, closed": ([Line(3, 90, 1, True)], r"rollout 90 in groups \[3\] and in a closed group"),
     "siblings": (
         [Line(0, 2, 0, True, expected=3)],
-        r"expected_rollouts is one number ≥ 1 .*group 0: \[2, 3\]",
+        r"expected_rollouts must be one number ≥ 1 .*group 0: \[2, 3\]",
     ),
     "status": ([Line(0, 2, 0, True, status=9)], r"status must be one of .*found 9 at row 0"),
-    "ends twice": ([Line(0, 0, 5, True)], r"ends once, .*found again rollout 0 of group 0"),
-    "ends twice, closed": ([Line(9, 90, 5, True)], r"ends once, .*found again rollout 90 of group 9"),
+    "ends twice": ([Line(0, 0, 5, True)], r"end only once.*found again rollout 0 of group 0"),
+    "ends twice, closed": ([Line(9, 90, 5, True)], r"end only once.*found again rollout 90 of group 9"),
     "twice in one batch": ([Line(1, 5, 0, True), Line(1, 5, 0, True)], "found again rollout 5 of group 1"),
-    "too late": ([Line(8, 85, 0, True)], "found too late rollout 85 of group 8"),
+    "too late": ([Line(8, 85, 0, True)], "too late: rollout 85 of group 8"),
 }
 
 
@@ -301,8 +301,8 @@ def test_a_column_that_is_missing_or_new_or_of_another_kind_is_named():
     wide["tokens", "full"] = torch.zeros(1, 9, dtype=torch.int64)
     for other, message in (
         (batch.exclude("text"), "only some have text"),
-        (batch.clone().set("number", torch.zeros(1)), r"one dtype and width; 'number' is"),
-        (wide, r"one dtype and width; \('tokens', 'full'\) is .*pad to one width"),
+        (batch.clone().set("number", torch.zeros(1)), r"same dtypes and widths; 'number' is"),
+        (wide, r"same dtypes and widths; \('tokens', 'full'\) is .*pad all rows to one width"),
         (lazy_stack(list(batch.unbind(0))), "lazy stacks all or dense all"),
     ):
         assembler = make_begun()
@@ -429,10 +429,10 @@ def test_a_stall_says_who_waits_and_where_the_rows_went():
     with pytest.raises(StalledError) as info:
         assembler.put(batch_of_lines([Line(1, 3, 0, True, 1)], 4))
     for words in (
-        "3 puts in a row have made no group whole",
+        "the last 3 puts have made no group whole",
         "group 0 has 1 of 2 (1 completed), 2 puts old",
         "group 1 has 1 of 2 (1 truncated, 1 unfinished), 2 puts old",
-        "5 came, 3 held, 2 failed",
+        "5 arrived, 3 held, 2 failed",
     ):
         assert words in str(info.value)
     assert assembler.held == 2
@@ -444,7 +444,7 @@ def test_a_stall_says_who_waits_and_where_the_rows_went():
     for number in range(101):  # eight batches of four rollouts are less than a hundred
         if number < 99:
             patient.put(batch_of_lines([Line(number, number, 0, True)]))
-    with pytest.raises(StalledError, match="100 puts in a row"):
+    with pytest.raises(StalledError, match="the last 100 puts"):
         patient.put(batch_of_lines([Line(99, 99, 0, True)]))
 
 
@@ -478,7 +478,7 @@ def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
     draw = next(draws)
     assembler.announce(draw)
     assert (assembler.capacity(), assembler.pending, assembler.held) == (1, 3, 0)
-    with pytest.raises(BatchError, match=r"announced once, before their first row; found 0, 1, 2"):
+    with pytest.raises(BatchError, match=r"announced only once, before its first row; found 0, 1, 2"):
         assembler.announce(draw)
     for line in [Line(group, 2 * group + r, 0, True) for group in (0, 1) for r in (0, 1)]:
         assembler.put(batch_of_lines([line]))
@@ -489,7 +489,7 @@ def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
     assert assembler.capacity() == 3
     with pytest.raises(ValueError, match="needs max_staleness and groups"):
         GroupAssembler(groups=2).capacity()
-    with pytest.raises(BatchError, match="announced once, before their first row; found 0"):
+    with pytest.raises(BatchError, match="announced only once, before its first row; found 0"):
         assembler.announce(draw[:2])
 
 
@@ -532,7 +532,7 @@ def test_a_rollout_that_begins_again_before_it_has_ended_is_refused(on_duplicate
         for rows in pieces[:-1]:
             assembler.put(rows)
         held = assembler.held
-        with pytest.raises(BatchError, match=r"begins once \(is_init\).*rollout 0\..*StampIds\(worker"):
+        with pytest.raises(BatchError, match=r"begin only once \(is_init\).*rollout 0\..*StampIds\(worker"):
             assembler.put(pieces[-1])
         assert assembler.held == held
     ends = piece(5).set(("next", "done"), torch.ones(1, 1, dtype=torch.bool))
@@ -561,7 +561,7 @@ def test_ids_may_be_text_and_errors_say_it():
 
 
 def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
-    with pytest.raises(ValueError, match="reads rows as this one does"):
+    with pytest.raises(ValueError, match="reads the same columns"):
         GroupAssembler(segment_key="segment").load_state_dict(GroupAssembler().state_dict())
 
 
@@ -680,7 +680,7 @@ def test_more_groups_than_may_wait_are_refused_where_nobody_is_to_be_dropped():
     assembler = GroupAssembler(max_pending_groups=2, on_full="raise")
     for group in (0, 1):
         assembler.put(batch_of_lines([Line(group, 2 * group, 0, True)]))
-    message = r"2 groups may wait \(max_pending_groups\); 1 more group: group 0 has 1 of 2"
+    message = r"at most max_pending_groups=2 groups may wait, and there are 1 more: group 0 has 1 of 2"
     with pytest.raises(BatchError, match=message):
         assembler.put(batch_of_lines([Line(2, 4, 0, True)]))
     with pytest.raises(BatchError, match=message):
@@ -760,7 +760,7 @@ def test_columns_that_could_not_be_joined_when_they_go_out_are_refused_when_they
         if rollout == 0:
             assembler.put(batch)
             continue
-        with pytest.raises(BatchError, match="columns of one kind and batch size; only some have"):
+        with pytest.raises(BatchError, match="the same columns, types and batch sizes; only some have"):
             assembler.put(batch)
     assert (assembler.held, assembler.ready) == (1, 0)
 

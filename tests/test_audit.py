@@ -109,7 +109,7 @@ def test_slime_with_five_faults(tmp_path):
     assert twice["found"] == pytest.approx([grpo(R, [1.0, *R])[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
     assert masked["rollouts"] == ["401"]
     assert "group 1 has 3 of 4 rollouts" in text
-    assert "group 5 has 5 rollouts, and was dispatched with 4" in text
+    assert "group 5 has 5 rollouts, but was dispatched with 4" in text
     assert "group 2 has 2 prompts: 'prompt 2', 'another prompt'" in text
     assert checks["signs"]["state"] == checks["advantages"]["state"] == "passed"
     assert checks["weights"]["state"] == "not checked"
@@ -152,9 +152,8 @@ def test_a_trl_table_with_wrong_signs(tmp_path):
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
     assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
-    share = sum(abs(advantages[i]) for i in (1, 4, 6)) / sum(map(abs, advantages))
-    assert checks["signs"]["gradient_share"] == pytest.approx(share)
-    assert f"{share:.1%}" in text
+    assert checks["signs"]["gradient_share"] is None  # which depends on lengths
+    assert "wrong sign" in text
     assert checks["counted_twice"]["state"] == "not checked"
 
 
@@ -289,7 +288,7 @@ def test_groups_that_were_cut_by_position_are_named(tmp_path):
     text, checks = told(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"mixed", "incomplete", "oversized"}
     assert len(checks["mixed"]["findings"]) == 2
-    assert "measured against others, as if groups are cut by position, 4 rows each" in text
+    assert "compared with other groups, as if groups are cut by position, 4 rows each" in text
     assert checks["advantages"]["findings"] == checks["signs"]["findings"] == []
 
 
@@ -329,7 +328,7 @@ def test_a_recipe_that_counts_masked_rollouts_says_so(tmp_path):
     _, checks = told(path, tmp_path, "pipeline=as/slime", "source.group_size=4")
     assert found(checks) == {}
     assert checks["masked"]["state"] == "not checked"
-    assert "pipeline.empty=exclude looks for them" in next(iter(checks["masked"]["not_checked"]))
+    assert "set pipeline.empty=exclude" in next(iter(checks["masked"]["not_checked"]))
 
 
 def test_a_rollout_that_failed_makes_its_group_incomplete_and_may_not_count(tmp_path):
@@ -343,14 +342,14 @@ def test_a_rollout_that_failed_makes_its_group_incomplete_and_may_not_count(tmp_
     assert "group 0 has 3 of 4 rollouts; failed or aborted: 1" in text
     text, checks = told(path, tmp_path / "again", *AS_SLIME[:2])
     assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
-    assert "not checked: groups with too many rollouts: how large groups were is not known" in text
+    assert "not checked: groups with too many rollouts: the size of groups is not known" in text
 
 
 def test_a_recipe_that_remembers_has_no_advantages_to_compare(tmp_path):
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
     _, checks = told(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
     assert found(checks) == {}
-    assert "remembers steps before the first of a dump" in next(iter(checks["signs"]["not_checked"]))
+    assert "has a state from steps before the dump" in next(iter(checks["signs"]["not_checked"]))
 
 
 def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
@@ -391,9 +390,7 @@ def test_weights_are_held_against_the_declared_mean(tmp_path):
     weights = pa.array([None if w is None else 2 * w for w in table["loss_weight"].to_pylist()])
     pq.write_table(table.set_column(place, "loss_weight", weights), path)
     text, checks = told(tmp_path / "dump", tmp_path / "twice", *words)
-    assert (
-        "4 of 4 rows weigh 2 to 2 of what the declared mean gives them; weight × tokens is 2 in all" in text
-    )
+    assert "4 of 4 rows have 2 to 2 times the weight of the declared mean; Σ weight × tokens is 2" in text
     assert len(checks["weights"]["findings"]) == 2
     assert checks["weights"]["gradient_share"] == pytest.approx(1)
 

@@ -162,9 +162,9 @@ def test_rows_with_their_tokens_are_decided_about_as_their_columns():
 @pytest.mark.parametrize(
     ("recipe", "change", "error", "says"),
     [
-        ("rae", {}, ValueError, r"stages running remember.*headrace.Decider\(recipe, \*\*options\)"),
-        ("grpo", {"rewards": [1.0] * 4}, ValueError, "reads no columns rewards"),
-        ("grpo", {"reward": [1.0] * 3}, BatchError, "one number a row.*'reward': 3"),
+        ("rae", {}, ValueError, r"stages running have a state.*headrace.Decider\(recipe, \*\*options\)"),
+        ("grpo", {"rewards": [1.0] * 4}, ValueError, "does not read the columns rewards"),
+        ("grpo", {"reward": [1.0] * 3}, BatchError, "one entry for each row.*'reward': 3"),
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
         ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* each token: give a TensorDict"),

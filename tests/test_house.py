@@ -88,6 +88,7 @@ INNER = {
     "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.folder"},
     "test_dump_ids.py": {"pipeline.report.loggers"},
+    "test_texts_alone.py": {"pipeline.composing", "pipeline.sources.tokenizing"},
     "test_logged_advantage.py": {"pipeline.report.numbers"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_responses.py": {
@@ -100,7 +101,6 @@ INNER = {
     "test_narrow_terminal.py": {"pipeline.notebook", "pipeline.tables"},
     "test_page_bundle.py": {"pipeline.report.html"},
     "test_page_javascript.py": {
-        "pipeline.report.groups",
         "pipeline.report.html",
         "pipeline.report.page_schema",
     },
@@ -121,7 +121,9 @@ INNER = {
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
-    "test_valid_json.py": {"pipeline.report.valid_json"},
+    "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
+    "test_view.py": {"pipeline.view.stored_run"},
+    "test_valid_json.py": {"pipeline.valid_json"},
 }
 
 

@@ -221,7 +221,7 @@ def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path, 
         assert known(assembler) == states[whole]
         words = [str(each.message) for each in said]
         lost = length - sizes[whole]
-        assert [f"ends with {lost} bytes that are no whole event" in each for each in words] == [True][:lost]
+        assert [f"ends with {lost} bytes of an incomplete event" in each for each in words] == [True][:lost]
         assert known(opened(cut, "plain")) == states[whole]  # and from what it wrote behind it
     for length in (0, 5, sizes[0] - 1):
         cut.write_bytes(content[:length])
@@ -251,7 +251,7 @@ def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_erro
             found, said = None, str(err)
         if found is None:  # before the end
             assert f"is damaged at byte {sizes[event]} (" in said
-            assert f"goes on at byte {sizes[event + 1]}:" in said
+            assert f"next readable event is at byte {sizes[event + 1]}:" in said
             assert event < len(sizes) - 2
             refused += 1
         else:  # the last one is cut off, or nobody reads that byte
@@ -310,7 +310,7 @@ def test_data_that_a_journal_cannot_hold_is_refused_with_its_column_and_nothing_
     rows = batch_of_lines([Line(0, 0, 0, True)])
     rows.set_non_tensor("odd", value)
     with pytest.raises(
-        BatchError, match=r"a journal holds .*found a \w+ in column odd: leave the column out"
+        BatchError, match=r"a journal can store .*found a \w+ in column odd: remove the column"
     ):
         assembler.put(rows)
     assert before is None
@@ -335,7 +335,7 @@ def test_a_journal_of_another_assembler_and_a_file_that_is_none_are_refused(tmp_
     path = tmp_path / "rows"
     GroupAssembler(journal=path, group_size=2)
     with pytest.raises(
-        ValueError, match=r"the same options: group_size is 2 there and 3 here.*load its state_d"
+        ValueError, match=r"other options: group_size is 2 in the file and 3 here.*load its state_d"
     ):
         GroupAssembler(journal=path, group_size=3)
     path.write_text("something else")
@@ -353,7 +353,7 @@ def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
     second = make("plain", journal=tmp_path / "rows")
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
     for act_of_first in (lambda: first.put(rows), first.commit, first.discard_batch):
-        with pytest.raises(RuntimeError, match="another assembler goes on from the journal"):
+        with pytest.raises(RuntimeError, match="another assembler has opened the journal"):
             act_of_first()
     assert first.held == 0
     second.put(rows)
@@ -364,7 +364,7 @@ def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
 def test_an_assembler_with_a_journal_is_not_copied(tmp_path):
     assembler = make("plain", journal=tmp_path / "rows")
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match=r"one alone writes to its file: make it where it runs"):
+        with pytest.raises(TypeError, match=r"only one may write to the file: create it in the process"):
             copied(assembler)
 
 
@@ -376,7 +376,7 @@ def test_a_state_begins_a_journal_and_is_refused_by_one_that_has_begun(tmp_path)
     assembler.put(batch_of_lines([Line(0, 1, 0, True)], 1))
     again = make("plain", journal=path)
     assert numbers(again.take()) == [0, 1]
-    with pytest.raises(ValueError, match=r"goes on from its journal .*load none"):
+    with pytest.raises(ValueError, match=r"continues from its journal .*do not load"):
         again.load_state_dict(other.state_dict())
 
 
@@ -402,7 +402,7 @@ def test_a_selector_that_would_select_others_is_an_error(tmp_path):
     assembler = opened_with(tmp_path / "rows", **options)
     assembler.put(batch_of_lines([Line(0, number, 0, True, expected=3) for number in range(3)]))
     with pytest.raises(
-        ValueError, match=r"cannot be followed: 'put' at byte .*does on_surplus select others"
+        ValueError, match=r"cannot be replayed: event 'put' at byte .*on_surplus must select the same"
     ):
         opened_with(tmp_path / "rows", **options)
 

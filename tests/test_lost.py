@@ -90,7 +90,9 @@ def rows_of(*rollouts: tuple[int, list[int], int]) -> TensorDict:
 
 def test_a_rollout_without_its_middle_is_lost_though_its_last_row_is_done():
     assembler = GroupAssembler()
-    with pytest.warns(StreamWarning, match=r"1 rollouts lost.*rollout 0 of group 0.*MultiAsyncCollector"):
+    with pytest.warns(
+        StreamWarning, match=r"1 rollouts were lost.*rollout 0 of group 0.*MultiAsyncCollector"
+    ):
         assembler.put(rows_of((0, [0, 1, 6, 7, 8], 9), (1, [0], 1)))
     assert assembler.take() is None
     assert (assembler.counts["lost"], assembler.held) == (6, 0)
@@ -108,7 +110,7 @@ def test_a_rollout_without_its_middle_is_lost_though_its_last_row_is_done():
 def test_a_group_with_a_lost_rollout_is_settled_as_one_with_a_failed_rollout(options, says):
     assembler, rows = GroupAssembler(**options), rows_of((0, [1], 2), (1, [0], 1))
     if says is IncompleteGroupsError:
-        with pytest.raises(says, match="rollouts were lost on their way: group 0 has 1 of 2"):
+        with pytest.raises(says, match="rollouts were lost before they arrived: group 0 has 1 of 2"):
             assembler.put(rows)
         return
     assembler.put(rows)

@@ -229,7 +229,7 @@ OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 def bits(thing):
     """Numbers, dtypes and shapes of whatever it is, to be compared to the bit."""
     if isinstance(thing, torch.Tensor):
-        return str(thing.dtype), tuple(thing.shape), repr(thing.double().tolist())
+        return str(thing.dtype), tuple(thing.shape), thing.double().numpy().tobytes()
     if isinstance(thing, TensorDict):
         return [(str(key), bits(value)) for key, value in sorted(thing.items(True, True), key=str)]
     if isinstance(thing, dict):

@@ -151,7 +151,7 @@ def test_a_writer_waits_on_whole_groups_that_nobody_took_and_on_no_others():
     whole = pieces(size=4)
     for piece in [*begun, whole[0]]:  # twenty groups that wait for more, and one that is whole
         assembler.put(piece, patience=LONGEST)
-    with pytest.raises(StalledError, match=r"Nobody has made room for 0.1 s.*24 came, 24 held"):
+    with pytest.raises(StalledError, match=r"Nobody has made room for 0.1 s.*24 arrived, 24 held"):
         assembler.put(whole[1], patience=0.1)
     assert (assembler.ready, assembler.held) == (1, 24)
     assert len(assembler.take()) == 4
@@ -216,9 +216,9 @@ def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
     begun = [batch_of_lines([Line(90 + g, 90 + g, 0, False)]) for g in range(3)]
     for piece in begun[:2]:
         assembler.put(piece)
-    with pytest.raises(StalledError, match="3 puts in a row have made no group whole"):
+    with pytest.raises(StalledError, match="the last 3 puts have made no group whole"):
         assembler.put(begun[2])
-    with pytest.raises(StalledError, match="3 puts in a row have made no group whole"):
+    with pytest.raises(StalledError, match="the last 3 puts have made no group whole"):
         next(assembler.batches(patience=LONGEST))
     assembler.put(pieces(size=4)[0])
     assert next(assembler.batches())["number"].tolist() == [0, 2, 1, 3]
@@ -243,7 +243,7 @@ def test_versions_room_and_announcements_are_those_of_the_assembler():
     assert assembler.capacity() == 4
     assembler.announce(batch_of_lines(LINES[:8]).select("group_id", "rollout_id", "expected_rollouts"))
     assert (assembler.capacity(), assembler.pending) == (2, 2)
-    with pytest.raises(BatchError, match="announced once"):
+    with pytest.raises(BatchError, match="announced only once"):
         assembler.announce(batch_of_lines(LINES[:4]))
     for piece in pieces(slice(8)):
         assembler.put(piece)
@@ -430,7 +430,7 @@ def test_what_an_actor_held_is_gone_with_it_and_another_goes_on_from_the_state()
     again.load_state_dict(state)
     again.put(pieces(size=2)[1])
     assert again.take()["number"].tolist() == [0, 2, 1, 3]
-    with pytest.raises(ValueError, match="reads rows as this one does"):
+    with pytest.raises(ValueError, match="reads the same columns"):
         again.load_state_dict(GroupAssembler(group_key="other").state_dict())
 
 
@@ -528,7 +528,7 @@ def test_what_a_writer_was_refused_and_what_the_actor_did_reach_the_trainer():
     assert (account.held, account.emitted, account.counts["lost"]) == (2, 3, 0)
     assert account.metrics["groups/trained"] == 3
     assert account.ledger.counts()["trained"] == 12
-    with pytest.raises(Exception, match=r"ends once.*found again rollout 0"):
+    with pytest.raises(Exception, match=r"end only once.*found again rollout 0"):
         buffer.extend(collected()[:1])  # of another writer that numbers alike
     with pytest.raises(Exception, match=r"refused on their way into the buffer.*found again rollout 0"):
         buffer.sample()

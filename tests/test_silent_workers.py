@@ -85,7 +85,7 @@ def train_alone(source, assembler) -> int:
 def test_what_a_collector_that_is_read_alone_throws_away_is_counted_and_not_trained():
     source, assembler = collector("async"), GroupAssembler()
     try:
-        with pytest.warns(StreamWarning, match="rollouts lost between their worker and here"):
+        with pytest.warns(StreamWarning, match="rollouts were lost between their worker and the assembler"):
             trained = train_alone(source, assembler)
     finally:
         close(source)

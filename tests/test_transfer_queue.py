@@ -127,7 +127,7 @@ def test_a_producer_that_died_is_a_stall_in_bounded_time(name):
         ray.get(producer)
     stream = iter(assembled(RolloutQueue(name, producers=1), GroupAssembler(), patience=0.5))
     assert next(stream)["number"].tolist() == [0, 2, 1, 3]
-    with pytest.raises(StalledError, match=r"silent for 0.5 s.*group 1 has 1 of 2.*7 came, 3 held"):
+    with pytest.raises(StalledError, match=r"silent for 0.5 s.*group 1 has 1 of 2.*7 arrived, 3 held"):
         list(stream)
 
 

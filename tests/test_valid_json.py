@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from headrace.pipeline.report.valid_json import json_text
+from headrace.pipeline.valid_json import json_text
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("transforms", "pipeline", "adapters", "conf", "tools", "benchmarks")

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import urllib.request
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command import headrace_here
-from stored_runs import LARGE, report_of_step, served, write_run
+from stored_runs import LARGE, report_of_step, served, started, write_run
 
 from headrace.pipeline import ReportFolder, page_data, write_dump
 from headrace.pipeline.sources import open_source
@@ -408,17 +407,13 @@ def test_it_serves_until_ctrl_c_and_ends_quietly_without_torch(run):
         "try: main()\n"
         "finally: print([name for name in ('torch', 'tensordict', 'hydra.core') if name in sys.modules][:1])"
     )
-    command = [sys.executable, "-c", code, "view", str(run)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as started:
-        lines = [started.stdout.readline() for _ in range(5)]
-        assert lines[0] == f"{run}: 4 steps\n"
-        [address] = [line.removeprefix("Open ").strip() for line in lines if line.startswith("Open ")]
+    with started(["view", str(run)], run.parent, code=code) as (process, printed, address):
+        assert printed[0] == f"{run}: 4 steps"
         with urllib.request.urlopen(address + "api/runs") as answer:
             assert json.load(answer)["runs"][0]["steps"]["step"] == [0, 1, 2, 3]
-        started.send_signal(signal.SIGINT)
-        out, err = started.communicate(timeout=60)
-    assert (started.returncode, err) == (0, "")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
     assert "torch" not in out
 
 

@@ -154,7 +154,9 @@ def test_what_is_not_whole_when_the_workers_have_ended_is_counted():
 def test_workers_that_number_alike_are_refused_with_the_ids():
     with (
         collecting("sync", [TurnsEnv, TurnsEnv]) as collector,
-        pytest.raises(BatchError, match=r"ends once.*found again rollout \d+ of group \d+.*number alike"),
+        pytest.raises(
+            BatchError, match=r"end only once.*found again rollout \d+ of group \d+.*use the same numbers"
+        ),
     ):
         list(assembled(collector, GroupAssembler(), patience=PATIENCE))
 
@@ -266,7 +268,7 @@ def test_a_worker_that_hangs_is_an_error_that_says_what_waits_and_new_ones_go_on
     with collecting(kind, makers(2, trouble), hangs=True, total_frames=-1) as collector:
         batches, error = collect_until_error(assembled(collector, assembler, patience=patience))
     assert isinstance(error, StalledError)
-    why = f"silent for {SILENCE:g} s" if kind == "sync" else "20 puts in a row have made no group whole"
+    why = f"silent for {SILENCE:g} s" if kind == "sync" else "the last 20 puts have made no group whole"
     assert why in str(error)
     assert "Waiting: group " in str(error)
     assert time.monotonic() - begun < PATIENCE

@@ -68,7 +68,14 @@ class At:
     def __call__(self, steps: int) -> Any:
         if steps == AT:
             self.begun.write_text(str(time.monotonic()))
+        pace(steps)
         return self.what() if steps == AT or (self.again and steps > AT) else None
+
+
+def pace(steps: int) -> None:
+    """Let others compute while all wait for what will be reported."""
+    if steps > AT:
+        time.sleep(0.02)
 
 
 def fail() -> None:
@@ -120,7 +127,7 @@ def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
     what, again = TROUBLES[trouble]
     if what is None:
         return make_quiz
-    troubles = {1: At(what, begun, again)}
+    troubles = {0: pace, 1: At(what, begun, again)}
     return functools.partial(make_quiz, worker, 2, troubles=troubles)
 
 
@@ -159,7 +166,7 @@ _worker_silent = Cell(
 )
 _no_end = Cell("StreamWarning", "rollouts do not end: rollout … Set timeout or timeout_seconds")
 _nan = Cell("BatchError", "every reward must be finite; found nan at row … Score those rollouts")
-_again = Cell("BatchError", "found again rollout … Do two workers number alike")
+_again = Cell("BatchError", "found again rollout … Do two workers use the same numbers")
 CELLS: dict[str, tuple[Cell, ...]] = {
     "raises": (
         Cell("ArithmeticError", "the reward model is gone … Waiting: group"),
@@ -181,7 +188,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _again,
         _again,
         _again,
-        _writer("BatchError: … found again rollout … Do two workers number alike"),
+        _writer("BatchError: … found again rollout … Do two workers use the same numbers"),
     ),
     "gives a reward of another shape": (
         Cell("RuntimeError", "doesn't match the broadcast shape … Waiting: group"),

@@ -13,8 +13,8 @@ import torch
 
 from headrace.pipeline.certify import Certificate, certify_recipe
 from headrace.pipeline.composing import compose_config, recipes
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tasks.certify import small_tasks
+from headrace.pipeline.valid_json import json_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "certificates.json"
 

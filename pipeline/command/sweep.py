@@ -18,8 +18,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.report.valid_json import json_text
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 FILE = "job.json"

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.pipeline.valid_json import json_text
 from headrace.transforms.options import one_of
 
 from .step import StepReport
-from .valid_json import json_text
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -78,4 +79,5 @@ def percent(share: float) -> str:
         ('50 %', '0.4 %', '99.9 %')
     """
     digits = 0 if 0.01 <= share <= 0.99 or share in (0, 1) else 1
-    return f"{100 * share:.{digits}f} %"
+    rounded = math.floor(100 * share * 10**digits + 0.5) / 10**digits  # as the page rounds: a half up
+    return f"{rounded:.{digits}f} %"

@@ -15,7 +15,7 @@ from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
 from .over_steps import totals_over
-from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, ShownRows, Step
+from .page_schema import Groups, PageData, PageLevel, PageRemedy, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
@@ -77,7 +77,13 @@ def page_data(
         "recorded": len(points) if recorded is None else recorded,
         "totals": dict(totals_over(numbers for _, numbers in points) if totals is None else totals),
         "symptoms": [
-            cast(PageSymptom, each._asdict() | {"remedies": [one._asdict() for one in each.remedies]})
+            {
+                "name": each.name,
+                "title": each.title,
+                "shows": each.shows,
+                "means": each.means,
+                "remedies": [cast(PageRemedy, one._asdict()) for one in each.remedies],
+            }
             for each in known
         ],
     }
@@ -142,7 +148,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
     def column(name: str) -> list:
         return or_none(columns[name][rows]) if name in columns else unknown
 
-    statuses = report.statuses or ["completed"] * len(report)
+    statuses: Sequence[str | None] = report.statuses or [None] * len(report)
     return {
         "row": rows.tolist(),
         "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
@@ -153,7 +159,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
         "weight": column("loss_weight"),
-        "share": gradient_share(columns)[rows].tolist(),
+        "share": or_none(gradient_share(columns)[rows]),
         "other_share": column("other_share"),
         "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],

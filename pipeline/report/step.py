@@ -142,11 +142,14 @@ class StepReport:
         return staleness_of(self.columns)
 
     @cached_property
-    def statuses(self) -> list[str] | None:
-        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none."""
+    def statuses(self) -> list[str | None] | None:
+        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none.
+
+        So is that of a row of which it is not known.
+        """
         if "status" not in self.columns:
             return None
-        names = {int(status): status.name.lower() for status in Status}
+        names = {int(status): status.name.lower() for status in Status} | {-1: None}
         return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
 
     @cached_property
@@ -162,8 +165,27 @@ class StepReport:
         return {
             **self.metrics,
             **left,
+            **self._characters(),
             **numbers_of(self.columns, self.rollouts, self.groups, self.solved, compared=compared),
         }
+
+    @property
+    def unsaid(self) -> list[str]:
+        """Numbers that a page shows first and that this batch cannot have: lengths, how rollouts ended."""
+        found = ["response_length/mean"] if "no_lengths" in self.columns else []
+        known = "status" in self.columns and bool((self.columns["status"] >= 0).all())
+        return found if known else [*found, "rollouts/truncated"]
+
+    def _characters(self) -> dict[str, float]:
+        """Characters of a rollout's response, where nobody knows its tokens."""
+        responses = self.texts.get("response")
+        if responses is None or "no_lengths" not in self.columns or not len(self):
+            return {}
+        rollouts = self.columns.get("rollout_id", self.columns["row"])
+        _, of = np.unique(rollouts, return_inverse=True)
+        characters = np.bincount(of.reshape(-1), [len(text) for text in responses])
+        numbers = {"mean": characters.mean(), "max": characters.max()}
+        return {f"response_characters/{name}": float(value) for name, value in numbers.items()}
 
 
 @takes_options
@@ -284,15 +306,15 @@ def _texts(
 def rows_to_read(report: StepReport) -> np.ndarray:
     """(N,) row numbers in the order in which they are worth reading.
 
-    First the rollout of least reward of every group, then that of greatest reward where rewards differ, then
-    all others; each time the groups come by :func:`reading_order`. So where only some rows have room, as many
-    groups as possible have a response, also those whose rewards are equal.
+    First come the worst and the best rollout of each group, where rewards are equal one of them, then all
+    others; both times the groups come by :func:`reading_order`. So where only some rows have room, many
+    groups have a response, also those whose rewards are equal.
 
     Example:
         >>> columns = {"group_id": np.array([4, 5, 5, 4, 5]), "reward": np.array([1.0, 0, 1, 1, 0.5])}
         >>> columns["reason"], columns["rollout_id"] = np.zeros(5, int), np.arange(5)
         >>> rows_to_read(StepReport(0, (), columns, ("trained",), ("trained",))).tolist()
-        [1, 0, 2, 4, 3]
+        [1, 2, 0, 4, 3]
     """
     if not report.groups:
         return np.arange(len(report))
@@ -307,7 +329,7 @@ def rows_to_read(report: StepReport) -> np.ndarray:
     rank = np.arange(len(group)) - (np.cumsum(size) - size)[group[by_reward]]  # within the group
     differ = ~groups["zero_variance"][order][group[by_reward]]
     best = differ & (rank == size[group[by_reward]] - 1)
-    rollouts = by_reward[np.argsort(np.where(rank == 0, 0, np.where(best, 1, 2)), kind="stable")]
+    rollouts = by_reward[np.argsort((rank > 0) & ~best, kind="stable")]
     turn = {rollout: at for at, rollout in enumerate(each["rollout"][rollouts].tolist())}
     ids = report.columns.get("rollout_id", np.arange(len(report)))
     return np.argsort([turn[rollout] for rollout in ids.tolist()], kind="stable")

@@ -1,4 +1,4 @@
-"""Training: the job of the command, and its pieces, which are the sampler, optimiser steps and losses."""
+"""Training: the task ``train``, its prompt sampler, optimiser steps and losses."""
 
 from .display import TrainingDisplay, history_table
 from .job import TrainingInterrupted, train

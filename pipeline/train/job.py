@@ -26,23 +26,23 @@ from .optimiser_steps import optimise, total_loss, transform_of
 
 
 class TrainingInterrupted(Exception):
-    """The user ended the training; the files and the table of its steps have been written and shown."""
+    """The user interrupted the training. Files and the table of its steps are complete up to there."""
 
 
 def train(config: DictConfig, output: Path) -> float:
-    """Train as composed.
+    """Train with a configuration.
 
     Args:
-        config: as ``conf/config.yaml`` composes it.
+        config: composed from ``conf/config.yaml``.
         output: folder for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
 
     Returns:
-        The mean reward of the last step's rollouts, NaN where none has a reward.
+        The mean reward of the last step's rollouts; NaN if none has a reward.
 
     Raises:
-        ConfigError: an unknown stage or option, before anything is collected.
+        ConfigError: an unknown stage or option; raised before the first batch is collected.
         BatchError: a stage refused a batch.
-        TrainingInterrupted: the user pressed Ctrl-C; the table has been shown.
+        TrainingInterrupted: the user pressed Ctrl-C.
     """
     check_settings(config)
     output.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def train(config: DictConfig, output: Path) -> float:
     env, steps = components["env"], config.train.steps
     for stage in pipeline.stages.values() if getattr(env, "whole_draws", False) else ():
         if FINISHED in getattr(stage, "out_keys", ()) and getattr(stage, "expected_groups", ()) is None:
-            stage.expected_groups = env.sampler  # so it notices groups of which no row came back
+            stage.expected_groups = env.sampler  # so the gate finds groups without any row
     frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
     collector = Collector(env, components["policy"], auto_register_policy_transforms=False, **frames)
     display = TrainingDisplay(steps, output / "metrics.csv")
@@ -97,7 +97,7 @@ def _train_step(
     step: int,
     record: OptimiserRecord,
 ) -> StepReport:
-    """Take the optimiser steps of a batch; its report. No reference to the batch remains."""
+    """Train on one batch, and return its report, without a reference to the batch."""
     began = time.perf_counter()
     run = pipeline.run(batch, epochs=config.train.epochs)
     record.add_seconds("headrace", time.perf_counter() - began)
@@ -118,11 +118,10 @@ def _train_step(
 
 
 def check_settings(config: DictConfig) -> None:
-    """Check settings that would otherwise fail, or have no effect, after the first rollouts.
+    """Check settings before the first rollouts, where a wrong value would fail or be ignored later.
 
     Raises:
-        ConfigError: a count below 1, a `max_grad_norm` not above 0, a word that is no transform, or a seed
-            that is no integer.
+        ConfigError: a count below 1, a `max_grad_norm` that is not above 0, or an unknown transform.
     """
     for name in ("train.steps", "train.epochs", "threads"):
         if (value := OmegaConf.select(config, name)) is not None and value < 1:
@@ -137,7 +136,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of a name; ``auto`` is the GPU if there is one, else the CPU.
+    """Return the device of a name; ``auto`` is the GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: the machine has no such device.

@@ -164,7 +164,9 @@ class Answering(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _not_allowed
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._send(status, "application/json", json.dumps({"error": printable(why)}).encode())
+        self._send(
+            status, "application/json", json.dumps({"error": printable(why)}, allow_nan=False).encode()
+        )
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -324,7 +326,7 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     lines = []
     for key in dict.fromkeys(key for found in of_runs for key in found):
         label = next(run.labels[key] for run in runs if key in run.labels)
-        of_each = [told(found[key].items()) if key in found else None for found in of_runs]
+        of_each = [prompt_summary(found[key].items()) if key in found else None for found in of_runs]
         lines.append({"key": key, "label": label, "runs": of_each})
 
     def place(line: dict[str, Any]) -> tuple[float, str]:
@@ -340,7 +342,7 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     return {"prompts": lines[offset : offset + count], "found": len(lines)}
 
 
-def told(steps: Any) -> dict[str, Any]:
+def prompt_summary(steps: Any) -> dict[str, Any]:
     """What became of a prompt in a run: its steps, its mean reward in all, the first and the last of them."""
     each = sorted(steps)
     rewards = [(seen.reward, seen.rollouts) for _, seen in each if seen.reward is not None]

@@ -58,7 +58,7 @@ class StoredStep:
     Attributes:
         step: its number.
         path: of the file.
-        version: time and size of the file when it was read.
+        stamp: time and size of the file when it was read.
         rows: how many it has.
         kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
         recipe: (name, text) of each stage.
@@ -69,7 +69,7 @@ class StoredStep:
 
     step: int
     path: Path
-    version: tuple[int, int]
+    stamp: tuple[int, int]
     rows: int
     kinds: Mapping[str, str]
     recipe: Sequence[Sequence[str]]
@@ -125,8 +125,8 @@ class StoredRun:
                 try:
                     if step in found:
                         raise UnreadableRows(f"step {step} has two files; {found[step].path.name} is shown")
-                    is_known = known is not None and known.path == path and known.version == version_of(path)
-                    found[step] = known if known is not None and is_known else read_step(path, step)
+                    is_known = known is not None and known.path == path and known.stamp == stamp_of(path)
+                    found[step] = known if known is not None and is_known else read_footer(path, step)
                 except UnreadableRows as err:
                     problems.append(printable(f"{path.name}: {err}"))
             self._steps, self._problems = dict(sorted(found.items())), problems
@@ -331,10 +331,10 @@ class StoredRun:
         return None
 
     def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
-        codes, values = coded(stored, same)
         numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
-        with opened(stored.path) as file:
-            table = file.read(numbers)
+        with opened(stored.path, texts=[same] if stored.kinds[same] == "text" else []) as file:
+            table = file.read(list({same, *numbers}))
+        codes, values = as_codes(table[same])
         of = {name: table[name].to_numpy(zero_copy_only=False) for name in numbers}
         rows = np.arange(len(codes))
         first = np.unique(of.get("rollout_id", rows), return_index=True)[1]  # of each rollout
@@ -348,7 +348,8 @@ class StoredRun:
         found = {}
         for at, value in enumerate(values):
             key = key_of(value)
-            self.labels.setdefault(key, label_of(value))
+            if key not in self.labels:
+                self.labels[key] = label_of(value)
             mean = float(total[at] / count[at]) if count[at] else None
             found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean)
         return found
@@ -357,7 +358,7 @@ class StoredRun:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def version_of(path: Path) -> tuple[int, int]:
+def stamp_of(path: Path) -> tuple[int, int]:
     """Time of the last change and size of a file.
 
     Raises:
@@ -397,13 +398,13 @@ def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
         raise UnreadableRows(f"it cannot be read as Parquet: {str(err).splitlines()[0][:200]}") from None
 
 
-def read_step(path: Path, number: int) -> StoredStep:
+def read_footer(path: Path, number: int) -> StoredStep:
     """What the end of a file says of its rows; no row is read.
 
     Raises:
         UnreadableRows: it is no such file, or claims more than there may be.
     """
-    version = version_of(path)
+    stamp = stamp_of(path)
     with opened(path) as file:
         metadata, schema = file.metadata, file.schema_arrow
         groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
@@ -419,7 +420,7 @@ def read_step(path: Path, number: int) -> StoredStep:
     of_step = said["headrace.step"] if isinstance(said["headrace.step"], dict) else {}
     recipe = said["headrace.recipe"] if isinstance(said["headrace.recipe"], list) else []
     described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {}), "recipe": recipe}
-    return StoredStep(number, path, version, metadata.num_rows, kinds, **described)
+    return StoredStep(number, path, stamp, metadata.num_rows, kinds, **described)
 
 
 def plain_json(metadata: Mapping[bytes, bytes], key: str) -> Any:
@@ -503,17 +504,26 @@ def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:
     """
     if name not in stored.kinds:
         raise UnreadableRows(f"step {stored.step} has no column {name!r}")
-    with opened(stored.path, [name] if stored.kinds[name] == "text" else []) as file:
-        column = file.read([name])[name]
+    with opened(stored.path, texts=[name] if stored.kinds[name] == "text" else []) as file:
+        return as_codes(file.read([name])[name])
+
+
+def as_codes(column: pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
+    """(N,) codes of a column, and the value of each; null is a value, too.
+
+    Example:
+        >>> codes, values = as_codes(pa.chunked_array([["a", None], ["b", "a"]]))
+        >>> codes.tolist(), values
+        ([0, 2, 1, 0], ['a', 'b', None])
+    """
     if not pa.types.is_dictionary(column.type):
-        column = pc.dictionary_encode(column, null_encoding="encode")
-    whole = column.unify_dictionaries().combine_chunks()
-    whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) and whole.num_chunks else whole
-    if not len(whole):
+        column = pc.dictionary_encode(column)
+    column = column.unify_dictionaries()
+    if not column.num_chunks:
         return np.empty(0, np.int64), []
-    codes = pc.fill_null(whole.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    values = whole.dictionary.to_pylist()
-    if (codes < 0).any():  # rows without a value are one prompt: that of which nothing is known
+    codes = pc.fill_null(pa.chunked_array([chunk.indices for chunk in column.chunks]), -1).to_numpy()
+    codes, values = codes.astype(np.int64), column.chunk(0).dictionary.to_pylist()
+    if (codes < 0).any():
         codes, values = np.where(codes < 0, len(values), codes), [*values, None]
     return codes, values
 

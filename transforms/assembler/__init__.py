@@ -1,4 +1,4 @@
-"""Rollouts that come one by one, from many workers, become whole groups."""
+"""Assemble whole groups from rollouts that arrive one by one, from many workers."""
 
 from .assembler import GroupAssembler
 from .limits import StalledError

@@ -1,4 +1,4 @@
-"""What the rows of a batch say of themselves, which of them are taken in, and which batches are refused."""
+"""Read the ids and flags of new rows, decide which rows are taken in, and refuse invalid batches."""
 
 from __future__ import annotations
 
@@ -31,72 +31,78 @@ from .stream import DUPLICATE, LATE, LOST, StreamPlan
 GROUP_NAMES = ("partition", "group", "expected")
 NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
 OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size", "in_order")
-"""The options by which rows are read: a state goes on under the same ones alone."""
-UNSAID: dict[str, float] = dict.fromkeys(
+"""The options that decide how rows are read. A state can only be loaded with the same ones."""
+DEFAULTS: dict[str, float] = dict.fromkeys(
     ("partition", "rollout", "segment", "status", "version", "reward"), 0
 )
-UNSAID |= {"done": 1, "begins": -1, "ends": 1}
-"""What is taken of rows that do not say it."""
+DEFAULTS |= {"done": 1, "begins": -1, "ends": 1}
+"""Values for missing columns."""
 
 STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)
 STAMPED = who_stamps("rollout_id")
 RULES = {
-    "partition": "every row needs a partition ≥ 0; found {found}: its groups could not be told from others",
+    "partition": "every row needs a partition ≥ 0; found {found}: groups of different partitions would be "
+    "mixed up",
     "group": "every row needs a group_id ≥ 0; found {found}: rows without an id would be compared with one "
     f"another{STAMPED}",
-    "rollout": "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be taken for one "
+    "rollout": "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be treated as one "
     f"rollout{STAMPED}",
     "segment": "every row needs a segment number ≥ 0; found {found}: a rollout has segments 0, 1, …",
     "status": f"status must be one of {STATUSES}; found {{found}}",
-    "newer": "no row is newer than the policy version that trains, {version}; found {found}. Nobody counts "
-    "it up: set assembler.version where the policy is updated, before workers get it, or on_newer='wait'",
+    "newer": "no row may be newer than assembler.version={version}; found {found}. Set assembler.version "
+    "when you update the policy, before the workers get the weights, or set on_newer='wait'",
     "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
-    "expected": "expected_rollouts is one number ≥ {least} per group; found {found}. Do workers disagree?",
+    "expected": "expected_rollouts must be one number ≥ {least} per group; found {found}. Check that all "
+    "workers send the same number",
     "home": f"a rollout belongs to one group; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
-    "last": f"a rollout ends with its last segment; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
-    "begins": "a rollout begins once (is_init); begun again before it ended: {found}. Its rewards would be "
-    f"added up. {NUMBER_WORKERS}",
-    DUPLICATE: "a rollout ends once, and a segment of it comes once; found again {found}. Do two workers "
-    f"number alike, or were rows sent twice? {NUMBER_WORKERS}. Name the segment_key if rows come in another "
-    "order, or set on_duplicate='drop', and the first stays",
-    LATE: "rollouts come before their group is closed; found too late {found}: on_late='drop'",
-    "announced": "groups are announced once, before their first row; found {found}. Are ids reused?",
+    "last": f"a rollout must end with its last segment; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
+    "begins": "a rollout must begin only once (is_init); found a second beginning before the end of {found}. "
+    f"The rewards of two rollouts would be added up. {NUMBER_WORKERS}",
+    DUPLICATE: "a rollout must end only once, and a segment must arrive only once; found again {found}. Do "
+    f"two workers use the same numbers, or were rows sent twice? {NUMBER_WORKERS}. Set segment_key if rows "
+    "may arrive in another order. Set on_duplicate='drop' to keep the first of each",
+    LATE: "rollouts must arrive before their group is closed; too late: {found}. Set on_late='drop' to drop "
+    "them",
+    "announced": "a group must be announced only once, before its first row; found {found}. Are ids reused?",
 }
-"""What must hold of rows, in the order in which it is said."""
+"""The message for each rule, in the order in which they are checked."""
 
 
 def find_columns(
     piece: RowPiece, options: Mapping[str, Any], *, groups_only: bool = False
 ) -> dict[str, NestedKey]:
-    """Under which keys rows say what they are, the same ones in all batches with columns of the same kinds.
+    """Find the columns with ids and flags. They are the same for all batches of the same kinds.
 
     Args:
-        piece: N ≥ 1 of them.
-        options: those of `OPTIONS`.
-        groups_only: find nothing but the groups of rows.
+        piece: N ≥ 1 rows.
+        options: the values of `OPTIONS`.
+        groups_only: find only the columns of groups.
+
+    Returns:
+        The key of each column, by the name of a field of :class:`Row`, or ``origin``.
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: it holds no integers or flags, or more than one a row.
+        MissingKeyError: a column is missing.
+        BatchError: a column has a wrong dtype, or several values per row.
     """
 
-    def there(*keys: NestedKey) -> NestedKey | None:
+    def existing(*keys: NestedKey) -> NestedKey | None:
         return next((key for key in keys if has_key(piece.batch, key)), None)
 
     keys = {name: options[f"{name}_key"] for name in (GROUP_NAMES if groups_only else NAMES)}
     if options["group_size"] is not None:
-        keys["expected"] = there(keys["expected"])
+        keys["expected"] = existing(keys["expected"])
     if not groups_only:
-        keys["status"] = keys["status"] or there(*STATUS_KEYS)
+        keys["status"] = keys["status"] or existing(*STATUS_KEYS)
         if keys["done"] is not None:
-            keys |= {"begins": there(INIT), "ends": there(EXPECTED_SEGMENTS)}
-            keys["origin"] = there(ORIGIN) if options["in_order"] else None
+            keys |= {"begins": existing(INIT), "ends": existing(EXPECTED_SEGMENTS)}
+            keys["origin"] = existing(ORIGIN) if options["in_order"] else None
     found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
         dtype = piece.numbers(key, name, _width(name))[0].dtype
         if name in ("done", "begins"):
             if dtype is not torch.bool:
-                raise BatchError(f"{READER} needs a bool a row in {key!r} ({name}_key); found {dtype}")
+                raise BatchError(f"{READER} needs one bool per row in {key!r} ({name}_key); found {dtype}")
         elif name != "reward":
             as_ids(torch.empty(1, dtype=dtype), str(key))
     return found
@@ -105,53 +111,56 @@ def find_columns(
 def arriving_rows(
     piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
 ) -> tuple[Iterator[Row], dict[int, Origin]]:
-    """What rows say of themselves, and where they come from, by their arrival. One device read.
+    """Read the ids and flags of rows, with one device read.
 
     Args:
-        piece: N ≥ 1 of them.
-        found: by :func:`find_columns`.
-        group_size: rollouts of a group that does not say how many it was dispatched with.
+        piece: N ≥ 1 rows.
+        found: the output of :func:`find_columns`.
+        group_size: expected rollouts of groups, if the batch has no such column.
+
+    Returns:
+        The rows, and their origins by arrival.
 
     Raises:
-        BatchError: an id is not set; a status is unknown.
+        BatchError: an id is missing, or a status is unknown.
     """
     columns = [
         torch.cat([e.reshape(-1) for e in piece.numbers(key, name, _width(name))])
         for name, key in found.items()
     ]
-    said: dict[str, Any] = {
+    read: dict[str, Any] = {
         name: column.tolist() for name, column in zip(found, read_packed(columns), strict=True)
     }
     for name in ("partition", "group", "rollout", "segment", "status", "ends"):
-        values, low, high = said.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
+        values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
         if values and (min(values) < low or max(values) > high):
             odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
             raise BatchError(RULES[name].format(found=listing(odd)))
-    said |= {"arrival": piece.place, "piece": repeat(piece)}
-    unsaid = UNSAID | {"expected": group_size}
-    rows = zip(*(said.get(name) or repeat(unsaid[name]) for name in Row._fields))  # noqa: B905
-    numbers = iter(said.get("origin", ()))
+    read |= {"arrival": piece.place, "piece": repeat(piece)}
+    defaults = DEFAULTS | {"expected": group_size}
+    rows = zip(*(read.get(name) or repeat(defaults[name]) for name in Row._fields))  # noqa: B905
+    numbers = iter(read.get("origin", ()))
     return map(Row._make, rows), dict(zip(piece.place, map(Origin._make, zip(*[numbers] * _width("origin")))))  # noqa: B905
 
 
 def _width(name: str) -> int:
-    """How many numbers a row has of what it says."""
+    """Numbers per row of a column."""
     return len(Origin._fields) if name == "origin" else 1
 
 
 def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
-    """Plan to take in rows: those of groups that are open, unless they come again.
+    """Plan to take in the rows of open groups, without duplicates. Other rows leave under a reason.
 
     Args:
-        plan: to which they are added.
-        rows: that come.
-        options: the GroupAssembler: what is to raise, and how many rollouts a group has.
+        plan: is changed.
+        rows: the new rows.
+        options: the GroupAssembler.
 
     Returns:
-        The arrivals of those that are taken in.
+        The arrivals of the rows that are taken in.
 
     Raises:
-        BatchError: one of `RULES` is broken.
+        BatchError: a rule of `RULES` is broken.
     """
     stream, by_segment, least = plan.stream, options.segment_key is not None, options.group_size or 1
     raises = {DUPLICATE: options.on_duplicate, LATE: options.on_late}
@@ -160,10 +169,10 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     admitted = []
     for row in rows:
         key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
-        group = plan.find(key, row.expected)  # None: it is closed
+        group = plan.find(key, row.expected)  # None: closed
         gone = plan.gone.get(own) or stream.gone.get(own)
         rollout = gone or (None if group is None else group.rollouts.get(row.rollout))
-        over = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
+        closed = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
         rollout = rollout or Rollout(row.ends, by_segment)
         home = plan.homes.setdefault(own, stream.homes.get(own, key))
         expected = sizes.setdefault(key, row.expected if group is None else group.expected)
@@ -173,14 +182,14 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
             rule, words = "newer", f"{row.version} in group {row.group}"
         elif not least <= row.expected == expected:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
-        elif behind and over and group is not None and not group.is_ready:
+        elif behind and closed and group is not None and not group.is_ready:
             reason = LOST
-        elif home != key or (over and group is not None and not (group.is_ready or group.refills)):
+        elif home != key or (closed and group is not None and not (group.is_ready or group.refills)):
             rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
-            words += " and in one that is closed" if home == key else ""
+            words += " and in a closed group" if home == key else ""
         elif rollout.ends != row.ends:
             rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
-        elif over or rollout.has(row) or (origin is not None and origin.number < len(rollout.rows)):
+        elif closed or rollout.has(row) or (origin is not None and origin.number < len(rollout.rows)):
             reason = DUPLICATE
         elif beyond := rollout.beyond(row):
             rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
@@ -211,10 +220,10 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
 
 
 def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
-    """Plan that the groups of rows wait from now on.
+    """Plan to open the groups of these rows.
 
     Raises:
-        BatchError: numbers of expected rollouts differ; a group has been announced, has rows or is closed.
+        BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.
     """
     least, broken = options.group_size or 1, defaultdict(list)
     for row in rows:

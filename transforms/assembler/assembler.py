@@ -1,4 +1,4 @@
-"""The assembler: rows come in as they come, whole groups go out."""
+"""The assembler: takes rows in any order, and returns batches of whole groups."""
 
 from __future__ import annotations
 
@@ -60,81 +60,83 @@ class GroupAssembler(
     ),
     needed=("rollout",),
 ):
-    """Collect rows, in whatever pieces and order they come, and hand out whole groups.
+    """Collect rows in any order and return batches of whole groups.
 
-    A row is (partition, group, rollout, segment). A rollout has **ended** when its last row is there: the one
-    that is done, and with `segment_key` the segments 0, 1, … before it; where segments end each by
-    themselves, as those of sub-agents do, all of the column ``expected_segments``. One of which a row failed
-    or was aborted has **failed**. A group is **whole** when `group_size` rollouts have ended, or as many as
-    were dispatched, and **settled** when all that were dispatched have ended or failed: it waits for nothing
-    that can no longer come.
+    - A rollout has **ended** when all its rows have arrived. Without `segment_key` its row with done=True is
+      the last. With `segment_key` the segments 0, 1, … up to the one that is done must have arrived. If the
+      segments end independently, as those of sub-agents do, all ``expected_segments`` must be done.
+    - A rollout has **failed** if the status of one of its rows is failed or aborted.
+    - A group is **whole** when `group_size` of its rollouts have ended; without `group_size`, as many as were
+      dispatched.
+    - A group is **settled** when all dispatched rollouts have ended, failed or been lost.
 
-    What is handed out passes a strict :class:`CompletenessGate`: groups in the order in which they became
-    whole, rollouts by id, segments by their number or arrival. `expected_key` says how many rollouts the
-    group has now, and ``("headrace", "dispatched")`` (N,) int64 how many were asked for. Each row that came
-    is handed out, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
-    ``timeout``, ``stale``, ``evicted``, ``unfinished``. The same rows end with the same groups and counts in
-    every order, save where an option asks what came first or how long it took. So what comes of a rollout
-    that has left is counted with it: as ``failed`` if it has failed, as ``surplus`` if its group was whole
-    without it, and as ``late`` if its group was closed while more of it was awaited.
+    A batch passes a strict :class:`CompletenessGate`. Its groups are in the order in which they became whole,
+    rollouts are sorted by id, and segments by number or arrival. The column `expected_key` holds the number
+    of rollouts that the group has now. The column ``("headrace", "dispatched")``, (N,) int64, holds the
+    number that was dispatched.
 
-    Reads `group_key`, `rollout_key`, `done_key` (None: each row is a whole rollout), with `partition_key`,
-    `segment_key` or `max_staleness` those columns and that of the version, and if they are there
-    `expected_key`, `status_key`, ``expected_segments`` and ``is_init``. Without `segment_key` the rows of a
-    rollout arrive in their order; with it, numbers of segments (N,) int ≥ 0, in any. `reward_key`, a
-    rollout's on its last row, is read where `on_surplus` is a callable; `loss_mask_key` and `log_prob_key`
-    are written under ``on_stale="mask"``, if they are there. Numbers are read to the CPU once a put. Several
-    threads may use it.
+    Each row is taken, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
+    ``timeout``, ``stale``, ``evicted``, ``unfinished`` or ``lost``. The order of arrival does not change
+    groups and counts, except with options about order or time. So a row of a rollout that has left is counted
+    like its rollout: as ``failed`` if that failed, as ``surplus`` if its group became whole without it, and
+    as ``late`` if its group was closed while rows were missing.
+
+    Reads `group_key`, `rollout_key` and `done_key` (None: each row is a whole rollout). Reads `partition_key`
+    and `segment_key` if they are set, and `version_key` with `max_staleness`. Reads `expected_key`,
+    `status_key`, ``expected_segments`` and ``is_init`` if the batch has them. Reads `reward_key`, from the
+    last row of each rollout, if `on_surplus` is a callable. Writes `loss_mask_key` and `log_prob_key`, if the
+    batch has them, under ``on_stale="mask"``. Without `segment_key` the rows of a rollout must arrive in
+    order. With it, (N,) int ≥ 0, any order is allowed. A put copies these columns to the CPU in one transfer.
+    Several threads may use one assembler.
 
     Args:
-        groups: whole groups in a batch. None: all that are whole.
-        group_size: rollouts of a whole group. None: as many as `expected_key` says.
-        on_failure: where a group is settled and not whole, because rollouts failed: ``drop`` the group;
-            ``raise``; ``keep`` it if it has `min_rollouts` and `min_fraction`, else ask for more rollouts
-            if there is a `refill`, else drop it; ``refill``: ask for more, and after `max_refills` keep it
-            if it has those where they are given, else drop it.
-        timeout: puts, of whoever, after which a group is too old that is not whole; they count from its first
-            row or its announcement. None: none is.
+        groups: whole groups per batch; None: all that are whole.
+        group_size: rollouts of a whole group; None: as many as `expected_key` says.
+        on_failure: for a settled group with too few ended rollouts. ``drop`` the group, or ``raise``.
+            ``keep`` it if it has `min_rollouts` and `min_fraction`; otherwise refill it if `refill` is set,
+            else drop it. ``refill`` it; after `max_refills` keep it if `min_rollouts` or `min_fraction` are
+            set and reached, else drop it.
+        timeout: puts after which a group that is not whole is too old; None: never. They count from its first
+            row or its announcement, whichever worker puts.
         timeout_seconds: the same in seconds.
-        on_timeout: where a group is too old: as `on_failure`.
-        min_rollouts: for ``keep`` and after ``refill``, ≥ 1.
-        min_fraction: the same in (0, 1], of the rollouts with which the group was first dispatched.
-        refill: for ``refill`` and ``keep``, called with a group's id and the number of rollouts that it
-            lacks, each of which gets an id of its own; they are not announced. What it raises comes out of
-            :meth:`put`, whose rows are in, or of :meth:`take`.
-        max_refills: for `refill`, how often it is called for a group, ≥ 1.
-        max_staleness: policy versions for which a row may be older than `version` when it is handed out.
-            None: any number.
-        on_stale: for `max_staleness`, where a row of a group is older: ``drop`` the group; ``mask`` the row,
-            which leaves the loss and stays in the statistics, as under :class:`SampleFilter`; ``refill``: let
-            go of its rows, and ask for all of its rollouts anew, or drop it after `max_refills`.
-        on_newer: for `max_staleness`, where a row is newer than `version`, which nobody counts up then:
-            ``raise``, or ``wait``: its group is not handed out before `version` is the row's.
-        max_concurrent_rollouts: rollouts that :meth:`capacity` lets be under way: dispatched or begun, and
-            not over. None: any number.
-        on_late: where a rollout comes that is late: ``drop`` it, or ``raise``.
-        on_duplicate: where a rollout ends twice, also after its group was closed, or a segment comes twice:
-            ``raise``, or ``drop`` it, and the first stays.
-        on_surplus: where more rollouts end than `group_size`: ``drop`` those that end last; or a callable
-            from their rewards (n,) float64, ordered by rollout id, and k = `group_size` to the k that stay,
-            as indices or as a mask, asked once all that were dispatched are over, or the group too old.
-        max_pending_groups: groups that may wait. None: any number.
-        on_full: where more wait: the oldest leave (``drop``), or ``raise``.
-        in_order: what an environment sends later is put later, so that what was lost on its way is known by
-            the origin that :class:`headrace.pipeline.StampIds` stamps. False: the origin is not looked at,
-            for rows that are put in another order, as it is not where segments have numbers.
-        max_idle: puts in a row in which no group became whole, after which something is wrong. None: eight
-            times the rollouts of a batch, and at least 100.
-        journal: a file in which everything that happens is written first, and from which an assembler with
-            the same options goes on: after a crash as if there had been none, save that groups which were
-            handed out since the last :meth:`commit` come out again. None: what is held dies with the process.
-        partition_key: (N,) or (N, 1) int ≥ 0; ids are unique in their partition, and a batch is of one. None:
-            there is one.
+        on_timeout: for a group that is too old, with the values of `on_failure`.
+        min_rollouts: ended rollouts that a group needs for ``keep`` and after ``refill``, ≥ 1.
+        min_fraction: the same as a share in (0, 1] of the rollouts that the group was first dispatched with.
+        refill: for ``refill`` and ``keep``, called with the id of a group and the number of missing rollouts.
+            Dispatch that many rollouts with new rollout ids, and do not announce them. Its exceptions are
+            raised by :meth:`put`, after the rows were taken in, or by :meth:`take`.
+        max_refills: for `refill`, largest number of calls per group, ≥ 1.
+        max_staleness: largest number of policy versions that a row may be behind `version` when it is
+            taken; None: any.
+        on_stale: for `max_staleness`, when a row of a group is older. ``drop`` the group. ``mask`` the row:
+            it leaves the loss and stays in the statistics, as with :class:`SampleFilter`. ``refill``: drop
+            its rows and dispatch all its rollouts again; after `max_refills` drop it.
+        on_newer: for `max_staleness`, when a row is newer than `version`. ``raise``, because `version` is not
+            updated; or ``wait``: the group is held until `version` reaches that of the row.
+        max_concurrent_rollouts: largest number of unfinished rollouts, for :meth:`capacity`; None: any.
+        on_late: for rows that are late: ``drop`` or ``raise``.
+        on_duplicate: for a rollout that ends twice or a segment that arrives twice, even after its group was
+            closed: ``raise``, or ``drop`` the later one.
+        on_surplus: for more than `group_size` ended rollouts. ``drop`` those that ended last. Or a callable
+            that gets their rewards, (n,) float64 sorted by rollout id, and k = `group_size`, and returns the
+            k rollouts to keep, as indices or as a mask. It is called when the group is settled or too old.
+        max_pending_groups: largest number of waiting groups; None: any.
+        on_full: for more waiting groups: ``drop`` the oldest, or ``raise``.
+        in_order: rows of an environment are put in the order in which it sent them. Then the assembler
+            detects lost rows by the origin that :class:`headrace.pipeline.StampIds` stamps. False, or a
+            `segment_key`: the origin is ignored.
+        max_idle: consecutive puts without a new whole group until :class:`StalledError`; None: eight times
+            the rollouts of a batch, at least 100.
+        journal: path of a file that records each event before it takes effect. An assembler with the same
+            options continues from it after a crash. Only groups that were taken since the last
+            :meth:`commit` are taken again. None: held rows are lost with the process.
+        partition_key: (N,) or (N, 1) int ≥ 0. Ids are unique within a partition, and a batch has groups of
+            one partition. None: a single partition.
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
-        ValueError: an option with a wrong value, or that needs another; a file that is no journal, is of
-            other options, or is damaged before its end, with the place.
+        ValueError: an option has an invalid value or needs another option; or the file is no journal, has
+            other options, or is damaged before its end.
 
     Example:
         >>> from tensordict import TensorDict
@@ -205,66 +207,66 @@ class GroupAssembler(
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
         self.version = 0
-        """The newest policy version, for `max_staleness`; whoever trains counts it up."""
+        """The newest policy version, for `max_staleness`. The trainer must update it."""
         self._stream = Stream()
-        self._wanted: int | None = None  # groups at most in the next batch, and at least one
-        self._kinds: dict[tuple[str, ...], Any] = {}  # of the columns of the last rows that came
-        self._found: dict[str, NestedKey] | None = None  # and where these say what they are
-        self._turn = threading.RLock()
+        self._wanted: int | None = None  # largest number of groups in the next batch, by want()
+        self._kinds: dict[tuple[str, ...], Any] = {}  # kinds_of the last rows
+        self._found: dict[str, NestedKey] | None = None  # find_columns of the last rows
+        self._lock = threading.RLock()
         self._journal: Journal | None = None
         self.journal = journal
         if journal is not None:
-            from .journal import Journal, options_that_decide  # here: it imports pyarrow
+            from .journal import Journal, options_that_decide  # imported here because it needs pyarrow
 
             self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
             self._journal.replay(self)
 
-    # -- what is there ------------------------------------------------------------------------------
+    # -- counts -------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> int:
-        """Whole groups."""
+        """Number of whole groups that can be taken."""
         return sum(map(len, self._stream.ready.values()))
 
     @property
     def pending(self) -> int:
-        """Groups that are announced or begun, and not whole."""
+        """Number of groups that were announced or have rows, and are not whole."""
         return len(self._stream.waiting)
 
     @property
     def held(self) -> int:
-        """Rows that are neither handed out nor counted."""
+        """Number of rows of ready and pending groups."""
         return self._stream.held
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows that left, by reason."""
+        """Number of rows that left without being taken, by reason."""
         return dict(self._stream.counts)
 
     @property
     def emitted(self) -> int:
-        """Groups that were handed out."""
+        """Number of groups that were taken."""
         return self._stream.emitted
 
     @takes_options
     def capacity(self, rollouts: int | None = None) -> int:
-        """Groups that may be dispatched now, ≥ 0: the least that these leave.
+        """Number of groups that may be dispatched now, ≥ 0: the minimum over the limits that are set.
 
-        - `max_staleness` and `groups`, of a step: (`max_staleness` + `version` + 1) · `groups` − ready −
-          pending − those handed out and not rejected are still trained in time, as in AReaL
-          (arXiv:2505.24298, section 5.1).
-        - `max_concurrent_rollouts`: those under way, by the rollouts of a group.
+        - `max_staleness`, with `groups` per step: (`max_staleness` + `version` + 1) · `groups` − ready −
+          pending − (emitted − rejected) more groups can be trained before they are too stale (AReaL,
+          arXiv:2505.24298, section 5.1).
+        - `max_concurrent_rollouts`: the remaining rollouts, divided by the rollouts of a group.
         - `max_pending_groups` − pending.
 
-        Ask for no more, and announce what was dispatched. Not to dispatch is better than to drop what is
-        slow, which is what is long.
+        Dispatch at most that many groups, and announce them. Limiting the dispatch is better than dropping
+        slow rollouts later, because slow rollouts are the long ones.
 
         Args:
-            rollouts: of a group that would be dispatched. None: `group_size`, or one.
+            rollouts: rollouts of a group to dispatch; None: `group_size`, or one.
 
         Raises:
-            ValueError: none of them is set, or `max_staleness` without `groups`; a group has more rollouts
-                than may be under way.
+            ValueError: no limit is set, or `max_staleness` without `groups`; or a group has more rollouts
+                than `max_concurrent_rollouts`.
         """
         concurrent, size = self.max_concurrent_rollouts, rollouts or self.group_size or 1
         stale = self.max_staleness is not None
@@ -274,9 +276,9 @@ class GroupAssembler(
             )
         if concurrent is not None and concurrent < size:
             raise ValueError(
-                f"max_concurrent_rollouts must be at least the rollouts of a group, {size}; got {concurrent}"
+                f"max_concurrent_rollouts must be at least the rollouts of a group ({size}); got {concurrent}"
             )
-        with self._turn:
+        with self._lock:
             stream, least = self._stream, []
             if self.max_staleness is not None and self.groups is not None:
                 most = (self.max_staleness + self.version + 1) * self.groups
@@ -291,36 +293,37 @@ class GroupAssembler(
     # -- rows come in -------------------------------------------------------------------------------
 
     def put(self, batch: TensorDictBase) -> None:
-        """Take in a batch of rows: all of them are copied, or it is refused and nothing has changed.
+        """Take in a batch of rows. Copies all of them, or raises and changes nothing.
 
         Args:
             batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack.
 
         Raises:
-            MissingKeyError: a column is not there.
-            BatchError: a row without an id, a rollout in two groups, an unknown status, numbers of expected
-                rollouts that differ, columns that do not fit those that wait; what ``raise`` is set for.
+            MissingKeyError: a column is missing.
+            BatchError: a row has no id, a rollout is in two groups, a status is unknown, expected rollouts
+                differ within a group, columns differ from those of the held rows, or an option that is set to
+                ``raise`` applies.
             StalledError: no group has become whole for `max_idle` puts.
         """
         keys = [self.group_key, self.rollout_key]
-        with self._turn, labels_in_errors(batch, keys):
+        with self._lock, labels_in_errors(batch, keys):
             kinds = None
             if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
                 kinds = kinds_of(batch)
-            if kinds != self._kinds:  # rows like those before were looked at with these
+            if kinds != self._kinds:  # rows of the same kinds as before need no further check
                 batch = enter_rows(batch, keys, reader=type(self).__name__)
                 kinds = kinds_of(batch)
             self._put(batch, kinds)
 
     def _put(self, batch: TensorDictBase, kinds: Kinds, holds: Sequence[Any] = ()) -> None:
-        """Take in rows that were entered.
+        """Take in rows after :func:`enter_rows`.
 
         Args:
-            batch: TensorDict ``[N]`` with the columns that are read; the others may be elsewhere.
+            batch: TensorDict ``[N]`` with at least the columns that are read.
             kinds: of all columns.
-            holds: what must live as long as each row does.
+            holds: an object per row to keep alive as long as the row is held.
         """
-        with self._turn:
+        with self._lock:
             stream, found = self._stream, self._found if kinds == self._kinds else None
             piece = RowPiece(batch, range(stream.received, stream.received + len(batch)), holds)
             plan = StreamPlan(stream, stream.puts + 1, self._now(), came=len(batch))
@@ -347,29 +350,29 @@ class GroupAssembler(
             warn_of_endless(plan)
 
     def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
-        """The error that says which groups wait longest, and what became of all rows.
+        """Make an error that lists the oldest waiting groups and counts all rows.
 
         Args:
-            why: with what it begins.
-            worker: w and W, of those which :class:`headrace.pipeline.StampIds` numbers: its groups alone.
+            why: the beginning of its message.
+            worker: worker w of W, as :class:`headrace.pipeline.StampIds` numbers them; lists only its groups.
         """
-        with self._turn:
+        with self._lock:
             return stalled(why, self._plan(), worker)
 
     def _plan(self) -> StreamPlan:
-        """Of no rows."""
+        """A plan without new rows."""
         return StreamPlan(self._stream, self._stream.puts, self._now())
 
     def _now(self) -> float:
         return time.monotonic() if self._journal is None else self._journal.now()
 
-    def _note(self, event: str, now: float | None = None, **said: Any) -> None:
-        """Write down what is about to happen."""
+    def _note(self, event: str, now: float | None = None, **details: Any) -> None:
+        """Write an event to the journal, before it takes effect."""
         if self._journal is not None:
-            self._journal.write(event, self.version, self._now() if now is None else now, **said)
+            self._journal.write(event, self.version, self._now() if now is None else now, **details)
 
     def _chosen(self, plan: StreamPlan) -> list[Any]:
-        """What a selector has chosen, of each group: so that it is known whether it would again."""
+        """The selection of `on_surplus` for each group. A replay compares it."""
         ready = [group for group in plan.groups.values() if group.fate == "ready"]
         return [[*group.key, sorted(group.stays)] for group in ready] if callable(self.on_surplus) else []
 
@@ -379,14 +382,14 @@ class GroupAssembler(
         self._ask_for([(group, group.missing) for group in groups if group.fate == "refilled"])
 
     def _ask_for(self, missing: list[tuple[Group, int]]) -> None:
-        """Ask for rollouts of groups that wait for them: of all of these, whatever one of them raises."""
+        """Call `refill` for all groups, then raise the first error of any call."""
         if self._journal is not None and self._journal.replaying is not None:
-            return  # they were asked for when it happened
+            return  # `refill` was called when the event first happened
         errors: list[Exception] = []
         for group, rollouts in missing:
             try:
-                self.refill(group.group, rollouts)  # type: ignore[misc]  # it was given
-            except Exception as err:  # the user's, raised below
+                self.refill(group.group, rollouts)  # type: ignore[misc]  # check_limits requires it
+            except Exception as err:  # from the user's function; the other groups still get their call
                 errors.append(err)
         if errors:
             raise errors[0]
@@ -395,13 +398,13 @@ class GroupAssembler(
 
     @takes_options
     def take(self, n: int | None = None) -> TensorDictBase | None:
-        """Hand out whole groups: `n` of them, else `groups`, else all there are; None while there are fewer.
+        """Take `n` whole groups, else `groups`, else all of them. Returns None while there are fewer.
 
-        With partitions they are of one, that in which as many became whole first.
+        A batch has groups of one partition: the one that had enough whole groups first.
 
         Raises:
             ValueError: `n` is no integer ≥ 1.
-            IncompleteGroupsError: a group is too old by its seconds, under ``on_timeout="raise"``.
+            IncompleteGroupsError: a group exceeds `timeout_seconds`, under ``on_timeout="raise"``.
         """
         n = at_least("n", n, 1)
         if n is None and self._wanted is not None:
@@ -409,7 +412,7 @@ class GroupAssembler(
         return self._take(n or self.groups)
 
     def take_rest(self) -> TensorDictBase | None:
-        """Hand out all whole groups of a partition, though they be fewer than `groups`; None if none is.
+        """Take all whole groups of a partition, even if they are fewer than `groups`; None if none is whole.
 
         Raises:
             IncompleteGroupsError: as :meth:`take`.
@@ -418,36 +421,37 @@ class GroupAssembler(
 
     @takes_options
     def want(self, groups: int) -> bool:
-        """Say how many groups whoever makes batches of what is handed out lacks, as :func:`informative` does.
+        """Tell the assembler how many groups the caller still needs, as :func:`informative` does.
 
-        With `max_staleness` the next batch has as many at most, and at least one: none waits elsewhere and
-        grows too old there, and nothing waits for more than may be dispatched.
+        With `max_staleness` the next batch then has between one and `groups` groups. So no group becomes
+        stale in the caller's buffer, and the assembler does not wait for more groups than :meth:`capacity`
+        allows.
 
         Returns:
-            Whether it will.
+            True if `max_staleness` is set, so that the next batch is limited.
         """
-        with self._turn:
+        with self._lock:
             self._wanted = at_least("groups", groups, 1) if self.max_staleness is not None else None
             return self._wanted is not None
 
     def reject(self, groups: int) -> None:
-        """Say that so many groups that were handed out are not trained: they take no :meth:`capacity`."""
-        with self._turn:
+        """Tell the assembler that taken groups are not trained, so that :meth:`capacity` excludes them."""
+        with self._lock:
             if self._journal is not None:
                 self._journal.reject(groups, self.version, self._now())
             self._stream.rejected += groups
 
     def commit(self) -> None:
-        """Say that the weights are saved which were trained on all that was handed out: with a `journal`, it
-        does not come out again, whatever happens to the process or, from here on, to the machine.
+        """Record in the `journal` that all taken groups are trained and the weights are saved.
 
-        Call it after the optimiser step whose weights were saved. Rows that were put survive the process as
-        soon as :meth:`put` has returned, and the machine after the next commit. What has left is taken out
-        of the file where it is more than half.
+        After a crash these groups are not taken again. Call it after you saved the weights of an optimiser
+        step. Rows survive a crash of the process as soon as :meth:`put` has returned, and a crash of the
+        machine after the next commit. The file is rewritten without the rows that have left when these are
+        more than half of it.
 
         Raises:
             ValueError: there is no journal.
-            RuntimeError: another assembler goes on from the journal.
+            RuntimeError: another assembler has opened the journal.
 
         Example:
             >>> import tempfile
@@ -461,22 +465,22 @@ class GroupAssembler(
             >>> assembler.commit()
             >>> assembler.take()["group_id"].tolist()
             [9]
-            >>> again = GroupAssembler(groups=1, group_size=1, journal=path)  # as after a crash
+            >>> again = GroupAssembler(groups=1, group_size=1, journal=path)  # after a crash
             >>> again.take()["group_id"].tolist()
             [9]
         """
-        with self._turn:
+        with self._lock:
             if self._journal is None:
                 raise ValueError("commit() needs a journal: GroupAssembler(journal=PATH)")
             self._journal.commit(self)
 
     def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
-        with self._turn:
+        with self._lock:
             self._expire()
             return self._hand_out(wanted, most)
 
     def _expire(self) -> None:
-        """Let go of groups that are too old by now, by their seconds or by the policy version."""
+        """Give up groups that exceed `timeout_seconds` or `max_staleness`."""
         stream, plan = self._stream, self._plan()
         if self.timeout_seconds is not None:
             settle(plan, self)
@@ -484,17 +488,17 @@ class GroupAssembler(
                 self._note("expire", plan.now, stays=self._chosen(plan))
             self._carry_out(plan)
         if self.max_staleness is not None and self.on_stale != "mask":
-            oldest, anew = self.version - self.max_staleness, []
+            oldest, refilled = self.version - self.max_staleness, []
             stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
             if stale:
                 self._note("expire", plan.now)
             for group in stale:
                 if self.on_stale == "refill" and may_refill(group, self):
-                    anew.append((group, self.group_size or group.expected))
-                    stream.dispatch_again(*anew[-1], plan)
+                    refilled.append((group, self.group_size or group.expected))
+                    stream.dispatch_again(*refilled[-1], plan)
                 else:
                     stream.close([group], STALE)
-            self._ask_for(anew)
+            self._ask_for(refilled)
 
     def _hand_out(self, wanted: int | None, most: int | None) -> TensorDictBase | None:
         stream, oldest = self._stream, self.version - (self.max_staleness or 0)
@@ -518,12 +522,12 @@ class GroupAssembler(
     def _joined(
         self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None
     ) -> Any:
-        """The batch that is handed out.
+        """Build the batch that is taken.
 
         Args:
-            places: its rows, M of them.
-            numbers: further columns, M each.
-            stale: which rows are masked. None: none is.
+            places: its M rows.
+            numbers: further columns of M numbers.
+            stale: the rows to mask; None: none.
         """
         batch = gather(places, numbers)
         if stale is None:
@@ -533,27 +537,27 @@ class GroupAssembler(
         return seen.write()
 
     def discard_batch(self) -> int:
-        """Let go of all that is held, counted as ``unfinished``, and return how many rows that were."""
-        with self._turn:
+        """Drop all held rows, counted as ``unfinished``, and return their number."""
+        with self._lock:
             stream = self._stream
             self._note("discard_batch")
             return stream.close([*stream.waiting.values(), *stream.whole_groups()], UNFINISHED)
 
-    # -- what was dispatched ------------------------------------------------------------------------
+    # -- dispatch -----------------------------------------------------------------------------------
 
     def announce(self, draws: TensorDictBase) -> None:
-        """Say which groups were dispatched: their time runs from now, and they take :meth:`capacity`.
+        """Tell the assembler which groups were dispatched. Their timeouts start, and they use capacity.
 
         Args:
-            draws: as ``RepeatSampler.draws()`` yields them; the group's id, and its expected rollouts where
-                `group_size` is None.
+            draws: the output of ``RepeatSampler.draws()``: group ids, and expected rollouts if `group_size`
+                is None.
 
         Raises:
-            BatchError: a group has been announced, has rows or is closed; numbers of expected rollouts
-                differ; more groups wait than may, under ``on_full="raise"``.
+            BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.
+            IncompleteGroupsError: more than `max_pending_groups` wait, under ``on_full="raise"``.
         """
         keys = [self.group_key, self.rollout_key]
-        with self._turn, labels_in_errors(draws, keys):
+        with self._lock, labels_in_errors(draws, keys):
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel():
                 plan = self._plan()
@@ -567,10 +571,8 @@ class GroupAssembler(
     # -- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is held and known, as dicts, tensors and lists, which ``torch.load`` reads with
-        ``weights_only=True``.
-        """
-        with self._turn:
+        """The state and the held rows, as dicts, tensors and lists for ``torch.load(weights_only=True)``."""
+        with self._lock:
             return self._state(self._now())
 
     def _state(self, now: float) -> dict[str, Any]:
@@ -578,11 +580,11 @@ class GroupAssembler(
         return {"options": dict(self._options), "version": self.version, "state": state, "chunks": chunks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Raises:
-            ValueError: it is of an assembler that reads rows in another way; this one has a journal with
-                events in it, from which it goes on.
+            ValueError: the state is of an assembler with other columns, or this one has continued from a
+                journal.
         """
         pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
         self._load(state, pieces, kinds_of(pieces[0].batch) if pieces else {})
@@ -590,19 +592,19 @@ class GroupAssembler(
     def _check_options(self, state: Mapping[str, Any]) -> None:
         if state["options"] | {"in_order": self.in_order} != self._options | {"in_order": self.in_order}:
             raise ValueError(
-                f"the state must be of an assembler that reads rows as this one does ({self._options}); "
-                f"it is of one with {state['options']}"
+                f"the state must be of an assembler that reads the same columns ({self._options}); it is of "
+                f"one with {state['options']}"
             )
 
     def _load(self, state: Mapping[str, Any], pieces: Sequence[RowPiece], kinds: Kinds) -> None:
-        """Go on from a state with these rows, whose columns are of these kinds."""
+        """Restore a state with these rows; `kinds` are those of their columns."""
         self._check_options(state)
-        with self._turn:
+        with self._lock:
             known = self._stream.puts or self._stream.waiting or self._stream.emitted
             if self._journal is not None and known:
                 raise ValueError(
-                    f"this assembler goes on from its journal {self.journal}, which has all that happened "
-                    "since that state: load none; or give a path where no file is, and load the state there"
+                    f"this assembler continues from its journal {self.journal}, which is at least as new as "
+                    "the state: do not load the state; or set journal to a new path, and load the state then"
                 )
             self._go_on(state, self._now(), pieces, kinds)
             if self._journal is not None:
@@ -619,13 +621,13 @@ class GroupAssembler(
     def __getstate__(self) -> dict[str, Any]:
         if self._journal is not None:
             raise TypeError(
-                f"an assembler with a journal ({self.journal}) is not copied or pickled, since one alone "
-                "writes to its file: make it where it runs, or save state_dict()"
+                f"an assembler with a journal ({self.journal}) cannot be copied or pickled, because only one "
+                "may write to the file: create it in the process that uses it, or save state_dict()"
             )
-        return {name: value for name, value in self.__dict__.items() if name != "_turn"}
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _turn=threading.RLock())
+        self.__dict__.update(state, _lock=threading.RLock())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"

@@ -1,14 +1,15 @@
-"""Rollouts that were lost between a worker and the assembler, by the origin that is stamped on their rows.
+"""Detect rollouts that were lost between a worker and the assembler, by the stamped origin of rows.
 
-``("headrace", "origin")`` says the number of a row in its rollout, its worker, how many workers there are,
-its environment in the worker, and how many of these there are. An environment runs one rollout after the
-other, and what it sends later is put later. So three things show that rows are missing:
+The column ``("headrace", "origin")`` holds for each row: its number within its rollout, its worker, the
+number of workers, its environment within the worker, and the number of environments. An environment runs one
+rollout after the other, and its rows are put in the order in which it sent them. Then rows are missing if one
+of these holds:
 
-1. a row has a higher number than the rows of its rollout that have come: those between are lost;
-2. a row of an environment's next rollout comes, and the last one has not ended: its end is lost;
-3. all environments of a worker are at later rollouts than one of which no row has come: all of it is lost.
-   The rollouts of worker w of W are numbered as :class:`headrace.pipeline.StampIds` does: those of groups w,
-   w + W, w + 2 W, …, each with `expected_rollouts` in a row.
+1. The number of a row is higher than the number of rows of its rollout so far. The rows between are lost.
+2. An environment sends a row of its next rollout before the previous one has ended. The end is lost.
+3. All environments of a worker are past a rollout of which no row arrived. The whole rollout is lost.
+   :class:`headrace.pipeline.StampIds` defines the order: worker w of W runs the groups w, w + W, w + 2 W, …,
+   each with `expected_rollouts` rollouts.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from .stream import StreamPlan
 
 
 def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
-    """Note of which rollouts rows come from an environment.
+    """Note the rollout that an environment has sent a row of.
 
     Returns:
-        Whether a row of a later one came in a put before.
+        True if an earlier put had a row of a later rollout of this environment.
     """
     if not _numbers_follow(row, origin):
         return False
@@ -41,7 +42,7 @@ def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
 
 
 def lose_behind(plan: StreamPlan) -> None:
-    """Lose what has not ended before an environment went on (rule 2), and what never came (rule 3)."""
+    """Plan the loss of rollouts that their environment has left unfinished (rule 2) or skipped (rule 3)."""
     stream = plan.stream
     for lane, now in plan.lanes.items():
         for rollout in plan.rollouts[lane] - {now, -1}:
@@ -51,19 +52,19 @@ def lose_behind(plan: StreamPlan) -> None:
         rollouts = [plan.lanes.get(lane, stream.lanes.get(lane)) for lane in lanes]
         if None in rollouts:
             continue
-        # The order of dispatch within the worker: group by group, each with `size` rollouts.
+        # Indices in the order of dispatch of this worker: group by group, each with `size` rollouts.
         size, workers = row.expected, origin.workers
         earliest = min(rollouts)  # type: ignore[type-var]  # none is None
         until = earliest // size // workers * size + earliest % size  # type: ignore[operator]
         start = stream.passed.get((partition, worker))
-        if start is None:  # the first time: behind are those of which no row has come, of groups that wait
-            groups = [group for place, group in (*stream.waiting, *plan.groups) if place == partition]
-            places = [group // workers * size for group in groups if group % workers == worker]
-            start = min(places, default=until)
+        if start is None:  # the first check of this worker: start at its oldest waiting group
+            groups = [group for of, group in (*stream.waiting, *plan.groups) if of == partition]
+            indices = [group // workers * size for group in groups if group % workers == worker]
+            start = min(indices, default=until)
         plan.passed[partition, worker] = max(start, until)
-        for place in range(start, until):
-            number = worker + place // size * workers
-            rollout, key = number * size + place % size, (partition, number)
+        for index in range(start, until):
+            number = worker + index // size * workers
+            rollout, key = number * size + index % size, (partition, number)
             waits = plan.groups.get(key) or stream.waiting.get(key)
             known = (partition, rollout) in plan.gone or (partition, rollout) in stream.gone
             known = known or rollout in stream.closed_rollouts[partition]
@@ -72,13 +73,13 @@ def lose_behind(plan: StreamPlan) -> None:
 
 
 def lose(plan: StreamPlan, group: Group, number: int, *, over: bool = True) -> None:
-    """Plan that a rollout leaves its group as lost, and its group waits for it no longer.
+    """Plan that a rollout leaves its group as lost. The group no longer waits for it.
 
     Args:
-        plan: of which the group is.
-        group: to which rows may have been added.
-        number: the rollout's.
-        over: none of its rows can come any more.
+        plan: is changed.
+        group: a group of the plan.
+        number: the id of the rollout.
+        over: no further row of it can arrive.
     """
     plan.lost.append(f"rollout {number} of group {group.group}")
     group.left, group.lost = group.left + 1, group.lost + 1
@@ -91,27 +92,27 @@ def lose(plan: StreamPlan, group: Group, number: int, *, over: bool = True) -> N
 
 
 def warn_of_lost(plan: StreamPlan) -> None:
-    """Say which rollouts were lost in a put, when there are twice as many as when it was last said."""
+    """Warn of rollouts that were lost in this put, each time their total has doubled."""
     now = plan.stream.lost
     if now.bit_length() > (now - len(plan.lost)).bit_length():
         warnings.warn(
-            f"{now} rollouts lost between their worker and here, the last: {listing(plan.lost)}. They are "
-            "counted as 'lost' and not trained. A MultiAsyncCollector throws rows away where nobody takes "
-            "them within a second: read it by assembled(collector, …), which does, or let its workers write "
-            "into a buffer that is drained(). If you put rows in another order than that in which they were "
-            "collected, set in_order=False",
+            f"{now} rollouts were lost between their worker and the assembler, the last: "
+            f"{listing(plan.lost)}. They are counted as 'lost' and not trained. A MultiAsyncCollector drops "
+            "rows that are not read within a second: read it with assembled(collector, …), or let its "
+            "workers write into a buffer and read that with drained(). If you put rows in another order than "
+            "they were collected, set in_order=False",
             StreamWarning,
             stacklevel=3,
         )
 
 
 def _numbers_follow(row: Row, origin: Origin) -> bool:
-    """Whether rollouts are numbered as StampIds does, so that a later one has a higher number."""
+    """Whether ids follow the numbering of StampIds, in which later rollouts have higher ids."""
     return row.group == row.rollout // row.expected and row.group % origin.workers == origin.worker
 
 
 def _end(plan: StreamPlan, partition: int, number: int) -> None:
-    """No further row of a rollout comes."""
+    """Plan that no further row of a rollout arrives: an unfinished rollout is lost."""
     stream, own = plan.stream, (partition, number)
     gone = plan.gone.get(own) or stream.gone.get(own)
     key = plan.homes.get(own) or stream.homes.get(own)

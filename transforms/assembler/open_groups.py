@@ -1,4 +1,4 @@
-"""What is known of rows that wait, by group and rollout: a few numbers of each, by which all is decided."""
+"""The ids and flags of held rows, by group and rollout."""
 
 from __future__ import annotations
 
@@ -14,91 +14,92 @@ from headrace.transforms.schema import Status
 from .pieces import RowPiece
 
 Key = tuple[int, int]
-"""Of a group or a rollout: its partition and its id."""
+"""The partition and the id of a group or a rollout."""
 NOWHERE = RowPiece(TensorDict({}, batch_size=[0]), ())
-"""Where rows are that have left."""
+"""The piece of rows that have left."""
 Lane = tuple[int, int, int]
-"""An environment: partition, worker, and its number in the worker."""
+"""An environment: its partition, its worker, and its number in the worker."""
 
 
 class Row(NamedTuple):
-    """What is known of a row. Those of a rollout are in order as these are."""
+    """The ids and flags of a row. Rows of a rollout sort by segment, then by arrival."""
 
     segment: int
-    """The number of its segment; 0 where rows have none."""
+    """Number of its segment; 0 without `segment_key`."""
     arrival: int
-    """How many rows came before it. By this it is found in its piece."""
+    """Number of rows that arrived before it. It finds the row in its piece."""
     done: int
-    """1: the rollout ends with this row, or its segment does."""
+    """1: its rollout, or its segment, ends with this row."""
     begins: int
-    """1: the rollout begins with this row, or its segment does; −1: nobody says."""
+    """1: its rollout, or its segment, begins with this row; −1: unknown."""
     ends: int
-    """How many rows of its rollout are done when that has ended."""
+    """Number of done rows that its rollout has at its end."""
     status: int
     """:class:`Status`."""
     version: int
-    """The policy version that acted; 0 where nobody asks."""
+    """Policy version that acted; 0 if it is not read."""
     reward: float
-    """0 where nobody asks."""
+    """0 if it is not read."""
     partition: int
     group: int
     rollout: int
     expected: int
-    """Rollouts with which its group was dispatched."""
+    """Rollouts that its group was dispatched with."""
     piece: RowPiece
-    """Where the row itself is."""
+    """Holds the row itself."""
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """The rows of a rollout that are there."""
+    """The rows of a rollout that have arrived."""
 
     ends: int
-    """How many of them are done when it has ended."""
+    """Number of done rows at its end."""
     by_segment: bool
-    """They have numbers, and arrive in any order; else they arrive in theirs."""
+    """True: rows have segment numbers and arrive in any order. False: rows arrive in order."""
     rows: dict[int, Row] = field(default_factory=dict)
-    """By the number of their segment, or by their arrival."""
+    """Its rows, by segment number or by arrival."""
     dones: int = 0
+    """Number of done rows so far."""
     complete: bool = False
-    """All of its rows have come."""
+    """All rows have arrived."""
     failed: bool = False
-    """A row of it failed or was aborted."""
+    """The status of a row is failed or aborted."""
     lost: bool = False
-    """A row of it was lost on its way, and it has left."""
+    """A row was lost before it arrived, and the rollout has left."""
 
     def copy(self) -> Rollout:
-        """The same, for more rows."""
+        """A copy to which rows can be added."""
         known = self.dones, self.complete, self.failed, self.lost
         return Rollout(self.ends, self.by_segment, dict(self.rows), *known)
 
     def without_rows(self) -> Rollout:
-        """What is known of it, without the rows themselves."""
+        """A copy that does not keep the rows themselves in memory."""
         twin = self.copy()
         twin.rows = {number: row._replace(piece=NOWHERE) for number, row in self.rows.items()}
         return twin
 
     @property
     def ended(self) -> bool:
-        """All of it is there, and it has not failed."""
+        """Whether all rows have arrived and none has failed."""
         return self.complete and not self.failed
 
     @property
     def last_arrival(self) -> int:
-        """Of its rows."""
+        """The arrival of the row that arrived last."""
         return max(row.arrival for row in self.rows.values())
 
     def has(self, row: Row) -> bool:
-        """Whether a row comes again: its rollout has ended, or its segment is there.
+        """Whether a row is a duplicate.
 
-        Where rows have numbers, one that arrives behind the end may have been sent before it: only another
-        end comes again, or the same number.
+        Without segment numbers, every row after the end is one. With them, rows may arrive after the end that
+        were sent before it. Then only a second end or a number that is there already is a duplicate.
         """
-        over = self.dones >= self.ends
-        return row.segment in self.rows or (over and bool(row.done)) if self.by_segment else over
+        at_end = self.dones >= self.ends
+        return row.segment in self.rows or (at_end and bool(row.done)) if self.by_segment else at_end
 
     def beyond(self, row: Row) -> tuple[int, int] | None:
-        """A segment behind the one with which the rollout would end, and that one, by their numbers."""
+        """The highest segment number and that of the end, if the rollout would end before its last one."""
         if not self.by_segment or self.dones + row.done < self.ends:
             return None
         rows = (row, *self.rows.values())
@@ -110,95 +111,95 @@ class Rollout:
         return row.begins == 1 and sum(each.begins == 1 for each in self.rows.values()) >= self.ends
 
     def add(self, row: Row) -> None:
-        """Take in a row that does not come again."""
+        """Add a row that is no duplicate."""
         self.rows[row.segment if self.by_segment else row.arrival] = row
         self.dones += row.done
         self.failed |= row.status >= Status.ABORTED
         if self.dones < self.ends:
             return
-        # Nothing is missing before the end: no segment, and not the beginning. Segments that end each by
-        # themselves begin each by themselves, as many of them.
-        rows, once = self.rows, self.ends == 1
+        # Complete if no segment is missing and the beginning is there. If segments end independently, each
+        # has its own beginning.
+        rows, single_end = self.rows, self.ends == 1
         if self.by_segment and len(rows) <= max(rows):
             return
         begun = sum(each.begins for each in rows.values()) if row.begins >= 0 else self.ends
-        self.complete = begun == self.ends and (row.begins < 0 or not once or rows[min(rows)].begins == 1)
+        first_begins = row.begins < 0 or not single_end or rows[min(rows)].begins == 1
+        self.complete = begun == self.ends and first_begins
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A group that is dispatched or begun, and not yet handed out or given up; or what would become of it."""
+    """An open group: it was announced or has rows, and was not taken or closed yet. A plan holds copies."""
 
     partition: int
     group: int
-    """Its id; unique in its partition."""
+    """Its id, unique in its partition."""
     expected: int
-    """Rollouts with which it was dispatched."""
+    """Rollouts that it was dispatched with."""
     born_put: int
-    """Puts until its first row or its announcement, that one included, or until more was asked for, or until
-    it was whole."""
+    """Number of the put in which its timeout started: its first row, announcement or refill; once it is
+    whole, the put that made it whole."""
     born_time: float
-    """The same in seconds, on this process's clock."""
+    """The time at which its timeout started, in seconds on this process's clock."""
     refilled: int = 0
-    """Rollouts that were asked for in place of those that failed or did not come."""
+    """Rollouts that were dispatched in addition, by refills."""
     refills: int = 0
-    """How often that was."""
+    """Number of refills."""
     order: int = -1
-    """Groups that became whole before it did; −1 where it waits."""
+    """Number of groups that became whole before it; −1 while it waits."""
     left: int = 0
-    """Rollouts that left: because they were lost, or too old when it was to be handed out."""
+    """Rollouts that left because they were lost or stale."""
     enough: bool = True
-    """Rollouts that come once it is whole are surplus; False: it is kept since it was too old, and they are
-    late."""
+    """Once it is ready, further rollouts are surplus (True), or late because it was kept after a timeout."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     have: int = 0
     """Rollouts that have ended."""
     lost: int = 0
-    """Those that failed or left."""
+    """Rollouts that have failed or left."""
     came: set[int] = field(default_factory=set)
-    """In a plan, rollouts of which rows come."""
+    """In a plan: rollouts with new rows."""
     fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
-    """In a plan, what becomes of it."""
+    """In a plan: what happens to the group."""
     reason: str = ""
-    """Why rows leave, if any do."""
+    """In a plan: the reason of its rows that leave."""
     stays: Collection[int] = ()
-    """Rollouts that stay where it is ready."""
+    """In a plan: rollouts that stay in a ready group."""
     missing: int = 0
-    """Rollouts to ask for."""
+    """In a plan: rollouts to refill."""
 
     @property
     def key(self) -> Key:
-        """By which it is found."""
+        """Its partition and id."""
         return self.partition, self.group
 
     @property
     def dispatched(self) -> int:
-        """Rollouts that were asked for in all."""
+        """Rollouts that were dispatched, with refills."""
         return self.expected + self.refilled
 
     @property
     def is_ready(self) -> bool:
-        """It is whole, or kept, and waits for nothing but to be taken."""
+        """Whether it is whole or kept, so that it can be taken."""
         return self.order >= 0
 
     @property
     def waits(self) -> bool:
-        """In a plan, whether it waits on."""
+        """In a plan: whether it still waits for rollouts."""
         return self.fate in ("waits", "refilled")
 
     @property
     def newest(self) -> int:
-        """The newest policy version of a row."""
+        """The newest policy version of its rows."""
         return max(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
 
     def copy(self) -> Group:
-        """The same, for a plan."""
+        """A copy for a plan."""
         known = self.partition, self.group, self.expected, self.born_put, self.born_time
         asked = self.refilled, self.refills, self.order, self.left, self.enough
         return Group(*known, *asked, dict(self.rollouts), self.have, self.lost)
 
     def moved_to(self, piece: RowPiece) -> Group:
-        """The same, with its rows in another piece."""
+        """A copy with its rows in another piece."""
         twin = self.copy()
         for number, rollout in self.rollouts.items():
             twin.rollouts[number] = rollout.copy()
@@ -207,7 +208,7 @@ class Group:
         return twin
 
     def rows(self) -> list[Row]:
-        """Its rows, in the order in which they go out, whatever that of their arrival."""
+        """Its rows, sorted by rollout id, segment and arrival."""
         rollouts = (self.rollouts[number] for number in sorted(self.rollouts))
         return [row for rollout in rollouts for row in sorted(rollout.rows.values())]
 
@@ -224,7 +225,7 @@ class Group:
         self.lost += rollout.failed - failed
 
     def describe(self, puts: int) -> str:
-        """The group in words."""
+        """Describe the group for messages."""
         names = (
             Status(max(row.status for row in rollout.rows.values())).name.lower()
             if rollout.ended or rollout.failed

@@ -1,4 +1,4 @@
-"""The rows themselves: what came together stays together, and rows are joined once, when they go out."""
+"""Hold the rows in the pieces in which they arrived. They are joined once, when a batch is taken."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ from headrace.transforms.tensordicts import (
 
 READER = "GroupAssembler"
 Kinds = dict[tuple[str, ...], tuple[Any, ...]]
-"""By the names on the way to each column; under () what is said of a lazy stack."""
+"""The kind of each column, by its path. The path () marks a lazy stack."""
 
 
 class RowPiece:
-    """Rows that came together, or those of them that are still there.
+    """Rows that arrived together, without those that have left.
 
     Args:
-        batch: TensorDict ``[n]``, dense or a lazy stack. Its memory is the caller's until :meth:`own`.
-        arrivals: n numbers by which the rows are found, ascending.
-        holds: what must live as long as each row does, n things or none.
+        batch: TensorDict ``[n]``, dense or a lazy stack. It shares the caller's memory until :meth:`own`.
+        arrivals: n numbers that identify the rows, ascending.
+        holds: n objects to keep alive as long as each row is held, or none.
     """
 
     def __init__(self, batch: TensorDictBase, arrivals: Iterable[int], holds: Sequence[Any] = ()):
         self.batch, self.holds = batch, holds
-        """The rows, those that were let go of, too."""
+        """The rows, including some that have left."""
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
-        """Where in the batch each row is, by its arrival."""
+        """The index in the batch of each held row, by its arrival."""
 
     def numbers(self, key: NestedKey, name: str, width: int = 1) -> list[Tensor]:
-        """A column of so many numbers a row, whole or, of a lazy stack, by row.
+        """Read a column with `width` numbers per row: one tensor, or one per row of a lazy stack.
 
         Raises:
-            MissingKeyError: it is not there.
-            BatchError: it holds more than one number a row.
+            MissingKeyError: the column is missing.
+            BatchError: it has another number of values per row.
         """
         entries = parts_of(self.batch, key)
         size = width * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
         if entries and all(isinstance(entry, Tensor) and entry.numel() == size for entry in entries):
             return entries
-        return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # which refuses it
+        return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # raises
 
     def own(self) -> None:
-        """Copy the rows into memory of their own: collectors write into theirs again."""
+        """Copy the rows, because collectors reuse their memory."""
         self.batch = self.rows().clone()
         self.holds = [self.holds[row] for row in self.place.values()] if self.holds else ()
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
 
     def take(self, arrivals: Iterable[int]) -> TensorDictBase:
-        """Some rows, in a TensorDict to which columns may be written."""
+        """Some rows, in a TensorDict to which columns can be added."""
         rows = self._rows(arrivals)
         return shallow_copy(rows) if rows is self.batch or isinstance(rows, LazyStackedTensorDict) else rows
 
     def rows(self) -> TensorDictBase:
-        """All rows, those that were let go of left out; they may be the batch itself."""
+        """All held rows. This may be the batch itself."""
         return self.batch if len(self.place) == len(self.batch) else self._rows(self.place)
 
     def _rows(self, arrivals: Iterable[int]) -> TensorDictBase:
@@ -86,15 +86,15 @@ class RowPiece:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
-        """What :func:`joined_plain` made a dict of."""
+        """Restore the output of :func:`joined_plain`."""
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
 
 
 def joined_plain(pieces: Collection[RowPiece]) -> list[dict[str, Any]]:
-    """The rows of pieces as one dict of tensors and lists, in memory of its own; none of no pieces.
+    """Copy the rows of pieces into one dict of tensors and lists. Returns an empty list without pieces.
 
-    They are joined, since it takes longer to save and load thousands of tensors than what is in them.
+    They are joined because thousands of small tensors take long to save and load.
     """
     if not pieces:
         return []
@@ -107,7 +107,7 @@ def joined_plain(pieces: Collection[RowPiece]) -> list[dict[str, Any]]:
 
 
 def numbers_column(values: Iterable[int]) -> Tensor:
-    """(n,) integers of as few bits as hold them."""
+    """(n,) integers in the smallest dtype that holds them."""
     numbers = array("q", values)
     if not numbers:
         return torch.empty(0, dtype=torch.int64)
@@ -115,7 +115,7 @@ def numbers_column(values: Iterable[int]) -> Tensor:
 
 
 def narrowed(column: Tensor) -> Tensor:
-    """The same integers, at least one, of as few bits as hold them."""
+    """The same integers, at least one, in the smallest dtype that holds them."""
     low, high = column.aminmax()
     for dtype in (torch.int8, torch.int16, torch.int32):
         if low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max:
@@ -124,25 +124,25 @@ def narrowed(column: Tensor) -> Tensor:
 
 
 Places = Iterable[tuple[RowPiece, int]]
-"""Rows, each by its piece and its arrival."""
+"""The piece and the arrival of each row."""
 
 
 def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDictBase:
-    """A batch of rows in this order, at least one, wherever they are.
+    """Join rows of several pieces into one batch, in the given order.
 
     Args:
-        rows: M of them.
-        numbers: further columns, M each.
+        rows: M ≥ 1 rows.
+        numbers: further columns of M numbers.
     """
-    places: dict[RowPiece, list[int]] = {}
+    indices: dict[RowPiece, list[int]] = {}
     arrivals: list[int] = []
     for piece, arrival in rows:
-        places.setdefault(piece, []).append(len(arrivals))
+        indices.setdefault(piece, []).append(len(arrivals))
         arrivals.append(arrival)
-    parts: list[Any] = [piece.take(arrivals[place] for place in some) for piece, some in places.items()]
+    parts: list[Any] = [piece.take(arrivals[at] for at in of_piece) for piece, of_piece in indices.items()]
     batch = _joined(parts)
-    order = list(chain.from_iterable(places.values()))
-    if order != list(range(len(order))):  # pieces take turns
+    order = list(chain.from_iterable(indices.values()))
+    if order != list(range(len(order))):  # rows of different pieces alternate
         batch = _chosen(batch, sorted(range(len(order)), key=order.__getitem__))
     for key, values in numbers.items():
         write_column(batch, key, torch.tensor(values, device=device_of(batch)))
@@ -150,10 +150,10 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
 
 
 def let_go(rows: Places) -> list[RowPiece]:
-    """Hold rows no longer, and return the pieces of which none is left.
+    """Drop rows, and return the pieces without rows.
 
-    What is left of a piece is copied when it is less than half, so that the memory is at most twice that of
-    what waits, and a row is copied a few times.
+    When less than half of a piece is left, the rest is copied. So the memory is at most twice that of the
+    held rows, and a row is copied only a few times.
     """
     pieces = set()
     for piece, arrival in rows:
@@ -166,10 +166,10 @@ def let_go(rows: Places) -> list[RowPiece]:
 
 
 def kinds_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Kinds:
-    """What rows must have in common to be joined: dtypes, widths and devices; of ragged rows, dtypes."""
+    """The dtype, width and device of each column; of ragged rows the dtype. Rows of equal kinds can join."""
     if isinstance(batch, LazyStackedTensorDict):
         rows = batch.tensordicts
-        kinds: Kinds = {above: () if _have_same_names(rows) else (object(),)}  # and like no other
+        kinds: Kinds = {above: () if _have_same_names(rows) else (object(),)}  # equal to no other kind
         return kinds | {path: kind[:1] for path, kind in kinds_of(rows[0], above).items()} if rows else kinds
     kinds = {}
     for name, value in batch.items():
@@ -196,30 +196,30 @@ def _have_same_names(rows: Sequence[Any]) -> bool:
 
 
 def check_kinds(held: Kinds, came: Kinds) -> None:
-    """Refuse rows that could not be joined with those that wait, both by :func:`kinds_of`.
+    """Refuse rows that cannot be joined with the held rows; both arguments are from :func:`kinds_of`.
 
     Raises:
         BatchError: columns, dtypes or the widths of dense columns differ.
     """
-    what = "a batch and the rows that wait for it must"
+    both = "the new rows and the held rows must"
     if (() in held) != (() in came):
-        raise BatchError(f"{what} be lazy stacks all or dense all; found both")
+        raise BatchError(f"{both} all be lazy stacks or all be dense; found both")
     names = {path: path[0] if len(path) == 1 else path for path in held.keys() | came.keys() if path}
     if odd := [str(names[path]) for path in held.keys() ^ came.keys()]:
         only = listing(sorted(odd))
-        raise BatchError(f"{what} have columns of one kind and batch size; only some have {only}")
+        raise BatchError(f"{both} have the same columns, types and batch sizes; only some have {only}")
     for path, name in names.items():
         if held[path] != came[path]:
             raise BatchError(
-                f"{what} have columns of one dtype and width; {name!r} is {held[path]}, and came as "
-                f"{came[path]}: pad to one width, or keep ragged rows in a lazy stack"
+                f"{both} have the same dtypes and widths; {name!r} is {held[path]} in held rows and "
+                f"{came[path]} in new rows: pad all rows to one width, or keep ragged rows in a lazy stack"
             )
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Rows of one kind, one after the other; of one part, those themselves.
+    """Concatenate rows of the same kinds; a single part is returned as it is.
 
-    Of dense rows TensorDict would look at each column of each part again.
+    Dense rows are joined by column here, because TensorDict would check each column of each part again.
     """
     first = parts[0]
     if len(parts) == 1:

@@ -1,7 +1,7 @@
-"""All that an assembler knows: groups that are open, ids that are closed, how many rows came and left.
+"""The state of an assembler: open groups, closed ids, and counts of rows.
 
-What a put would change is first written down (:class:`StreamPlan`), and then made true at once
-(:meth:`Stream.carry_out`): who refuses it has changed nothing.
+A put first plans its changes (:class:`StreamPlan`), and then applies them all (:meth:`Stream.carry_out`). So
+an error while planning changes nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicte
 """Why rows leave."""
 LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST = REASONS
 
-# What a state has of a stream, and of each group. Of a row it has the row itself, which is read again.
+# The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
 TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected", "lost", "lanes", "passed")
 OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left", "enough")
 
 
 class Intervals:
-    """Ids that are over. Those that follow one another take the room of two, however many they are.
+    """A set of integers, stored as intervals: consecutive ids take two numbers, however many they are.
 
     Args:
-        pairs: (K, 2) int64, the first and the last ids, in order.
+        pairs: (K, 2) int64, the first and the last id of each interval, ascending.
 
     Example:
         >>> ids = Intervals(torch.tensor([[0, 3], [9, 9]]))
@@ -48,82 +48,84 @@ class Intervals:
     """
 
     def __init__(self, pairs: Tensor | None = None):
-        # Where intervals begin, and where what is between them does: 0, 4, 9, 10.
+        # Alternating: the first id of an interval, and the first id after it, such as 0, 4, 9, 10.
         self._edges: list[int] = [] if pairs is None else (pairs + torch.tensor([0, 1])).flatten().tolist()
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self._edges, number) % 2 == 1
 
     def add(self, number: int) -> None:
-        """One more."""
+        """Add an id."""
         edges, at = self._edges, bisect_right(self._edges, number)
         if at % 2 == 0:
             ends, begins = at > 0 and edges[at - 1] == number, edges[at : at + 1] == [number + 1]
             edges[at - ends : at + begins] = [number] * (not ends) + [number + 1] * (not begins)
 
     def remove(self, number: int) -> None:
-        """One less."""
+        """Remove an id."""
         edges, at = self._edges, bisect_right(self._edges, number)
         if at % 2 == 1:
             first, last = edges[at - 1] == number, edges[at] == number + 1
             edges[at - first : at + last] = [number] * (not first) + [number + 1] * (not last)
 
     def to_tensor(self) -> Tensor:
-        """(K, 2) int64, the first and the last ids, in order."""
+        """(K, 2) int64, the first and the last id of each interval, ascending."""
         return torch.tensor(self._edges, dtype=torch.int64).view(-1, 2) - torch.tensor([0, 1])
 
 
 @dataclass(slots=True, eq=False)
 class StreamPlan:
-    """What would become of all groups: by rows that come, announcements, or time that goes by."""
+    """The planned changes to groups, because of new rows, announcements or timeouts."""
 
     stream: Stream
     puts: int
-    """Puts, this one included."""
+    """Number of puts, this one included."""
     now: float
     """Seconds on the clock."""
     came: int = 0
-    """Rows that come."""
+    """Number of new rows."""
     piece: RowPiece = NOWHERE
-    """Where those of them are that stay."""
+    """The new rows that are taken in."""
     left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    """Rows that leave, by reason."""
+    """Number of rows that leave, by reason."""
     groups: dict[Key, Group] = field(default_factory=dict)
-    """Copies of groups that change, and new ones."""
+    """Copies of groups that change, and new groups."""
     opened: int = 0
-    """How many are new."""
+    """Number of new groups."""
     gone: dict[Key, Rollout] = field(default_factory=dict)
-    """Rollouts that have left, of which rows come."""
+    """Rollouts that have left and get new rows."""
     homes: dict[Key, Key] = field(default_factory=dict)
-    """The group of each rollout of which rows come."""
+    """The group of each rollout with new rows."""
     origins: dict[int, Origin] = field(default_factory=dict)
-    """Of the rows that come, by their arrival, where it is stamped on them."""
+    """The origin of each new row, by arrival, if it is stamped."""
     rollouts: dict[Lane, set[int]] = field(default_factory=dict)
-    """By environment, those of which rows come, and the newest before."""
+    """By environment: the rollouts with new rows, and the newest rollout before this put."""
     lanes: dict[Lane, int] = field(default_factory=dict)
-    """The newest rollout of each environment that has gone on to another one."""
+    """The newest rollout of each environment that has started another one in this put."""
     moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
-    """By partition and worker, a row of those of which an environment has gone on to another rollout."""
+    """By partition and worker: a new row of a worker with an environment in `lanes`."""
     passed: dict[Key, int] = field(default_factory=dict)
+    """New values for :attr:`Stream.passed`."""
     lost: list[str] = field(default_factory=list)
-    """Rollouts that are lost, in words."""
+    """Descriptions of the lost rollouts."""
     lost_rows: list[Row] = field(default_factory=list)
+    """Rows of lost rollouts."""
 
     def leave_as_lost(self, rows: Iterable[Row]) -> None:
-        """Plan that rows of a group that waits leave."""
+        """Plan that rows of a waiting group leave as lost."""
         before = len(self.lost_rows)
         self.lost_rows += rows
         self.left[LOST] += len(self.lost_rows) - before
 
     def find(self, key: Key, expected: int) -> Group | None:
-        """A group to change; None: it is closed. One that is new begins, or is announced."""
+        """Find a group to change, or open a new one; None if the group is closed."""
         stream = self.stream
         if key in self.groups:
             return self.groups[key]
         if key in stream.waiting:
             self.groups[key] = stream.waiting[key].copy()
         elif key in stream.ready.get(key[0], ()):
-            return stream.ready[key[0]][key]  # of which nothing changes
+            return stream.ready[key[0]][key]  # not copied: a ready group does not change
         elif key[1] in stream.closed_groups[key[0]]:
             return None
         else:
@@ -132,80 +134,81 @@ class StreamPlan:
         return self.groups[key]
 
     def leave(self, row: Row, rollout: Rollout, *, enough: bool) -> str:
-        """Plan that a row of a rollout that has left, or is one too many, leaves as the others of it do.
+        """Plan that a new row leaves, because its rollout has left or its group needs no more rollouts.
 
         Args:
-            row: that comes.
-            rollout: its rollout, as far as it has come.
-            enough: nothing is awaited of its group.
+            row: the new row.
+            rollout: the rows of its rollout so far.
+            enough: its group needs no more rollouts.
 
         Returns:
-            The reason.
+            The reason, the same for all rows of the rollout.
         """
         before = rollout.failed or rollout.lost
-        if before or enough:  # else it is late, and nothing more is known of it
+        if before or enough:  # otherwise the row is late, and the rollout need not be remembered
             rollout = self.gone[row.partition, row.rollout] = rollout.copy()
             rollout.add(row._replace(piece=NOWHERE))
-        if rollout.failed and not before:  # they were surplus
+        if rollout.failed and not before:  # its earlier rows were counted as surplus
             self.left[SURPLUS] -= len(rollout.rows) - 1
             self.left[FAILED] += len(rollout.rows) - 1
         return LOST if rollout.lost else FAILED if rollout.failed else SURPLUS if enough else LATE
 
     def waiting(self) -> Iterator[Group]:
-        """Groups that would still wait, the oldest first."""
+        """The groups that still wait after this plan, oldest first."""
         every = {**self.stream.waiting, **self.groups}
         return (group for group in every.values() if group.waits)
 
 
 class Stream:
-    """All that is known of what came."""
+    """The state of an assembler, without its options."""
 
     def __init__(self) -> None:
-        # To find the first of a plain dict takes long where many have left.
+        # An OrderedDict finds its first item fast after many deletions; a plain dict does not.
         self.waiting: OrderedDict[Key, Group] = OrderedDict()
-        """Groups that are not whole, in the order in which their time began."""
+        """Groups that are not whole, in the order in which their timeouts started."""
         self.ready: dict[int, OrderedDict[Key, Group]] = {}
         """Whole groups by partition, in the order in which they became whole."""
         self.homes: dict[Key, Key] = {}
-        """The group of each rollout that is there, or has left while rows of it may come."""
+        """The group of each rollout that is held, or has left before all its rows arrived."""
         self.pieces: dict[RowPiece, None] = {}
-        """Where rows are, in the order in which they came."""
+        """The held rows, in order of arrival."""
         self.gone: dict[Key, Rollout] = {}
-        """Rollouts that failed or were surplus, and left before all of their rows had come."""
+        """Failed, surplus and lost rollouts that left before all their rows arrived."""
         self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
+        """Ids of closed groups, by partition."""
         self.late_groups: dict[int, Intervals] = defaultdict(Intervals)
-        """Ids by partition; and of these, those of groups that were closed while more of them was awaited."""
+        """Ids of groups that were closed while rollouts were missing, by partition."""
         self.closed_rollouts: dict[int, Intervals] = defaultdict(Intervals)
-        """Ids by partition, of rollouts that have left and are complete."""
+        """Ids of rollouts that left after all their rows had arrived, by partition."""
         self.dispatched = 0
-        """Rollouts of open groups that were asked for."""
+        """Number of dispatched rollouts of open groups."""
         self.counts = dict.fromkeys(REASONS, 0)
-        """Rows that left, by reason."""
+        """Number of rows that left, by reason."""
         self.received = self.held = 0
-        """Rows that came, and those that are there."""
+        """Number of rows that arrived, and that are held."""
         self.puts = self.idle = 0
-        """All of them, and those since a group became whole."""
+        """Number of puts, and of puts since a group became whole."""
         self.whole = self.emitted = 0
-        """Groups that became whole, or were kept; and those that were handed out."""
+        """Number of groups that became whole or were kept, and that were taken."""
         self.rejected = 0
-        """Groups that were handed out, and are not trained."""
+        """Number of groups that were taken and are not trained."""
         self.open: OrderedDict[Key, int] = OrderedDict()
-        """Rollouts that have begun and not ended, oldest first, and the puts until their first row."""
+        """Unfinished rollouts, oldest first, with the number of puts at their first row."""
         self.ended = self.longest = 0
-        """Rollouts that ended, and how many puts one took at most from its first row to its last."""
+        """Number of ended rollouts, and the most puts that one took from its first row to its last."""
         self.lost = 0
-        """Rollouts that were lost on their way."""
+        """Number of lost rollouts."""
         self.lanes: dict[Lane, int] = {}
-        """The newest rollout of each environment of which a row has come."""
+        """The newest rollout of each environment with a row."""
         self.passed: dict[Key, int] = {}
-        """By partition and worker, how many rollouts all environments have left behind, as dispatched."""
+        """By partition and worker: how many rollouts, in order of dispatch, all environments are past."""
 
     def whole_groups(self) -> list[Group]:
-        """Those that are ready."""
+        """The groups that are ready, of all partitions."""
         return [group for groups in self.ready.values() for group in groups.values()]
 
     def carry_out(self, plan: StreamPlan) -> None:
-        """Make a plan true."""
+        """Apply a plan."""
         gone: list[Row] = plan.lost_rows
         if plan.piece.place:
             self.pieces[plan.piece] = None
@@ -239,7 +242,7 @@ class Stream:
         self._let_go(gone)
 
     def close(self, groups: Iterable[Group], reason: str = "") -> int:
-        """Let go of groups, whose rows are handed out, or counted under a reason, and return how many."""
+        """Close groups and return their number of rows. Count the rows under `reason`, if it is given."""
         gone = [row for group in groups for row in self._close(group)]
         self.held -= len(gone)
         if reason:
@@ -248,7 +251,7 @@ class Stream:
         return len(gone)
 
     def take_back(self, groups: Iterable[Group], rejected: int) -> None:
-        """Hold whole groups again that were handed out, of which so many were rejected."""
+        """Hold groups again that were taken; `rejected` of them were rejected."""
         for group in groups:
             partition = group.partition
             self.closed_groups[partition].remove(group.group)
@@ -267,44 +270,47 @@ class Stream:
         self.rejected -= rejected
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
-        """Let go of the rows of a whole group, counted as stale, and wait for as many rollouts anew."""
+        """Drop the rows of a whole group as stale, and wait for `missing` new rollouts."""
         gone = self._leave(group, list(group.rollouts))
         self._no_longer_ready(group)
         self.held -= len(gone)
         self.counts[STALE] += len(gone)
-        group = self.waiting[group.key] = group.copy()  # of which no plan says that it is whole
+        group = self.waiting[group.key] = group.copy()  # a copy's fate is "waits"
         group.order, group.have, group.enough = -1, 0, True
         group.left = group.lost = group.dispatched
         self._refill(group, missing, plan)
         self._let_go(gone)
 
     def choose(self, wanted: int | None, most: int | None, newest: int | None) -> list[Group]:
-        """Whole groups of one partition, in the order in which they became whole.
+        """Choose whole groups of one partition, in the order in which they became whole.
 
         Args:
-            wanted: how many; None: all, and at least one.
-            most: no more than these.
-            newest: the policy version beyond which none is; None: any.
+            wanted: how many; None: all, at least one.
+            most: upper limit; None: `wanted`.
+            newest: newest allowed policy version; None: any.
 
         Returns:
-            Those of the partition in which as many became whole first; none where there are fewer.
+            The groups of the partition that had enough first; empty if no partition has enough.
         """
-        chosen = []
-        for waiting in self.ready.values():
-            groups: Iterable[Group] = waiting.values()
+        candidates = []
+        for ready in self.ready.values():
+            groups: Iterable[Group] = ready.values()
             if newest is not None:
                 groups = (group for group in groups if group.newest <= newest)
-            some = list(islice(groups, wanted if most is None else most))
-            if len(some) >= (wanted or 1):
-                chosen.append(some)
-        return min(chosen, key=lambda groups: groups[-1].order, default=[])
+            first = list(islice(groups, wanted if most is None else most))
+            if len(first) >= (wanted or 1):
+                candidates.append(first)
+        return min(candidates, key=lambda groups: groups[-1].order, default=[])
 
     def _let_go(self, gone: Iterable[Row]) -> None:
         for piece in let_go((row.piece, row.arrival) for row in gone):
             del self.pieces[piece]
 
     def _refill(self, group: Group, missing: int, plan: StreamPlan) -> None:
-        """Ask for more and wait for it, though more than were dispatched failed; its time begins anew."""
+        """Wait for `missing` more rollouts, and restart the timeout of the group.
+
+        More rollouts than were dispatched may have failed or been lost.
+        """
         before = group.dispatched
         group.refilled = max(before, group.have + group.lost) + missing - group.expected
         group.refills += 1
@@ -313,7 +319,7 @@ class Stream:
         self.waiting.move_to_end(group.key)
 
     def _close(self, group: Group, *, awaited: bool = True) -> list[Row]:
-        """Nothing of it is awaited any more. What comes is late where it was awaited, else surplus."""
+        """Close a group. Its further rows are late if rollouts were missing (`awaited`), else surplus."""
         if group.is_ready:
             self._no_longer_ready(group)
             awaited = not group.enough
@@ -331,7 +337,7 @@ class Stream:
             del self.ready[group.partition]
 
     def _age(self, group: Group, puts: int) -> None:
-        """Note which of the rollouts of which rows come have begun, and which have ended."""
+        """Note which rollouts with new rows have started, and which have ended."""
         for number in group.came:
             rollout, key = group.rollouts.get(number), (group.partition, number)
             if rollout is None or rollout.complete or rollout.failed:
@@ -350,11 +356,11 @@ class Stream:
                 self._remember(group.partition, number, rollout)
             else:
                 self.open.pop((group.partition, number), None)
-                del self.homes[group.partition, number]  # what still comes of it is late
+                del self.homes[group.partition, number]  # its further rows are late
         return rows
 
     def _remember(self, partition: int, number: int, rollout: Rollout) -> None:
-        """Know a rollout that has left again: by its id if all of it has come, else by its rows."""
+        """Remember a rollout that has left: only its id if all rows have arrived, else its rows as well."""
         key = partition, number
         self.open.pop(key, None)
         if rollout.complete:
@@ -368,7 +374,7 @@ class Stream:
     # -- as dicts, tensors and lists ------------------------------------------------------------------------
 
     def to_plain(self, now: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What is known, and the rows; clocks as ages, since another process has another clock."""
+        """The state and the rows. Times are saved as ages, because another process has another clock."""
         groups = [*self.waiting.values(), *self.whole_groups()]
         state: dict[str, Any] = {name: copy(getattr(self, name)) for name in TOTALS} | {
             "groups": {name: numbers_column(map(attrgetter(name), groups)) for name in OF_GROUP},
@@ -386,15 +392,15 @@ class Stream:
     def from_plain(
         cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, *, by_segment: bool
     ) -> Stream:
-        """What :meth:`to_plain` made dicts of, with the rows that were read again, in order of arrival."""
+        """Restore the output of :meth:`to_plain`; `rows`: the held rows, in order of arrival."""
         stream = cls()
-        for name in TOTALS:
-            setattr(stream, name, state.get(name, getattr(stream, name)))  # older ones knew no lost rollouts
+        for name in TOTALS:  # states of earlier versions lack the counts of lost rollouts
+            setattr(stream, name, state.get(name, getattr(stream, name)))
         for name in CLOSED:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
         stream.counts |= dict(zip(REASONS, state["counts"]))  # noqa: B905
-        known = state["groups"]  # by column; an earlier version saved a dict a group
+        known = state["groups"]  # a dict of columns; earlier versions saved a list with a dict per group
         if not isinstance(known, list):
             lines = zip(*(column.tolist() for column in known.values()), strict=True)
             known = [dict(zip(known, line, strict=True)) for line in lines]

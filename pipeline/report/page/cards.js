@@ -77,7 +77,7 @@ function drawResponse(row, shades, texts) {
     if (!row.response.start) return [h("p", { class: "note" }, "An empty response.")];
     return foldable(h("p", { class: "text" }, excerptText(row.response)));
   }
-  return texts ? [h("p", { class: "note" }, "This page has no room for the text. A dump has it (report.dump=parquet).")] : [];
+  return texts ? [h("p", { class: "note" }, "This page has no room for the text. A dump has it (report.dump=parquet), and headrace view shows it.")] : [];
 }
 
 const advantagesDiffer = ({ rows }) => new Set(rows.map((row) => row.advantage).filter(isNumber)).size > 1;
@@ -86,7 +86,7 @@ const advantagesDiffer = ({ rows }) => new Set(rows.map((row) => row.advantage).
 function drawBeside(row) {
   if (!row.beside) return null;
   const lines = Object.entries(row.beside).map(([name, value]) =>
-    h("div", {}, h("dt", {}, name), h("dd", {}, isNumber(value) ? number(value) : String(value))),
+    h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "boolean" ? String(value) : number(value))),
   );
   return h("dl", { class: "columns" }, lines);
 }

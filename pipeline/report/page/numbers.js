@@ -41,9 +41,10 @@ export const short = (value) => number(isNumber(value) ? Number(value.toPrecisio
 export const inPercent = (share) => (isNumber(share) ? `${short(100 * share)} %` : NONE);
 
 // A share without digits, where it is not next to none or all: as sentences have it.
-export function percent(share) {
+export function shareInWords(share) {
   const digits = (share >= 0.01 && share <= 0.99) || share === 0 || share === 1 ? 0 : 1;
-  return `${(100 * share).toFixed(digits)} %`;
+  const rounded = Math.floor(100 * share * 10 ** digits + 0.5) / 10 ** digits; // as reports in a terminal
+  return `${rounded.toFixed(digits)} %`;
 }
 
 // The common value where all agree, else their mean: the rows of a rollout mostly share a reward.

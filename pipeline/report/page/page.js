@@ -1,7 +1,7 @@
 // The state of the page, and the panels that draw it.
 import { drawRun } from "./about.js";
 import { readAddress, writeAddress } from "./address.js";
-import { drawAnswer, sayAdvice } from "./answer.js";
+import { drawAnswer, sayAdvice, sayNotices } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
 import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
@@ -12,7 +12,7 @@ import { drawLag } from "./lag.js";
 import { drawLengths } from "./lengths.js";
 import { followRun } from "./live.js";
 import { chosen, modelOf } from "./model.js";
-import { andList, count, percent, plural } from "./numbers.js";
+import { andList, count, plural, shareInWords } from "./numbers.js";
 import { drawOptimiser, hasOptimiser } from "./optimiser.js";
 import { drawStrip } from "./strip.js";
 import { drawTape } from "./tape.js";
@@ -67,15 +67,16 @@ function summarise(step) {
     .filter((unit) => first[unit] !== null)
     .map((unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`);
   const from = others.length ? ` They come from ${andList(others)}.` : "";
-  return `Step ${count(step.step)}: ${rows} (${percent(last.rows / first.rows)}) are in the loss.${from}`;
+  return `Step ${count(step.step)}: ${rows} (${shareInWords(last.rows / first.rows)}) are in the loss.${from}`;
 }
 
 // The same over all steps of the run, whichever is shown.
-function summariseAll({ totals, recorded, curve_steps: steps }) {
-  const [rows, trained] = [totals?.["rows/in"], totals?.["rows/trained"]];
-  if (!rows || recorded < 2) return "";
-  const which = `All ${count(recorded)} steps, ${count(steps[0])} to ${count(steps.at(-1))}`;
-  return `${which}: ${count(trained)} of ${count(rows)} rows (${percent(trained / rows)}) were in the loss.`;
+function summariseAll() {
+  const [rows, trained] = [page.totals?.["rows/in"], page.totals?.["rows/trained"]];
+  if (!rows || page.recorded < 2) return "";
+  const steps = page.curve_steps;
+  const which = `All ${count(page.recorded)} steps, ${count(steps[0])} to ${count(steps.at(-1))}`;
+  return `${which}: ${count(trained)} of ${count(rows)} rows (${shareInWords(trained / rows)}) were in the loss.`;
 }
 
 function show(index) {
@@ -175,6 +176,7 @@ function start() {
   listenForTips();
   nameRecipes(page);
   document.title = `${page.title} · headrace`;
+  sayNotices(page);
   byId("title").textContent = page.title;
   byId("recipe").append(
     ...page.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),
@@ -182,7 +184,7 @@ function start() {
   byId("recipe-box").hidden = !page.recipe.length;
   byId("curves").hidden = page.curve_steps.length < 2;
   byId("optimiser").hidden = !hasOptimiser(page);
-  byId("totals").textContent = summariseAll(page);
+  byId("totals").textContent = summariseAll();
   byId("totals").hidden = !byId("totals").textContent;
   drawRun(page.run);
   byId("certificates").hidden = !page.certificates;

@@ -40,6 +40,7 @@ const COLUMNS = {
   reason: "in the loss?",
   action: "what happened to the row",
   ground_truth: "ground truth",
+  other_columns: "other columns of the dump",
 };
 export const columnName = (name) => COLUMNS[name] ?? name.replaceAll("_", " ");
 

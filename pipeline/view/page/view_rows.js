@@ -7,6 +7,7 @@ const COUNT = 50; // rows at a time
 const AT_ONCE = 20000; // characters of a text that are fetched when its row is opened
 const LINE = 180; // characters of a text in the table
 const SHOWN = ["row", "group_id", "rollout_id", "rollout_reward", "advantage", "loss_weight", "tokens", "reason"];
+const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
 const TEXTS = ["prompt", "response", "ground_truth"]; // first, when a row is opened
 
 const oneLine = (cell) => {
@@ -110,7 +111,7 @@ function rowsTable({ run, step, answer, state, without, label }) {
     });
     return [line, detail];
   });
-  const table = h("table", { class: "plain cards rows" }, h("thead", {}, head), h("tbody", {}, body));
+  const table = h("table", { class: "plain as-cards row-table" }, h("thead", {}, head), h("tbody", {}, body));
   return h("div", { class: "across", tabindex: 0, role: "region", "aria-label": label }, table);
 }
 
@@ -130,8 +131,8 @@ function opened({ run, step, cells, columns, value, has, state }) {
   return [
     h("p", { class: "links" }, links),
     texts
-      .filter((column) => value(cells, column) !== null)
-      .map((column) => [h("h4", {}, columnName(column)), wholeText({ run, step, place: cells[0], column, cell: value(cells, column) })]),
+      .filter((column) => value(cells, column) !== null && (column !== OTHERS || value(cells, column).characters))
+      .map((column) => [h("h4", {}, columnName(column)), (column === OTHERS ? otherColumns : wholeText)({ run, step, place: cells[0], column, cell: value(cells, column) })]),
     h(
       "dl",
       {},
@@ -140,6 +141,27 @@ function opened({ run, step, cells, columns, value, has, state }) {
       ),
     ),
   ].flat(3).filter(Boolean);
+}
+
+// The other columns of a dump by name; one that is no text as JSON.
+function otherColumns(where) {
+  const list = h("dl", { class: "others" });
+  const fill = (text) => {
+    let found;
+    try {
+      found = Object.entries(JSON.parse(text));
+    } catch {
+      found = [["other columns", text]];
+    }
+    const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+    list.replaceChildren(...found.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, shown(value)))));
+  };
+  if (where.cell.start.length >= where.cell.characters) fill(where.cell.start);
+  else
+    ask("text", { run: where.run, step: where.step, place: where.place, column: where.column })
+      .then(({ text }) => fill(text))
+      .catch((error) => list.replaceWith(h("p", { class: "empty", role: "alert" }, error.message)));
+  return list;
 }
 
 // A text as far as it is known; the rest comes at once where it is short, else when somebody asks for it.
