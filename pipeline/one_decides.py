@@ -1,4 +1,4 @@
-"""The first rank decides for all: with which stages it can, and how the others get their passes."""
+"""Let the first rank run the stages for all ranks, and send each rank its part of the result."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from headrace.transforms.table import Late, Table
 
 
 class Epoch(NamedTuple):
-    """What the stages behind the cut made of one pass over the rows."""
+    """The results of the stages after the split, for one pass over the rows."""
 
     places: dict[str, Tensor]
-    """Where each row of the table is trained, by name."""
+    """The minibatch, micro-batch and rank of each row of the table, by name."""
     columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
-    """What stages have written (:meth:`Table.written_columns`)."""
+    """The columns that stages wrote (:meth:`Table.written_columns`)."""
     late: list[Late]
-    """What they do to gathered rows."""
+    """The changes that stages make to gathered rows."""
     batch: TensorDictBase
-    """The rows, with the columns of tokens that they have changed."""
+    """The rows, with the token columns that stages changed."""
 
 
 def check_by_table(stages: Mapping[str, Any]) -> None:
-    """Check that stages decide by the table alone, and take part on no other rank.
+    """Check that all stages decide only by the table, so that the first rank can run them alone.
 
     Raises:
-        ValueError: some do not, with their names and what each needs.
+        ValueError: some do not. Lists their names and what each needs.
     """
-    asked = {
+    needs = {
         name: stage.needs_each_rank() if isinstance(stage, BatchTransform) else "code of your own"
         for name, stage in stages.items()
     }
-    if any(asked.values()):
-        named = ", ".join(f"{name!r} ({why})" for name, why in asked.items() if why)
+    if any(needs.values()):
+        named = ", ".join(f"{name!r} ({why})" for name, why in needs.items() if why)
         raise ValueError(
-            f"under decide_on='first_rank' stages decide by the table, on that rank alone, and these take "
-            f"part on each: {named}. Set pipeline.decide_on=each_rank, or leave them out"
+            f"decide_on='first_rank' runs the stages only on the first rank, and these stages must run on "
+            f"each rank: {named}. Set pipeline.decide_on=each_rank, or remove these stages"
         )
 
 
 def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Sequence[Plan]]) -> None:
-    """Give each rank the passes over its rows, and its plans, where one decides."""
+    """Send each rank the passes over its rows and its plans, if the first rank decides."""
     if table.ranks is None or not table.ranks.one_decides:
         return
-    number = torch.empty(table.size, dtype=torch.int64)  # of each row, among those of its rank
+    number = torch.empty(table.size, dtype=torch.int64)  # the number of each row among those of its rank
     for rank in range(len(plans)):
-        known = 0
-        for a, b in table.spans(rank):
-            number[a:b] = torch.arange(known, known + b - a)
-            known += b - a
+        count = 0
+        for start, stop in table.spans(rank):
+            number[start:stop] = torch.arange(count, count + stop - start)
+            count += stop - start
     of_ranks = [
         [
             (number[plan.order].numpy(), plan.padding.numpy(), plan.sizes, number[plan.left].numpy())
@@ -66,14 +66,14 @@ def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Seque
         ]
         for own in plans
     ]
-    hand_out(table, [(each.places, each.columns) for each in passes], of_ranks)
+    hand_out(table, [(epoch.places, epoch.columns) for epoch in passes], of_ranks)
 
 
 def take_passes(rows: Rows, split: ShuffleSplit) -> tuple[list[Epoch], Any]:
-    """The passes over the rows of this rank, and what was permuted, as the first rank has decided."""
+    """Receive the passes over the rows of this rank, and its permutations, from the first rank."""
     before = copy(rows.table)
-    found, plans = hand_out(rows.table)
-    passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in found]
+    received, plans = hand_out(rows.table)
+    passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in received]
     own = [
         Plan(torch.from_numpy(order), torch.from_numpy(padding), sizes, torch.from_numpy(left))
         for order, padding, sizes, left in plans

@@ -76,7 +76,9 @@ class OwnCriterion(Criterion):
     ],
 )
 def test_the_first_rank_does_not_decide_what_is_asked_of_each(stage, why):
-    with pytest.raises(ValueError, match=rf"these take part on each: 'odd' \({why}\)\. Set pipeline\.dec"):
+    with pytest.raises(
+        ValueError, match=rf"these stages must run on each rank: 'odd' \({why}\)\. Set pipeline\.dec"
+    ):
         Pipeline({"odd": stage}, process_group="world", decide_on="first_rank")
     Pipeline({"odd": stage}, process_group="world")
 

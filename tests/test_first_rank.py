@@ -88,5 +88,7 @@ def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
 @pytest.mark.parametrize("recipe", EACH)
 def test_stages_that_take_part_on_each_rank_are_named(recipe):
     stages = dict(composed(f"pipeline={recipe}").stages.items())
-    with pytest.raises(ValueError, match=re.escape(f"take part on each: {EACH[recipe]}. Set pipeline.dec")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"must run on each rank: {EACH[recipe]}. Set pipeline.dec")
+    ):
         Pipeline(stages, process_group="world", decide_on="first_rank")
