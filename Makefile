@@ -3,11 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Empty where Python is older than the tested set.
+CONSTRAINTS ?= --constraint constraints.txt
 
 # Each process that tests start would compile all that it imports anew, a sixth of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check long lint types bench generate docs dist clean
+.PHONY: demo test check quick slow long lint types bench generate certificates docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -18,8 +20,14 @@ test: lint types
 
 # What batches become, in under a minute: laws, golden numbers, the contract, the house. A file whose `pytestmark` is
 # `slow` is not even imported.
-check: lint types
+check: lint types quick
+
+quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
+
+# The tests that `make check` leaves out; SHARD=2/3 is the second third of them, for machines in parallel.
+slow: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m slow $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 # A process that is killed at 50 points of its stream, and a soak of SOAK seconds with slow trainer steps.
 long: $(STAMP)
@@ -36,12 +44,14 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks $(ARGS)
 
-# What follows from the code: the YAML nodes of the stages, the certificates, and the pages of recipes and symptoms.
+# What follows from the code, in seconds: the listings of stages, their YAML, the pages of recipes and symptoms.
 generate: $(STAMP)
-	$(BIN)/python tools/make_stages.py
+	$(BIN)/python tools/generate.py
+
+# docs/certificates.json, in a minute or two, and the page that shows them.
+certificates: $(STAMP)
 	$(BIN)/python tools/make_certificates.py
-	$(BIN)/python tools/make_recipes.py
-	$(BIN)/python tools/make_symptoms.py
+	$(BIN)/python tools/generate.py
 
 # The site, in site/, where a warning is an error. Its search needs a server: python -m http.server -d site
 docs: $(STAMP)
@@ -51,7 +61,7 @@ docs: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,llm,ray,tq,docs]'
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable '.[dev,llm,ray,tq,docs]'
 	touch $@
 
 # dist/: the wheel and the source distribution, as an index takes them.

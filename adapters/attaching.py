@@ -5,12 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, TypeVar
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, Run
 from headrace.pipeline.decision import pipeline_of
 
 OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
 
 Trainer = TypeVar("Trainer")
+
+
+def log_run(trainer: Any, run: Run) -> None:
+    """Keep what the recipe made of a batch, and log its metrics among the trainer's own."""
+    trainer.last_run = run
+    logged = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in run.metrics.items():
+        logged[f"headrace/{name}"].append(value)
 
 
 def attach(
@@ -20,7 +28,9 @@ def attach(
 
     Its class becomes a subclass of its own, so that what the trainer does else, and what a subclass of yours
     does, stays. `trainer.pipeline` is the recipe; it may be changed between steps, and one that remembers
-    something has its state there: `trainer.pipeline.state_dict()`.
+    something has its state there: `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's
+    :class:`Run`, with its report; its metrics are logged among the trainer's own, under ``headrace/``.
+    Several reward functions are as many columns of rewards.
 
     Args:
         trainer: a ``GRPOTrainer``, before ``train()``.
@@ -53,6 +63,10 @@ def attach(
         )
     if isinstance(getattr(trainer, "pipeline", None), Pipeline):
         raise ValueError("this trainer has a recipe already: set trainer.pipeline to change it")
+    rewards = len(trainer.reward_weights)  # type: ignore[attr-defined]
+    said = any("collapse" in each for each in (*overrides, str(options.get("stages"))))
+    if rewards > 1 and not isinstance(recipe, Pipeline) and not said:
+        overrides = (f"pipeline.stages.collapse.columns={rewards}", *overrides)
     pipeline = pipeline_of(recipe or OBJECTS[found[0]], *overrides, **options)
     if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
         raise ValueError("the recipe weighs rewards: set collapse.weights, and no reward_weights")

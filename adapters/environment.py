@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from headrace.pipeline import Decider, Decision, Pipeline, advantages_of, load_pipeline
 from headrace.pipeline.decision import refuse_state
-from headrace.pipeline.halves import before_the_cut
+from headrace.pipeline.halves import before_the_cut, part_of
+from headrace.transforms import MissingKeyError, TokenAdvantage
 
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"
+Part = Literal["advantages", "rows", "whole"]
 
 
 def recipe_of_environment(default: str, *words: str) -> Pipeline:
@@ -43,16 +46,19 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
     return _decider(default, words).pipeline
 
 
-def decide_here(default: str, columns: Mapping[str, Any], *words: str) -> Decision:
+def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:
     """What that recipe decides about rows; of the columns those that it reads.
 
     Args:
         default: as of :func:`recipe_of_environment`.
         columns: as of :func:`headrace.decide`.
         words: as of :func:`recipe_of_environment`.
+        part: ``advantages``, the stages in front of the cut; ``rows``, those without their
+            :func:`token_stages`; ``whole``, cut and weight, too.
     """
-    decider = _decider(default, words)
-    return decider.decide({name: values for name, values in columns.items() if decider.reads(name)})
+    decider = _decider(default, words, part)
+    with options_are_words():
+        return decider.decide({name: values for name, values in columns.items() if decider.reads(name)})
 
 
 def advantages_by_uid(
@@ -70,16 +76,56 @@ def advantages_by_uid(
     batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
     batch["next", "reward"] = token_level_rewards.sum(-1)
     batch["masks", "all_assistant_mask"] = response_mask.bool()
-    return advantages_of(recipe_of_environment(default), batch).advantage * response_mask
+    with options_are_words():
+        return advantages_of(recipe_of_environment(default), batch).advantage * response_mask
 
 
-def _decider(default: str, words: tuple[str, ...]) -> Decider:
+@contextmanager
+def options_are_words() -> Iterator[None]:
+    """Say of a column that is not there where the options are that an error names.
+
+    Raises:
+        MissingKeyError: the same, with the variables.
+    """
+    try:
+        yield
+    except MissingKeyError as err:
+        raise MissingKeyError(
+            f"{err}. Options are overrides of the recipe {os.environ.get(RECIPE) or 'by default'}, in the "
+            f'environment of every process: {OVERRIDES}="pipeline.stages.gate.group_size=8"'
+        ) from err
+
+
+def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:
+    """The stages that change the advantage of each token by its own numbers, last in front of the cut.
+
+    Raises:
+        ValueError: one of them compares rows, or a stage comes after it.
+    """
+    names = [name for name, stage in pipeline.stages.items() if isinstance(stage, TokenAdvantage)]
+    refused = [name for name in names if not getattr(pipeline.stages[name].term, "elementwise", False)]
+    if refused or names != (pipeline.order[-len(names) :] if names else []):
+        raise ValueError(
+            "the trainer's function sees some rows at a time and no group: the stages of tokens must come "
+            f"last, and change each token by its own numbers; found {', '.join(pipeline.order)}"
+            + (f", of which {', '.join(refused)} compare rows" if refused else "")
+        )
+    return {name: pipeline.stages[name] for name in names}
+
+
+def _decider(default: str, words: tuple[str, ...], part: Part = "advantages") -> Decider:
     said = shlex.split(os.environ.get(OVERRIDES, ""))
-    return _composed(os.environ.get(RECIPE, default), (*words, *said))
+    return _composed(os.environ.get(RECIPE, default), (*words, *said), part)
 
 
 @cache
-def _composed(recipe: str, words: tuple[str, ...]) -> Decider:
-    pipeline = load_pipeline(recipe, *words)
-    refuse_state(pipeline)
-    return Decider(before_the_cut(pipeline))
+def _composed(recipe: str, words: tuple[str, ...], part: Part) -> Decider:
+    whole = load_pipeline(recipe, *words)
+    refuse_state(whole)
+    if part == "whole":
+        return Decider(whole)
+    first = before_the_cut(whole)
+    if part == "advantages":
+        return Decider(first)
+    by_token = token_stages(first)
+    return Decider(part_of(first, [name for name in first.order if name not in by_token], None))

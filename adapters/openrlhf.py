@@ -13,13 +13,14 @@ import torch
 
 from headrace.transforms import Status
 
-from .environment import decide_here
+from .environment import decide_here, recipe_of_environment
 
 
 def replace_advantages() -> None:
     """Let OpenRLHF's experience maker take its advantages from the recipe of the environment."""
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
+    recipe_of_environment("as/openrlhf")  # a wrong name fails here, before any rollout
     RemoteExperienceMaker.compute_advantages_and_returns = compute_advantages_and_returns
 
 

@@ -17,6 +17,8 @@ from headrace.pipeline import advantages_of
 
 from .environment import recipe_of_environment
 
+recipe_of_environment("as/prime_rl")  # a wrong name fails here, before any rollout
+
 
 class RecipeAlgorithm(Algorithm):
     """Scores one group at a time; each trainable trace is a rollout."""

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from rllm.trainer.algorithms.advantage import register_rllm_adv_estimator
 
-from .environment import decide_here
+from .environment import decide_here, recipe_of_environment
+
+recipe_of_environment("as/rllm")  # a wrong name fails here, before any rollout
 
 
 @register_rllm_adv_estimator("headrace")

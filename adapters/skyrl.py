@@ -14,7 +14,9 @@ from typing import Any
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_advantage_estimator
 from torch import Tensor
 
-from .environment import advantages_by_uid
+from .environment import advantages_by_uid, recipe_of_environment
+
+recipe_of_environment("as/skyrl")  # a wrong name fails here, before any rollout
 
 
 @register_advantage_estimator("headrace")

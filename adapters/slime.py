@@ -1,35 +1,80 @@
-"""A recipe in slime and miles, by ``--custom-reward-post-process-path``.
+"""A recipe in slime, by the three paths of functions that it takes.
 
-THUDM/slime, slime/ray/rollout.py, ``_post_process_rewards``, at 624b824a89 (2026-08-21); radixark/miles,
-miles/ray/rollout/train_data_conversion.py, the same name, at 31f1ca961a (2026-08-21).
+THUDM/slime at 624b824a89 (2026-08-21): slime/ray/rollout.py, ``_post_process_rewards`` and
+``_convert_samples_to_train_data``; slime/backends/megatron_utils/loss.py, ``compute_advantages_and_returns``.
+miles has the first of them, too: radixark/miles at 31f1ca961a (2026-08-21).
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from headrace.transforms import Status
+import torch
+from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 
-from .environment import decide_here
+from headrace.transforms import BatchError
+
+from .environment import recipe_of_environment, token_stages
+from .samples import Rewards, decide_samples, weigh_samples
+
+recipe_of_environment("as/slime")  # a wrong name fails here, before any rollout
+BY_TOKEN = "headrace.adapters.slime.compute_advantages"
 
 
-def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """Rewards, and the advantages that the trainer takes in their place; rows that leave are removed."""
-    rewards = [sample.get_reward_value(args) for sample in samples]
-    masks = [
-        [0] if s.remove_sample else [1] * s.response_length if s.loss_mask is None else s.loss_mask
-        for s in samples
-    ]
-    columns = {
-        "group_id": [s.group_index for s in samples],
-        "rollout_id": [s.index if s.rollout_id is None else s.rollout_id for s in samples],
-        "expected_rollouts": [args.n_samples_per_prompt] * len(samples),
-        "status": [int(Status[s.status.name]) for s in samples],
-        "reward": rewards,
-        "tokens": [sum(map(bool, mask)) for mask in masks],
-        "length": [s.response_length for s in samples],
-    }
-    decision = decide_here("as/slime", columns)
-    for sample, trains in zip(samples, decision.keep.tolist(), strict=True):
-        sample.remove_sample = not trains  # the trainer zeroes its loss mask
+def post_process_rewards(args: Any, samples: list[Any]) -> Rewards:
+    """Rewards, and the advantages that the trainer takes in their place; rows that leave are removed.
+
+    By ``--custom-reward-post-process-path``. Where :func:`compute_advantages` is named, too, what the recipe
+    does to tokens is left to it.
+    """
+    by_token = getattr(args, "custom_advantage_function_path", None) == BY_TOKEN
+    rewards, decision = decide_samples(args, samples, part="rows" if by_token else "advantages")
     return rewards, decision.advantage.tolist()
+
+
+def convert_samples_to_train_data(args: Any, samples: list[Any]) -> dict[str, Any]:
+    """slime's own data, with the advantages of the recipe and its weights, too.
+
+    By ``--custom-convert-samples-to-train-data-path``.
+    """
+    from slime.ray.rollout import RolloutManager
+
+    convert = RolloutManager.__ray_metadata__.modified_class._convert_samples_to_train_data
+
+    def own(samples: list[Any], rewards: Rewards) -> Any:
+        manager = SimpleNamespace(args=args, custom_convert_samples_to_train_data_func=None)
+        manager._post_process_rewards = lambda _: rewards
+        return convert(manager, samples)
+
+    return weigh_samples(args, samples, own, whole=False)
+
+
+def compute_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Advantages and returns of the tokens of this rank's rows: `rewards`, changed as the recipe has it.
+
+    By ``--custom-advantage-function-path``, behind one of the two above. A rank has some rows of a group,
+    and no group ids: a term that compares rows is refused.
+    """
+    lengths, masks = rollout_data["response_lengths"], rollout_data["loss_masks"]
+    name = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+    known = {"log_probs": rollout_data.get(name)}
+    known |= {each: rollout_data.get(each) for each in ("ref_log_probs", "teacher_log_probs")}
+    columns = {key: rows for key, rows in known.items() if rows is not None}
+    for key, rows in (columns | {"kl": rollout_data["kl"]}).items():
+        if [len(row) for row in rows] != list(lengths):
+            raise BatchError(f"{key} has parts of the responses: context parallelism cuts them; take size 1")
+    device = rollout_data["kl"][0].device
+    batch = TensorDict({"rollout_id": torch.as_tensor(rollout_data["rollout_ids"])}, [len(lengths)]).to(
+        device
+    )
+    batch["masks", "all_assistant_mask"] = pad_sequence(list(masks), batch_first=True).bool().to(device)
+    batch["advantage"] = torch.as_tensor(rollout_data["rewards"], device=device).float().view(-1, 1, 1)
+    for key, rows in columns.items():
+        batch[key, "full"] = pad_sequence(list(rows), batch_first=True)
+    for stage in token_stages(recipe_of_environment("as/slime")).values():
+        batch = stage(batch)
+    found = batch["advantage"].squeeze(-1).expand(-1, max(lengths))
+    rollout_data["advantages"] = [row[:length] for row, length in zip(found, lengths, strict=True)]
+    rollout_data["returns"] = list(rollout_data["advantages"])

@@ -15,6 +15,8 @@ from headrace.pipeline import Decider, Pipeline
 from headrace.pipeline.halves import before_the_cut
 from headrace.transforms import Status
 
+from .attaching import log_run
+
 
 class RecipeAdvantages:
     """What a trainer of ms-swift does otherwise with a recipe attached."""
@@ -38,6 +40,7 @@ class RecipeAdvantages:
         }
         decision = decider.decide({name: each for name, each in columns.items() if decider.reads(name)})
         super()._compute_advantages(samples, rewards_per_func, batches)  # type: ignore[misc]  # for its metrics
+        log_run(self, decision.run)
         return decision.advantage.to(rewards_per_func)
 
 

@@ -13,7 +13,9 @@ from torchtitan.config import Configurable
 
 from headrace.transforms import Status
 
-from .environment import decide_here
+from .environment import decide_here, recipe_of_environment
+
+recipe_of_environment("as/tinker")  # a wrong name fails here, before any rollout
 
 
 class RecipeEstimator(Configurable):

@@ -14,7 +14,9 @@ from trinity.buffer.operators import ExperienceOperatorV1
 
 from headrace.transforms import Status
 
-from .environment import decide_here
+from .environment import decide_here, recipe_of_environment
+
+recipe_of_environment("as/verl")  # a wrong name fails here, before any rollout
 
 
 class RecipeOperator(ExperienceOperatorV1):

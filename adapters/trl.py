@@ -14,6 +14,8 @@ from tensordict import TensorDict
 from headrace.pipeline import Pipeline, advantages_of
 from headrace.transforms import Status
 
+from .attaching import log_run
+
 
 class RecipeAdvantages:
     """What a trainer of TRL does otherwise with a recipe attached."""
@@ -45,6 +47,7 @@ class RecipeAdvantages:
         output["advantages"] = credit.advantage
         output["tool_mask"] = credit.in_loss.int()  # by which TRL's losses count tokens
         output["num_items_in_batch"] = self.accelerator.gather(credit.in_loss.sum()).sum()
+        log_run(self, credit.run)
         logged, found = self._logs["advantages"], self.accelerator.gather(credit.advantage.mean(1)).tolist()
         for _ in range(min(len(logged), len(found))):  # in the place of TRL's own
             logged.pop()

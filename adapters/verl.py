@@ -25,6 +25,7 @@ try:
 except ImportError:  # it needs TransferQueue, which the older trainer does without
     trainer_base = None
 
+recipe_of_environment("as/verl")  # a wrong name fails here, before any rollout
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
 
 

@@ -22,7 +22,7 @@ from page import page, read_results
 ROOT = Path(__file__).parent.parent
 # In the order of the page.
 NAMES = ["yardstick", "structure", "advantage", "peers", "pipeline", "stages", "tokens", "replay", "balance"]
-NAMES += ["trees", "stream", "ranks", "gpu"]
+NAMES += ["trees", "stream", "ranks", "view", "gpu"]
 
 
 def run(script: Path, *words: str) -> None:

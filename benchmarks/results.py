@@ -83,4 +83,4 @@ def main(
             "tables": [asdict(table) for table in found],
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        options.json.write_text(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,6 +1,6 @@
-"""The pipeline, how it is composed, and the command that trains through it.
+"""The pipeline, its composition from recipes, reports, and the ``headrace`` command.
 
-Names are imported when they are asked for: ``headrace --help`` needs no torch, which takes seconds.
+A name is imported when it is first used, so that ``headrace --help`` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
     from .run import Run
     from .stage import StageError
-    from .train import RepeatSampler, TokenGRPOLoss, optimise, total_loss
+    from .train import OptimiserRecord, RepeatSampler, TokenGRPOLoss, optimise, total_loss
 
 __all__ = [
     "AssembleOnWrite",
@@ -54,6 +54,7 @@ __all__ = [
     "DrainWriter",
     "GroupReplayBuffer",
     "GroupUnit",
+    "OptimiserRecord",
     "Pipeline",
     "PipelineHook",
     "QueuedGroups",
@@ -101,8 +102,8 @@ __all__ = [
 
 
 @cache
-def _homes() -> dict[str, str]:
-    """The module of each name, as the imports above say it, which only type checkers follow."""
+def _modules() -> dict[str, str]:
+    """The module of each name, read from the imports above, which run for type checkers only."""
     nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
     return {alias.name: node.module or "" for node in imports for alias in node.names}
@@ -111,7 +112,7 @@ def _homes() -> dict[str, str]:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f".{_homes()[name]}", __name__), name)
+    globals()[name] = value = getattr(import_module(f".{_modules()[name]}", __name__), name)
     return value
 
 

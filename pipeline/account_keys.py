@@ -1,4 +1,4 @@
-"""Where a pipeline finds what it accounts for and reports."""
+"""The columns that a pipeline counts and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.schema import REWARD
 from headrace.transforms.table import TokenCount
 
-# Where a report looks for what it shows; the first key that the batch has.
+# Keys of the values that a report shows. A report reads the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {
     "reward": (("next", "reward"), "reward"),
     "status": (("next", "status"), "status"),
@@ -25,11 +25,12 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "prompt": ("prompt_text", ("text", "prompt"), ("history", "prompt"), "query"),
     "response": ("response_text", ("text", "response"), ("history", "response")),
     "ground_truth": ("ground_truth",),
+    "other_columns": ("other_columns",),
     "group_label": ("group_label",),
     "rollout_label": ("rollout_label",),
     "logged_advantage": ("logged_advantage",),
 }
-# The option under which stages know what a report shows.
+# The option of stages that names each of these columns.
 OPTIONS = {
     "reward": "reward_key",
     "status": "status_key",
@@ -39,21 +40,21 @@ OPTIONS = {
     "importance_weight": "importance_key",
     "loss_weight": "weight_key",
 }
-TEXTS = ("prompt", "response", "ground_truth", "group_label", "rollout_label")
+TEXTS = ("prompt", "response", "ground_truth", "other_columns", "group_label", "rollout_label")
 NUMBERS = ("reward", "status", "policy_version", "expected_rollouts", "logged_advantage")  # as collected
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a pipeline finds what it accounts for.
+    """The columns that a pipeline counts and reports.
 
     Attributes:
-        loss_mask: tokens in the loss.
-        log_prob: of which what is not finite is out of the loss; None: not looked at.
+        loss_mask: the loss mask.
+        log_prob: log-probabilities; non-finite ones are out of the loss. None: not read.
         weight: loss weights.
-        units: the ids of ``rollouts`` and ``groups``, as far as they are counted.
-        found: where a report finds what it shows, by name; the first key that the batch has.
-        reward_weights: by which several rewards become one.
+        units: the ids of ``rollouts`` and ``groups``, for the units that are counted.
+        found: keys of each value that a report shows, by name; a report reads the first that exists.
+        reward_weights: weights of the sum of several rewards; None: not known.
     """
 
     loss_mask: NestedKey
@@ -72,14 +73,14 @@ class Keys:
         ids: Mapping[str, NestedKey | None],
         report: Mapping[str, NestedKey],
     ) -> Keys:
-        """The keys of stages.
+        """Collect the keys of stages.
 
         Args:
             stages: in order.
-            loss_mask: where tokens in the loss are.
-            log_prob: where their log-probabilities are; None: not looked at.
-            ids: of ``rollouts`` and ``groups``; None where they are not counted.
-            report: where a report finds what goes by other names than the stages'.
+            loss_mask: key of the loss mask.
+            log_prob: key of the log-probabilities. None: not read.
+            ids: keys of ``rollouts`` and ``groups``. None: not counted.
+            report: the pipeline's `report_keys`, which override the keys of the stages.
         """
         stages = list(stages)
         named = keys_of_stages(stages)
@@ -94,32 +95,32 @@ class Keys:
         return cls(loss_mask, log_prob, weight, units, found, weights_of_stages(stages))
 
     def weight_is_written(self, stages: Mapping[str, Any]) -> bool:
-        """Whether a stage declares that it writes the loss weights."""
+        """Whether a stage has the loss weights in its `out_keys`."""
         return any(self.weight in getattr(stage, "out_keys", ()) for stage in stages.values())
 
     @property
     def read_first(self) -> list[NestedKey]:
-        """The columns that are noted as they come in."""
+        """The columns whose input values are kept for the report."""
         return [*self.units.values(), *(key for name in NUMBERS for key in self.found[name])]
 
 
 class Asked(NamedTuple):
-    """The columns that stages and the report ask for, which are read at once."""
+    """The columns that stages and the report need. The pipeline reads all of them at once."""
 
     columns: list[NestedKey]
-    """Of a few numbers a row."""
+    """Columns with a few numbers for each row."""
     counts: list[TokenCount]
-    """Of tokens."""
+    """Counts of tokens."""
     ids: dict[NestedKey, str]
-    """Columns of ids, and what messages call them."""
+    """Columns of ids, and their names in messages."""
 
     @classmethod
     def of(cls, stages: Iterable[Any], keys: Keys) -> Asked:
-        """What they ask for.
+        """Collect the columns of stages.
 
         Args:
-            stages: in order, and the pipeline itself.
-            keys: of the report.
+            stages: the stages in order, and the pipeline itself.
+            keys: the columns of the report.
         """
         parts = list(stages)
         parts += [part.criterion for part in parts if hasattr(part, "criterion")]
@@ -138,7 +139,7 @@ class Asked(NamedTuple):
 
 
 def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
-    """The keys of what a report shows: of the first stage that writes it, else of the first that reads it."""
+    """The keys of :data:`OPTIONS`: of the first stage that writes the column, else of the first reader."""
     stages, keys = [each for stage in stages for each in (stage, getattr(stage, "criterion", None))], {}
     for name, option in OPTIONS.items():
         using = [stage for stage in stages if getattr(stage, option, None) is not None]
@@ -149,6 +150,6 @@ def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
 
 
 def weights_of_stages(stages: Iterable[Any]) -> Sequence[float] | None:
-    """The weights by which several rewards become one, of the stage that writes the rollout's reward."""
+    """The weights of the sum of several rewards, from the stage that writes the rollout's reward."""
     writing = (stage for stage in stages if REWARD in getattr(stage, "out_keys", ()))
     return next((stage.weights for stage in writing if getattr(stage, "weights", None) is not None), None)

@@ -1,4 +1,4 @@
-"""Columns of text: prompts, responses, labels of ids, and conversations as lines of ``role: content``."""
+"""Columns of text: prompts, responses, labels of ids, and conversations as ``role: content`` lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from headrace.transforms.tensordicts import listed
 
 
 def message_lines(messages: Any) -> str | None:
-    r"""The text of a conversation, of one message of the assistant its content; None where there is none.
+    r"""Return the text of a conversation; None if the value is not a conversation.
+
+    A single message of the assistant is returned as its content alone.
 
     Args:
         messages: a list of messages with ``role`` and ``content``, or TorchRL's ``History`` of one row.
@@ -32,14 +34,14 @@ def message_lines(messages: Any) -> str | None:
 
 
 def _content(content: Any) -> str:
-    """A text, or the texts among the parts of a message; of one that only calls a tool, nothing."""
+    """The text of a message, or the joined texts of its parts; empty for a message without text."""
     if isinstance(content, list | tuple):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
 
 
 def strings(texts: Any, rows: int) -> Sequence[str] | None:
-    """A column of texts or conversations as strings (:func:`message_lines`), or None where it is none."""
+    """Return a column of texts or conversations as strings; None if it is not one."""
     values = [texts[row] for row in range(len(texts))] if hasattr(texts, "role") else listed(texts)
     flat = [_string(value) for value in values]
     return flat if len(flat) == rows and None not in flat else None  # type: ignore[return-value]
@@ -52,7 +54,7 @@ def _string(value: Any) -> str | None:
 
 
 def labels_of_ids(texts: Any, ids: Sequence[int]) -> Sequence[str] | None:
-    """N labels of N ids; None where there are none, where they are the ids, or one is of two ids.
+    """Return N labels of N ids; None if they are no texts, equal the ids, or are not one for each id.
 
     Example:
         >>> labels_of_ids(["a", "b", "a"], [5, 7, 5]), labels_of_ids(["5", "7"], [5, 7])

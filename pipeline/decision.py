@@ -1,4 +1,4 @@
-"""What a recipe decides about the rows of another trainer, out of a few plain columns."""
+"""Run a recipe on plain columns, for a trainer without TensorDicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NestedKey, TensorDict
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS
@@ -19,7 +19,8 @@ from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.tensordicts import ELSEWHERE, number_of
+from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
 from .halves import part_of
@@ -28,69 +29,98 @@ from .load import load_pipeline
 from .pipeline import Pipeline
 from .run import Run
 
-COUNTS = {"tokens": "loss_mask", "length": "length"}  # numbers in place of a mask, by the role of the mask
+COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
 IDS = ("group", "rollout", "state", "parent", "baseline")
-COMPOSED = 32  # recipes that decide() remembers
+COMPOSED = 32  # recipes that decide() caches
 
 
 class Decision:
-    """What becomes of each row, in the order in which the rows came.
+    """The outcome of each row, in the order of the input.
 
     Attributes:
-        run: of the pipeline, with its report.
-        carried: (C,) int64, rows of earlier calls of a :class:`Decider` that wait no longer, counted from 0
-            over the rows of all calls. In all columns here they follow the N rows of this call.
+        run: the pipeline's run, with its metrics and report.
+        carried: (C,) int64, rows that an earlier call of a :class:`Decider` carried over to this batch, as
+            row numbers counted from 0 over all calls. In all columns they follow the N rows of this call.
+        came: the rows with tokens, if the caller gave a TensorDict; None for plain columns.
     """
 
-    def __init__(self, run: Run, carried: Tensor):
-        self.run, self.carried = run, carried
+    def __init__(self, run: Run, carried: Tensor, came: TensorDictBase | None = None):
+        self.run, self.carried, self.came = run, carried, came
 
     @cached_property
     def advantage(self) -> Tensor:
-        """(N + C,) float64; 0 where a row does not train.
+        """(N + C,) float64, or (N + C, T) if the recipe gives each token its own; 0 outside the loss.
 
         Raises:
-            BatchError: no stage of the recipe writes an advantage, or it has one for each token.
+            BatchError: no stage of the recipe writes an advantage.
         """
         keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
+        if not keys:
+            raise BatchError(f"no stage writes an advantage; the stages are {', '.join(self.run.stages)}")
         if self.run.rows is None:
             return torch.zeros(0, dtype=torch.float64)
-        table = self.run.rows.table
-        found = table.columns.get(keys[-1]) if keys else None
-        if found is None or found.ndim > 1:
+        if self.came is None:
+            found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])
+            return torch.where(self.keep, found.double(), 0.0)
+        if not len(self.run.batch):
+            return torch.zeros(len(self.keep), dtype=torch.float64)
+        wide = self._put_back(self.run.batch.get(keys[-1])).double()
+        if wide.shape[1] > 1:
+            return torch.where(self.in_loss, wide, 0.0)
+        return torch.where(self.keep.to(wide.device), wide[:, 0], 0.0)
+
+    @cached_property
+    def in_loss(self) -> Tensor:
+        """(N + C, T) bool, True at tokens that train, if the rows have a loss mask; else :attr:`keep`.
+
+        Raises:
+            BatchError: a stage moved tokens between rows, which the caller's rows would not follow.
+        """
+        key = self.run.keys.loss_mask
+        if self.came is None or not len(self.run.batch) or not has_key(self.came, key):
+            return self.keep
+        before, mask = self.came.get(key), self._put_back(self.run.batch.get(key))
+        new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
+        if rows := new.nonzero().flatten().tolist():
             raise BatchError(
-                "a recipe with one advantage for each row is needed; the stages of this one are "
-                f"{', '.join(self.run.stages)}: run the pipeline on a batch with its tokens instead"
+                "the trainer has the tokens of the input rows, but a stage put other tokens into the loss "
+                f"at rows {listing(map(str, rows))}. Remove the stage that merges or widens rows"
             )
-        return torch.where(self.keep, self.run.of_rank(found).double(), 0.0)
+        return mask & self.keep.to(mask.device).unsqueeze(1)
+
+    def _put_back(self, column: Tensor) -> Tensor:
+        """(N + C, T): a column of the remaining rows, at their input rows; 0 and False for the others."""
+        wide = column.reshape(len(column), -1)
+        whole = wide.new_zeros(len(self.keep), wide.shape[1])
+        return whole.index_copy_(0, self.run.batch.get(ROW).flatten(), wide)
 
     @cached_property
     def loss_weight(self) -> Tensor:
-        """(N + C,) float64: by what each token of a row is multiplied in the loss; 0 where it does not train.
+        """(N + C,) float64: factor of each token's loss term in a row; 0 for rows that do not train.
 
-        Over the tokens of an optimiser step, Σ weight × term is the mean that the recipe names.
+        Over the tokens of an optimiser step, Σ weight × term is the recipe's mean (`weight.unit`).
 
         Raises:
-            MissingKeyError: the columns had no ``tokens``, or the recipe has no split and LossWeight.
+            MissingKeyError: the columns have no ``tokens``, or the recipe has no split or no LossWeight.
         """
         if self.run.rows is None:
             return torch.zeros(0, dtype=torch.float64)
         if not self.run.places or "loss_weight" not in self.run.places[0]:
             raise MissingKeyError(
-                "weights follow from the number of tokens that each row has in the loss: give them as "
-                "columns['tokens'], and take a recipe with a split and LossWeight; the stages of this one "
-                f"are {', '.join(self.run.stages)}"
+                "loss weights need the number of tokens in the loss of each row, as columns['tokens'], and a "
+                "recipe with a split and LossWeight; the stages of this one are "
+                f"{', '.join(self.run.stages)}"
             )
         return torch.where(self.keep, self.run.of_rank(self.run.places[0]["loss_weight"]), 0.0)
 
     @cached_property
     def keep(self) -> Tensor:
-        """(N + C,) bool, True where a row trains."""
+        """(N + C,) bool, True for rows that train."""
         return torch.zeros(0, dtype=torch.bool) if self.ledger is None else self.ledger.reason == 0
 
     @cached_property
     def reason(self) -> list[str]:
-        """Of each row why it does not train, ``stage/reason``; empty where it does."""
+        """Why each row does not train, as ``stage/reason``; an empty string for rows that train."""
         if self.ledger is None:
             return []
         names = ["", *self.ledger.names[1:]]
@@ -98,9 +128,9 @@ class Decision:
 
     @cached_property
     def steps(self) -> list[Tensor]:
-        """Of each optimiser step the places of its rows in these columns, in the order of training.
+        """For each optimiser step, the indices of its rows in these columns, in the order of training.
 
-        A row that is masked is in a step, and weighs 0. Without a split the rows that train are one step.
+        A masked row is part of its step, with weight 0. Without a split, all rows that train are one step.
         """
         if self.run.has_steps:
             return self.run.rows_of_steps()
@@ -108,12 +138,12 @@ class Decision:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Where each row went, with its ids; None where there were no rows."""
+        """The outcome of each row, with its ids; None if there were no rows."""
         return self.run.ledger
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As :attr:`Run.metrics`."""
+        """The metrics of the run (:attr:`Run.metrics`)."""
         return self.run.metrics
 
     def __repr__(self) -> str:
@@ -121,17 +151,17 @@ class Decision:
 
 
 class Decider:
-    """Decide about plain columns, batch after batch, with recipes that remember something, too.
+    """Run a recipe on plain columns, batch after batch. Use it for recipes with a state.
 
-    Running baselines, the order of the next batch and rows that are carried over are its state.
+    The state is running baselines, the seed of the next permutation, and rows that are carried over.
 
     Args:
         recipe: its name, or a pipeline.
-        overrides: as of :func:`load_pipeline`.
+        overrides: see :func:`load_pipeline`.
         options: keywords of :func:`load_pipeline`, such as ``group_size=8``.
 
     Raises:
-        ConfigError, ValueError: as :func:`load_pipeline`; a pipeline and options.
+        ConfigError, ValueError: see :func:`load_pipeline`; or options were given with a pipeline.
 
     Example:
         >>> decider = Decider("rae", group_size=1, minibatches=1)
@@ -144,7 +174,7 @@ class Decider:
 
     def __init__(self, recipe: Recipe | str | Pipeline = "grpo", /, *overrides: str, **options: Any):
         self.pipeline = pipeline_of(recipe, *overrides, **options)
-        self.rows = 0  # of all calls
+        self.rows = 0  # rows of all calls so far
         usual = {role: column.default for role, column in COLUMNS.items() if column.default is not None}
         keys = usual | self.pipeline.columns
         self._keys = {
@@ -158,7 +188,7 @@ class Decider:
 
     @cached_property
     def without_weights(self) -> Pipeline:
-        """The same stages without LossWeight, for columns that do not say how many tokens rows have."""
+        """The same pipeline without LossWeight, for columns without token counts."""
         weight = self.pipeline._keys.weight
         names = [
             name
@@ -167,32 +197,39 @@ class Decider:
         ]
         return self.pipeline if names == self.pipeline.order else part_of(self.pipeline, names, None)
 
-    def decide(self, columns: Mapping[str, Any]) -> Decision:
-        """Decide about the rows of one batch.
+    def decide(self, columns: Mapping[str, Any] | TensorDictBase) -> Decision:
+        """Run the recipe on one batch.
 
         Args:
-            columns: as of :func:`headrace.pipeline.decide`.
+            columns: see :func:`headrace.pipeline.decide`.
 
         Raises:
-            BatchError: as :func:`headrace.pipeline.decide`.
-            MissingKeyError: as :func:`headrace.pipeline.decide`.
-            ValueError: a column that the recipe does not read.
+            BatchError: see :func:`headrace.pipeline.decide`.
+            MissingKeyError: see :func:`headrace.pipeline.decide`.
+            ValueError: the recipe does not read one of the columns.
         """
-        batch, texts = self._read(columns)
-        pipeline = self.pipeline if "tokens" in columns else self.without_weights
-        batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch))
+        came = columns if isinstance(columns, TensorDictBase) else None
+        batch, texts = self._read(columns) if came is None else (_rows_of(came), {})
+        masked = "tokens" in columns if came is None else has_key(came, self.pipeline.loss_mask_key)
+        pipeline = self.pipeline if masked else self.without_weights
+        carries = any(getattr(stage, "remainder", "") == "carry" for stage in pipeline.stages.values())
+        if came is None or carries:  # with plain columns, this column says that tokens are elsewhere
+            batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
         try:
             with labels_said(texts.values):
                 run = pipeline.run(batch)
         except MissingKeyError as err:
+            if came is not None:
+                raise
             of_tokens = ", ".join(map(repr, columns_of_tokens(pipeline)))
             raise MissingKeyError(
-                f"{err}. Columns are one number a row here: 'tokens' is the number of tokens in the loss, "
+                f"{err}. Plain columns have one number a row: 'tokens' is the number of tokens in the loss, "
+                "'length' the number of all tokens"
                 + (
-                    f"'length' that of all. This recipe reads {of_tokens} of each token: run it on a batch "
-                    "that has them, pipeline(batch) or advantages_of(pipeline, batch)"
+                    f". This recipe reads {of_tokens} of each token: give a TensorDict of rows with these "
+                    "columns instead"
                     if of_tokens
-                    else "'length' that of all"
+                    else ""
                 )
             ) from err
         run.texts |= {label_key(key): text for key, text in texts.items()}
@@ -201,10 +238,10 @@ class Decider:
         if run.rows is not None and run.rows.table.carried is not None:
             carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
         self.rows += len(batch)
-        return Decision(run, carried)
+        return Decision(run, carried, came)
 
     def reads(self, name: str) -> bool:
-        """Whether the recipe reads a column of this name, so that it may be given."""
+        """Whether the recipe reads a column of this name."""
         key = self._keys.get(name, name)
         return (
             name in COUNTS
@@ -213,10 +250,10 @@ class Decider:
         )
 
     def _read(self, columns: Mapping[str, Any]) -> tuple[TensorDict, dict[NestedKey, list[str]]]:
-        """The columns as a batch, and ids that are text."""
+        """Return the columns as a batch, and the texts of ids that are text, by key."""
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) != 1:
-            raise BatchError(f"columns have one number a row, N of them; got {lengths or 'no columns'}")
+            raise BatchError(f"columns must have one entry for each row; got {lengths or 'no columns'}")
         rows = next(iter(lengths.values()))
         batch, texts = TensorDict({}, [rows]), dict[NestedKey, list[str]]()
         unread = []
@@ -239,22 +276,22 @@ class Decider:
                 batch[key] = torch.from_numpy(found) if found.dtype.kind in "biuf" else list(values)
         if unread:
             raise ValueError(
-                f"the recipe reads no columns {listing(unread)}; it reads tokens, length and "
-                f"{listing(sorted(map(str, self._keys)))}: are the names right?"
+                f"the recipe does not read the columns {listing(unread)}; it reads tokens, length and "
+                f"{listing(sorted(map(str, self._keys)))}. Check the names"
             )
         return batch, texts
 
     def _masks(self, name: str) -> set[NestedKey]:
-        """Those whose tokens a column has the number of."""
+        """The masks that the column ``tokens`` or ``length`` replaces."""
         asked = {self.pipeline.loss_mask_key, *(count.mask for count in self.pipeline.asked.counts)}
         return {mask for mask in asked if (mask == self.pipeline.loss_mask_key) == (name == "tokens")}
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Return the pipeline's state and the number of rows so far."""
         return {"pipeline": self.pipeline.state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state of :meth:`state_dict`."""
         self.pipeline.load_state_dict(state["pipeline"])
         self.rows = int(state["rows"])
 
@@ -262,17 +299,27 @@ class Decider:
         return f"Decider({', '.join(self.pipeline.order)})"
 
 
+def _rows_of(batch: TensorDictBase) -> TensorDictBase:
+    """Return a shallow copy of a batch [N], to which columns can be added."""
+    if batch.ndim != 1:
+        raise BatchError(f"a batch of shape [N] is required; got {[*batch.shape]}")
+    return shallow_copy(batch)
+
+
 def pipeline_of(recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Any) -> Pipeline:
-    """A pipeline as it is, or that of a recipe's name.
+    """Return a pipeline unchanged, or load that of a recipe's name.
 
     Raises:
-        ConfigError: as :func:`load_pipeline`.
-        ValueError: as :func:`load_pipeline`; a pipeline and options.
+        ConfigError: see :func:`load_pipeline`.
+        ValueError: see :func:`load_pipeline`; or options were given with a pipeline.
     """
     if not isinstance(recipe, Pipeline):
         return load_pipeline(recipe, *overrides, **options)
     if overrides or options:
-        raise ValueError(f"a pipeline has its options already; got {[*overrides, *options]} besides")
+        raise ValueError(
+            f"options must not be given with a pipeline; got {[*overrides, *options]}. Set them in "
+            "load_pipeline"
+        )
     return recipe
 
 
@@ -282,34 +329,36 @@ _lock = Lock()
 
 @takes_options
 def decide(
-    columns: Mapping[str, Any],
+    columns: Mapping[str, Any] | TensorDictBase,
     recipe: Recipe | str = "grpo",
     *overrides: str,
     seed: int = 0,
     **options: Any,
 ) -> Decision:
-    """Decide which rows train, with which advantage and weight, out of a few plain columns.
+    """Decide which rows train, with which advantage and loss weight, from a few plain columns.
 
-    For a trainer that has no TensorDict: no batch is made or moved, and nothing is remembered.
+    Use it in a trainer without TensorDicts. It moves no batch and keeps no state between calls.
 
     Args:
-        columns: lists, arrays or tensors of N entries, by name: ``group_id`` and ``rollout_id``, numbers or
-            text; ``reward`` (N,) or (N, K); ``tokens``, int, how many tokens of each row are in the loss,
-            from which the weights follow; and what the recipe reads besides: ``status``, ``policy_version``,
-            ``expected_rollouts``, ``length``, int, how many tokens each row has, ….
+        columns: lists, arrays or tensors with one entry for each row, by name: ``group_id`` and
+            ``rollout_id``, numbers or text; ``reward``, (N,) or (N, K); ``tokens``, (N,) int, the number of
+            tokens of each row in the loss, needed for loss weights; and the other columns that the recipe
+            reads: ``status``, ``policy_version``, ``expected_rollouts``, ``length`` (the number of all
+            tokens of each row), …. If the recipe reads numbers of each token: a TensorDict ``[N]`` of rows,
+            as for a pipeline.
         recipe: its name.
-        overrides: as of :func:`load_pipeline`.
-        seed: of the permutation of the rows.
-        options: keywords of :func:`load_pipeline`, such as ``group_size=8``. What was composed once is kept.
+        overrides: see :func:`load_pipeline`.
+        seed: seed of the rows' permutation.
+        options: keywords of :func:`load_pipeline`, such as ``group_size=8``. Composed recipes are cached.
 
     Returns:
-        A :class:`Decision`, of tensors in the order of the rows.
+        A :class:`Decision` with tensors in the order of the rows.
 
     Raises:
-        BatchError: as the stages of the recipe, with ids; columns of several lengths.
-        MissingKeyError: the recipe reads a column that is not there; the message names it.
-        ValueError: a column that the recipe does not read; a recipe that remembers something from batch to
-            batch, for which there is :class:`Decider`.
+        BatchError: a stage of the recipe refused the rows, with their ids; or columns differ in length.
+        MissingKeyError: the recipe reads a column that is missing; the message names it.
+        ValueError: the recipe does not read a column; or the recipe has a state, and needs a
+            :class:`Decider`.
 
     Example:
         >>> found = decide(
@@ -334,7 +383,7 @@ def decide(
 
 
 def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:
-    """What stages read of each token, beside whether it is in the loss."""
+    """The token columns that the stages read, other than the loss mask."""
     roles = {*OF_TOKENS, "tokens", "turn_index", "turn_reward"} - {"log_prob", "importance"}
     found = [
         key
@@ -347,10 +396,10 @@ def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:
 
 
 def refuse_state(pipeline: Pipeline) -> None:
-    """Refuse stages that remember something from batch to batch, but for the number of the next order.
+    """Refuse stages that keep a state from batch to batch, other than the seed of the next permutation.
 
     Raises:
-        ValueError: with their names.
+        ValueError: some do; the message names them.
     """
     found = [
         name
@@ -359,7 +408,7 @@ def refuse_state(pipeline: Pipeline) -> None:
     ]
     if found:
         raise ValueError(
-            f"stages {listing(found)} remember something from one batch to the next, which a function "
-            "forgets: keep a headrace.Decider(recipe, **options), call its decide(columns), and save its "
+            f"stages {listing(found)} have a state from one batch to the next, and decide() keeps none. Make "
+            "one headrace.Decider(recipe, **options), call its decide(columns) for each batch, and save its "
             "state_dict()"
         )

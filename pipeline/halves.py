@@ -1,4 +1,4 @@
-"""The two halves of a pipeline: one for the way into a replay buffer, one for what is sampled from it."""
+"""The two halves of a pipeline: one runs before a replay buffer, one on what you sample from it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from .order import place_of_cut
 Half = Literal["first", "second"]
 
 ON_THE_WAY_IN = (
-    "a pipeline runs on whole batches as they were collected, and not on what a replay buffer samples: "
-    "append_transform(pipeline, invert=True). Where weights are to be those of a sample, append the first of "
-    "pipeline.halves() so, and give the second what was sampled"
+    "a pipeline must run on whole batches as they were collected, not on what a replay buffer samples. Use "
+    "buffer.append_transform(pipeline, invert=True). To compute loss weights for each sample, append the "
+    "first of pipeline.halves() with invert=True, and run the second on what is sampled"
 )
 
 
 def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
-    """Pipelines of the stages before the one that cuts, and of the others.
+    """Return a pipeline of the stages before the split, and one of the other stages.
 
     Raises:
-        ValueError: no stage cuts the batch.
+        ValueError: the pipeline has no split, or is a half itself.
     """
     at = place_of_cut(pipeline.stages)
     if at is None or pipeline._half is not None:
         raise ValueError(
-            f"a whole pipeline is halved where it cuts the batch, by ShuffleSplit; got {pipeline!r}"
+            f"halves() needs a whole pipeline with a ShuffleSplit, where it divides; got {pipeline!r}"
         )
     first = part_of(pipeline, pipeline.order[:at], "first")
     return first, part_of(pipeline, pipeline.order[at:], "second")
 
 
 def before_the_cut(pipeline: Any) -> Any:
-    """Its stages without split and weight, for another trainer, which cuts and weighs by itself."""
+    """Return the stages before the split, for a trainer that makes minibatches and loss weights itself."""
     return pipeline if place_of_cut(pipeline.stages) is None else cut_in_two(pipeline)[0]
 
 
 def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
-    """A pipeline of some of the stages, with the other options of the whole."""
+    """Return a pipeline of some of the stages, with the other options of the whole."""
     part = type(pipeline)(
         {name: pipeline.stages[name] for name in names},
         loss_mask_key=pipeline.loss_mask_key,
@@ -56,35 +56,38 @@ def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
         masked_log_prob=pipeline.masked_log_prob,
         empty=pipeline.empty,
     )
-    part._keys, part._half = pipeline._keys, half  # a report of either half has the keys of both
+    part._keys, part._half = pipeline._keys, half  # a half reports the columns of both halves
     return part
 
 
 def check_half(batch: TensorDictBase, half: Half | None) -> TensorDictBase:
-    """Rows for a pipeline: of a second half those that the first has been over, and nobody else.
+    """Check that rows for a second half are output of the first half, and prepare them.
 
     Raises:
-        BatchError: they have not been.
-        ProcessedTwiceError: they have been over the second, too.
+        BatchError: the first half has not processed them.
+        ProcessedTwiceError: the second half has already processed them.
     """
     if half != "second" or not isinstance(batch, TensorDictBase) or not batch.shape.numel():
         return batch
     if not has_key(batch, PROCESSED):
         raise BatchError(
-            f"the second half of a pipeline takes rows that the first has been over; got {len(batch)} others"
+            f"the second half of a pipeline needs rows that the first half has processed; got {len(batch)} "
+            "rows without its mark"
         )
     if bool(batch.get(PROCESSED).any()):
         raise ProcessedTwiceError(
-            f"got {int(batch.get(PROCESSED).sum())} rows that were cut and weighed already"
+            f"the second half has already processed {int(batch.get(PROCESSED).sum())} of these rows"
         )
     return batch.exclude(PROCESSED)
 
 
 def check_place(batch: TensorDictBase, half: Half | None) -> TensorDictBase:
-    """What a replay buffer hands to a transform's inverse: what comes in, if the transform is for samples.
+    """Check that a replay buffer's transform is the right half for this direction.
+
+    A buffer calls this for rows that are written, unless the transform was appended with ``invert=True``.
 
     Raises:
-        TypeError: the pipeline is where it does not belong.
+        TypeError: the pipeline is at the wrong place of the buffer.
     """
     if not isinstance(batch, TensorDictBase) or not batch.shape.numel():
         return batch
@@ -93,7 +96,7 @@ def check_place(batch: TensorDictBase, half: Half | None) -> TensorDictBase:
         raise TypeError(ON_THE_WAY_IN)
     if half == "second" and stamped and bool(batch.get(PROCESSED).any()):
         raise TypeError(
-            "the second half of a pipeline runs on what is sampled, which its weights are of: "
-            "append_transform(second), or second.minibatches(buffer.sample())"
+            "the second half of a pipeline must run on what is sampled, because it computes loss weights for "
+            "each sample. Use buffer.append_transform(second), or second.minibatches(buffer.sample())"
         )
     return batch

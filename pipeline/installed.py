@@ -1,4 +1,4 @@
-"""What is installed: versions of packages, without importing them, and extras where somebody needs one."""
+"""Versions of installed packages, without importing them, and imports of optional extras."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ PACKAGES = ("headrace", "torch", "torchrl", "tensordict")
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where there is none."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # not installed, or run from its folder
+    except metadata.PackageNotFoundError:  # not installed, or run from a checkout
         return None
 
 
 def versions() -> dict[str, str]:
-    """The versions of headrace and of what it stands on, by name; without those that are not installed.
+    """Return the versions of headrace, torch, torchrl and tensordict, as far as they are installed.
 
     Example:
         >>> "torch" in versions()
@@ -28,10 +28,10 @@ def versions() -> dict[str, str]:
 
 
 def import_extra(module: str, extra: str, reader: str) -> ModuleType:
-    """Import a module of an extra, when somebody needs it.
+    """Import a module of an optional extra.
 
     Raises:
-        ImportError: it is not installed; the message names the extra.
+        ImportError: the module is not installed; the message names the extra.
 
     Example:
         >>> import_extra("json", "ray", "RayAssembler").dumps(1)

@@ -1,4 +1,4 @@
-"""Where each row of a batch went: trained, or left at one stage for one reason."""
+"""The ledger: each row of a batch is trained, or has one stage and one reason why not."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .conversations import labels_of_ids
 
 
 class Ledger:
-    """One entry for each row that came in: a view of the table.
+    """The outcome of each input row: a view of the table.
 
     Attributes:
-        reason: (N,) int64; 0 is trained, and `names` says what the others are.
+        reason: (N,) int64 code; 0 means trained, `names` has the others.
         names: ``stage/reason`` by code.
-        actions: what became of the rows, by code: ``masked``, ``excluded``, ``dropped``, ``carried``.
-        left: (N,) bool, rows that are gone, ``dropped`` or ``carried``, maybe after they were masked.
-        ids: (N,) int64 by unit, ``rollouts`` and ``groups``, where the batch has them.
+        actions: ``masked``, ``excluded``, ``dropped`` or ``carried``, by code.
+        left: (N,) bool, rows that are no longer in the batch: ``dropped`` or ``carried``. A row may have been
+            masked before, so that its reason is the earlier one.
+        ids: (N,) int64 for the units ``rollouts`` and ``groups`` that the batch has.
     """
 
     def __init__(
@@ -38,16 +39,16 @@ class Ledger:
         self.names, self.actions = list(names), list(actions)
 
     def rows(self, name: str) -> list[dict[str, int | str]]:
-        """The rows with a reason, each with its rollout and group, by their labels where ids have some.
+        """Return the rows with a reason, each with its rollout and group. Labels replace ids where known.
 
         Args:
             name: ``stage/reason``, or ``trained``.
 
         Raises:
-            KeyError: no stage has such a reason.
+            KeyError: no stage has this reason.
         """
         if name not in self.names:
-            raise KeyError(f"there is no reason {name!r}; there are {self.names}")
+            raise KeyError(f"unknown reason {name!r}; the reasons are {self.names}")
         found = (self.reason == self.names.index(name)).nonzero().flatten()
         columns: dict[str, list] = {"row": found.tolist()}
         for unit, ids in self.ids.items():
@@ -61,27 +62,27 @@ class Ledger:
         return f"Ledger({', '.join(f'{name}: {count}' for name, count in self.counts().items() if count)})"
 
     def _repr_html_(self) -> str:
-        # Here: it shows reports too, and those import this.
+        # Imported here, because the module of notebooks imports reports, which import this module.
         from headrace.pipeline.notebook import ledger_html
 
         ids = {unit: column.numpy() for unit, column in self.ids.items()}
         return ledger_html(self.reason.numpy(), self.names, self.actions, ids)
 
     def in_words(self) -> str:
-        """Where the rows went, in a line: ``3 of 4 rows trained; out: gate/failed 1 row``."""
+        """Return the outcome in one line: ``3 of 4 rows trained; out: gate/failed 1 row``."""
         numbers, units = self.numbers(), ["rows", *self.ids]
-        said = [f"{numbers[f'{u}/trained']:.0f} of {numbers[f'{u}/in']:.0f} {u}" for u in units]
-        gone = {name: count for name, count in self.counts().items() if count and name != TRAINED}
-        out = [f"{name} {count} row{'s' * (count != 1)}" for name, count in gone.items()]
-        return f"{', '.join(said)} trained" + (f"; out: {', '.join(out)}" if out else "")
+        trained = [f"{numbers[f'{u}/trained']:.0f} of {numbers[f'{u}/in']:.0f} {u}" for u in units]
+        reasons = {name: count for name, count in self.counts().items() if count and name != TRAINED}
+        out = [f"{name} {count} row{'s' * (count != 1)}" for name, count in reasons.items()]
+        return f"{', '.join(trained)} trained" + (f"; out: {', '.join(out)}" if out else "")
 
     def counts(self) -> dict[str, int]:
-        """Rows per reason, `trained` first; reasons without rows included."""
+        """Return the number of rows of each reason, `trained` first, including reasons without rows."""
         tally = torch.bincount(self.reason, minlength=len(self.names)).tolist()
         return dict(zip(self.names, tally, strict=True))
 
     def numbers(self) -> dict[str, float]:
-        """Rows, and where the batch has ids rollouts and groups, in and trained; rows by reason."""
+        """Return counts of rows, rollouts and groups, in and trained, and of rows by reason."""
         trained = self.reason == self.names.index(TRAINED)
         found: dict[str, float] = {"rows/in": len(self.reason), "rows/trained": int(trained.sum())}
         for unit, ids in self.ids.items():

@@ -1,4 +1,4 @@
-"""Pipelines composed of recipes and Hydra overrides."""
+"""Load a pipeline from a recipe and Hydra overrides."""
 
 from __future__ import annotations
 
@@ -58,47 +58,48 @@ def load_pipeline(
     empty: Empty | EllipsisType = ...,
     **unknown: NoReturn,
 ) -> Pipeline:
-    """Compose a pipeline from a recipe, changed by keywords and Hydra overrides, as the command would.
+    """Load the pipeline of a recipe, and change it by keywords and Hydra overrides.
 
-    A keyword that is not given, or is ``...``, leaves what the recipe has; None is a value.
+    Overrides are those of the ``headrace`` command. A keyword that you leave out, or give as ``...``, keeps
+    the recipe's value. None is a value of its own.
 
     Args:
         recipe: its name, such as ``"grpo"`` or ``"as/verl"``; or the first override.
-        overrides: ``"pipeline=grpo"`` names the recipe, the others change it:
+        overrides: ``"pipeline=grpo"`` chooses the recipe. The others change it:
             ``"pipeline.stages.advantage.scale=none"``, ``"~pipeline.stages.filter"``,
             ``"+pipeline.stages.bonus={_target_: my.module.Bonus}"``, ``"pipeline.order=[...]"``,
             ``"hydra.searchpath=[pkg://my.conf]"``.
-        rows: ``llm``: rows are those of TorchRL's LLMCollector.
-        stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None leaves
-            the stage out; one with a ``_target_`` is a stage of one's own, the whole of it.
-        group_size: of the gate.
-        on_incomplete: of the gate.
-        reward: of the collapse, how the rewards of a rollout's segments become one.
-        baseline: of the advantage.
-        scale: of the advantage.
-        minibatches: of the split.
-        microbatches: of the split.
-        max_tokens: of the split, in a micro-batch.
-        ranks: of the split, and of the weight.
-        shuffle: of the split.
-        seed: of the split.
-        loss_unit: `unit` of the weight, over which the loss is a mean.
-        order: of the pipeline, names of all stages.
+        rows: ``llm`` for the rows of TorchRL's LLMCollector.
+        stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
+            removes the stage. A mapping with a ``_target_`` adds or replaces a whole stage.
+        group_size: option of the gate.
+        on_incomplete: option of the gate.
+        reward: option of the collapse: how the rewards of a rollout's segments become one.
+        baseline: option of the advantage.
+        scale: option of the advantage.
+        minibatches: option of the split.
+        microbatches: option of the split.
+        max_tokens: option of the split: tokens in a micro-batch.
+        ranks: option of the split and of the weight.
+        shuffle: option of the split.
+        seed: option of the split.
+        loss_unit: option `unit` of the weight: what the loss is a mean over.
+        order: names of all stages, in the order of execution.
         columns: other names of columns by role, such as ``{"group": "uid"}``, for all stages.
-        group_key: of the pipeline, for all stages.
-        rollout_key: of the pipeline, for all stages.
-        loss_mask_key: of the pipeline, for all stages.
-        log_prob_key: of the pipeline, for all stages.
-        process_group: of the pipeline.
-        shared_ids: of the pipeline.
-        patience: of the pipeline.
-        decide_on: of the pipeline.
-        masked_log_prob: of the pipeline.
-        empty: of the pipeline, and of its gate.
-        unknown: refused, with the words that are near.
+        group_key: option of the pipeline, for all stages.
+        rollout_key: option of the pipeline, for all stages.
+        loss_mask_key: option of the pipeline, for all stages.
+        log_prob_key: option of the pipeline, for all stages.
+        process_group: option of the pipeline.
+        shared_ids: option of the pipeline.
+        patience: option of the pipeline.
+        decide_on: option of the pipeline.
+        masked_log_prob: option of the pipeline.
+        empty: option of the pipeline and of its gate.
+        unknown: any other keyword raises ConfigError, with similar names.
 
     Raises:
-        ConfigError: an unknown recipe, stage, keyword or option, or something that is said twice.
+        ConfigError: an unknown recipe, stage, keyword or option, or an option that is set twice.
 
     Example:
         >>> load_pipeline("grpo", scale="none", group_size=8).stages["advantage"].scale
@@ -106,8 +107,8 @@ def load_pipeline(
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
-    values = locals()  # first, while there is nothing else; editors complete a signature, and no table
-    values["columns"] = ... if columns is None else columns  # which is no node without names
+    values = locals()  # taken first, while the keywords are the only local names
+    values["columns"] = ... if columns is None else columns  # no recipe has a node for None
     given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
     words = _overrides(recipe, overrides, rows)
     settings = settings_of(words, given, stages or {})
@@ -116,10 +117,10 @@ def load_pipeline(
         own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
         places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
         if places:
-            raise ConfigError(f"load_pipeline has no keyword {word!r}; an option of a stage is {places}")
+            raise ConfigError(f"load_pipeline has no keyword {word!r}; set it as {places}")
         raise ConfigError(
             f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
-            f"there are rows, stages, {', '.join(KEYWORDS)}"
+            f"its keywords are rows, stages, {', '.join(KEYWORDS)}"
         )
     apply_settings(composed, settings)
     log.debug("composed of %s and %s", words, settings)
@@ -127,10 +128,11 @@ def load_pipeline(
 
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
-    """A recipe, rows and overrides as overrides alone."""
+    """Return the recipe, `rows` and the overrides as one list of overrides."""
     if bare := [word for word in overrides if not _is_override(word)]:
         raise ConfigError(
-            f"an override is KEY=VALUE; got {bare[0]!r}. A recipe comes first: load_pipeline({bare[0]!r}, …)"
+            f"an override must be KEY=VALUE; got {bare[0]!r}. To load a recipe of that name, give it first: "
+            f"load_pipeline({bare[0]!r}, …)"
         )
     chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
@@ -138,7 +140,7 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
     for word in chosen:
         group = word.partition("=")[0]
         if again := [other for other in others if other.startswith(f"{group}=")]:
-            raise ConfigError(f"{group} is said twice, by {word} and by {again[0]}: say it once")
+            raise ConfigError(f"{group} is set twice, by {word} and by {again[0]}: set it once")
     return [*chosen, *map(without_stage, others)]
 
 
@@ -153,8 +155,8 @@ def build_pipeline(config: DictConfig) -> Pipeline:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have.
     """
     try:
-        said = config.get("masked_log_prob")
-        if said != said:  # an override reads the word nan as a number
+        masked = config.get("masked_log_prob")
+        if masked != masked:  # Hydra parses the word nan as a number
             config.masked_log_prob = "nan"
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
@@ -163,7 +165,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
         ) from err
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
     if not isinstance(stages, dict):
-        raise ConfigError(f"pipeline.stages must be names and nodes; got {stages!r}")
+        raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")
     for name, node in stages.items():
         if node is not None:
             check_stage(f"stage {name!r}", name, node, [other for other in stages if other != name])
@@ -176,7 +178,7 @@ OF_STAGES = {
     "advantage": ("baseline", "scale"),
     "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }
-# What an override calls a keyword below `pipeline`: the others are options of the pipeline itself.
+# The key of each keyword below `pipeline`. A keyword that no stage has is an option of the pipeline.
 KEYWORDS = {word: word for word in load_pipeline.__kwdefaults__ or () if word not in ("rows", "stages")}
 KEYWORDS |= {word: f"stages.{stage}.{word}" for stage, words in OF_STAGES.items() for word in words}
 KEYWORDS |= {"loss_unit": "stages.weight.unit"}
@@ -185,43 +187,43 @@ KEYWORDS |= {"loss_unit": "stages.weight.unit"}
 def settings_of(
     overrides: Sequence[str], given: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Any]:
-    """What keywords set, by the dotted key below ``pipeline``.
+    """Return what the keywords of :func:`load_pipeline` set, by dotted key below ``pipeline``.
 
     Args:
-        overrides: words that are said besides.
+        overrides: the overrides of the same call, which must not set the same keys.
         given: values by keyword.
-        stages: options by stage; None leaves it out, and one with a ``_target_`` is a stage of one's own.
+        stages: options by stage. None removes the stage. A mapping with a ``_target_`` is a whole stage.
 
     Raises:
-        ConfigError: something is said twice, or a part of something that is said.
+        ConfigError: a key, or a part of it, is set twice.
 
     Example:
         >>> settings_of(["pipeline=grpo"], {"scale": "none"}, {"gate": {"group_size": 8}, "filter": None})
         {'stages.advantage.scale': 'none', 'stages.gate.group_size': 8, 'stages.filter': None}
     """
-    said = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
+    found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
         whole = options is None or "_target_" in options
         for key, value in {"": options}.items() if whole else (options or {}).items():
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")
-            said.append((f"stages.{name}.{key}".rstrip("."), value, source))
+            found.append((f"stages.{name}.{key}".rstrip("."), value, source))
     known: dict[str, str] = {}
-    for word in overrides:  # by what it is about below `pipeline`; with a slash, what no keyword is about
+    for word in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
         key = word.partition("=")[0].lstrip("~+").rpartition("@")[2]
         known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = word
-    for key, _, source in said:
+    for key, _, source in found:
         for other, word in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise ConfigError(f"pipeline.{key} is said twice, by {source} and by {word}: say it once")
+                raise ConfigError(f"pipeline.{key} is set twice, by {source} and by {word}: set it once")
         known[key] = source
-    return {key: value for key, value, _ in said}
+    return {key: value for key, value, _ in found}
 
 
 def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
     """Set options in a composed ``pipeline`` node.
 
     Raises:
-        ConfigError: the recipe has not the stage, or a value is none that YAML has.
+        ConfigError: the recipe has no such stage, or YAML has no such value.
     """
     for key, value in settings.items():
         _, _, rest = key.partition("stages.")
@@ -232,12 +234,12 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         if rest and not (known or own):
             raise ConfigError(
                 f"pipeline.{key}: the recipe has no stage {name!r}{suggest(name, present)}; "
-                f"there are {', '.join(present)}"
+                f"its stages are {', '.join(present)}"
             )
         try:
-            with open_dict(pipeline):  # an option that the class has not is refused where the stage is made
+            with open_dict(pipeline):  # an unknown option is refused later, when the stage is constructed
                 if own:
-                    pipeline.stages[name] = None  # or its options would be merged into those that are there
+                    pipeline.stages[name] = None  # without this, options of the recipe's stage would remain
                 OmegaConf.update(pipeline, key, value, merge=True)
         except OmegaConfBaseException as err:
-            raise ConfigError(f"pipeline.{key} takes what YAML has; got {value!r}: {err}") from err
+            raise ConfigError(f"pipeline.{key} must be a value that YAML has; got {value!r}: {err}") from err

@@ -1,4 +1,4 @@
-"""Pipelines, ledgers and columns as a notebook shows them, and a pipeline as text and in a terminal."""
+"""Show pipelines, ledgers and columns in a notebook, and a pipeline as text and in a terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from .tables import FittedColumn, FittedTable
 from .wording import printable
 
-LINES = 12  # of a table of columns; how many there are more is below it
+LINES = 12  # rows that a table of columns shows; the caption counts the rest
 
 
 class StageListing:
-    """Stages in order, each with its options that are not at their defaults."""
+    """Show stages in order, each with the options that differ from their defaults."""
 
     stages: nn.ModuleDict
     order: list[str]
@@ -37,10 +37,10 @@ class StageListing:
 
 
 def show_pipeline(pipeline: StageListing) -> Group:
-    """A pipeline as Rich prints it: options that do not fit go on below the stage that has them.
+    """Return a pipeline for Rich to print. Long options wrap below the stage's name.
 
     Args:
-        pipeline: of any stages; their text is not read as markup.
+        pipeline: any pipeline; Rich markup in its text is shown as it is.
 
     Example:
         >>> from rich.console import Console
@@ -63,22 +63,22 @@ def show_pipeline(pipeline: StageListing) -> Group:
 def ledger_html(
     reason: np.ndarray, names: Sequence[str], actions: Sequence[str], ids: Mapping[str, np.ndarray]
 ) -> str:
-    """What came in, what is trained, and what left for which reason.
+    """Return a ledger as an HTML table: rows in, rows trained, and rows out by reason.
 
     Args:
         reason: (N,) code of each row.
         names: ``stage/reason`` by code.
-        actions: by code.
-        ids: (N,) by unit.
+        actions: ``masked``, ``excluded``, ``dropped`` or ``carried``, by code.
+        ids: (N,) ids by unit.
     """
-    from .report.funnel import funnel, funnel_table  # here: reports import this module
+    from .report.funnel import funnel, funnel_table  # imported here, because reports import this module
 
     columns = {"reason": reason} | {f"{unit.removesuffix('s')}_id": column for unit, column in ids.items()}
     return funnel_table("", funnel(columns, [], names, actions), title="Ledger")._repr_html_()
 
 
 class ColumnTable(dict[str, np.ndarray]):
-    """Columns of equal length by name, which a notebook shows as a table: the first rows of them."""
+    """Columns of equal length by name. A notebook shows the first rows as a table."""
 
     def _repr_html_(self, title: str = "") -> str:
         length = max(map(len, self.values()), default=0)
@@ -92,7 +92,7 @@ class ColumnTable(dict[str, np.ndarray]):
 
 
 def shown_value(value: Any) -> str:
-    """A number in a few digits; an id with all of its; what is not known as a dash."""
+    """Format a value: a float in four digits, an integer in full, NaN as a dash."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
     if not isinstance(value, float | np.floating):

@@ -1,4 +1,4 @@
-"""Let the first rank run the stages for all ranks, and send each rank its part of the result."""
+"""``decide_on=first_rank``: which stages allow it, and how the other ranks get the decisions."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from headrace.transforms.table import Late, Table
 
 
 class Epoch(NamedTuple):
-    """The results of the stages after the split, for one pass over the rows."""
+    """The result of the split and of the stages after it, for one epoch."""
 
     places: dict[str, Tensor]
-    """The minibatch, micro-batch and rank of each row of the table, by name."""
+    """Minibatch, micro-batch, rank and loss weight of each row of the table, by name."""
     columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
-    """The columns that stages wrote (:meth:`Table.written_columns`)."""
+    """Columns that the stages have written (:meth:`Table.written_columns`)."""
     late: list[Late]
-    """The changes that stages make to gathered rows."""
+    """Changes that are applied to rows when they are gathered."""
     batch: TensorDictBase
-    """The rows, with the token columns that stages changed."""
+    """The rows, with the token columns that the stages have changed."""
 
 
 def check_by_table(stages: Mapping[str, Any]) -> None:
-    """Check that all stages decide only by the table, so that the first rank can run them alone.
+    """Check that all stages decide by the table alone, so that the first rank can run them for all.
 
     Raises:
-        ValueError: some do not. Lists their names and what each needs.
+        ValueError: some stages must run on each rank; the message names them and what each needs.
     """
-    needs = {
+    asked = {
         name: stage.needs_each_rank() if isinstance(stage, BatchTransform) else "code of your own"
         for name, stage in stages.items()
     }
-    if any(needs.values()):
-        named = ", ".join(f"{name!r} ({why})" for name, why in needs.items() if why)
+    if any(asked.values()):
+        named = ", ".join(f"{name!r} ({why})" for name, why in asked.items() if why)
         raise ValueError(
-            f"decide_on='first_rank' runs the stages only on the first rank, and these stages must run on "
-            f"each rank: {named}. Set pipeline.decide_on=each_rank, or remove these stages"
+            "under pipeline.decide_on=first_rank all stages run on the first rank, on the table alone; these "
+            f"stages must run on each rank: {named}. Set pipeline.decide_on=each_rank, or remove them"
         )
 
 
 def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Sequence[Plan]]) -> None:
-    """Send each rank the passes over its rows and its plans, if the first rank decides."""
+    """Send each rank the epochs of its rows and its plans, if the first rank decides for all."""
     if table.ranks is None or not table.ranks.one_decides:
         return
-    number = torch.empty(table.size, dtype=torch.int64)  # the number of each row among those of its rank
+    number = torch.empty(table.size, dtype=torch.int64)  # index of each row among those of its rank
     for rank in range(len(plans)):
-        count = 0
-        for start, stop in table.spans(rank):
-            number[start:stop] = torch.arange(count, count + stop - start)
-            count += stop - start
+        known = 0
+        for a, b in table.spans(rank):
+            number[a:b] = torch.arange(known, known + b - a)
+            known += b - a
     of_ranks = [
         [
             (number[plan.order].numpy(), plan.padding.numpy(), plan.sizes, number[plan.left].numpy())
@@ -66,14 +66,14 @@ def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Seque
         ]
         for own in plans
     ]
-    hand_out(table, [(epoch.places, epoch.columns) for epoch in passes], of_ranks)
+    hand_out(table, [(each.places, each.columns) for each in passes], of_ranks)
 
 
 def take_passes(rows: Rows, split: ShuffleSplit) -> tuple[list[Epoch], Any]:
-    """Receive the passes over the rows of this rank, and its permutations, from the first rank."""
+    """Receive this rank's epochs and permutation from the first rank."""
     before = copy(rows.table)
-    received, plans = hand_out(rows.table)
-    passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in received]
+    found, plans = hand_out(rows.table)
+    passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in found]
     own = [
         Plan(torch.from_numpy(order), torch.from_numpy(padding), sizes, torch.from_numpy(left))
         for order, padding, sizes, left in plans

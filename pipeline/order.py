@@ -1,4 +1,4 @@
-"""Orders of stages that cannot work are refused before any rollout."""
+"""Check the order of a pipeline's stages at construction, before any rollout."""
 
 from __future__ import annotations
 
@@ -15,89 +15,102 @@ from headrace.transforms.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:
-    """Put stages into the order given; a stage that is None is left out.
+    """Return the stages in the given order, without those that are None.
 
     Raises:
-        ValueError: the order lacks a stage, or names one that there is not; with a hint.
+        ValueError: the order does not name a stage, or names an unknown stage; the message has a hint.
     """
     present = {name: stage for name, stage in stages.items() if stage is not None}
     if odd := [name for name in present if not str(name).isidentifier() or name == "pipeline"]:
         raise ValueError(
-            "a stage's name is a word, by which the command line reaches it: letters, digits and '_', and "
-            f"not 'pipeline'; got {odd}"
+            "a stage's name must consist of letters, digits and '_', for Hydra overrides, and must not be "
+            f"'pipeline'; got {odd}"
         )
     if kept := [name for name in present if hasattr(nn.ModuleDict, name)]:
-        raise ValueError(f"torch keeps {', '.join(map(repr, kept))} for itself: give the stage another name")
+        raise ValueError(
+            "a stage must not have the name of an attribute of torch's ModuleDict; got "
+            f"{', '.join(map(repr, kept))}. Rename it"
+        )
     if order is None:
         return present
     if unknown := [name for name in order if name not in stages]:
         hints = "; ".join(f"{name!r}{suggest(name, present)}" for name in unknown)
         raise ValueError(
-            f"order names stages that there are not: {hints}. There are {list(present)}. To leave one out of "
-            "an order that a recipe gives, set it to null"
+            f"pipeline.order names unknown stages: {hints}. The stages are {list(present)}. To remove a "
+            "stage that a recipe's order names, set it to null: pipeline.stages.NAME=null"
         )
     named = [name for name in order if name in present]
     if twice := sorted({name for name in named if named.count(name) > 1}):
-        raise ValueError(f"order must name each stage once; it names {', '.join(twice)} more than once")
+        raise ValueError(
+            f"pipeline.order must name each stage once; it names {', '.join(twice)} more than once"
+        )
     if lacking := [name for name in present if name not in named]:
         raise ValueError(
-            f"order must name each stage once; it lacks {', '.join(map(repr, lacking))}. Give all of them: "
-            f"pipeline.order=[{','.join(map(str, named))}] with {', '.join(map(repr, lacking))} in place"
+            f"pipeline.order must name each stage once; it lacks {', '.join(map(repr, lacking))}. Add it to "
+            f"pipeline.order=[{','.join(map(str, named))}]"
         )
     return {name: present[name] for name in named}
 
 
 def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a stage that finds a column under its usual name, where the pipeline says that it has another.
+    """Refuse a stage that reads a column by its default name, where the pipeline gives another name.
 
     Args:
         stages: by name.
-        columns: names by role, as the pipeline has them.
-        own: names by option, as the pipeline itself has them, such as `group_key`.
+        columns: the pipeline's names of columns, by role.
+        own: the pipeline's own names, by option, such as `group_key`.
 
     Raises:
-        ValueError: naming the stage, the column and what to give it; a role that there is not; two names for
-            one column.
+        ValueError: a stage lacks a name; the message names the stage, the column and the option. Or a role
+            is unknown, or one column has two names.
     """
     if unknown := sorted(set(columns) - set(COLUMNS)):
         raise ValueError(
-            f"there is no column {unknown[0]!r}{suggest(unknown[0], COLUMNS)}; there are {', '.join(COLUMNS)}"
+            f"unknown column {unknown[0]!r} in pipeline.columns{suggest(unknown[0], COLUMNS)}; the "
+            f"columns are {', '.join(COLUMNS)}"
         )
     renamed = {role: nested_key(key) for role, key in columns.items()}
     renamed = {role: key for role, key in renamed.items() if key != COLUMNS[role].default}
-    for role, said in renamed.items():
-        if nested_key(own.get(f"{role}_key", said)) != said:
+    for role, key in renamed.items():
+        if nested_key(own.get(f"{role}_key", key)) != key:
             raise ValueError(
-                f"the column {role!r} has two names: columns say {said!r}, and {role}_key is "
-                f"{own[f'{role}_key']!r}. Say one of them"
+                f"the column {role!r} has two names: pipeline.columns has {key!r}, pipeline.{role}_key is "
+                f"{own[f'{role}_key']!r}. Set one of them"
             )
     for name, stage in stages.items():
         for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
             keys: dict[str, Any] = {} if part is None else column_keys(part)
-            reads = set() if keys else set(getattr(part, "in_keys", ()))  # it has no such options
+            reads = set() if keys else set(getattr(part, "in_keys", ()))  # a stage without <role>_key
             keys |= {role: COLUMNS[role].default for role in renamed if COLUMNS[role].default in reads}
-            for role, said in renamed.items():
-                found = keys.get(role, said)
+            for role, key in renamed.items():
+                found = keys.get(role, key)
                 if found == COLUMNS[role].default and (role, found) != OF_THE_SAMPLER:
                     raise ValueError(
-                        f"stage {name!r} reads the column {role!r} under its usual name, {found!r}, and the "
-                        f"pipeline's columns say {said!r}: give {type(part).__name__} {role}_key={said!r}"
+                        f"stage {name!r} reads the column {role!r} by its default name, {found!r}, but "
+                        f"pipeline.columns has {key!r}. Give {type(part).__name__} {role}_key={key!r}"
                     )
 
 
-OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # it may be read beside those that the loss reads
+OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read these in addition to the loss's
 
 
 def check_order(stages: Mapping[str, Callable]) -> None:
-    """Refuse what comes after the split without reading it, and a column that is written too late to matter.
+    """Refuse an order of stages that would run but give wrong results.
 
-    Too late is a column that a stage reads and only a later one makes, one that a stage has built on
-    (`final_keys`: the rewards and groups behind an advantage) and a later one changes, and a loss mask that
-    is made after rows were masked in it. So are pairs that would be silently wrong (:data:`WRONG`), and
-    stages whose work nobody reads. Stages that each change a column in turn are in order.
+    These orders are refused:
+
+    - a stage after the split that does not read ``minibatch``, or that drops rows;
+    - a stage that reads a column which only a later stage creates;
+    - a stage that changes a column on which an earlier stage has built (`final_keys`: for an advantage, its
+      rewards and groups);
+    - a stage that writes the loss mask after another stage has masked rows in it;
+    - a pair of :data:`WRONG`;
+    - a stage whose output no stage reads before it is overwritten.
+
+    Several stages may change one column, one after the other.
 
     Raises:
-        ValueError: naming the two stages and the column.
+        ValueError: the message names the two stages and the column.
     """
     names = list(stages)
     made: set = set()
@@ -108,17 +121,17 @@ def check_order(stages: Mapping[str, Callable]) -> None:
             takes_out = bool(getattr(stages[later], "reasons", ()))
             if MINIBATCH in _keys(stages[name])[1] and (MINIBATCH not in later_reads or takes_out):
                 raise ValueError(
-                    f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches: only a "
-                    f"stage that reads how it was cut, {MINIBATCH!r} in its in_keys, and takes no rows out "
-                    f"has a place there; put {later!r} before {name!r}"
+                    f"stage {later!r} comes after {name!r}, which cuts the batch into minibatches. A stage "
+                    f"after the split must read {MINIBATCH!r} (in its in_keys) and must not drop or mask "
+                    f"rows. Put {later!r} before {name!r}"
                 )
             in_turn = writes & later_reads
             masked = _masked(stages[name]) - later_reads
             if late := later_writes & ((reads - made - in_turn) | final | masked):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 raise ValueError(
-                    f"stage {name!r} reads {columns}, which {later!r} writes after it: {later!r} would have "
-                    f"no effect on it. Put {later!r} before {name!r}, or take it out"
+                    f"stage {name!r} reads {columns}, which {later!r} writes later, so {later!r} would have "
+                    f"no effect on {name!r}. Put {later!r} before {name!r}, or remove it"
                 )
             if wrong := wrong_pair(name, stages[name], later, stages[later]):
                 raise ValueError(wrong)
@@ -127,10 +140,10 @@ def check_order(stages: Mapping[str, Callable]) -> None:
 
 
 def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) -> None:
-    """Refuse what computes for nobody: a credit that is written anew, or a reward that no advantage reads.
+    """Refuse a stage whose output is overwritten unread, or whose reward no advantage reads.
 
     Raises:
-        ValueError: naming the stages.
+        ValueError: the message names the stages.
     """
     _, writes, _ = _keys(stage)
     takes_out = bool(getattr(stage, "reasons", ()))
@@ -144,36 +157,36 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
         left -= later_writes
         if not left:
             raise ValueError(
-                f"stage {later!r} writes anew what {name!r} has written, and nobody reads it in between: "
-                f"{name!r} would have no effect. Take one of them out (set it to null)"
+                f"stage {later!r} overwrites the columns that {name!r} writes, and no stage reads them in "
+                f"between, so {name!r} would have no effect. Remove one of them (set it to null)"
             )
     if writes == {REWARD} and any(among_others(each) for each in behind.values()):
         raise ValueError(
-            f"stage {name!r} shapes the rollout's reward, and no stage behind it reads that: it would have "
-            "no effect on any advantage. Take it out, or compare rollouts"
+            f"stage {name!r} changes the rollout's reward, and no later stage reads that reward, so it would "
+            "have no effect on any advantage. Remove it, or use an advantage that compares rollouts"
         )
 
 
 def place_of_cut(stages: Mapping[str, Any]) -> int | None:
-    """Where the first stage that cuts the batch stands; None where none does."""
+    """The index of the first stage that cuts the batch into minibatches; None if no stage does."""
     return next(
         (at for at, stage in enumerate(stages.values()) if MINIBATCH in getattr(stage, "out_keys", ())), None
     )
 
 
 def _keys(stage: Callable) -> tuple[set, set, set]:
-    """What a stage reads, writes and builds on; nothing is known of a plain callable."""
+    """The `in_keys`, `out_keys` and `final_keys` of a stage; empty sets for a plain callable."""
     reads, writes, final = (set(getattr(stage, name, ())) for name in ("in_keys", "out_keys", "final_keys"))
     return reads, writes, final
 
 
 def _masked(stage: Callable) -> set:
-    """The loss mask in which a stage masks rows; those that a gate finds empty are masked already."""
+    """The key of the loss mask that a stage changes; empty for a stage that masks nothing."""
     masks = IN_LOSS in getattr(stage, "out_keys", ()) or "masked" in getattr(stage, "effects", ())
     return {getattr(stage, "loss_mask_key", None)} if masks else set()
 
 
-# -- two stages in an order that would run, and be silently wrong -------------------------------------------
+# -- pairs of stages that would run, and give wrong results without an error --------------------------------
 
 
 class Named(NamedTuple):
@@ -192,13 +205,13 @@ class Named(NamedTuple):
 
 
 def wrong_pair(name: str, stage: Callable, later: str, behind: Callable) -> str | None:
-    """What is wrong with a stage in front of another, in words; None where nothing is known to be."""
+    """The error message for a stage before another; None if the pair is not known to be wrong."""
     pair = Named(name, stage), Named(later, behind)
     return next(filter(None, (wrong(*pair) for wrong in WRONG)), None)
 
 
 def among_others(stage: Callable) -> bool:
-    """Whether it measures a row by others, as a baseline does: those keep who is in the statistics."""
+    """Whether a stage compares rows with one another, as a baseline does."""
     one = Named("", stage)
     shapes = REWARD in one.keys("in_keys") & one.keys("out_keys") and one.has("group_key") in one.keys(
         "in_keys"
@@ -212,9 +225,8 @@ def _adds_to_weighed(one: Named, other: Named) -> str | None:
         return None
     columns = ", ".join(repr(key) for key in sorted(unweighed, key=str))
     return (
-        f"stage {one.name!r} multiplies {columns} by weights, and {other.name!r} writes it after that: "
-        f"weights come last, since what is added behind them would not be weighed. Put {other.name!r} before "
-        f"{one.name!r}"
+        f"stage {one.name!r} multiplies {columns} by weights, and {other.name!r} adds to it later without "
+        f"weights. Put {other.name!r} before {one.name!r}"
     )
 
 
@@ -224,8 +236,8 @@ def _corrects_twice(one: Named, other: Named) -> str | None:
         return None
     sampler, trainer = policies
     return (
-        f"stages {one.name!r} and {other.name!r} both weigh by how likely {trainer!r} makes what {sampler!r} "
-        f"sampled: correcting twice would weigh rows twice. Take {other.name!r} out"
+        f"stages {one.name!r} and {other.name!r} both apply the importance weight of {trainer!r} over "
+        f"{sampler!r}, which would weight rows twice. Remove {other.name!r}"
     )
 
 
@@ -235,8 +247,8 @@ def _silences_elsewhere(one: Named, other: Named) -> str | None:
     if not behind_cut or masked is None or read is None or masked == read:
         return None
     return (
-        f"stage {one.name!r} takes tokens out by NaN in {masked!r}, and {other.name!r} says that the loss "
-        f"reads {read!r}, in which they would stay: set log_prob_key={read!r} on {one.name!r}"
+        f"stage {one.name!r} masks tokens by NaN in {masked!r}, but the log_prob_key of {other.name!r} says "
+        f"that the loss reads {read!r}, so they would still train. Set log_prob_key={read!r} on {one.name!r}"
     )
 
 
@@ -244,9 +256,9 @@ def _rejects_too_late(one: Named, other: Named) -> str | None:
     if not among_others(one.stage) or not other.has("before_baseline"):
         return None
     return (
-        f"stage {other.name!r} rejects rows after {one.name!r} has compared their rewards: a rejected reward "
-        f"would stay in the baseline of the others. Put {other.name!r} before {one.name!r}, with "
-        "action='exclude' or 'drop'; action='mask' there leaves the reward in the baseline on purpose"
+        f"stage {other.name!r} rejects rows after {one.name!r} has compared their rewards, so a rejected "
+        f"reward would stay in the baseline of the other rows. Put {other.name!r} before {one.name!r}, with "
+        "action='exclude' or 'drop'. To keep the reward in the baseline, set action='mask' there"
     )
 
 
@@ -256,9 +268,8 @@ def _takes_parts(one: Named, other: Named) -> str | None:
     if not drops_places and not (taken and whole == "rewards" and one.has("before_baseline")):
         return None
     return (
-        f"stage {one.name!r} takes single rows out of rollouts before {other.name!r} makes one thing of all "
-        f"rows of each: the others would have a part of it. Put {other.name!r} before {one.name!r}, or set "
-        f"unit='rollout' on {one.name!r}"
+        f"stage {one.name!r} rejects single rows of rollouts before {other.name!r}, which needs all rows of "
+        f"each rollout. Put {other.name!r} before {one.name!r}, or set unit='rollout' on {one.name!r}"
     )
 
 

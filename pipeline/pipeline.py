@@ -1,4 +1,4 @@
-"""Named stages, run in order, each row accounted for."""
+"""The pipeline: named stages that run in order, with an account of every row."""
 
 from __future__ import annotations
 
@@ -51,50 +51,53 @@ MaskedLogProb = Literal["nan", "keep"]
 
 
 class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
-    """Run named stages in order over a batch, and record where each row went.
+    """Run named stages in order over a batch, and record what happens to each row.
 
-    A pipeline is a transform like its stages and goes wherever they go. It stamps what it has processed:
-    a second pipeline, or a second pass, raises instead of filtering twice. Every input row is trained or
-    has exactly one recorded reason why not.
+    Each input row is trained, or has exactly one recorded reason why it is not. The pipeline marks the rows
+    that it returns as processed. A second pipeline, or a second pass, raises on them, so no row is filtered
+    twice. A pipeline is a transform itself: use it wherever you can use one of its stages.
 
-    :meth:`run` returns what became of a batch; a call and :meth:`minibatches` return its rows.
-    :attr:`metrics`, :attr:`ledger` and :meth:`report` are those of the calling thread's last run, or where
-    it has had none, of the last of any thread.
+    :meth:`run` returns a :class:`Run` with rows, ledger and metrics. A call and :meth:`minibatches` return
+    rows alone. :attr:`metrics`, :attr:`ledger` and :meth:`report` describe the calling thread's last run. If
+    that thread has run no batch, they describe the last run of any thread.
 
-    Reads what its stages read, and `loss_mask_key` if it is there; writes what they write, and
-    ``("headrace", "row")`` and ``("headrace", "processed")``.
+    Reads the columns that its stages read, and `loss_mask_key` where the batch has it. Writes the columns
+    that its stages write, ``("headrace", "row")`` and ``("headrace", "processed")``.
 
     Args:
-        stages: transforms or callables from batch to batch, by name. One that is None is left out.
-        order: names of all stages, where the mapping's order is not the order of execution.
-        columns: other names of columns, by role (:data:`headrace.transforms.columns.COLUMNS`). A recipe hands
-            them to its stages; stages that are made already must have them, by ``<role>_key``.
-        report_keys: where the report finds ``reward``, ``status``, ``policy_version``, ``expected_rollouts``,
-            ``advantage``, ``loss_weight``, ``prompt`` and ``response``, where they go by other names than
-            the usual ones.
-        process_group: a group, or ``world``, of ranks with rows of their own of one batch: all stages measure
-            over those of all ranks, as one process would. Each runs every batch, also without rows.
-        shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
-            ones, or must not be: ``raise``. None: as LossWeight says, else ``raise``.
-        patience: seconds that ranks wait for one another; an error on one is raised on all.
-        decide_on: ``each_rank`` of the process group has the table of all rows, and makes all decisions; or
-            the ``first_rank`` does, and gives each of the others those about its own rows: equal bits, with
-            stages that decide by the table alone. ``docs/scale.md`` says where it pays.
-        masked_log_prob: what stands in `log_prob_key` where a row or token is out of the loss: ``nan``, by
-            which TorchRL's GRPOLoss leaves it out under any of its masking strategies; or ``keep``: the
-            number that came, for a loss of your own that multiplies by the loss mask. Under ``keep`` no
-            column of tokens that stages know is NaN or infinite out of the mask: what came so becomes 0
-            there, and a token whose log-probability came so leaves the mask. A stage alone writes NaN.
-        empty: where no gate says so: a rollout none of whose rows arrives with a token in the loss is out of
-            all statistics (``exclude``), or in them (``count``), or refused (``raise``).
-        names: other names of its own columns, such as `loss_mask_key` (:class:`ColumnNames`). A row without
-            a token in the mask, and with a finite log-probability, has nothing to train. Groups and rollouts
-            are counted by their ids.
+        stages: transforms or callables from batch to batch, by name. A stage that is None is skipped.
+        order: names of all stages in the order of execution. None: the order of `stages`.
+        columns: other names of columns, by role (:data:`headrace.transforms.columns.COLUMNS`). A recipe
+            passes them to its stages. Stages that you construct yourself need them as ``<role>_key``.
+        report_keys: other names of the columns that the report shows: ``reward``, ``status``,
+            ``policy_version``, ``expected_rollouts``, ``advantage``, ``loss_weight``, ``prompt`` and
+            ``response``.
+        process_group: a group of ranks, or ``world``, that share one batch. Each rank has rows of its own,
+            and all stages compute their statistics over the rows of all ranks, as one process would. Each
+            rank must run every batch, also when it has no rows.
+        shared_ids: the meaning of an id that occurs on several ranks: the ``same`` rollout or group,
+            ``different`` ones, or an error (``raise``). None: the option of LossWeight, else ``raise``.
+        patience: seconds that ranks wait for one another. An error on one rank is raised on all.
+        decide_on: ``each_rank``: each rank of the process group gets the table of all rows and makes all
+            decisions. ``first_rank``: the first rank makes them and sends each other rank those about its
+            rows. The results are bit-equal. ``first_rank`` takes only stages that read the table alone;
+            ``docs/scale.md`` shows when it is faster.
+        masked_log_prob: the value of `log_prob_key` for rows and tokens that are masked. ``nan``: NaN, which
+            TorchRL's GRPOLoss excludes under each of its masking strategies. ``keep``: the original number,
+            for a loss of your own that multiplies by the loss mask. Under ``keep`` the token columns that
+            the stages name are finite outside the mask: NaN and infinite values become 0 there, and a token
+            with a non-finite log-probability is masked. A stage that runs without a pipeline writes NaN.
+        empty: what to do with a rollout that arrives without any token in the loss: leave it out of all
+            statistics (``exclude``), count it in them (``count``), or refuse the batch (``raise``). If the
+            pipeline has a gate, the gate's option applies.
+        names: other names of the pipeline's own columns, such as `loss_mask_key` (:class:`ColumnNames`). A
+            row trains only if a token in its mask has a finite log-probability. Groups and rollouts are
+            counted by their ids.
 
     Raises:
-        ValueError: at construction, an order that cannot work, with the two stages' names.
-        BatchError: a stage refused a batch; of the class that the stage raised, with its name and options.
-        StageError: a stage failed otherwise.
+        ValueError: at construction, if the order of two stages cannot work; the message names both.
+        BatchError: a stage refused a batch. The error has the stage's class of error, name and options.
+        StageError: a stage failed for another reason.
 
     Example:
         >>> from tensordict import TensorDict
@@ -154,60 +157,62 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def run(self, batch: TensorDictBase, epochs: int = 1) -> Run:
         """Run all stages over a batch.
 
-        The stages before the split run once. With several epochs the split draws an order for each, and the
-        stages after it, which weigh the rows of a step, run for each.
+        The stages before the split run once. In each epoch the split draws a new permutation, and the stages
+        after it compute new loss weights.
 
         Args:
             batch: TensorDict, as collected.
             epochs: passes over the rows, ≥ 1.
 
         Returns:
-            What became of it. Rows are gathered when its batch or minibatches are asked for.
+            The result. It gathers rows when you read its batch or minibatches.
 
         Raises:
             ValueError: `epochs` < 1.
-            BatchError: a stage refused the batch; of the class that the stage raised, with its name.
-            StageError: a stage failed otherwise.
+            BatchError: a stage refused the batch. The error has the stage's class of error, name and options.
+            StageError: a stage failed for another reason.
         """
         return self._run(batch, epochs, whole=False)
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        """Rows in training order, all minibatches in one batch; see :meth:`run`."""
+        """Return the rows in training order, all minibatches in one batch; see :meth:`run`."""
         return self._run(batch, 1, whole=True).batch
 
     apply = forward
 
     def minibatches(self, batch: TensorDictBase, *, epochs: int = 1) -> Iterator[TensorDictBase]:
-        """Run all stages, now, and return the minibatches, which are gathered one at a time.
+        """Run all stages at once, and return an iterator that gathers one minibatch at a time.
 
-        Without a ShuffleSplit the whole batch is the one minibatch. A batch from which nothing is left has
-        none. See :meth:`run` and :meth:`Run.minibatches`.
+        Without a ShuffleSplit the whole batch is one minibatch. If no row is left, there is none. See
+        :meth:`run` and :meth:`Run.minibatches`.
         """
         return self.run(batch, epochs=epochs).minibatches()
 
     @property
     def weighs(self) -> bool:
-        """Whether a stage writes weights for the loss; else they are folded in, or there are none."""
+        """Whether a stage writes loss weights. If not, they are folded into the advantage, or absent."""
         return self._keys.weight_is_written(dict(self.stages.items()))
 
     def halves(self) -> tuple[Pipeline, Pipeline]:
-        """The stages before the split, for what comes into a replay buffer, and the others, for a sample.
+        """Split the pipeline for a replay buffer: one half for writing, one for sampling.
 
-        ``buffer.append_transform(first, invert=True)`` and ``second.minibatches(buffer.sample())``: weights
-        belong to an optimiser step, which is not known before rows are sampled.
+        The first half has the stages before the split. It runs on what is written to the buffer:
+        ``buffer.append_transform(first, invert=True)``. The second half has the other stages. It runs on what
+        is sampled: ``second.minibatches(buffer.sample())``. Loss weights depend on the rows of an optimiser
+        step, so they are computed after sampling.
 
         Raises:
-            ValueError: no stage cuts the batch.
+            ValueError: the pipeline has no split, or is a half itself.
         """
         return cut_in_two(self)
 
     @property
     def is_second_half(self) -> bool:
-        """Whether it is the second of :meth:`halves`."""
+        """Whether this is the second of :meth:`halves`."""
         return self._half == "second"
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
-        """As every transform; of the second half, rows that the first has been over."""
+        """Check a batch as every transform does. A second half accepts only rows of the first half."""
         return super().enter(batch if self._half is None else check_half(batch, self._half))
 
     def _id_keys(self) -> list[NestedKey]:
@@ -217,10 +222,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return check_place(batch, self._half)
 
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
-        self._last.run = None  # a refused batch leaves no account
+        self._last.run = None  # after a refused batch there is no last run
         try:
             run = self._account_for(batch, epochs, whole=whole)
-        except Exception as err:  # on its way to the caller, who may be a worker that nobody sees
+        except Exception as err:  # the caller may be a worker whose errors nobody sees, so log it here
             log.info("a batch was refused: %s", printable(str(err), keep="\n"))
             raise
         self._last.run = run.without_batch()
@@ -229,7 +234,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return run
 
     def _ranks(self) -> Ranks | None:
-        """The ranks that share this batch; None where this process has the whole of it."""
+        """The ranks that share this batch; None where one process has all rows."""
         if self.rank_options.process_group is None:
             return None
         group = resolve_group(self.rank_options.process_group)
@@ -237,7 +242,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return Ranks(group, options.shared_ids, options.patience, options.decide_on)
 
     def _same_on_all_ranks(self, epochs: int) -> str:
-        """What must be the same on all ranks that share a batch, in words: a line each."""
+        """The options that must be equal on all ranks, one on each line."""
         texts = [
             f"{name}: {stage.same_on_all_ranks() if isinstance(stage, BatchTransform) else repr(stage)}"
             for name, stage in self.stages.items()
@@ -248,7 +253,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return "\n".join([*own, *texts])
 
     def _finite(self) -> Tokens | None:
-        """The columns of tokens that stay finite out of the loss, as far as this and its stages name them."""
+        """The token columns that must be finite outside the mask: those named by the pipeline or a stage."""
         if self.masked_log_prob == "nan":
             return None
         usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
@@ -261,7 +266,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return Tokens(self.loss_mask_key, self.log_prob_key, others)
 
     def _account_for(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
-        """One batch on its way: read the table, let every stage decide; rows are gathered when asked for."""
+        """Read the table of a batch and run the stages on it. Rows are gathered when they are read."""
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
         stages, ranks = dict(self.stages.items()), self._ranks()
@@ -275,19 +280,19 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     asked = self.asked
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.finite = self._finite()
-                if rows is None or not (rows.table.size or rows.table.starts):  # nobody has any
+                if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
                     refuse_nothing(stages, flat)
                     run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
                 else:
                     run, permuted = self._decide(stages, rows, epochs, held, whole=whole)
-            if rows is not None:  # nobody has refused the batch, on any rank
+            if rows is not None:  # no stage has refused the batch on any rank: states may change now
                 remember(stages, rows, permuted)
         return run
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, held: ExitStack, *, whole: bool
     ) -> tuple[Run, Any]:
-        """Let the stages decide. The split is locked while `held`: the next batch takes what it carries."""
+        """Run the stages. The split stays locked until `held` closes: it may carry rows to the next batch."""
         table, keys, at = rows.table, self._keys, self._cut_at
         texts = note_collected(rows, keys)
         weights_came = column_of(table.batch, keys.weight) is not None
@@ -326,7 +331,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _cut(
         self, stages: dict[str, nn.Module], rows: Rows, at: int | None, epochs: int
     ) -> tuple[list[Epoch], Any]:
-        """Draw the minibatches of every epoch, and let the stages behind the cut weigh the rows of each."""
+        """Cut each epoch into minibatches, and run the stages after the split on each epoch."""
         if at is None:
             return [], None
         table, names, passes = rows.table, list(stages), list[Epoch]()
@@ -335,7 +340,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             name_reasons(rows, names[at], split)
             return [], None
         with self._named(names[at], split, table):
-            # What a replay buffer samples again is trained again: that is for its sampler to say.
+            # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
             if not self.is_second_half and split.take_out_trained(rows.seen_by(split, names[at])):
                 return [], None
             table.extend(split.carried_rows(), split.remainder)
@@ -358,7 +363,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return passes, permuted
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
-        """Let one stage decide, or change tokens; code that is not ours sees a batch, and is read again."""
+        """Run one stage on the table; a stage that knows no table gets a batch."""
         table, start = rows.table, perf_counter()
         if table.left == 0:
             name_reasons(rows, name, stage)
@@ -371,13 +376,14 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 self._foreign(name, stage, rows)
             if after_cut and table.left < before:
                 raise BatchError(
-                    "a stage after the split leaves all rows where they are, since they were cut"
+                    f"a stage after the split must keep all {before} rows of the minibatches; it kept "
+                    f"{table.left}. Put it before the split"
                 )
         table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
 
     @contextmanager
     def _named(self, name: str, stage: nn.Module, table: Table) -> Iterator[None]:
-        """Name the stage in an error that is raised inside."""
+        """Add the stage's name to errors that are raised inside."""
         if table.ranks is not None:
             table.ranks.place = f"stage {name!r}"
         try:
@@ -392,7 +398,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             raise named from err
 
     def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
-        """Any callable from a batch to a batch: it gets what was decided so far; the table is read again."""
+        """Run a callable on a batch that has all decisions so far, and read the table again."""
         table = rows.table
         batch = rows.seen_by(self).write()
         numbers = table.live
@@ -400,37 +406,37 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             batch = stage(batch)
             if not isinstance(batch, TensorDictBase) or (len(batch) and column_of(batch, ROW) is None):
                 raise BatchError(
-                    f"a stage returns a TensorDict that keeps the column {ROW!r}, by which rows are "
-                    f"accounted for; it returned {type(batch).__name__} without it"
+                    f"a stage must return a TensorDict with the column {ROW!r}, which identifies rows; it "
+                    f"returned {type(batch).__name__} without that column"
                 )
             numbers = table.numbers_of(batch)
         if bool((numbers[1:] < numbers[:-1]).any()):
             raise BatchError(
-                "a stage must keep the order of the rows, on which segments and permutations depend; it "
-                f"returned rows {few(numbers)}. Sort before the pipeline"
+                "a stage must keep the order of the rows: segments and permutations depend on it. It "
+                f"returned rows {few(numbers)}. Sort the batch before the pipeline"
             )
         found, times = numbers.unique(return_counts=True)
         if len(found) < len(numbers):
             twice = listing(map(str, found[times > 1].tolist()))
-            raise BatchError(f"a stage may drop rows but not repeat them; found twice: rows {twice}")
+            raise BatchError(f"a stage may drop rows but not repeat them; it repeated rows {twice}")
         stays = numbers
         if table.ranks is not None:
             every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
             stays = torch.cat([each for each, _ in every])
             known = next((columns for _, columns in every if columns is not None), None)
-            if len(batch) == 0 and known is not None:  # the stage has not seen it: others say what it has
+            if len(batch) == 0 and known is not None:  # the stage did not run on this rank
                 batch = without_rows(known, device_of(batch))
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
         seen.leave(gone if seen.index is None else gone[seen.index], "gone")
-        if len(stays):  # of nothing there is nothing to read
+        if len(stays):
             table.reread(batch, numbers)
 
-    # -- after the cut ------------------------------------------------------------------------------------
+    # -- after the split ----------------------------------------------------------------------------------
 
     @staticmethod
     def _put_places(rows: Rows, each: Any) -> None:
-        """Say where an epoch trains each row, for the stages that weigh the rows of a step."""
+        """Write the minibatch, micro-batch and rank of each row, for the stages after the split."""
         table = rows.table
         places = {MINIBATCH: each.minibatch, MICROBATCH: each.microbatch, RANK: each.rank}
         for key, values in places.items():
@@ -449,11 +455,11 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         key = FOLDED_WEIGHT if FOLDED_WEIGHT in columns else self._keys.weight
         weight = columns.get(key)
         if weight is not None and weight.ndim == 1:
-            found["loss_weight"] = weight.to(rows.dtype(key)).double()  # as it trains
+            found["loss_weight"] = weight.to(rows.dtype(key)).double()  # in the precision of the loss
         return found
 
     def _record_no_loss_tokens(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
-        """Record the rows that train nothing: no token in the loss, or no weight in any pass."""
+        """Record rows that train nothing: no token in the mask, or loss weight 0 in all epochs."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
         rows.table.load([] if places else [self._keys.weight], [count], most=AHEAD)
         masked = ~table.in_loss
@@ -465,12 +471,14 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             weights = [weight]
         if ours and weights and len(weights) == max(len(places), 1):
             masked = masked | torch.stack([weight == 0 for weight in weights]).all(0)
+        if table.no_lengths and not bool((masked & table.here & (table.reason == 0)).any()):
+            return  # who has no token is not known, and 0 rows would be a claim
         seen = Rows(table, rows.names, stage="pipeline")
         seen.record(masked & table.here, "no_loss_tokens", "masked")
 
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:
-    """What a stage does where no row is left: the ledger has its reasons, all the same."""
+    """Add the reasons of a stage that did not run to the ledger, each with 0 rows."""
     reasons = getattr(stage, "reasons", ())
     effects = getattr(stage, "effects", ()) or ("dropped",) * len(reasons)
     for reason, effect in zip(reasons, effects, strict=True):
@@ -478,7 +486,7 @@ def name_reasons(rows: Rows, name: str, stage: Any) -> None:
 
 
 def remember(stages: Mapping[str, nn.Module], rows: Rows, permuted: Any) -> None:
-    """Let the stages that have a state take the batch in."""
+    """Update the state of all stages with this batch."""
     if permuted is not None:
         permuted.split.accept(permuted)
     for stage in stages.values():
@@ -487,7 +495,7 @@ def remember(stages: Mapping[str, nn.Module], rows: Rows, permuted: Any) -> None
 
 
 def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:
-    """What stages say of a batch of which nobody has rows: groups may be missing."""
+    """Run the stages' checks on a batch without rows: a gate may expect groups."""
     for name, stage in stages.items():
         if isinstance(stage, BatchTransform):
             try:

@@ -1,4 +1,4 @@
-"""What a pipeline made of one batch."""
+"""The result of a pipeline's run over one batch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ log = logging.getLogger(__name__)
 class Run:
     """The result of one batch. Later batches do not change it.
 
-    Rows are gathered when they are asked for, and metrics of tokens computed when they are read, out of the
-    memory of the batch that came in: leave that as it is until then. Ledger, metrics and report are views of
-    the table.
+    Rows are gathered when you read them, and token metrics are computed when you read them. Both read the
+    memory of the input batch: do not change its columns in place before that. Ledger, metrics and report are
+    views of the table.
 
     Attributes:
-        rows: the table; None where the batch had no rows.
-        stages: of the pipeline, by name, in order.
-        keys: where the pipeline finds what it accounts for.
-        places: by epoch, the columns that say where each row of the table is trained, by name.
+        rows: the table; None if the batch had no rows.
+        stages: the pipeline's stages by name, in order.
+        keys: the columns that the pipeline counts and reports.
+        places: one entry for each epoch: ``minibatch``, ``microbatch``, ``rank`` and ``loss_weight`` of each
+            row of the table, by name.
     """
 
     def __init__(
@@ -57,30 +58,30 @@ class Run:
 
     @cached_property
     def batch(self) -> TensorDictBase:
-        """The rows that stay, in training order; with several epochs, that of the first. Gathered when asked.
+        """The rows that remain, in training order of the first epoch. Gathered at the first read.
 
         Raises:
-            BatchError: some minibatches were taken before an interruption, and the others are to be.
+            BatchError: the run resumes an interrupted batch, some minibatches of which are trained already.
         """
         return self._steps.whole() if self._steps is not None else self.ungathered
 
     @property
     def has_batch(self) -> bool:
-        """Whether there are rows to gather; a pipeline's ``last_run`` has let go of them."""
+        """Whether rows can be gathered. A pipeline's ``last_run`` holds no rows."""
         return self.rows is None or self.rows.table.batch is not None
 
     @cached_property
     def ungathered(self) -> TensorDictBase:
-        """The rows that stay, as they came to the cut, with their numbers under ``("headrace", "row")``.
+        """The rows that remain before the split, with their row numbers in ``("headrace", "row")``.
 
         Raises:
-            RuntimeError: this is the account of a pipeline's last run, which holds no rows.
+            RuntimeError: this is a pipeline's ``last_run``, which holds no rows.
         """
         if self.rows is None:
             return cast(TensorDictBase, self._batch)
         if not self.has_batch:
             raise RuntimeError(
-                "the account of a pipeline's last run holds no rows: keep run = pipeline.run(batch)"
+                "a pipeline's last_run holds no rows. To read them, keep the result of pipeline.run(batch)"
             )
         batch = self.rows.write()
         if self.rows.table.finite is not None:
@@ -88,11 +89,11 @@ class Run:
         return batch
 
     def minibatches(self) -> Iterator[TensorDictBase]:
-        """Gather the minibatches of all epochs, one at a time. Each call begins anew.
+        """Gather the minibatches of all epochs, one at a time. Each call starts from the first.
 
-        A loop that lets go of a minibatch before it asks for the next (``del minibatch``), as
-        :func:`optimise` does, has one in memory at a time. Where nothing cuts the batch, the whole of it is
-        the one minibatch of each epoch; where nothing is left, there is none.
+        To have only one minibatch in memory, ``del minibatch`` at the end of the loop's body, as
+        :func:`optimise` does. Without a split, the whole batch is the one minibatch of each epoch. If no row
+        is left, there is no minibatch.
         """
         if self._steps is not None:
             return iter(self._steps)
@@ -100,21 +101,21 @@ class Run:
 
     @property
     def has_steps(self) -> bool:
-        """Whether a split has cut the batch."""
+        """Whether a split has cut the batch into minibatches."""
         return self._steps is not None
 
     def rows_of_steps(self) -> list[Tensor]:
-        """Of each optimiser step of this rank the places of its rows in :meth:`of_rank`, in order."""
+        """For each optimiser step of this rank, the indices of its rows in :meth:`of_rank`, in order."""
         places = self.known_rows.table.row_numbers()
         return [places[rows] for rows in self._steps.rows()]
 
     def all_taken(self) -> None:
-        """Count all minibatches as taken: who trains them has the rows, and takes none from here."""
+        """Mark all minibatches as taken, where the trainer has the rows already."""
         if self._steps is not None:
             self._steps.progress.done = True
 
     def without_batch(self) -> Run:
-        """The same account, which holds no column of the batch but those of metrics that nobody has read."""
+        """A copy without the batch. It keeps only columns that unread metrics need."""
         if self.rows is None:
             return Run(self.stages, self.keys, None)
         table: Any = copy(self.rows.table)
@@ -122,7 +123,7 @@ class Run:
         rows = Rows(table, self.rows.names)
         return Run(self.stages, self.keys, rows, places=self.places, texts=self.texts)
 
-    # -- the account ------------------------------------------------------------------------------------
+    # -- ledger, metrics and report -----------------------------------------------------------------------
 
     @property
     def known_rows(self) -> Rows:
@@ -132,11 +133,11 @@ class Run:
             RuntimeError: the batch had no rows.
         """
         if self.rows is None:
-            raise RuntimeError("the batch of this run had no rows, of which nothing is known")
+            raise RuntimeError("the batch of this run had no rows, so there is no table")
         return self.rows
 
     def of_rank(self, values: Tensor) -> Tensor:
-        """Of (N, ...) values of the table those of this rank's rows, and of those carried to it."""
+        """From (N, ...) values of the table, those of this rank's rows and of rows carried to this rank."""
         table = self.known_rows.table
         if table.ranks is None:
             return values
@@ -144,7 +145,7 @@ class Run:
 
     @cached_property
     def ledger(self) -> Ledger | None:
-        """Where each row went; None where the batch had no rows."""
+        """The outcome of each row; None if the batch had no rows."""
         if self.rows is None:
             return None
         table = self.rows.table
@@ -160,14 +161,15 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What came in, what is trained, what left where and why, and what stages measured.
+        """Counts of rows, rollouts and groups, and the metrics of the stages.
 
-        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, ``out/<stage>/<reason>``,
-        ``<stage>/<name>``, and ``time/<stage>`` in seconds. What takes another pass over the tokens, as the
-        numbers of a correction do, is computed when this is read first.
+        ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, rows by reason
+        (``out/<stage>/<reason>``), metrics of stages (``<stage>/<name>``), and seconds (``time/<stage>``).
+        Metrics that need another pass over the tokens, such as those of a correction, are computed at the
+        first read.
 
         Raises:
-            RuntimeError: columns of tokens that are still to be read were changed in place.
+            RuntimeError: token columns were changed in place before the first read.
         """
         if self.rows is None or self.ledger is None:
             return {}
@@ -175,7 +177,7 @@ class Run:
 
     @property
     def trained_at(self) -> dict[str, Tensor]:
-        """(N,) `minibatch`, `microbatch`, `rank` and `loss_weight` of the last pass that trained each row."""
+        """(N,) `minibatch`, `microbatch`, `rank` and `loss_weight` of the last epoch that trains each row."""
         found: dict[str, Tensor] = {}
         for place in self.places:
             trains = place["minibatch"] >= 0
@@ -196,11 +198,11 @@ class Run:
         """Print a funnel and a table of groups, and return the report (:func:`make_report`).
 
         Args:
-            step: its number.
-            console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
+            step: number of the training step.
+            console: where to print. None: standard output, as plain text unless it is a terminal.
             solved: least reward of a solved rollout.
-            batch: what came in, to say what its rows would cost as trees; None: not looked at.
-            decode: from token ids to as many strings, for texts out of tokens; None: not known.
+            batch: the input batch, to compute the cost of its rows as prefix trees. None: not computed.
+            decode: function from a list of token ids to one string for each id. None: no texts of tokens.
         """
         return print_report(self, step=step, console=console, solved=solved, batch=batch, decode=decode)
 
@@ -212,10 +214,10 @@ class Run:
 
 
 class LastRun:
-    """Views of the last run: of the calling thread's, or where it has had none, of any thread's.
+    """Views of the calling thread's last run, or of any thread's if that thread has run no batch.
 
-    A copy has runs of its own, and asked before its first batch it is an error: collectors that copy a
-    pipeline, such as MultiAsyncCollector its `postproc`, or workers, leave the original without one.
+    A copy has runs of its own. Before its first batch it raises RuntimeError. The original sees no run of a
+    copy: MultiAsyncCollector copies its `postproc` into worker processes, for example.
     """
 
     def __init__(self) -> None:
@@ -223,50 +225,51 @@ class LastRun:
 
     @property
     def last_run(self) -> Run | None:
-        """What is known of the last batch; None before the first, and after one that a stage refused.
+        """The run of the last batch; None before the first batch, and after a refused batch.
 
-        It holds no rows, but for the columns of tokens whose metrics nobody has read, until the next batch.
+        It holds no rows. It keeps the token columns of unread metrics until the next batch.
         """
         return self._last.run
 
     @property
     def ledger(self) -> Ledger | None:
-        """Where each row of the last batch went; None where there was none."""
+        """The outcome of each row of the last batch; None if there is no last run."""
         return None if self.last_run is None else self.last_run.ledger
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last batch (:attr:`Run.metrics`); empty before the first."""
+        """Metrics of the last batch (:attr:`Run.metrics`); empty before the first batch."""
         return {} if self.last_run is None else self.last_run.metrics
 
     def report(self, **options: Any) -> StepReport:
         """Print a funnel and a table of groups of the last batch, and return its report (:meth:`Run.report`).
 
         Raises:
-            RuntimeError: there was no batch, or a stage refused it.
+            RuntimeError: before the first batch, and after a refused batch.
         """
         return print_report(cast(Any, self), **options)
 
 
 class _PerThread:
-    """The last run of the thread that asks, or where that has run none, of any thread."""
+    """The last run of the calling thread, or of any thread if the calling thread has run none."""
 
     def __init__(self, *, copied: bool = False) -> None:
         self._of_thread = threading.local()
         self._of_any: Run | None = None
-        self._copied = copied  # and nothing has run since
+        self._copied = copied  # True until the first run of a copy
 
     @property
     def run(self) -> Run | None:
-        """None before the first batch, and after one that was refused.
+        """None before the first batch, and after a refused batch.
 
         Raises:
             RuntimeError: before the first batch of a copy.
         """
         if self._copied:
             raise RuntimeError(
-                "this pipeline is a copy that has run no batch itself: who has run elsewhere, the original "
-                "or a copy in a worker process, has the account. Ask that one, or a run: pipeline.run(batch)"
+                "this pipeline is a copy that has run no batch. Ledger and metrics belong to the object that "
+                "ran the batch: the original, or a copy in a worker process. Read them there, or run this "
+                "copy: pipeline.run(batch)"
             )
         return getattr(self._of_thread, "run", self._of_any)
 
@@ -280,6 +283,6 @@ class _PerThread:
 
 
 def _copied() -> _PerThread:
-    """What a copy of a pipeline begins with."""
-    log.debug("a copy of a pipeline is made here: its accounts are its own, and not the original's")
+    """The state of a new copy of a pipeline."""
+    log.debug("a pipeline was copied: the copy does not see the runs of the original")
     return _PerThread(copied=True)

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: anything that takes a batch and returns one."""
+"""A stage of a pipeline: a transform, or any callable from batch to batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.transforms.stage import BatchTransform
 
 
 class StageError(RuntimeError):
-    """A stage failed otherwise than by refusing its data; ``__cause__`` is what it raised."""
+    """A stage raised an error other than BatchError; ``__cause__`` is that error."""
 
 
 class CallableStage(nn.Module):
@@ -24,7 +24,7 @@ class CallableStage(nn.Module):
         self.function = function
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        """Call it."""
+        """Call the function."""
         return self.function(batch)
 
     def __repr__(self) -> str:
@@ -32,22 +32,22 @@ class CallableStage(nn.Module):
 
 
 def with_stage(name: str, stage: nn.Module, error: Exception) -> Exception:
-    """The error of a stage, with the stage's name and options: of its own class if it refused its data."""
+    """Add a stage's name and options to its error. A BatchError keeps its class, others are StageError."""
     kind = type(error) if isinstance(error, BatchError) else StageError
     return kind(f"stage {name!r}, {stage!r}: {error}")
 
 
 def as_module(stage: Any) -> nn.Module:
-    """A stage as a module, so that its state is the pipeline's.
+    """Return a stage as a module, so that the pipeline's state_dict has its state.
 
     Raises:
-        ValueError: a transform with a ``forward`` or hooks of its own, which a pipeline would pass over.
+        ValueError: a transform overrides ``forward`` or has hooks, which a pipeline would not call.
     """
     if isinstance(stage, BatchTransform):
         own = type(stage).forward is not BatchTransform.forward
         if own or stage._forward_hooks or stage._forward_pre_hooks:
             raise ValueError(
-                f"a pipeline calls a stage's `decide` or `apply`, and not its `forward`: put what "
-                f"{type(stage).__name__} adds to forward, or its hooks do, there or into a stage of its own"
+                "a pipeline calls a stage's `decide` or `apply`, never its `forward` or hooks. Move the code "
+                f"of {type(stage).__name__}.forward, or of its hooks, into `apply` or into another stage"
             )
     return stage if isinstance(stage, nn.Module) else CallableStage(stage)

@@ -1,4 +1,4 @@
-"""What is said to people: text that may be shown, the words nearest to another, and counts."""
+"""Text for people: printable text, suggestions for a misspelled word, and formatted counts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""The text with escapes such as ``\x1b`` for characters that are not printed but obeyed.
+    r"""Return the text with escapes such as ``\x1b`` for characters that a terminal would act on.
 
-    Those are control characters, which move the cursor or ring a bell; marks of direction, which turn what
-    follows around; ends of lines; and halves of surrogate pairs, which no encoding can hold.
+    These are control characters, marks that change the direction of writing, line ends, and unpaired
+    surrogates, which cannot be encoded.
 
     Args:
-        text: of whatever origin.
-        keep: characters that stay as they are.
+        text: text from any source.
+        keep: characters that are not escaped.
 
     Example:
         >>> print(printable("\x1b[31mred, \u202eturned"))
@@ -32,7 +32,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def suggest(word: str, words: Iterable[str]) -> str:
-    """Close matches, as the end of a sentence; nothing if there are none.
+    """Return close matches as the end of a sentence; an empty string if there are none.
 
     Example:
         >>> suggest("gprpo", ["grpo", "dapo"])
@@ -43,7 +43,7 @@ def suggest(word: str, words: Iterable[str]) -> str:
 
 
 def count_words(count: float | None) -> str:
-    """A count; nothing where it is not known.
+    """Format a count; an empty string for None.
 
     Example:
         >>> count_words(1234), count_words(None)
@@ -53,7 +53,7 @@ def count_words(count: float | None) -> str:
 
 
 def minus_words(count: float | None) -> str:
-    """A count of what left; a plain 0 where nothing did.
+    """Format a count of what left as a negative number, or as 0.
 
     Example:
         >>> minus_words(1234), minus_words(0)
@@ -63,7 +63,7 @@ def minus_words(count: float | None) -> str:
 
 
 def reason_words(stage: str, reason: str) -> str:
-    """Where and why something left.
+    """Format a stage and a reason of its ledger entries.
 
     Example:
         >>> reason_words("filter", "zero_variance")

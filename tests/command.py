@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -18,12 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from composed import composed
 from processes import process_context
 
 from headrace.pipeline.main import main
 
-TOOLS = Path(__file__).parent.parent / "tools"
 QUICK = ["train.steps=2", "sampler.prompts_per_batch=4", "policy.width=16", "policy.layers=1"]
 
 
@@ -87,13 +84,3 @@ def headrace_here(folder: Path, *words: str, check: bool = True) -> subprocess.C
     done = subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
     assert not check or code == 0, done.stdout + done.stderr
     return done
-
-
-def is_up_to_date(tool: str) -> bool:
-    """Whether a tool with ``--check`` says that what it writes is what is there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [tool, "--check"])
-        patch.setattr("headrace.pipeline.load_pipeline", composed)  # of which tests compose most as well
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(TOOLS / tool), run_name="__main__")
-    return not end.value.code

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from io import TextIOBase
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -29,6 +33,10 @@ settings.register_profile("quick", settings.get_profile("headrace"), max_example
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.M)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="2/3: the second third of the test files, for machines in parallel")
+
+
 def is_quick(config: pytest.Config) -> bool:
     return config.option.markexpr == "not slow"
 
@@ -36,6 +44,7 @@ def is_quick(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, the others search less long."""
     settings.load_profile("quick" if is_quick(config) else "headrace")
+    os.environ.setdefault("HEADRACE_COMPOSED", mkdtemp())  # a worker has that of the process which started it
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -45,10 +54,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests are left out, files of nothing else are not even imported."""
-    if not is_quick(config) or collection_path.suffix != ".py":
+    """Files of another shard, and of slow tests alone where those are left out, are not even imported."""
+    if collection_path.suffix != ".py":
         return None
-    return True if ALL_SLOW.search(collection_path.read_text()) else None
+    if shard := config.getoption("--shard"):
+        number, shards = map(int, shard.split("/"))
+        if crc32(collection_path.name.encode()) % shards != number - 1:
+            return True
+    return True if is_quick(config) and ALL_SLOW.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +71,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=long)
     # One process has a cluster, at its beginning: what others take over from it is from its end.
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(os.environ.pop("HEADRACE_COMPOSED"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported modules out of garbage collection: each full one would take half a second."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -80,13 +80,17 @@ class SlimeSample:
     loss_mask: list[int] | None = None
     remove_sample: bool = False
     status: SlimeStatus = SlimeStatus.COMPLETED
+    adapter: Any = None
 
     def get_reward_value(self, args) -> Any:
         return self.reward if not args.reward_key else self.reward[args.reward_key]
 
 
 def slime_args(group_size: int, groups: int, reward_key: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(n_samples_per_prompt=group_size, rollout_batch_size=groups, reward_key=reward_key)
+    made = SimpleNamespace(n_samples_per_prompt=group_size, rollout_batch_size=groups, reward_key=reward_key)
+    made.calculate_per_token_loss = made.use_dynamic_global_batch_size = made.use_rollout_logprobs = False
+    made.custom_advantage_function_path, made.global_batch_size = None, group_size * groups
+    return made
 
 
 def slime_rewards(args, rewards: Sequence[float]) -> list[float]:
@@ -114,6 +118,63 @@ def miles_rewards(samples: Sequence[SlimeSample]) -> list[float]:
         centred = sample.reward - statistics.fmean(group)
         found.append(centred / (std + 1e-6) if std > 0 else centred)
     return found
+
+
+def train_data(samples: Sequence[SlimeSample], rewards: tuple[list[float], list[float]]) -> dict[str, list]:
+    """The columns of ``convert_samples_to_train_data`` that a loss reads, each loss mask written out."""
+    masks = [
+        [0] * s.response_length if s.remove_sample else s.loss_mask or [1] * s.response_length
+        for s in samples
+    ]
+    ids = [s.index if s.rollout_id is None else s.rollout_id for s in samples]
+    sums = [sum(sum(m) for m, other in zip(masks, ids, strict=True) if other == mine) for mine in ids]
+    raw, advantages = rewards
+    return {
+        "sample_indices": [s.index for s in samples],
+        "rollout_ids": ids,
+        "loss_masks": masks,
+        "rewards": advantages,
+        "raw_reward": raw,
+        "rollout_mask_sums": sums,
+    }
+
+
+def slime_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``RolloutManager``, an actor of Ray, whose own class is in its metadata."""
+
+    class Manager:
+        def _convert_samples_to_train_data(self, samples):
+            assert self.custom_convert_samples_to_train_data_func is None
+            return train_data(samples, self._post_process_rewards(samples))
+
+    actor = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=Manager))
+    module_of(monkeypatch, "slime.ray.rollout", {"RolloutManager": actor})
+
+
+def miles_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(args, samples, metadata, custom_convert_samples_to_train_data_func, custom_reward):
+        assert custom_convert_samples_to_train_data_func is None
+        return train_data(samples, custom_reward(args, samples))
+
+    module = module_of(monkeypatch, "miles.ray.rollout.train_data_conversion", {})
+    monkeypatch.setattr(module, "convert_samples_to_train_data", convert, raising=False)
+    monkeypatch.setitem(vars(sys.modules["miles.ray.rollout"]), "train_data_conversion", module)
+
+
+def slime_coefficients(data: dict[str, list], size: int) -> list[dict[Any, float]]:
+    """Of each step, by sample, what its tokens in the loss are multiplied by: steps of `size` rollouts."""
+    rollouts = list(dict.fromkeys(data["rollout_ids"]))
+    steps = [rollouts[start : start + size] for start in range(0, len(rollouts) - size + 1, size)]
+    columns = ("sample_indices", "rollout_ids", "loss_masks", "rewards", "rollout_mask_sums")
+    rows = list(zip(*(data[name] for name in columns), strict=True))
+    return [
+        {
+            index: advantage / max(total, 1) / size
+            for index, rollout, mask, advantage, total in rows
+            if rollout in step and any(mask)
+        }
+        for step in steps
+    ]
 
 
 # -- prime-rl: orchestrator/algo/base.py and routing.py -----------------------------------------------------

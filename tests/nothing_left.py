@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from any_rank import TOGETHER, collected, join
-from recipes import NAMES
+from recipes import CHAINS
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from headrace.pipeline import Pipeline, make_report
@@ -54,7 +54,7 @@ def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[
         "own criterion": SampleFilter(criterion=choose_none, unit="rollout", action="drop"),
     }
     for place in range(names.index("split") + 1):
-        turn = list(other)[(place + NAMES.index(recipe)) % len(other)]
+        turn = list(other)[(place + CHAINS.index(recipe)) % len(other)]
         for what, nothing in {"dropped": AllLeave("dropped"), turn: other[turn]}.items():
             items = list(stages.items())
             items.insert(place, ("nothing", nothing))
@@ -88,7 +88,7 @@ def run_to_nothing(
             try:
                 pipeline = Pipeline(copy.deepcopy(stages), **together)
             except ValueError as err:  # an order that is refused
-                if "takes single rows out" not in str(err) and "would have no effect" not in str(err):
+                if "rejects single rows" not in str(err) and "would have no effect" not in str(err):
                     wrong.append(f"{recipe}, {what}: {err}")
                 continue
             tried += 1

@@ -31,7 +31,7 @@ def rollouts_of(
         for j in range(segments[k] if segments else 1):
             row: Row = {"group": group, "rollout": 100 * group + k, "reward": reward, "advantage": None}
             row |= {"advantage_by_row": None, "tokens": 40 + (37 * (k + 1) * (j + 2) + 11 * group) % 160}
-            row |= {"rewards": None, "response": None, "by_token": None}
+            row |= {"rewards": None, "response": None, "by_token": None, "beside": None}
             row |= {"share": None, "other_share": None}
             row |= {"weight": 1.0, "status": "completed", "reason": "", "staleness": group % 3}
             rows.append(row | {"minibatch": None, "microbatch": None, "rank": None} | more)
@@ -129,6 +129,7 @@ def step_of(
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
         "verdict": "",
         "advisories": [],
+        "unchecked": [],
     }
 
 

@@ -267,10 +267,10 @@ def test_lists_and_column_vectors_are_rows_too():
         ({"reward": [1.0, 2.0, float("-inf")]}, r"finite; found -inf at row 2 \(rollout 2\)"),
         ({"rollout_id": [5, 5, 6]}, r"rollout 5 \(rows \[0, 1\]: \[1.0, 2.0\]\)"),
         ({"rollout_id": [5, 6, 5], "group_id": [0, 0, 3]}, r"rollout 5 in groups \[0, 3\] \(rows \[0, 2\]\)"),
-        ({"group_id": [0, 0]}, r"one length.*reward 3 .*group_id 2"),
+        ({"group_id": [0, 0]}, r"same length.*reward 3 .*group_id 2"),
         ({"group_id": torch.tensor([0.0, 0.0, 0.0])}, r"group_id must be integers, got torch.float32"),
         ({"group_id": torch.zeros(3, 2, dtype=torch.int64)}, r"one id a row.*\(3, 2\)"),
-        ({"reward": torch.zeros(3, 4)}, r"one reward a row.*\(3, 4\)"),
+        ({"reward": torch.zeros(3, 4)}, r"each row needs one reward.*\(3, 4\)"),
         ({"group_id": [0, 0, 2**70]}, r"group_id must be integers, at most 63 bits"),
     ],
 )
@@ -286,9 +286,9 @@ def test_a_lone_rollout_raises_where_asked():
 
 
 def test_rewards_that_cannot_be_squared_raise():
-    with pytest.raises(BatchError, match=r"squares in float64; found 1e\+200"):
+    with pytest.raises(BatchError, match=r"squares into float64; found 1e\+200"):
         group_relative_advantage(torch.tensor([1e200, -1e200], dtype=torch.float64), [0, 0])
-    with pytest.raises(BatchError, match=r"room for differences in torch.float16.*found 6e\+04"):
+    with pytest.raises(BatchError, match=r"differences of rewards must fit into torch.float16.*found 6e\+04"):
         group_relative_advantage(torch.tensor([6e4, -6e4, 0.0], dtype=torch.float16), [0, 0, 0])
 
 
@@ -400,7 +400,7 @@ def test_the_best_of_k_estimates_its_gradient_without_bias():
 
 def test_a_group_smaller_than_k_is_refused_with_its_ids():
     for rollouts in (None, [5, 6, 7, 9]):
-        with pytest.raises(BatchError, match=r"at least k=3 rollouts.*found less in group 7 \(rollout \d\)"):
+        with pytest.raises(BatchError, match=r"at least k=3 rollouts.*found fewer in group 7 \(rollout \d\)"):
             group_relative_advantage(
                 [1.0, 2, 3, 4], [0, 0, 0, 7], rollouts, baseline="best_of_k", k=3, scale="none"
             )
@@ -409,10 +409,10 @@ def test_a_group_smaller_than_k_is_refused_with_its_ids():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 2}, "k is for baseline='best_of_k'"),
-        ({"baseline": "best_of_k"}, "k is for baseline='best_of_k', and needed there"),
+        ({"k": 2}, "baseline='best_of_k' needs k, and no other baseline reads it; got k=2"),
+        ({"baseline": "best_of_k"}, "baseline='best_of_k' needs k"),
         ({"baseline": "best_of_k", "k": 1}, "k must be an integer ≥ 2; got 1"),
-        ({"temperature": 2.0}, "temperature is for baseline='log_mean_exp'"),
+        ({"temperature": 2.0}, "temperature is only read with baseline='log_mean_exp'"),
         ({"baseline": "log_mean_exp", "temperature": 0.0}, "temperature must be finite and ≥"),
         ({"shift": math.nan}, "shift must be"),
         ({"scale": "mad"}, "scale='mad' needs eps_mode='skip'"),

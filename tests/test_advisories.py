@@ -11,13 +11,12 @@ import pytest
 import torch
 import yaml
 from busy import busy_batch, stages
-from command import is_up_to_date
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.report import advise, symptoms, verdict
+from headrace.pipeline.report import advise, symptoms, unchecked, verdict
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
@@ -25,6 +24,7 @@ from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
+RANGE = {"reward/all/min": 0.0, "reward/all/max": 1.0}
 QUIET = {"rows/in": 32.0, "rows/trained": 32.0, "groups/in": 4.0}
 BEYOND = 1e-9
 
@@ -72,6 +72,46 @@ def test_a_number_is_judged_by_its_last_five_steps():
     assert names(history[-1][1], history) == []  # one of five is a mean of 0.2
 
 
+@pytest.mark.parametrize(
+    ("name", "number"), [("learning-rate-zero", "optimiser/lr"), ("gradient-zero", "optimiser/grad_norm")]
+)
+def test_weights_that_do_not_change_are_told_and_nothing_is_guessed(name, number):
+    """Only where the number is exactly 0 at each of the last five steps, and not where it is unknown."""
+    assert names(QUIET | {number: 1e-300}) == names(QUIET) == []
+    history = steps_of(number, [0.1] * 7 + [0.0] * 5)
+    (found,) = advise(history[-1][1], history)
+    assert (found.name, found.steps) == (name, (7, 8, 9, 10, 11))
+    assert "the weights do not change (steps 7 to 11)" in found.text
+    history = steps_of(number, [0.0] * 11 + [0.1])
+    assert names(history[-1][1], history) == []
+
+
+def test_a_flat_reward_says_that_the_learning_rate_is_zero():
+    lacking = {"optimiser/lr": 0.0, "frac_reward_zero_std": 0.9}
+    history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, **lacking)
+    assert "The learning rate is 0: the weights do not change (steps 11 to 15)." in verdict(
+        history[-1][1], history
+    )
+
+
+def test_a_symptom_is_checked_or_said_to_lack_its_data():
+    """With all numbers nothing is unchecked; without one, the symptoms that are judged by it are."""
+    full = QUIET | RANGE | {"reward/all/mean": 0.5, "response_length/mean": 9.0, "tis/least_ess": 0.1}
+    text = (ROOT / "pipeline/report/symptoms.yaml").read_text()
+    bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
+    judged_by = {name: bound["number"] for name, bound in bounds.items()}
+    full |= dict.fromkeys(judged_by.values(), 0.01)
+    judged_by |= {"reward-flat": "reward/all/mean", "stalled": "reward/all/mean"}
+    judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
+    judged_by |= {"nothing-trains": "rows/trained"}
+    assert set(judged_by) == set(symptoms())
+    assert unchecked([(step, full) for step in range(12)]) == []
+    assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]
+    for number in set(judged_by.values()):
+        history = [(step, {k: v for k, v in full.items() if k != number}) for step in range(12)]
+        assert unchecked(history) == [name for name in symptoms() if judged_by[name] == number]
+
+
 def test_one_group_of_three_may_carry_the_gradient():
     assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
 
@@ -102,8 +142,6 @@ def test_lengths_explode_beyond_twice_the_beginning():
 
 # -- whether it learns -----------------------------------------------------------------------------------
 
-RANGE = {"reward/all/min": 0.0, "reward/all/max": 1.0}
-
 
 def of_rewards(*quarters):
     """Four steps of each reward, of rollouts between 0 and 1."""
@@ -115,21 +153,21 @@ def of_rewards(*quarters):
 @pytest.mark.parametrize(
     ("quarters", "found", "said"),
     [
-        ((0.1, 0.3, 0.5, 0.7), [], "The reward rose from 0.1 to 0.7 over 16 steps."),
-        ((0.1, 0.1, 0.1, 0.1201), [], "The reward rose from 0.1 to 0.12 over 16 steps."),
-        ((0.1, 0.1, 0.1, 0.1199), ["reward-flat"], "The reward is flat at 0.12 over 16 steps."),
-        ((0.1, 0.1, 0.1, 0.0801), ["reward-flat"], "The reward is flat at 0.0801 over 16 steps."),
-        ((0.1, 0.1, 0.1, 0.0799), ["reward-flat"], "The reward fell from 0.1 to 0.0799 over 16 steps."),
-        ((0.1, 0.3, 0.5, 0.5199), ["stalled"], "The reward rose from 0.1 to 0.52, and no longer rises"),
-        ((0.1, 0.3, 0.5, 0.5201), [], "The reward rose from 0.1 to 0.52 over 16 steps."),
-        ((0.1, 0.5, 0.9, 0.9), [], "The reward rose from 0.1 to 0.9 over 16 steps."),  # at its top
-        ((0.95, 0.95, 0.95, 0.95), [], "The reward stays at 0.95, near the greatest seen, over 16 steps."),
+        ((0.1, 0.3, 0.5, 0.7), [], "rose from 0.1 (steps 0 to 3) to 0.7 (steps 12 to 15)."),
+        ((0.1, 0.1, 0.1, 0.1201), [], "rose from 0.1 (steps 0 to 3) to 0.12 (steps 12 to 15)."),
+        ((0.1, 0.1, 0.1, 0.1199), ["reward-flat"], "is flat: 0.1 in steps 0 to 3, 0.12 in steps 12 to 15."),
+        ((0.1, 0.1, 0.1, 0.0801), ["reward-flat"], "is flat: 0.1 in steps 0 to 3, 0.0801 in steps 12 to 15."),
+        ((0.1, 0.1, 0.1, 0.0799), ["reward-flat"], "fell from 0.1 (steps 0 to 3) to 0.0799 (steps 12 to"),
+        ((0.1, 0.3, 0.5, 0.5199), ["stalled"], "rose from 0.1 (steps 0 to 3) to 0.52 (steps 12 to 15) and"),
+        ((0.1, 0.3, 0.5, 0.5201), [], "rose from 0.1 (steps 0 to 3) to 0.52 (steps 12 to 15)."),
+        ((0.1, 0.5, 0.9, 0.9), [], "rose from 0.1 (steps 0 to 3) to 0.9 (steps 12 to 15)."),  # at its top
+        ((0.95, 0.95, 0.95, 0.95), [], "stays near the greatest seen: 0.95 in steps 0 to 3, 0.95 in steps"),
     ],
 )
 def test_flat_stalled_and_falling_are_told_by_their_rule(quarters, found, said):
     fired, words = of_rewards(*quarters)
     assert fired == found
-    assert words.startswith(said)
+    assert words.startswith(f"The mean reward {said}")
 
 
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
@@ -140,7 +178,7 @@ def test_a_reward_that_is_only_rounded_does_not_move(reward):
         history = steps_of("reward/all/mean", means)
         for _, numbers in history:
             numbers |= {"reward/all/min": reward, "reward/all/max": reward}
-        assert verdict(history[-1][1], history).startswith("The reward is flat at ")
+        assert verdict(history[-1][1], history).startswith("The mean reward is flat: ")
 
 
 def test_a_step_whose_reward_is_no_number_is_none_of_the_steps():
@@ -151,13 +189,14 @@ def test_a_step_whose_reward_is_no_number_is_none_of_the_steps():
 def test_a_reward_that_does_not_rise_says_why():
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
     assert verdict(history[-1][1], history) == (
-        "The reward is flat at 0.1 over 16 steps. 92 % of the groups have equal rewards, and teach nothing."
+        "The mean reward is flat: 0.1 in steps 0 to 3, 0.1 in steps 12 to 15. 92 % of the groups have equal "
+        "rewards, and teach nothing (mean of steps 11 to 15)."
     )
 
 
 def test_eleven_steps_are_too_few_to_say():
     history = steps_of("reward/all/mean", [0.1] * 11, **RANGE)
-    assert verdict(history[-1][1], history).endswith("over 11 steps: too few to say whether it learns.")
+    assert verdict(history[-1][1], history).endswith(": 11 steps are too few to say whether it learns.")
     assert verdict(QUIET, steps_of("rows/in", [4.0] * 20)) == "No reward was recorded."
 
 
@@ -249,7 +288,7 @@ def test_a_group_of_large_rewards_carries_the_gradient(make_batch):
     report = make_report(pipeline)
     assert report.numbers["groups/largest_gradient_share"] == pytest.approx(18 / 26)
     (found,) = report.advisories
-    assert found.text == "One group makes 69 % of the gradient of its step."
+    assert found.text == "One group makes up 69 % of the gradient of its step."
 
 
 # -- the terminal ----------------------------------------------------------------------------------------
@@ -274,10 +313,6 @@ def test_the_words_against_a_symptom_compose_and_build():
             load_pipeline(*line.split())
         else:
             build_pipeline(compose_config("config", *line.split()).pipeline)
-
-
-def test_the_page_of_symptoms_is_up_to_date():
-    assert is_up_to_date("make_symptoms.py"), "run `make generate`"
 
 
 # -- some of many ----------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def long_run(**run):
             }
         )
     known = [
-        symptoms()[name]._asdict() | {"remedies": [each._asdict() for each in symptoms()[name].remedies]}
+        {key: value for key, value in symptoms()[name]._asdict().items() if key != "needs"}
+        | {"remedies": [each._asdict() for each in symptoms()[name].remedies]}
         for name in FIRED
     ]
     made = {"curve_steps": STEPS, "curves": CURVES, "symptoms": known}
@@ -79,7 +80,7 @@ def test_the_first_screen_answers(look):
         "1.5 policy versions behind",
     ]
     assert page.count("#answer svg .curve") == 6
-    assert page.texts("#answer .range")[0] == "0.07 → 0.96, steps 0 to 59"
+    assert page.texts("#answer .range")[0] == "curve: steps 0 to 59"
     assert not page.one("#recipe").is_displayed()
 
 
@@ -89,6 +90,63 @@ def test_a_tile_shows_the_step_that_is_chosen(look):
     assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
     assert page.seen("#verdict") == "The reward rose to step 0."
     assert page.texts("#advisories summary")[0].startswith("Step 0 has")
+
+
+def test_the_optimiser_is_shown_as_far_as_it_was_measured(look):
+    """Of a run without its numbers there is no panel; what a trainer does not give has no tile."""
+    run = long_run(live=None)
+    assert look(run).seen("#optimiser") == ""
+    measured = {
+        "optimiser/lr": 0.0,
+        "optimiser/grad_norm": 0.25,
+        "seconds/collect": 3.0,
+        "seconds/optimise": 1.0,
+    }
+    for step in run["steps"]:
+        step["numbers"] |= measured
+    run["curves"] = run["curves"] | {name: [value] * len(STEPS) for name, value in measured.items()}
+    page = look(run)
+    assert page.texts("#optimiser .tile .big") == [
+        "0 greatest of the parameter groups",
+        "0.25 before clipping",
+    ]
+    assert page.texts("#optimiser [data-legend]") == ["collect 3 s (75 %)", "optimise 1 s (25 %)"]
+    assert page.seen("#optimiser-title") == "The optimiser step 59"
+
+
+def test_each_number_says_of_which_steps_it_is(look):
+    run = long_run(live=None) | {"recorded": 600, "totals": {"rows/in": 16000.0, "rows/trained": 11370.0}}
+    page = look(run)
+    assert page.texts("#answer h2 .of-step") == ["step 59"] * 6
+    assert page.texts("#answer .range") == ["curve: 60 of 600 steps, steps 0 to 59"] * 6
+    assert page.seen("#totals") == "All 600 steps, 0 to 59: 11,370 of 16,000 rows (71 %) were in the loss."
+    assert page.seen("#of") == "5 of 600 steps, 0 to 59"
+    page.choose("number", "30")
+    assert page.texts("main section:not([hidden]) h2 .of-step")[0] == "step 30"
+    assert "71 %" in page.seen("#totals")
+
+
+def test_what_cannot_be_checked_says_which_data_it_needs(look):
+    run = long_run(live=None)
+    run["steps"][-1]["unchecked"] = ["The rollouts are stale: needs the policy version, in `policy_version`"]
+    page = look(run)
+    assert page.seen("#unchecked > summary") == "Not checked, for lack of data: 1 symptom"
+    page.one("#unchecked > summary").click()
+    assert page.texts("#unchecked code") == ["policy_version"]
+    page.choose("number", "30")
+    assert page.seen("#unchecked") == ""
+
+
+def test_lengths_are_those_of_all_rollouts_also_where_some_are_drawn(look):
+    run = long_run(live=None)
+    run["steps"][-1]["numbers"]["response_length/max"] = 9000.0
+    run["steps"][-1]["shown"] = {"groups": 7, "of": 900}
+    page = look(run)
+    assert page.texts("#lengths [data-legend=mean]") == ["mean 459 tokens"]
+    assert page.texts("#lengths [data-legend=most]") == ["longest 9,000 tokens"]
+    assert page.count("#lengths line.most") == page.count(
+        "#lengths .legend line.most"
+    )  # beyond what is drawn
 
 
 def test_an_advisory_opens_what_is_known_of_its_symptom(look):
@@ -111,7 +169,9 @@ def test_a_group_in_the_loss_is_opened_first_and_one_segment_is_no_size(look):
     assert page.values("details.group", "data-group") == ["1", "2"]
     assert page.values("details.group[open]", "data-group") == ["2"]
     assert page.count("#strip [data-legend=size]") == 0
-    assert page.seen("#compare .body") == "Each rollout of this step is one row, so both are the same."
+    assert page.seen("#compare .body") == (
+        "Each rollout of this step is one row, so counting by row changes nothing."
+    )
 
 
 def test_the_foot_says_when_and_how_the_run_was_made(look):
@@ -190,7 +250,7 @@ def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(look, tm
 def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):
     written = now(ago=3600.0)
     page = look(long_run(live=1.0, written=written))
-    assert page.seen("#live") == f"The run goes on, or was stopped: last written {written}."
+    assert page.seen("#live") == f"The run is slow, or was stopped: last written {written}."
     page.driver.execute_script("window.same = true")
     time.sleep(1.5)
     assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age

@@ -84,7 +84,7 @@ def test_rows_that_were_not_weighed_together_are_no_step(how, fold):
         "two batches": lambda: torch.cat([one, two]),
         "a part of two": lambda: torch.cat([one[:4], two[:4]]),
     }[how]().exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
-    with pytest.raises(BatchError, match=r"weighed together; these have \d+ tokens .*pipeline.halves\(\)"):
+    with pytest.raises(BatchError, match=r"of one weighted step: .* found \d+ tokens .*pipeline.halves\(\)"):
         weight_of([step])
 
 
@@ -100,7 +100,7 @@ def test_as_many_tokens_are_not_the_same_step(rows):
     if len(set(rows)) == 8:
         assert weight_of([step]) == pytest.approx(1.0)
     else:
-        with pytest.raises(BatchError, match=r"these have 32 tokens .* \d of them are there twice"):
+        with pytest.raises(BatchError, match=r"found 32 tokens .* \d duplicate rows"):
             weight_of([step])
 
 
@@ -134,11 +134,11 @@ def test_a_pipeline_on_the_wrong_side_of_a_buffer_says_where_it_belongs():
 
 def test_halves_take_each_others_rows_and_nobody_elses():
     first, second = composed(*RECIPE).halves()
-    with pytest.raises(BatchError, match="takes rows that the first has been over; got 22 others"):
+    with pytest.raises(BatchError, match="needs rows that the first half has processed; got 22"):
         second(collected())
     with pytest.raises(ProcessedTwiceError):
         first(first(collected()))
-    with pytest.raises(ProcessedTwiceError, match="got 22 rows that were cut and weighed already"):
+    with pytest.raises(ProcessedTwiceError, match="second half has already processed 22"):
         second(second(first(collected())))
-    with pytest.raises(ValueError, match="halved where it cuts the batch, by ShuffleSplit"):
+    with pytest.raises(ValueError, match="needs a whole pipeline with a ShuffleSplit"):
         Pipeline({"collapse": FanOutCollapse()}).halves()

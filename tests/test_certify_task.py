@@ -77,8 +77,8 @@ def test_one_recipe_with_the_users_words(tmp_path):
 def test_a_recipe_that_does_not_take_a_tasks_rows_is_named_with_the_reason(tmp_path):
     _, text, found = told(tmp_path, "pipelines=[gigpo,rloo]", "certify.only=[stop_or_continue,fan_out]")
     assert [each["recipe"] for each in found] == ["rloo", "rloo"]
-    assert "gigpo does not take the rows of stop_or_continue, fan_out: stage 'states'" in text
-    with pytest.raises(ConfigError, match=r"no recipe takes the rows of any task: .*'state_id'"):
+    assert "gigpo refuses the rows of stop_or_continue, fan_out: stage 'states'" in text
+    with pytest.raises(ConfigError, match=r"each recipe refuses the rows of each task: .*'state_id'"):
         told(tmp_path, "pipeline=gigpo", ONLY)
 
 
@@ -104,7 +104,7 @@ def test_a_size_that_one_task_does_not_have_is_said_of_that_task_alone(tmp_path)
     words = ["certify.group_sizes=[3]", "certify.only=[forks,fan_out]", "pipeline=rloo"]
     _, text, found = told(tmp_path, *words)
     assert [each["task"] for each in found] == ["fan_out"]
-    assert "rloo does not take the rows of forks: Forks samples 2 rollouts at a time" in text
+    assert "rloo refuses the rows of forks: Forks samples 2 rollouts at a time" in text
 
 
 class Unknown(BatchTransform):
@@ -132,7 +132,7 @@ def test_an_advantage_that_is_no_number_gets_no_certificate(tmp_path):
             "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000",
         ),
         (["certify.group_sizes=[3]", "certify.only=[forks]"], "groups must be of a multiple of 2; got 3"),
-        (["certify.only=[forsk]"], "there is no task 'forsk' (did you mean 'forks'?)"),
+        (["certify.only=[forsk]"], "unknown task 'forsk' (did you mean 'forks'?)"),
         (["certify.tasks.forks.theta=[1]", "certify.only=[forks]"], "certify.tasks.forks.theta"),
         (["+certify.tasks.mine={a: 1}"], "certify.tasks.mine must be a node with a _target_"),
     ],

@@ -51,7 +51,9 @@ def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segm
     everybody = list(range(len(segments)))
     without = {rollouts[row] for row in inside if expected(row, everybody) != expected(row, inside)}
     if without:
-        with pytest.raises(BatchError, match=f"its {how} segment, which was taken out of rollout") as refused:
+        with pytest.raises(
+            BatchError, match=f"its {how} segment, but this segment was taken out of rollout"
+        ) as refused:
             FanOutCollapse(reward=how, turn_key="turn")(batch)
         assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == without
         batch[COUNTED] = torch.tensor([rollout not in without for rollout in rollouts]) & batch[COUNTED]
@@ -64,14 +66,12 @@ def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segm
 
 def test_a_turn_that_a_rollout_has_twice_is_refused(make_batch):
     batch = make_batch([1.0, 2.0, 3.0], [0, 0, 0], [7, 8, 7], turn=[4, 4, 4])
-    message = r"turns of their own; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
+    message = r"must have different turns; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
     with pytest.raises(BatchError, match=message):
         FanOutCollapse(reward="last", turn_key="turn")(batch)
     with pytest.raises(BatchError, match=message):
         collapse_fan_out([1.0, 2, 3], [7, 8, 7], reduce="first", turn=[4, 4, 4])
-    with pytest.raises(
-        ValueError, match="turn_key says which segment is first and last; got it with reward='sum'"
-    ):
+    with pytest.raises(ValueError, match=r"turn_key is only read with .*; got it with reward='sum'"):
         FanOutCollapse(reward="sum", turn_key="turn")
 
 
@@ -85,7 +85,9 @@ def test_rewards_of_every_shape_that_collectors_write(make_batch, shape):
 def test_a_reward_per_token_is_no_reward_per_row(make_batch):
     batch = make_batch([1.0, 3], [0, 0])
     batch["next", "reward"] = torch.zeros(2, 4)
-    with pytest.raises(BatchError, match=r"one number a row in \('next', 'reward'\).*2 rows; found \(2, 4\)"):
+    with pytest.raises(
+        BatchError, match=r"one number per row in \('next', 'reward'\).*2 rows; found \(2, 4\)"
+    ):
         FanOutCollapse()(batch)
 
 
@@ -117,7 +119,7 @@ NAN = float("nan")
 def test_segments_that_disagree_on_what_is_missing_are_refused_with_their_numbers(make_batch, rewards):
     batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
     found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
-    with pytest.raises(BatchError, match=rf"is missing on all segments of its rollout; found {found}$"):
+    with pytest.raises(BatchError, match=rf"missing on all segments of its rollout; found {found}$"):
         FanOutCollapse(missing="skip")(batch)
     batch[COUNTED] = torch.tensor([True, True, False])  # a segment out of the statistics says nothing
     assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
@@ -134,7 +136,7 @@ def test_of_several_rewards_each_is_missing_by_itself(make_batch):
     for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
         batch["next", "reward"][1] = torch.tensor(wrong)
         found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
-        with pytest.raises(BatchError, match=f"is missing on all segments of its rollout; found {found}"):
+        with pytest.raises(BatchError, match=f"missing on all segments of its rollout; found {found}"):
             FanOutCollapse(columns=2, missing="skip")(batch)
 
 

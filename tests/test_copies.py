@@ -33,7 +33,7 @@ def test_a_copy_says_that_it_is_one_until_it_has_run_a_batch_itself(copied, ask)
     batch = next(iter(make_collector(make_env())))
     pipeline(batch)
     other = copied(pipeline)
-    with pytest.raises(RuntimeError, match="this pipeline is a copy that has run no batch itself"):
+    with pytest.raises(RuntimeError, match="this pipeline is a copy that has run no batch"):
         ask(other)
     other(batch)
     ask(other)
@@ -56,7 +56,7 @@ def split() -> ShuffleSplit:
     return ShuffleSplit(minibatches=2)
 
 
-REFUSED = r"remembers something .*Append the first of pipeline.halves\(\)"
+REFUSED = r"keeps a state .*Append the first of pipeline.halves\(\)"
 
 
 @pytest.mark.parametrize("make", [make_pipeline, split, lambda: Compose(split())])

@@ -175,38 +175,38 @@ def order(*names: str) -> Pipeline:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["correction", "advantage"], "'correction' reads 'advantage', which 'advantage' writes after it"),
+        (["correction", "advantage"], "'correction' reads 'advantage', which 'advantage' writes later"),
         (
             ["advantage", "correction", "whitening"],
-            "'whitening' writes it after that.*not be weighed",
+            "'whitening' adds to it later without weights",
         ),
         (["advantage", "correction", "discount"], "Put 'discount' before 'correction'"),
         (["advantage", "all", "whitening"], "Put 'whitening' before 'all'"),
-        (["advantage", "correction", "second"], "'importance_weight', which 'second' writes after it"),
+        (["advantage", "correction", "second"], "'importance_weight', which 'second' writes later"),
         (["advantage", "split", "correction"], "'correction' comes after 'split'"),
         (
             ["advantage", "mask"],
             "would stay in the baseline.*Put 'mask' before 'advantage'",
         ),
         (["advantage", "drop"], "a rejected reward would stay in the baseline"),
-        (["advantage", "exclude"], "rejects rows after 'advantage'|which 'exclude' writes after it"),
-        (["opsm", "advantage"], "'opsm' reads 'advantage', which 'advantage' writes after it"),
-        (["rows", "advantage"], "'rows' reads 'advantage', which 'advantage' writes after it"),
-        (["all", "advantage"], "'all' reads 'advantage', which 'advantage' writes after it"),
+        (["advantage", "exclude"], "rejects rows after 'advantage'|which 'exclude' writes later"),
+        (["opsm", "advantage"], "'opsm' reads 'advantage', which 'advantage' writes later"),
+        (["rows", "advantage"], "'rows' reads 'advantage', which 'advantage' writes later"),
+        (["all", "advantage"], "'all' reads 'advantage', which 'advantage' writes later"),
         (["turns", "drop"], "a rejected reward would stay in the baseline"),
         (["tree", "mask"], "a rejected reward would stay in the baseline"),
         (["returns", "states", "drop"], "a rejected reward would stay in the baseline"),
         (["running", "drop"], "a rejected reward would stay in the baseline"),
         (["collapse", "length", "drop", "advantage"], "rejects rows after 'length' has compared"),
-        (["advantage", "correction", "another"], "correcting twice would weigh rows twice. Take 'another'"),
-        (["advantage", "kept", "split"], r"NaN in .*old_log_probs.*set log_prob_key=\('log_probs', 'full'\)"),
+        (["advantage", "correction", "another"], "which would weight rows twice. Remove 'another'"),
+        (["advantage", "kept", "split"], r"NaN in .*old_log_probs.*Set log_prob_key=\('log_probs', 'full'\)"),
         (["drop", "sum", "advantage"], "Put 'sum' before 'drop', or set unit='rollout'"),
-        (["exclude", "sum", "advantage"], "the others would have a part of it"),
-        (["drop", "tree"], "the others would have a part of it"),
-        (["finite", "turn_rows"], "takes single rows out of rollouts before 'turn_rows'"),
-        (["turns", "advantage"], "'advantage' writes anew what 'turns' has written"),
-        (["collapse", "advantage", "turns"], "'advantage' would have no effect. Take one of them out"),
-        (["collapse", "length", "turn_rows"], "no stage behind it reads that"),
+        (["exclude", "sum", "advantage"], "which needs all rows of"),
+        (["drop", "tree"], "which needs all rows of"),
+        (["finite", "turn_rows"], "rejects single rows of rollouts before 'turn_rows'"),
+        (["turns", "advantage"], "'advantage' overwrites the columns that 'turns' writes"),
+        (["collapse", "advantage", "turns"], "'advantage' would have no effect. Remove one of them"),
+        (["collapse", "length", "turn_rows"], "no later stage reads that reward"),
     ],
 )
 def test_orders_that_are_silently_wrong_are_refused_by_name(names, message):
@@ -275,7 +275,7 @@ def test_a_ragged_advantage_by_token_is_for_no_loss_that_pads_it_on_the_other_si
     for key in (OLD, SAMPLER, MASK):
         rows[0][key] = rows[0][key][:-1]
     done = LossWeight(dtype="float64", log_prob_key=OLD)(RolloutCorrection()(lazy_stack(rows)))
-    with pytest.raises(BatchError, match=r"each token would get another's. Put DenseRows in front"):
+    with pytest.raises(BatchError, match=r"get each other's advantages. Put DenseRows first"):
         optimise([done], loss, torch.optim.SGD(policy.parameters(), lr=0.0))
 
 

@@ -111,16 +111,16 @@ def test_rows_that_take_tokens_of_others_are_refused():
     recipe = composed("pipeline=dr_grpo", "~pipeline.stages.gate", "~pipeline.stages.filter")
     stages = {"merge": MergeTurns(), **dict(recipe.stages.items())}
     order = ["collapse", "advantage", "merge", "split", "weight"]
-    with pytest.raises(BatchError, match=r"found others in the loss at rows 1\. Leave out"):
+    with pytest.raises(BatchError, match=r"into the loss at rows 1\. Remove"):
         advantages_of(Pipeline(stages, order=order), batch)
 
 
 def test_a_pipeline_without_an_advantage_is_refused():
-    with pytest.raises(BatchError, match="no stage gives an advantage; there are filter"):
+    with pytest.raises(BatchError, match="no stage writes an advantage; the stages are filter"):
         advantages_of(Pipeline({"filter": SampleFilter(criterion=lambda b: b["group_id"] >= 0)}), rows(8))
 
 
 def test_a_batch_of_two_dimensions_is_refused():
     batch = rows(9).reshape(5, 4)
-    with pytest.raises(BatchError, match=r"a batch is \[N\]; got \[5, 4\]"):
+    with pytest.raises(BatchError, match=r"a batch of shape \[N\]; got \[5, 4\]"):
         advantages_of(of_four("grpo"), batch)

@@ -140,15 +140,34 @@ def test_advantages_need_no_tokens_and_weights_say_so():
     assert (len(nothing.advantage), nothing.reason, nothing.steps) == (0, [], [])
 
 
+def test_rows_with_their_tokens_are_decided_about_as_their_columns():
+    """And a recipe that reads numbers of each token gives each its own advantage."""
+    for seed in range(3):
+        columns = read_by("grpo", columns_of(seed))
+        batch = batch_of(columns_of(seed) | columns)
+        found, of_rows = [decide(each, group_size=4, minibatches=2, seed=seed) for each in (columns, batch)]
+        assert torch.allclose(found.advantage, of_rows.advantage, atol=1e-6)  # a batch has float32
+        assert torch.equal(found.loss_weight, of_rows.loss_weight)
+        assert found.reason == of_rows.reason
+        assert torch.equal(of_rows.in_loss, batch[MASK] & found.keep[:, None])
+        assert torch.equal(found.in_loss, found.keep)
+        batch["log_probs", "full"], batch["teacher_log_probs", "full"] = torch.rand(2, len(batch), 8) - 1
+        by_token = decide(batch, "opd", group_size=4)
+        term = (batch["teacher_log_probs", "full"] - batch["log_probs", "full"]).double()
+        whole = decide(columns, "grpo", "~pipeline.stages.filter", group_size=4).advantage[:, None] + term
+        assert torch.allclose(by_token.advantage, torch.where(by_token.in_loss, whole, 0.0), atol=1e-6)
+        assert by_token.in_loss.any()
+
+
 @pytest.mark.parametrize(
     ("recipe", "change", "error", "says"),
     [
-        ("rae", {}, ValueError, r"stages running remember.*headrace.Decider\(recipe, \*\*options\)"),
-        ("grpo", {"rewards": [1.0] * 4}, ValueError, "reads no columns rewards"),
-        ("grpo", {"reward": [1.0] * 3}, BatchError, "one number a row.*'reward': 3"),
+        ("rae", {}, ValueError, r"stages running have a state.*headrace.Decider\(recipe, \*\*options\)"),
+        ("grpo", {"rewards": [1.0] * 4}, ValueError, "does not read the columns rewards"),
+        ("grpo", {"reward": [1.0] * 3}, BatchError, "one entry for each row.*'reward': 3"),
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
-        ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* of each token: run it on a batch that has"),
+        ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* each token: give a TensorDict"),
         ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens' is the number of tokens"),
     ],
 )

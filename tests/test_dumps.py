@@ -189,7 +189,9 @@ def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
 def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
     first = ReportFolder(tmp_path, title="one", dump="parquet")
     first.add(reported(make_batch)[1])
-    with pytest.raises(FileExistsError, match=r"has 1 files of another, step_00000000.parquet the first"):
+    with pytest.raises(
+        FileExistsError, match=r"has the rows of another run, 1 files, step_00000000.parquet the first"
+    ):
         ReportFolder(tmp_path, title="two", dump="parquet")
 
 

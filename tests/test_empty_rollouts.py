@@ -78,7 +78,7 @@ def test_the_second_of_four_without_a_token_leaves_a_mean_over_three():
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     assert advantages(Pipeline(stages()), batch) == [0.667, 0.0, -0.333, -0.333]
     assert advantages(Pipeline(stages(empty="count")), batch) == [0.5, 0.5, -0.5, -0.5]
-    with pytest.raises(BatchError, match=r"a rollout needs a token in the loss.*rollout 1\b"):
+    with pytest.raises(BatchError, match=r"each rollout needs at least one token in the loss.*rollout 1\b"):
         Pipeline(stages(empty="raise"))(batch)
 
 
@@ -221,5 +221,5 @@ def test_without_a_gate_the_pipeline_says_who_counts():
             for reward in (0.0, 1.0)
         ]
         assert (not found[0].equal(found[1])) == counts
-    with pytest.raises(BatchError, match="a rollout needs a token in the loss"):
+    with pytest.raises(BatchError, match="each rollout needs at least one token in the loss"):
         load_pipeline("grpo", "~pipeline.stages.gate", empty="raise")(rows_of([1.0, 0], [1, 0]))

@@ -102,7 +102,7 @@ def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
 
 def test_a_row_that_could_not_be_masked_raises(make_batch):
     batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
-    with pytest.raises(BatchError, match=r"1 rows are to leave the loss, but .*would train all the same"):
+    with pytest.raises(BatchError, match=r"1 rows must be masked out of the loss, but .*would still train"):
         SampleFilter(criterion=RewardWithin(high=5.0))(batch)
     assert len(SampleFilter(criterion=RewardWithin(high=9.0))(batch)) == 2
 
@@ -116,7 +116,7 @@ def test_a_row_that_could_not_be_masked_raises(make_batch):
     ],
 )
 def test_a_criterion_that_returns_something_else_raises(make_batch, answer, found):
-    with pytest.raises(BatchError, match=rf"one bool a row, \(2,\).*returned .*{found}"):
+    with pytest.raises(BatchError, match=rf"one bool per row, \(2,\).*returned .*{found}"):
         SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
 
 
@@ -217,7 +217,7 @@ def test_a_row_from_the_future_is_refused(make_batch):
     batch = make_batch([0.0, 1], [0] * 2)
     batch["next", "policy_version"] = torch.tensor([3, 5])
     with pytest.raises(
-        BatchError, match=r"newer than the version that trains, 4 \(current\); found 5 at row 1"
+        BatchError, match=r"newer than the policy version that trains, 4 \(current\); found 5 at row 1"
     ):
         SampleFilter(criterion=Fresh(current=lambda: 4))(batch)
 

@@ -73,7 +73,9 @@ def test_a_lost_rollout_need_not_end_and_counts_as_lost(make_batch, state):
 def test_a_rollout_that_ends_twice_is_refused_in_every_mode(make_batch, mode, done):
     batch = ended(make_batch, [7, 7, 8], done)
     words = r"a rollout ends once; found more ends \(True\) in rollout 7 \(rows \[0, 1\]: \[True, True\]\)"
-    with pytest.raises(BatchError, match=words + r"\. Are ids reused by two workers, or rows repeated"):
+    with pytest.raises(
+        BatchError, match=words + r"\. Are ids reused by two workers, or did a sampler repeat rows"
+    ):
         CompletenessGate(group_size=2, on_incomplete=mode)(batch)
     for stage in (FanOutCollapse(reward="sum"), RewardsToGo()):
         with pytest.raises(BatchError, match=words):
@@ -83,7 +85,7 @@ def test_a_rollout_that_ends_twice_is_refused_in_every_mode(make_batch, mode, do
 def test_rows_behind_the_end_are_refused(make_batch):
     batch = ended(make_batch, [7, 7, 8], [True, False, True])
     with pytest.raises(
-        BatchError, match=r"rows behind the end .* rollout 7 \(rows \[0, 1\]: \[True, False\]\)"
+        BatchError, match=r"rows after the end .* rollout 7 \(rows \[0, 1\]: \[True, False\]\)"
     ):
         CompletenessGate(group_size=2, on_incomplete="drop")(batch)
     batch["turn"] = torch.tensor([1, 0, 0])
@@ -95,10 +97,10 @@ def test_rows_behind_the_end_are_refused(make_batch):
 def test_where_rollouts_end_is_said_by_bools(make_batch):
     batch = ended(make_batch, [0, 1], [1.0, 1.0])
     with pytest.raises(
-        BatchError, match=r"CompletenessGate needs a bool a row in .*'done'.* found torch.float32"
+        BatchError, match=r"CompletenessGate needs one bool per row in .*'done'.* found torch.float32"
     ):
         CompletenessGate(group_size=2)(batch)
-    with pytest.raises(BatchError, match="FanOutCollapse needs a bool a row"):
+    with pytest.raises(BatchError, match="FanOutCollapse needs one bool per row"):
         FanOutCollapse()(batch)
 
 
@@ -134,7 +136,7 @@ def test_as_many_segments_must_end_as_are_expected(make_batch):
     assert verdicts(batch) == [3, 3, 3, 1]
     batch["expected_segments"] = torch.tensor([1, 1, 1, 1])
     for stage in (CompletenessGate(group_size=2), FanOutCollapse()):
-        with pytest.raises(BatchError, match=r"as often as expected_segments says; found .* rollout 7"):
+        with pytest.raises(BatchError, match=r"at most expected_segments times; found .* rollout 7"):
             stage(batch)
     batch["expected_segments"] = torch.tensor([2, 2, 3, 1])
     with pytest.raises(BatchError, match=r"one number ≥ 1 per rollout; found rollout 7 .*\[2, 2, 3\]"):
@@ -324,5 +326,5 @@ def test_what_a_collector_padded_with_is_said_by_one_bool_a_row():
     assert FanOutCollapse()(batch)["rollout_id"].tolist() == [0, 1, 3]
     for mask in (torch.ones(4, 3, dtype=torch.bool), torch.ones(4)):
         batch["collector", "mask"] = mask
-        with pytest.raises(BatchError, match=r"a bool a row|one number a row"):
+        with pytest.raises(BatchError, match=r"one bool per row|one number per row"):
             FanOutCollapse()(batch)

@@ -74,7 +74,6 @@ INNER = {
     "test_distributed.py": {"transforms.distributed"},
     "test_ids.py": {"transforms.ids"},
     "test_recipes.py": {"transforms.columns"},
-    "test_certified_recipes.py": {"pipeline.composing"},
     "test_certify_laws.py": {"pipeline.certify.exact_gradient"},
     "test_keywords.py": {
         "pipeline.composing",
@@ -89,6 +88,7 @@ INNER = {
     "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.folder"},
     "test_dump_ids.py": {"pipeline.report.loggers"},
+    "test_texts_alone.py": {"pipeline.composing", "pipeline.sources.tokenizing"},
     "test_logged_advantage.py": {"pipeline.report.numbers"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_responses.py": {
@@ -101,7 +101,6 @@ INNER = {
     "test_narrow_terminal.py": {"pipeline.notebook", "pipeline.tables"},
     "test_page_bundle.py": {"pipeline.report.html"},
     "test_page_javascript.py": {
-        "pipeline.report.groups",
         "pipeline.report.html",
         "pipeline.report.page_schema",
     },
@@ -122,6 +121,9 @@ INNER = {
     "test_sweep.py": {"pipeline.command.sweep", "pipeline.train.job"},
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
+    "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
+    "test_view.py": {"pipeline.view.stored_run"},
+    "test_valid_json.py": {"pipeline.valid_json"},
 }
 
 

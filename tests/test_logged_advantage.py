@@ -145,7 +145,7 @@ PAIRS = {0: [0.0, 1], 1: [1.0, 0], 2: [0.0, 1]}  # (n − 1)/n is their std, and
         (centred, against_others, "(n − 1)/n: your baseline leaves the rollout out"),
         (against_others, centred, "n/(n − 1): their baseline leaves the rollout out"),
         (centred, scaled(0, statistics.pstdev), "std: yours are divided by the group's std (ddof 0)"),
-        (against_others, scaled(0), "or another convention: these groups are too alike to tell"),
+        (against_others, scaled(0), "or another convention: these groups are too similar to tell"),
     ],
 )
 def test_of_groups_that_are_alike_no_factor_is_said_to_be_one_convention_s(theirs, ours, true):
@@ -182,7 +182,7 @@ def test_what_is_looked_at_is_said_where_it_is_not_all(monkeypatch):
 
 def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
     fanned = rows(centred, rewards={0: [1.0, 1.0, 0.0]})._replace(rollout=np.array([4, 4, 5]))
-    assert str(nearest_convention([fanned])[0]) == "baseline=mean, scale=none, each row a vote"
+    assert str(nearest_convention([fanned])[0]) == "baseline=mean, scale=none, each row counts"
     shaped = rows(centred)
     shaped = shaped._replace(reward=shaped.reward - np.arange(16.0) ** 2)
     assert str(nearest_convention([shaped])[0]).endswith("scale=none, of the rewards as collected")
@@ -190,8 +190,8 @@ def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
 
 def test_a_convention_that_nobody_has_is_called_none():
     clauses = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
-    assert clauses[0].startswith("they are of no framework's recipe (as/")
-    assert "come nearest, to " in clauses[1]
+    assert clauses[0].startswith("they match no framework's recipe (as/")
+    assert "are nearest, within " in clauses[1]
 
 
 def test_the_numbers_by_hand():

@@ -164,10 +164,10 @@ def test_folding_twice_or_into_integers_is_refused():
     batch = batch_of(NINE)
     batch["advantage"] = torch.ones(3, 1, 1)
     once = LossWeight(fold="sum")(batch)
-    with pytest.raises(BatchError, match="folding twice"):
+    with pytest.raises(BatchError, match="a second fold would apply weights twice"):
         LossWeight(fold="sum")(once)
     batch["advantage"] = torch.ones(3, 1, 1, dtype=torch.int64)
-    with pytest.raises(BatchError, match=r"floating-point number; found torch.int64"):
+    with pytest.raises(BatchError, match=r"must be floating-point; found torch.int64"):
         LossWeight(fold="sum")(batch)
 
 
@@ -271,11 +271,11 @@ def test_an_unset_id_in_the_loss_is_refused_and_out_of_it_is_not():
     ("options", "message"),
     [
         ({"unit": "prompt"}, "unit must be one of"),
-        ({"unit": "constant"}, "divides by a length"),
-        ({"length": 3}, "divides by a length"),
+        ({"unit": "constant"}, "needs length, and no other unit reads it"),
+        ({"length": 3}, "needs length, and no other unit reads it"),
         ({"unit": "constant", "length": 0}, "length must be an integer ≥ 1"),
-        ({"unit": "inverse_length"}, "has a power of the length"),
-        ({"power": 1.0}, "has a power of the length"),
+        ({"unit": "inverse_length"}, "needs power, and no other unit reads it"),
+        ({"power": 1.0}, "needs power, and no other unit reads it"),
         ({"unit": "inverse_length", "power": -1.0}, "power must be"),
         ({"fold": "mean"}, "fold must be one of"),
         ({"gradients": "max"}, "gradients must be one of"),

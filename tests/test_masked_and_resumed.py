@@ -192,7 +192,7 @@ def test_without_a_loss_mask_nothing_can_say_under_keep_that_a_row_is_out():
     out = SampleFilter(criterion=RewardWithin(high=5.0))
     assert Pipeline({"collapse": FanOutCollapse(), "filter": out})(batch)[LOG_PROBS][2].isnan().all()
     with pytest.raises(
-        BatchError, match=r"1 rows are to leave the loss, but .* under masked_log_prob='keep'"
+        BatchError, match=r"1 rows must be masked out of the loss, but .* under masked_log_prob='keep'"
     ):
         Pipeline({"collapse": FanOutCollapse(), "filter": out}, masked_log_prob="keep")(batch)
     split = ShuffleSplit(minibatches=1, microbatches=2, remainder="pad")

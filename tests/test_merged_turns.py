@@ -239,7 +239,7 @@ def test_what_cannot_be_merged_says_why():
     batch = batch_of(rows)
     with pytest.raises(BatchError, match="put MergeTurns before ShuffleSplit"):
         MergeTurns()(ShuffleSplit(minibatches=1)(batch))
-    with pytest.raises(BatchError, match="turns of their own"):
+    with pytest.raises(BatchError, match="must have different turns"):
         MergeTurns(turn_key="turn")(batch.set("turn", torch.zeros(3).long()))
     with pytest.raises(BatchError, match=r"a mask is as wide as the tokens, \(3, 10\); .* is \(3, 2\)"):
         MergeTurns()(batch.set(LOSS, batch[LOSS][:, :2]))

@@ -420,7 +420,7 @@ def test_a_stage_after_the_split_moves_nothing():
         def apply(self, batch):
             return batch[2:]
 
-    with pytest.raises(BatchError, match=r"'late', .* after the split leaves all rows where they are"):
+    with pytest.raises(BatchError, match=r"'late', .* after the split must keep all 8 rows"):
         Pipeline({"split": ShuffleSplit(minibatches=2), "late": Late()})(batch_of([2] * 8))
 
 

@@ -103,8 +103,10 @@ def test_a_comparison_breaks_no_word(reports, width):
     comparison = Comparison(RECIPES)
     comparison.add(*reports)
     text = printed(width, show_comparison, comparison)
-    assert_whole(text, *RECIPES, "trained by both", "cosine of what rows weigh in the two gradients")
-    assert_whole(text, "share of the gradient that goes to other groups", "loss weight × tokens in the loss,")
+    assert_whole(text, *RECIPES, "trained by both", "cosine of the rows' gradient shares")
+    assert_whole(
+        text, "share of the gradient that moves to other groups", "loss weight × tokens in the loss,"
+    )
 
 
 @WIDTHS

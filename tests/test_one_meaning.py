@@ -69,7 +69,7 @@ def test_a_stage_is_left_out_by_one_word_of_recipes_with_an_order_too(recipe, wo
 
 @pytest.mark.parametrize("name", ["a.b", "", "two words", "1st"])
 def test_a_stage_that_the_command_line_cannot_reach_is_refused(name):
-    with pytest.raises(ValueError, match="a stage's name is a word"):
+    with pytest.raises(ValueError, match="a stage's name must consist of letters"):
         Pipeline({name: FanOutCollapse()})
 
 

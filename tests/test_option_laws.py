@@ -15,33 +15,17 @@ import headrace.transforms
 from headrace.pipeline import ConfigError, load_pipeline
 from headrace.transforms import (
     BatchTransform,
-    BatchWhitening,
-    CombineIds,
     CompletenessGate,
-    DenseRows,
-    DifficultyWeight,
-    FanOutCollapse,
     GroupAssembler,
     GroupRelativeAdvantage,
-    LengthPenalty,
     LossWeight,
-    MergeTurns,
-    OverlongPunishment,
     RelativeLength,
     RewardScale,
-    RewardsToGo,
     RolloutCorrection,
-    RunningBaseline,
-    SampleFilter,
-    ScoreRows,
     ShuffleSplit,
-    SignFactors,
     StateAdvantage,
     TokenAdvantage,
-    TokenFilter,
-    TreeAdvantage,
     TurnAdvantage,
-    TurnDiscount,
     assign_rows,
     importance_weight,
     relative_length,
@@ -179,83 +163,7 @@ ONLY_WITH = {
     (GroupAssembler, "on_timeout"): ("raise", {}, {"timeout": 9}),
 }
 
-# Options that may have no effect, and are accepted there: a recipe or an interpolation gives them, and the
-# word that takes their effect away must still compose; or it follows from a number, say that of processes.
-ACCEPTED = {
-    GroupRelativeAdvantage: {"ddof", "eps", "eps_mode", "singleton"},
-    RolloutCorrection: {"low", "high"},  # without a bound they count who is out of bounds
-    TurnAdvantage: {"missing"},
-    ShuffleSplit: {"seed", "rank", "remainder", "balance", "tree"},
-    LossWeight: {"gradients", "shared_ids"},
-}
-
-# All others of the stages: they have an effect in every combination.
-ALWAYS = {
-    BatchWhitening: {"per", "ddof", "eps", "eps_mode"},
-    CombineIds: {"keys", "into"},
-    CompletenessGate: {"group_size", "expected_groups", "on_incomplete", "empty"},
-    DenseRows: {"pad_id", "width"},
-    DifficultyWeight: {"strength"},
-    FanOutCollapse: {"reward", "columns", "weights", "missing"},
-    GroupAssembler: {
-        *("groups", "group_size", "on_failure", "timeout", "timeout_seconds", "max_staleness", "on_late"),
-        *("on_duplicate", "on_surplus", "max_pending_groups", "max_idle", "max_concurrent_rollouts"),
-        "journal",
-        "in_order",
-    },
-    GroupRelativeAdvantage: {
-        *(
-            "baseline",
-            "scale",
-            "clip",
-            "shift",
-            "dtype",
-            "several",
-            "weights",
-            "missing",
-            "without_ids",
-            "ndim",
-        ),
-    },
-    LengthPenalty: {"coefficient", "free"},
-    LossWeight: {"unit", "fold", "ranks", "process_group", "dtype"},
-    MergeTurns: {"token_keys", "last_keys"},
-    OverlongPunishment: {"max_length", "cache", "weight"},
-    RelativeLength: {"form", "coefficient"},
-    RewardScale: {"scale", "bias", "low", "high"},
-    RewardsToGo: {"discount"},
-    RolloutCorrection: {"level", "normalise", "unit", "least_ess"},
-    RunningBaseline: {"decay", "start", "start_weight"},
-    SampleFilter: {"criterion", "unit", "action", "on_batch"},
-    ScoreRows: {"actor", "max_rows", "max_tokens"},
-    ShuffleSplit: {
-        *("minibatches", "minibatch_size", "unit", "microbatches", "microbatch_size", "max_tokens"),
-        *("multiple_of", "ranks", "process_group", "shuffle"),
-    },
-    SignFactors: {"positive", "negative"},
-    StateAdvantage: {"weight", "baseline", "alone", "scale"},
-    TokenAdvantage: {"term", "factor", "how"},
-    TokenFilter: {"criterion", "denominator"},
-    TreeAdvantage: {"baseline", "alone", "forks", "missing"},
-    TurnAdvantage: {"discount", "baseline", "alone"},
-    TurnDiscount: {"discount"},
-}
 NEEDED = {ShuffleSplit: {"minibatches": 1}}
-
-
-def stages():
-    found = [getattr(headrace.transforms, name) for name in headrace.transforms.__all__]
-    kinds = [each for each in found if inspect.isclass(each) and issubclass(each, BatchTransform)]
-    return [each for each in kinds if each is not BatchTransform] + [GroupAssembler]
-
-
-@pytest.mark.parametrize("stage", stages())
-def test_of_every_option_it_is_said_with_what_it_has_an_effect(stage):
-    options = {name for name in inspect.signature(stage).parameters if not name.endswith("_key")}
-    only = {option for owner, option in ONLY_WITH if owner is stage}
-    always, accepted = ALWAYS.get(stage, set()), ACCEPTED.get(stage, set())
-    assert options == only | always | accepted
-    assert len(options) == len(only) + len(always) + len(accepted)
 
 
 @pytest.mark.parametrize(("stage", "option"), list(ONLY_WITH))

@@ -137,7 +137,9 @@ def test_a_setting_of_the_wrong_type_is_refused_by_its_name(task):
 def test_one_value_for_several_settings_is_refused():
     config = compose_config("config")
     config.train = 3
-    with pytest.raises(ConfigError, match=r"train has settings of its own, such as train\.NAME=VALUE; got 3"):
+    with pytest.raises(
+        ConfigError, match=r"train is a group of settings; set one of them, as train\.NAME=VALUE; got 3"
+    ):
         check_types(config)
 
 

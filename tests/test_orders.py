@@ -35,7 +35,7 @@ def test_order_puts_a_stage_into_the_middle(make_batch):
     [
         (["collapse"], "order must name each stage once"),
         (["collapse", "collapse", "advantage"], "order must name each stage once"),
-        (["colapse", "advantage"], r"'colapse' \(did you mean 'collapse'\?\).*There are \['advantage'"),
+        (["colapse", "advantage"], r"'colapse' \(did you mean 'collapse'\?\).*The stages are \['advantage'"),
         (
             ["advantage", "collapse"],
             r"stage 'advantage' reads \('headrace', 'reward'\), which 'collapse' writes",

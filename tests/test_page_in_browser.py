@@ -109,16 +109,16 @@ def test_rows_that_a_count_by_rows_would_change_are_counted(look):
 def test_a_group_is_drawn_when_opened_and_says_why_each_row_left(look):
     run = pages.incomplete_run()
     page = look(run)
-    assert page.texts("#tree article h3") == [f"rollout {rollout}" for rollout in (102, 103, 100, 101)]
+    assert page.texts("#tree article h3") == [f"rollout {rollout}" for rollout in (100, 101, 102, 103)]
     page.open("#tree details.group")
     assert not page.all("#tree table")
     page.open("#tree details.rows")
     rows = run["steps"][0]["rows"]
     cells = page.texts("#tree tbody td:nth-child(7)")
     assert len(cells) == len(rows["row"])
-    expected = [f"left: {reason}" if reason else "in the loss" for reason in rows["reason"]]
+    expected = [f"no: {reason}" if reason else "yes" for reason in rows["reason"]]
     assert sorted(cells) == sorted(expected)
-    assert "partly in the loss; rows left: filter/truncated" in page.one("#tree").text
+    assert "partly in the loss; not in the loss: filter/truncated" in page.one("#tree").text
 
 
 def test_what_is_not_shown_yet_is_a_button_away(look):
@@ -241,13 +241,13 @@ def test_an_empty_batch_says_why_each_panel_is_empty(look):
 
 def test_a_batch_of_which_all_left_says_so(look):
     page = look(pages.filtered_run())
-    assert "0 of 12 rows are in the loss" in page.one("#summary").text
+    assert "0 of 12 rows (0 %) are in the loss" in page.one("#summary").text
     assert "nothing trains at this step" in page.one("#funnel .empty").text
-    assert "none came as far as the advantage" in page.one("#compare .empty").text
+    assert "all of them left before that stage" in page.one("#compare .empty").text
     assert "No row of this step is in the loss" in page.one("#tape .empty").text
     assert "is not known" in page.one("#lag .empty").text
     page.choose("filter", "trained")
-    assert "all of them left" in page.one("#strip .empty").text
+    assert "No rollout of this step is in the loss" in page.one("#strip .empty").text
 
 
 def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
@@ -261,7 +261,7 @@ def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
     assert page.count("script") == 2
     assert page.texts("h1") == [pages.HOSTILE]
     assert page.texts("p.prompt") == [pages.HOSTILE]
-    assert f"left: gate/{pages.HOSTILE}" in page.texts("#tree td")
+    assert f"no: gate/{pages.HOSTILE}" in page.texts("#tree td")
     assert pages.HOSTILE.replace("_", " ") in page.texts("#funnel .why")
     assert pages.HOSTILE in page.texts("#curves .name")
 
@@ -357,7 +357,8 @@ def test_no_text_is_cut_off_or_covered(look, name, width):
 def test_five_thousand_rows_are_drawn(look):
     page = look(pages.large_run(5000))
     assert page.count("#strip .scroll .dot") == 5000
-    assert "show 200 of 1,234 groups" in page.one("#sampled").text
+    assert "all 1,234 groups" in page.one("#sampled").text
+    assert "show 200 of them" in page.one("#sampled").text
     assert page.count("#tape .rank") == 32
 
 
@@ -384,18 +385,19 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
 
 
 def test_a_page_of_two_recipes_says_whose_each_panel_is(look):
-    """Shares ½, ½ and ⅘, ⅕ of two rows: 0.3 moves, and the cosine is (0.4 − 0.1) / (√0.5 · √0.68)."""
+    """Shares ½, ½ and ⅘, ⅕ of two rows: 0.3 moves. What is said of all rows is a number of the step."""
     rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
     rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}
     rows[1] |= {"advantage": 1.0, "advantage_by_row": -0.5, "share": 0.5, "other_share": 0.2}
     curves = {"curve_steps": [0, 1], "curves": {"reward": [0.0, 1.0]}}
     made = pages.step_of(rows, size=1)
+    made["numbers"] |= {"versus/gradient_moved": 0.3, "versus/gradient_cosine": 0.514496}
     page = look(pages.run_of(made, made | {"step": 1}, **curves, versus=["grpo", "dr_grpo"]))
     assert page.seen("#compare-title") == "grpo against dr_grpo"
     panels = {*PANELS, "groups", "curves", "recipe"} - {"compare", "strip", "tree"}
     titled = [page.seen(f"#{panel}-title") for panel in panels]
     assert all(title.endswith("under grpo") or title == "Recipe grpo" for title in titled)
-    assert page.texts("#compare .sentence")[1].startswith("30.0 % of the gradient goes to other groups under")
+    assert page.texts("#compare .sentence")[1].startswith("At this step 30.0 % of the gradient goes to other")
     assert page.texts("#compare .sentence")[1].endswith("the cosine of what rows weigh is 0.5145.")
     cells = page.texts("#compare .body > .across td")
     assert cells == ["0", "50.0 %", "80.0 %", "+30.0", "1", "50.0 %", "20.0 %", "−30.0"]

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from typing import is_typeddict
 
-import numpy as np
 import pages
 import pytest
 import torch
@@ -16,7 +15,6 @@ from busy import busy_batch, stages
 
 from headrace.pipeline import Pipeline, make_report
 from headrace.pipeline.report import html, page_schema
-from headrace.pipeline.report.groups import widest_first
 from headrace.transforms import LossWeight, ShuffleSplit
 
 pytestmark = pytest.mark.slow
@@ -191,8 +189,8 @@ def test_bins_are_round_and_hold_each_rollout_once(node):
     assert single == [{"from": 7, "to": 7, "counts": {"kept": 1}}]
 
 
-def test_the_order_of_the_page_is_that_in_which_texts_are_chosen(node):
-    """Widest spread first; equal spreads by id, also one beyond a double; groups of one reward last."""
+def test_groups_by_spread_are_in_order(node):
+    """Widest first; equal spreads by id, also one beyond a double; groups of one reward last."""
     ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
     rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
     run = pages.run_of(pages.step_of(rows))
@@ -204,5 +202,4 @@ def test_the_order_of_the_page_is_that_in_which_texts_are_chosen(node):
         const lines = chosen(modelOf(readPage({data!r}).steps[0]), {{ sort: "std", filter: "all" }});
         console.log(JSON.stringify(lines.map(({{ group }}) => String(group.id))));
     """)
-    table = {"id": np.array(ids), "reward_std": np.array(spread, dtype=float)}
-    assert shown == [str(ids[at]) for at in widest_first(table)]
+    assert shown == [str(group) for group in (7, 9, 2**60, 2**60 + 1, 3, 5)]

@@ -53,12 +53,42 @@ def test_the_page_opens_the_group_where_most_is_to_be_learnt(look):
 
 def test_each_rollout_is_told_beside_the_others(look):
     page = look(pages.reading_run())
-    assert page.texts("#tree article h3") == ["rollout 201", "rollout 200"]
+    assert page.texts("#tree article h3") == ["rollout 200", "rollout 201"]
     assert "No idea." in card(page, 200).text
-    facts = page.texts("#tree article .facts")[1]
+    facts = page.texts("#tree article .facts")[0]
     assert re.fullmatch(r"reward 0 · advantage −0\.7071 · \d+ tokens · completed", facts)
     page.open("details.group")
-    assert "left: filter/zero_variance" in card(page, 100).text
+    assert "not in the loss: filter/zero_variance" in card(page, 100).text
+
+
+def test_a_flat_run_begins_with_the_lowest_reward(look):
+    """Group 1 has equal rewards and spreads least, group 3 has the lowest mean: it is opened first."""
+    run = pages.reading_run()
+    said = [{"name": "reward-flat", "text": "The mean reward is flat."}]
+    run["steps"] = [step | {"advisories": said} for step in run["steps"]]
+    page = look(run)
+    means = dict(zip(run["steps"][0]["groups"]["id"], run["steps"][0]["groups"]["reward_mean"], strict=True))
+    assert found(page) == [str(group) for group in sorted(means, key=lambda g: (means[g], g))]
+    assert opened(page) == found(page)[:1]
+    assert page.driver.execute_script("return document.getElementById('sort').value") == "mean"
+
+
+def test_ground_truth_and_other_columns_are_beside_the_response(look):
+    run = pages.reading_run()
+    rows = run["steps"][-1]["rows"]
+    rows["beside"][rows["rollout"].index(200)] = {
+        "ground truth": "4",
+        "acc": False,
+        "<b>": 0.25,
+        "none": None,
+    }
+    page = look(run)
+    lines = "#tree article[aria-label='rollout 200'] dl.columns"
+    assert page.texts(f"{lines} dt") == ["ground truth", "acc", "<b>", "none"]
+    assert page.texts(f"{lines} dd") == ["4", "false", "0.25", "–"]
+    assert not page.all("article[aria-label='rollout 201'] dl.columns")
+    search(page, "0.25")
+    assert found(page) == ["2"]
 
 
 def test_the_prompt_is_the_last_turn_and_whole_when_asked(look):

@@ -121,7 +121,7 @@ def test_a_lazy_stack_from_which_nothing_is_left_is_empty(make_batch):
 def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
     done = Pipeline({})(make_batch([1.0], [0]))
     fresh = make_batch([2.0], [1])
-    with pytest.raises(BatchError, match=r"got 2 rows a pipeline has processed already"):
+    with pytest.raises(BatchError, match=r"got 2 rows that a pipeline has already processed"):
         Pipeline({})(lazy_stack([done[0], fresh[0]]))
 
 

@@ -117,7 +117,7 @@ def test_a_row_that_left_keeps_its_place_or_the_batch_is_refused(segments, kind,
             rows = stays if action == "drop" else range(len(bad))
             lacking = {rollouts[r] for r in stays} & {r for r, b in zip(rollouts, bad, strict=True) if b}
             if action == "drop" and isinstance(chain, Compose) and lacking:
-                with pytest.raises(BatchError, match="place of a row") as refused:
+                with pytest.raises(BatchError, match="index of each row") as refused:
                     chain(batch)
                 assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == lacking
             elif rows:
@@ -133,7 +133,7 @@ def test_what_goes_by_places_refuses_rows_that_lack_some(kind):
     batch = segments_of([4, 4, 4, 7, 8], [0.0, 0.0, 8.0, 1.0, 2.0], [False, True, False, True, False])
     drop = SampleFilter(criterion=good, unit="sample", action="drop")
     stage = PLACED[kind]()
-    with pytest.raises(BatchError, match="place of a row among those of its rollout; found rollout 4, of"):
+    with pytest.raises(BatchError, match="index of each row in its rollout; found rollout 4, of"):
         stage(drop(batch))
     with pytest.raises(BatchError, match="found rollout 4, of"):
         Pipeline({"filter": Compose(drop), "inner": lambda rows: stage(rows)})(batch)
@@ -164,7 +164,7 @@ def test_a_rollouts_reward_is_of_the_segment_that_arrived_first_or_last(segments
     pipeline = Pipeline({"filter": first, "collapse": FanOutCollapse(reward=how)})
     batch = segments_of(rollouts, rewards, bad)
     if lacking:
-        with pytest.raises(BatchError, match=f"its {how} segment, which was taken out") as refused:
+        with pytest.raises(BatchError, match=f"its {how} segment, but this segment was taken out") as refused:
             pipeline(batch)
         assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == lacking
     elif not all(bad):
@@ -229,7 +229,7 @@ OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 def bits(thing):
     """Numbers, dtypes and shapes of whatever it is, to be compared to the bit."""
     if isinstance(thing, torch.Tensor):
-        return str(thing.dtype), tuple(thing.shape), repr(thing.double().tolist())
+        return str(thing.dtype), tuple(thing.shape), thing.double().numpy().tobytes()
     if isinstance(thing, TensorDict):
         return [(str(key), bits(value)) for key, value in sorted(thing.items(True, True), key=str)]
     if isinstance(thing, dict):

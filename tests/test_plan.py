@@ -152,7 +152,7 @@ def test_of_two_rewards_the_greater_is_solved_and_of_many_by_what_is_asked(make_
 
 def test_what_cannot_be_planned_is_refused(make_batch, tmp_path):
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 1.0], [0, 1]))), tmp_path)
-    with pytest.raises(ConfigError, match="a group of two rollouts with a reward is required"):
+    with pytest.raises(ConfigError, match="needs groups with at least two rollouts with rewards"):
         told(configured(tmp_path), tmp_path)
     with pytest.raises(ConfigError, match="group_sizes must be integers ≥ 1"):
         told(configured(tmp_path, "plan.group_sizes=[0]"), tmp_path)

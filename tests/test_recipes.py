@@ -6,10 +6,9 @@ import inspect
 from functools import cache
 
 import pytest
-from command import is_up_to_date
-from composed import composed, configure
+from composed import configure
 from omegaconf import OmegaConf
-from recipes import ADVANTAGES, CHAINS, NAMES
+from recipes import NAMES
 
 from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.transforms.columns import COLUMNS
@@ -79,28 +78,6 @@ def test_a_recipe_says_only_what_differs():
                     assert all(below[stage][option].get(inner) != value[inner] for inner in value), name
                 else:
                     assert below[stage][option] != value, f"{name}: {stage}.{option} is {value!r} already"
-
-
-def test_one_recipe_stands_for_each_chain_of_stages_and_each_baseline_and_scale():
-    chains, measures = {}, {}
-    for name in NAMES:
-        stages = dict(composed(f"pipeline={name}").stages.items())
-        chain = [(stage, type(made), type(getattr(made, "criterion", 0))) for stage, made in stages.items()]
-        chains.setdefault(tuple(chain), []).append(name)
-        advantage = stages.get("advantage")
-        measure = tuple(getattr(advantage, option, None) for option in ("baseline", "scale", "dtype"))
-        measures.setdefault(measure, []).append(name)
-    assert all(len(set(alike) & set(CHAINS)) == 1 for alike in chains.values()), chains
-    assert len(chains) == len(CHAINS)
-    assert all(set(alike) & set(ADVANTAGES) for alike in measures.values()), measures
-
-
-def test_the_page_of_recipes_is_up_to_date():
-    assert is_up_to_date("make_recipes.py"), "run `make generate`"
-
-
-def test_the_nodes_of_stages_and_criteria_are_those_of_the_signatures():
-    assert is_up_to_date("make_stages.py"), "run `make generate`"
 
 
 def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():

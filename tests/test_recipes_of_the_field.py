@@ -303,7 +303,7 @@ def test_a_turn_discount_pays_later_turns_more(make_batch):
     assert by_row.tolist() == [0.25, 1, 0.5, 1]
     assert by_turn.tolist() == [1, 1, 0.25, 0.5]
     batch["turn"][2] = 1
-    with pytest.raises(ValueError, match="turns of their own; found rollout 5"):
+    with pytest.raises(ValueError, match="must have different turns; found rollout 5"):
         TurnDiscount(discount=0.5, turn_key="turn")(batch)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
-TOOL = runpy.run_path(str(ROOT / "tools" / "release_notes.py"))
+TOOL = runpy.run_path(str(ROOT / "tools" / "release.py"))
 KINDS = ["Added", "Changed", "Deprecated", "Fixed", "Removed", "Security"]
 
 
@@ -70,6 +70,22 @@ def test_notes_are_those_of_the_tag_and_another_tag_is_refused():
         notes_of("v1.3.0", {"a": "1.3.0"}, changelog)
 
 
+def test_preparing_a_release_sets_its_version_and_date_everywhere():
+    files = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")}
+    done = TOOL["prepared"]("1.2.0", "2026-02-01", files)
+    assert yaml.safe_load(done["CITATION.cff"])["version"] == "1.2.0"
+    assert str(yaml.safe_load(done["CITATION.cff"])["date-released"]) == "2026-02-01"
+    assert re.findall('^version = "(.*)"$', done["pyproject.toml"], re.MULTILINE) == ["1.2.0"]
+    unreleased = files["CHANGELOG.md"].split("## Unreleased\n")[1].split("\n## ")[0]
+    assert TOOL["notes_of"]("v1.2.0", {"a": "1.2.0"}, done["CHANGELOG.md"]) == unreleased.strip()
+    with pytest.raises(ValueError, match=r"nothing under '## Unreleased'"):
+        TOOL["prepared"]("1.3.0", "2026-02-02", files | done)
+    with pytest.raises(ValueError, match=r"has 1\.2\.0 already"):
+        TOOL["prepared"]("1.2.0", "2026-02-02", files | done)
+    with pytest.raises(ValueError, match="three numbers"):
+        TOOL["prepared"]("v1.2", "2026-02-02", files)
+
+
 def test_a_release_is_tested_and_is_the_wheel_that_was_tried():
     ci, dist, release = (
         yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
@@ -79,6 +95,14 @@ def test_a_release_is_tested_and_is_the_wheel_that_was_tried():
     jobs = release["jobs"]
     assert jobs["tests"]["uses"] == "./.github/workflows/ci.yml"
     assert jobs["publish"]["needs"] == "tests"
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name, job in (ci["jobs"] | dist["jobs"]).items():  # each does what a target does, so that anybody can
+        made = [
+            step["run"].split()[1:] for step in job.get("steps", ()) if step.get("run", "").startswith("make")
+        ]
+        assert "steps" not in job or {word for words in made for word in words if "=" not in word} & {
+            *targets
+        }, name
     steps = [step["uses"].split("@")[0] for step in dist["jobs"]["build"]["steps"] if "uses" in step]
     assert "actions/upload-artifact" in steps
     publish = [step.get("uses", "").split("@")[0] for step in jobs["publish"]["steps"]]

@@ -253,6 +253,23 @@ def test_the_texts_of_all_steps_are_at_most_three_megabytes(letter):
     assert min(read) == max(read) > 10, "steps share the room evenly"
 
 
+@pytest.mark.parametrize("equal", range(1, 7))
+def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeypatch):
+    """Of eight groups some have equal rewards, and there is room for the responses of four groups at most."""
+    batch = tokens_batch(8, size=4)
+    rewards = torch.arange(32.0).reshape(8, 4)
+    rewards[torch.arange(equal)] = 0.0
+    batch["next", "reward"] = rewards.reshape(-1, 1)
+    batch["response_text"] = as_texts([f"{row}: {'x' * 900}" for row in range(32)])
+    monkeypatch.setattr(PAGE_DATA, "PAGE_TEXTS", 7_000)
+    step = page_data([make_report(Pipeline({}).run(batch))], title="x")["steps"][0]
+    pairs = zip(step["rows"]["group"], step["rows"]["response"], strict=True)
+    read = {group for group, text in pairs if text is not None}
+    counts = {flat: sum((group < equal) == flat for group in read) for flat in (True, False)}
+    assert min(counts.values()) >= 1
+    assert counts[True] >= min(equal, counts[False] - 1)
+
+
 def test_the_groups_that_spread_most_are_read_first(monkeypatch):
     """Group g has rewards 0 and g + 1."""
     monkeypatch.setattr(PAGE_DATA, "PAGE_TEXTS", 5 * CHARACTERS)
@@ -302,7 +319,7 @@ def test_the_table_of_rollouts_has_what_there_is_to_read(make_batch):
     ]
     assert json.dumps(rows)
     lines = {row[1]: dict(zip(names, row, strict=True)) for row in rows}
-    assert [row[0] for row in rows] == [0] * 3 + [1] * 2 + [2] * 3, "the widest spread first"
+    assert [row[0] for row in rows] == [0] * 3 + [2] * 3 + [1] * 2, "group 2 has equal rewards"
     assert lines[1]["response"] == "response 1\n\nresponse 2", "a rollout of two rows"
     assert (lines[1]["reward"], lines[1]["advantage"], lines[1]["reason"]) == (3.0, 0.0, "trained")
     assert lines[3]["reason"] == "gate/incomplete"

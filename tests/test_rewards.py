@@ -137,7 +137,7 @@ def test_trls_own_table_of_two_rewards_is_taken(tmp_path):
     ((_, batch),) = open_source(tmp_path, group_by="prompt", group_size=2)
     out = pipeline_of("as/trl", collapse={"columns": 2})(batch)
     assert sorted(out["advantage"].flatten().tolist()) == pytest.approx([-0.70707, 0.70707], abs=1e-5)
-    with pytest.raises(BatchError, match=r"found \(2, 2\)\. If they are several rewards, .*columns"):
+    with pytest.raises(BatchError, match=r"found \(2, 2\)\. If these are several rewards, .*columns"):
         pipeline_of("as/trl")(batch)
 
 
@@ -272,7 +272,9 @@ def test_a_reward_shaped_before_each_is_compared_is_refused(make_batch):
         "shape": RewardScale(high=4.0),
         "advantage": GroupRelativeAdvantage(several="decoupled"),
     }
-    with pytest.raises(BatchError, match=r"found 4 in place of 5 for rollout 0\..*shape no reward"):
+    with pytest.raises(
+        BatchError, match=r"found 4 in place of 5 for rollout 0\..*no stage that changes the reward"
+    ):
         Pipeline(stages)(batch)
     stages["advantage"] = GroupRelativeAdvantage(scale="none")
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [0.5, -0.5]  # 4 and 3

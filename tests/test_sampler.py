@@ -192,7 +192,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_a_remainder_raises_unless_told_otherwise():
-    with pytest.raises(ValueError, match="7 prompts do not make batches of 2: 1 over"):
+    with pytest.raises(ValueError, match="a multiple of prompts_per_batch=2; got 7, with 1 left over"):
         RepeatSampler(7, group_size=2, prompts_per_batch=2)
     assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="drop")) == 12
     assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="uneven")) == 14
@@ -208,9 +208,12 @@ def test_a_remainder_raises_unless_told_otherwise():
         ({"ranks": 2}, "prompts_per_batch must be a multiple of ranks.*got 1"),
         (
             {"prompts": 5, "prompts_per_batch": 4, "ranks": 2, "remainder": "uneven"},
-            "a smaller last batch no less than it; got 4, and 1 in the last",
+            "the last batch must have at least .; got 4, and 1 in the last",
         ),
-        ({"prompts": 2, "prompts_per_batch": 3, "remainder": "drop"}, "2 prompts make no batch of 3"),
+        (
+            {"prompts": 2, "prompts_per_batch": 3, "remainder": "drop"},
+            "at least prompts_per_batch=3 prompts; got 2",
+        ),
     ],
 )
 def test_options_that_make_no_sense_raise(options, message):

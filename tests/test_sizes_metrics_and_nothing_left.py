@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nothing_left import run_to_nothing
 from policies import MASK, OLD, SAMPLER, alone, clamp, log_ratios, ragged, two_policies
-from recipes import NAMES
+from recipes import BY_TURN, CHAINS, pipeline_of
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
@@ -91,8 +91,8 @@ def test_the_message_says_both_numbers_and_what_to_do():
         {"group_id": [7] * 4, "rollout_id": [0, 1, 2, 3], "expected_rollouts": [5] * 4}, batch_size=[4]
     )
     said = (
-        r"group_size and the column 'expected_rollouts' \(expected_key\) both say how many rollouts a group "
-        r"was dispatched with: group_size=4, but group 7 expects 5\. Leave group_size out, or correct"
+        r"group_size and the column 'expected_rollouts' \(expected_key\) must give the same number of "
+        r"rollouts per group: group_size=4, but group 7 expects 5\. Leave group_size out, or correct"
     )
     for how in ({}, {"on_incomplete": "drop"}, {"on_incomplete": "keep", "min_rollouts": 1}):
         with pytest.raises(BatchError, match=said):
@@ -108,17 +108,17 @@ def test_the_message_says_both_numbers_and_what_to_do():
 
 @pytest.mark.slow
 def test_every_recipe_makes_an_empty_run_of_a_batch_of_which_nothing_is_left():
-    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in NAMES]
+    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in CHAINS]
     tried, wrong = run_to_nothing(0, 1, "", pipelines)
-    assert tried > 8 * len(NAMES)
+    assert tried > 8 * len(CHAINS)
     assert not wrong
 
 
 @pytest.mark.slow
 def test_so_do_two_ranks_of_which_one_may_have_no_rows(tmp_path):
-    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in NAMES]
+    pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in CHAINS]
     results = results_of(run_to_nothing, 2, tmp_path, pipelines)
-    assert all(tried > 8 * len(NAMES) for tried, _ in results)
+    assert all(tried > 8 * len(CHAINS) for tried, _ in results)
     assert [wrong for _, wrong in results] == [[], []]
 
 
@@ -149,14 +149,12 @@ def test_the_order_of_rows_changes_no_bit_of_what_stages_measure(recipes):
         for kind in ("uniform", "ragged"):
             batch = collected(kind, recipe)
             order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(len(recipe)))
-            turns = {"gigpo": "returns", "tree_grpo": "tree"}
-            words = [f"pipeline.stages.{turns[recipe]}.turn_key=turn"] if recipe in turns else []
             batch["turn"] = torch.arange(len(batch))
-            pipeline = composed(f"pipeline={recipe}", *words)
+            pipeline = pipeline_of(recipe, **BY_TURN.get(recipe, {}))
             if getattr(dict(pipeline.stages.items()).get("advantage"), "dtype", None) is not None:
                 continue  # the bits of the reshape formula, which are those of an order
             before = measured_of(pipeline, batch)
-            after = measured_of(composed(f"pipeline={recipe}", *words), batch[order])
+            after = measured_of(pipeline_of(recipe, **BY_TURN.get(recipe, {})), batch[order])
             assert len(before) >= 4
             assert before == after, (recipe, kind)
 

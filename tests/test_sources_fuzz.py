@@ -7,40 +7,39 @@ import json
 import math
 import os
 import pickle
+import tempfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from dumps import (
-    episode,
-    nemo_row,
-    open_instruct_row,
-    slime_dump,
-    slime_sample,
-    tinker_row,
-    trl_dump,
-    verifiers_row,
-    verl_row,
-    write_lines,
-)
+from dumps import slime_dump, slime_sample, trl_dump, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_audit import SOUND
 
-from headrace.pipeline.sources import SourceError, open_source
+from headrace.pipeline.sources import READERS, SourceError, open_source
 from headrace.pipeline.sources.record import quote
 from headrace.transforms import Status
 
 pytestmark = pytest.mark.slow
 
+
+def first_line(name):
+    """A record of a format of JSON Lines, by itself, and the options to read it."""
+    write, words = SOUND[name]
+    with tempfile.TemporaryDirectory() as folder:
+        file = write(Path(folder))
+        record = json.loads(file.read_text().splitlines()[0])
+    options = {"group_by": "prompt"} if "source.group_by=prompt" in words else {}
+    return file.name, record, options
+
+
 LINES = {
-    "verl": (verl_row("a_0_0", 1.0), {}),
-    "verifiers": (verifiers_row(0, 1.0), {}),
-    "prime_rl": (episode("g", "a", {"r": {"score": 1.0, "weight": 1.0}}), {}),
-    "nemo_rl": (nemo_row(0, 1.0), {"group_by": "prompt"}),
-    "open_instruct": (open_instruct_row(0, 0, 1.0), {}),
-    "tinker": (tinker_row(0, 0, 1.0), {}),
+    name: first_line(name)
+    for name in READERS
+    if READERS[name].files[0].endswith(".jsonl") and name != "headrace"
 }
 JSON = st.recursive(
     st.none()
@@ -104,7 +103,7 @@ def changed(value, path, new):
 
 
 def file_of(folder: Path, name: str, data: bytes) -> Path:
-    path = folder / {"nemo_rl": "train_data_step1.jsonl"}.get(name, "dump.jsonl")
+    path = folder / (LINES[name][0] if name in LINES else "dump.jsonl")
     path.write_bytes(data)
     return path
 
@@ -113,7 +112,7 @@ def file_of(folder: Path, name: str, data: bytes) -> Path:
 @fuzz
 @given(data=st.data())
 def test_any_value_in_any_field_of_a_line(tmp_path_factory, name, data):
-    good, options = LINES[name]
+    _, good, options = LINES[name]
     path = data.draw(st.sampled_from([p for p in places(good) if p]))
     bad = changed(good, path, data.draw(JSON))
     lines = "".join(json.dumps(row) + "\n" for row in data.draw(st.permutations([good, bad])))
@@ -164,7 +163,7 @@ def test_any_bytes_for_tables_and_pickles(tmp_path_factory, name, suffix, data):
 
 @pytest.mark.parametrize("name", LINES)
 def test_lines_cut_at_every_byte(tmp_path, name):
-    good, options = LINES[name]
+    _, good, options = LINES[name]
     whole = (json.dumps(good) + "\n").encode()
     for end in range(len(whole) - 1):
         file = file_of(tmp_path, name, whole[:end])
@@ -176,7 +175,7 @@ def good_files(folder):
     yield slime_dump(folder / "d.pt"), "slime", {}
     yield trl_dump(folder / "d.parquet"), "trl", {"group_by": "prompt"}
     path = folder / "d.jsonl.gz"
-    path.write_bytes(gzip.compress((json.dumps(LINES["verl"][0]) + "\n").encode()))
+    path.write_bytes(gzip.compress((json.dumps(LINES["verl"][1]) + "\n").encode()))
     yield path, "verl", {}
 
 
@@ -279,7 +278,7 @@ def test_any_values_in_a_table(tmp_path_factory, data):
 
 
 def test_every_line_is_good_as_it_is(tmp_path):
-    for name, (good, options) in LINES.items():
+    for name, (_, good, options) in LINES.items():
         file = file_of(tmp_path, name, (json.dumps(good) + "\n").encode())
         ((step, batch),) = list(open_source(file, **options))
         valid(step, batch)

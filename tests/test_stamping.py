@@ -238,7 +238,7 @@ def test_workers_that_number_alike_are_refused_and_the_error_says_what_numbers_t
         batch = next(iter(collector))
     finally:
         collector.shutdown()
-    with pytest.raises(BatchError, match=r"Workers number their own by StampIds\(worker=…\)"):
+    with pytest.raises(BatchError, match=r"Workers need their own ids: set StampIds\(worker=…\)"):
         CompletenessGate(on_incomplete="drop")(batch)
-    with pytest.raises(BatchError, match=r"end only once.*by StampIds\(worker=…\)"):
+    with pytest.raises(BatchError, match=r"end only once.*set StampIds\(worker=…\)"):
         GroupAssembler().put(batch)

@@ -89,7 +89,7 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
     assert found["movers"] == []
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
-    with pytest.raises(ConfigError, match=r"two recipes are compared.*got \['grpo'\]"):
+    with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
         told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
 
 
@@ -133,7 +133,7 @@ def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
         ),
         (
             ["task=replay", "source.path=.", "source.format=slimee"],
-            "format must be auto or one of headrace, slime",
+            "format must be auto or one of headrace, nemo_rl",
         ),
     ],
 )

@@ -78,6 +78,9 @@ def test_a_trainer_takes_the_steps_that_the_pipeline_cuts_bit_for_bit(kind, asse
     assert len(trainer._log_dict["rows/trained"]) == BATCHES
     assert sum(trainer._log_dict["rows/in"]) == BATCHES * 18
     assert all(loss != 0 for loss in trainer._log_dict["loss"])
+    assert set(trainer._log_dict["optimiser/lr"]) == {0.1}
+    assert trainer._log_dict["optimiser/steps"] == [4.0] * BATCHES  # two epochs of two minibatches
+    assert all(norm > 0 for norm in trainer._log_dict["optimiser/grad_norm"])
 
 
 @pytest.mark.parametrize("kind", [Trainer, GRPOTrainer])

@@ -311,7 +311,7 @@ def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
         ({"reward": float("nan")}, {}, r"every reward must be finite; found nan at row 1 \(rollout 11\)"),
         ({"group_id": -1}, {}, "group_id ≥ 0; found -1 at row 1"),
         ({"rollout_id": -3}, {}, "rollout_id ≥ 0; found -3 at row 1"),
-        ({"rollout_id": 10}, {}, "the segments of a rollout share its reward; found rollout 10"),
+        ({"rollout_id": 10}, {}, "all segments of a rollout must have the same reward; found rollout 10"),
         ({"parent_id": 77}, {"forks": "parent"}, r"found parent 77 of rollout 11 \(row 1\)"),
         ({"parent_id": 12}, {"forks": "parent"}, r"one of its group.*parent 12 of rollout 11"),
         ({"parent_id": 10}, {"forks": "parent"}, "in a circle are parent 11 of rollout 10.*of rollout 11"),

@@ -242,7 +242,7 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
     weight = LossWeight(**INSIDE)
     with pytest.raises(
         BatchError,
-        match=r"needs a turn, from 0 on; found others in row 1 \(rollout 6\), row 2 \(rollout 7\)\.",
+        match=r"needs a turn index ≥ 0; found others in row 1 \(rollout 6\), row 2 \(rollout 7\)\.",
     ):
         weight(three_rows())
     out = three_rows()
@@ -261,14 +261,14 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"unit": "turn"}, "unit='turn' needs turn_key, where rows are turns, or turn_index_key"),
+        ({"unit": "turn"}, "unit='turn' needs either turn_key .* or turn_index_key"),
         (
             {"unit": "turn", "turn_key": "turn", "turn_index_key": "turn_index"},
-            "only it does; got unit='turn'",
+            "no other unit reads them; got unit='turn'",
         ),
-        ({"unit": "token", "turn_index_key": "turn_index"}, "only it does; got unit='token'"),
-        (INSIDE | {"fold": "sum"}, "fold='sum' cannot put into the advantage of a row: leave it 'none'"),
-        (INSIDE | {"fold": "token_mean"}, "sum the loss by weighted_loss"),
+        ({"unit": "token", "turn_index_key": "turn_index"}, "no other unit reads them; got unit='token'"),
+        (INSIDE | {"fold": "sum"}, "fold='sum' cannot put it into the advantage of a row: set fold='none'"),
+        (INSIDE | {"fold": "token_mean"}, "sum the loss with weighted_loss"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, message):
@@ -279,7 +279,7 @@ def test_options_that_cannot_be_are_refused(options, message):
 def test_the_function_takes_turns_inside_rows_for_a_turn_alone():
     tokens = torch.tensor([2, 3])
     for options in ({"unit": "token"}, {"unit": "turn", "turn": tokens, "rollout_id": tokens}):
-        with pytest.raises(ValueError, match="turns inside rows are for unit='turn', and without turn"):
+        with pytest.raises(ValueError, match="turns is only read with unit='turn' and without turn"):
             loss_weight(tokens, turns=tokens, **options)
 
 
@@ -287,14 +287,14 @@ def test_weights_of_tokens_that_would_be_lost_or_count_twice_are_refused():
     rows = [[(0, -1, False, True), (1, 0, True, True)], [(0, -1, False, True)] + [(2, 0, True, True)] * 2]
     out = LossWeight(**INSIDE)(batch_of_rows(rows, True))
     terms = TensorDict({"loss_one": torch.ones(2, 3)})
-    with pytest.raises(BatchError, match="nothing says on which side the loss has filled them up"):
+    with pytest.raises(BatchError, match="not known on which side the loss padded ragged rows"):
         weighted_loss(terms, out)
-    with pytest.raises(BatchError, match="weights are for per-token terms"):
+    with pytest.raises(BatchError, match="needs per-token terms"):
         weighted_loss(
             TensorDict({"loss_one": torch.ones(())}), LossWeight(**INSIDE)(batch_of_rows(rows, False))
         )
     for again in (LossWeight(), LossWeight(**INSIDE)):
-        with pytest.raises(BatchError, match="weighed by turn already"):
+        with pytest.raises(BatchError, match="already have token weights"):
             again(out)
     packed = pack(out, token_keys=[MASK])
     assert packed[TOKEN_WEIGHT].tolist() == [[0, 1, 0, 1, 1]]

@@ -5,7 +5,6 @@ python tools/make_certificates.py
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from headrace.pipeline.certify import Certificate, certify_recipe
 from headrace.pipeline.composing import compose_config, recipes
 from headrace.pipeline.tasks.certify import small_tasks
+from headrace.pipeline.valid_json import json_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "certificates.json"
 
@@ -45,5 +45,5 @@ def certificates() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    lines = ",\n".join(json.dumps(each) for each in certificates())
+    lines = ",\n".join(json_text(each) for each in certificates())
     PAGE.write_text(f'{{"certificates": [\n{lines}\n]}}\n')

@@ -1,13 +1,8 @@
-"""Write docs/recipes.md from the YAML of the recipes, and their names for editors.
-
-python tools/make_recipes.py          # writes both
-python tools/make_recipes.py --check  # exits with 1 if one is out of date
-"""
+"""docs/recipes.md, from the YAML of the recipes, and their names for editors."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -200,9 +195,6 @@ def names() -> str:
     return f"{NAMES_HEAD}\nRecipe = Literal[\n{lines}\n]  # fmt: skip\n"
 
 
-if __name__ == "__main__":
-    written = {PAGE: page(), NAMES: names()}
-    if "--check" in sys.argv:
-        sys.exit(any(path.read_text() != text for path, text in written.items()))
-    for path, text in written.items():
-        path.write_text(text)
+def files() -> dict[Path, str]:
+    """The page and the module, and what they should hold."""
+    return {PAGE: page(), NAMES: names()}

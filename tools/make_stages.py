@@ -1,8 +1,4 @@
-"""Write the YAML nodes of stages, criteria and terms from the signatures of their classes.
-
-python tools/make_stages.py          # writes conf/stage/*.yaml, conf/criterion/*.yaml and conf/term/*.yaml
-python tools/make_stages.py --check  # exits with 1 if one is out of date
-"""
+"""The YAML nodes of stages, criteria and token terms, from the signatures of their classes."""
 
 from __future__ import annotations
 
@@ -15,55 +11,33 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import headrace.transforms as transforms
+from headrace.pipeline.sources import READERS
 from headrace.transforms.columns import COLUMNS
 from headrace.transforms.options import annotations_of
 
 CONF = Path(__file__).parent.parent / "conf"
-STAGES = {
-    "dense": transforms.DenseRows,
-    "gate": transforms.CompletenessGate,
-    "collapse": transforms.FanOutCollapse,
-    "filter": transforms.SampleFilter,
-    "advantage": transforms.GroupRelativeAdvantage,
-    "score": transforms.ScoreRows,
-    "merge": transforms.MergeTurns,
-    "split": transforms.ShuffleSplit,
-    "weight": transforms.LossWeight,
-    "peers": transforms.CombineIds,
-    "running": transforms.RunningBaseline,
-    "signs": transforms.SignFactors,
-    "difficulty": transforms.DifficultyWeight,
-    "relative_length": transforms.RelativeLength,
-    "overlong": transforms.OverlongPunishment,
-    "length_penalty": transforms.LengthPenalty,
-    "reward_scale": transforms.RewardScale,
-    "whitening": transforms.BatchWhitening,
-    "turn_discount": transforms.TurnDiscount,
-    "returns": transforms.RewardsToGo,
-    "states": transforms.StateAdvantage,
-    "turns": transforms.TurnAdvantage,
-    "tree": transforms.TreeAdvantage,
-    "correction": transforms.RolloutCorrection,
-    "token_filter": transforms.TokenFilter,
-    "token_advantage": transforms.TokenAdvantage,
-}
-CRITERIA = {
-    "best_of": transforms.BestOf,
-    "diverged": transforms.Diverged,
-    "finite": transforms.Finite,
-    "fresh": transforms.Fresh,
-    "group_mean_within": transforms.GroupMeanWithin,
-    "length_within": transforms.LengthWithin,
-    "not_truncated": transforms.NotTruncated,
-    "reward_within": transforms.RewardWithin,
-    "rewards_vary": transforms.RewardsVary,
-}
-TERMS = {
-    "directed_weight": transforms.DirectedWeight,
-    "entropy_share": transforms.EntropyShare,
-    "log_ratio": transforms.LogRatio,
-    "staleness_weight": transforms.StalenessWeight,
-    "top_share": transforms.TopShare,
+# Nodes that are not named after their class.
+NAMES = {
+    "CombineIds": "peers",
+    "CompletenessGate": "gate",
+    "DenseRows": "dense",
+    "DifficultyWeight": "difficulty",
+    "FanOutCollapse": "collapse",
+    "GroupRelativeAdvantage": "advantage",
+    "LossWeight": "weight",
+    "MergeTurns": "merge",
+    "BatchWhitening": "whitening",
+    "OverlongPunishment": "overlong",
+    "RewardsToGo": "returns",
+    "RolloutCorrection": "correction",
+    "RunningBaseline": "running",
+    "SampleFilter": "filter",
+    "ScoreRows": "score",
+    "ShuffleSplit": "split",
+    "SignFactors": "signs",
+    "StateAdvantage": "states",
+    "TreeAdvantage": "tree",
+    "TurnAdvantage": "turns",
 }
 # Options that the pipeline has too: one word there renames a column for all stages.
 SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
@@ -159,24 +133,27 @@ def in_yaml(value: Any) -> str:
     return str(value)
 
 
+def nodes(contract: type) -> dict[str, type]:
+    """The public classes that keep a contract, by the names of their nodes."""
+    found = (getattr(transforms, name) for name in transforms.__all__)
+    classes = [
+        cls for cls in found if isinstance(cls, type) and issubclass(cls, contract) and cls is not contract
+    ]
+    snake = {cls: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower() for cls in classes}
+    return {NAMES.get(cls.__name__, snake[cls]): cls for cls in classes}
+
+
 def files() -> dict[Path, str]:
     """Each file and what it should hold."""
-    stages = {CONF / "stage" / f"{name}.yaml": node(cls, 3) for name, cls in STAGES.items()}
-    inner = {"criterion": CRITERIA, "term": TERMS}
-    return (
-        stages
-        | {CONF / "columns" / "default.yaml": names_of_columns()}
-        | {
-            CONF / group / f"{name}.yaml": node(cls, 4)
-            for group, classes in inner.items()
-            for name, cls in classes.items()
-        }
-    )
-
-
-if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(any(not path.exists() or path.read_text() != text for path, text in files().items()))
-    for path, text in files().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+    kinds = {
+        "stage": (transforms.BatchTransform, 3),
+        "criterion": (transforms.Criterion, 4),
+        "term": (transforms.TokenTerm, 4),
+    }
+    source = CONF / "source" / "dump.yaml"
+    formats = re.sub("(?<=^format: auto # ).*", ", ".join(READERS), source.read_text(), flags=re.MULTILINE)
+    return {source: formats, CONF / "columns" / "default.yaml": names_of_columns()} | {
+        CONF / kind / f"{name}.yaml": node(cls, levels)
+        for kind, (contract, levels) in kinds.items()
+        for name, cls in nodes(contract).items()
+    }

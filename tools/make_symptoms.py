@@ -1,12 +1,7 @@
-"""Write docs/symptoms.md from the symptoms that advisories name.
-
-python tools/make_symptoms.py          # writes the page
-python tools/make_symptoms.py --check  # exits with 1 if it is out of date
-"""
+"""docs/symptoms.md, from the symptoms that advisories name."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from headrace.pipeline.report import Symptom, symptoms
@@ -37,14 +32,8 @@ def section(symptom: Symptom) -> str:
     return "\n".join(lines)
 
 
-def page() -> str:
-    """The whole page."""
+def files() -> dict[Path, str]:
+    """The page, and what it should hold."""
     every = list(symptoms().values())
     index = [f"- [{symptom.title}](#{symptom.name})" for symptom in every]
-    return "\n".join([HEAD, *index, "", "\n\n".join(section(symptom) for symptom in every)]) + "\n"
-
-
-if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(PAGE.read_text() != page())
-    PAGE.write_text(page())
+    return {PAGE: "\n".join([HEAD, *index, "", "\n\n".join(section(symptom) for symptom in every)]) + "\n"}

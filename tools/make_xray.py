@@ -2,7 +2,6 @@
 
 python tools/make_xray.py           # trainers that are not installed keep what was measured of them last
 python tools/make_xray.py ms_swift  # this one alone, which wants another TRL beside it
-python tools/make_xray.py --check   # exits with 1 if docs/xray.md has other numbers than docs/xray.json
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from headrace.pipeline.valid_json import json_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, KEPT = DOCS / "xray.md", DOCS / "xray.json"
@@ -70,12 +71,10 @@ def page(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(PAGE.read_text() != page(json.loads(KEPT.read_text())))
     every = measured(sys.argv[1:])
     parts = []
     for name, trainer in every.items():
-        settings = ",\n".join(json.dumps(each) for each in trainer.pop("settings"))
-        parts.append(f'"{name}": {json.dumps(trainer)[:-1]}, "settings": [\n{settings}\n]}}')
+        settings = ",\n".join(json_text(each) for each in trainer.pop("settings"))
+        parts.append(f'"{name}": {json_text(trainer)[:-1]}, "settings": [\n{settings}\n]}}')
     KEPT.write_text("{\n" + ",\n".join(parts) + "\n}\n")
     PAGE.write_text(page(json.loads(KEPT.read_text())))

@@ -1,4 +1,4 @@
-"""The segments of one rollout count as one."""
+"""Fan-out: the segments of one rollout get one reward and count once in the statistics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
 
 
 class Collapsed(NamedTuple):
-    """One reward per rollout, written on each of its rows."""
+    """The reward of each rollout, on each of its rows."""
 
     reward: Tensor
-    """(N,) in the dtype of the rewards given."""
+    """(N,) in the dtype of the given rewards."""
     is_first_segment: Tensor
-    """(N,) bool, one row of each rollout, its first."""
+    """(N,) bool, True on the first row of each rollout."""
 
 
 def collapse_fan_out(
@@ -41,26 +41,26 @@ def collapse_fan_out(
     reduce: Reduction = "shared",
     turn: Tensor | Sequence[int] | None = None,
 ) -> Collapsed:
-    """Reduce the rewards of a rollout's segments to one, and mark its first segment.
+    """Reduce the rewards of each rollout's segments to one reward, and mark its first segment.
 
-    With S(k) the rows of rollout k, in row order or by `turn`::
+    S(k) are the rows of rollout k, in row order or sorted by `turn`::
 
         shared   R_k = r_i, which must be the same for all i ∈ S(k)
         first    R_k = r_{min S(k)}        last   R_k = r_{max S(k)}
         sum      R_k = Σ_{i∈S(k)} r_i      mean   R_k = Σ_{i∈S(k)} r_i / |S(k)|      max  R_k = max r_i
 
-    Sums are float64, whatever the order of the rows, and rounded once.
+    Sums are computed in float64, do not depend on the order of the rows, and are rounded once.
 
     Args:
-        reward: (N,) floats, one a row.
-        rollout_id: (N,) integers ≥ 0; rows that share one are its segments, adjacent or not.
+        reward: (N,) floats, one per row.
+        rollout_id: (N,) integers ≥ 0; rows with the same id are segments of one rollout, adjacent or not.
         group_id: (N,) integers ≥ 0, to check that no rollout is in two groups; None: not checked.
-        reduce: how segments' rewards become the rollout's.
-        turn: (N,) integers that order the segments of a rollout, without ties; None: the order of the rows.
+        reduce: one of the reductions above.
+        turn: (N,) integers, the order of a rollout's segments, without ties; None: the order of the rows.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups, a turn twice in a rollout, a reward that is not
-            finite, siblings that disagree under ``shared``. Each names the ids.
+        BatchError: an id is negative, a rollout is in two groups, a turn occurs twice in a rollout, a reward
+            is not finite, or the segments of a rollout differ under ``shared``. Each lists the ids.
 
     Example:
         >>> collapse_fan_out([1.0, 2.0, 4.0], [5, 8, 5], reduce="sum").reward.tolist()
@@ -72,12 +72,12 @@ def collapse_fan_out(
     if len(reward) == 0:
         return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
     require_identity(rows)
-    one = collapse_column(rows, rows["reward"], reduce)
-    return Collapsed(one.to(reward.dtype).to(reward.device), rows.rollouts.is_first.to(reward.device))
+    collapsed = collapse_column(rows, rows["reward"], reduce)
+    return Collapsed(collapsed.to(reward.dtype).to(reward.device), rows.rollouts.is_first.to(reward.device))
 
 
 def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
-    """(M,) float64: the rollout's reward of (M,) rewards of rows, on each row; with its checks."""
+    """Check (M,) float64 rewards of rows, and return (M,) float64, the reward of each row's rollout."""
     rollouts = rows.rollouts
     turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
     require_turns(rows, turn)
@@ -103,31 +103,32 @@ class FanOutCollapse(
     columns=("reward", "rollout", "group", "turn", "done", "expected_segments"),
     optional=("group",),
 ):
-    """Give the segments of one rollout one vote and one reward (:func:`collapse_fan_out`).
+    """Give the segments of one rollout one reward, which counts once in its group (:func:`collapse_fan_out`).
 
-    The batch keeps its shape: the stage adds columns. Rows that are out of the statistics
-    (``SampleFilter(action="exclude")``) get a reward of 0 and False.
+    The batch keeps its rows. The stage only adds columns. Excluded rows (``SampleFilter(action="exclude")``)
+    get the reward 0 and ``is_first_segment`` False.
 
-    Of several rewards the segments' are reduced column by column, and then added up by weight: ``R = Σ_k w_k
-    r_k`` is the rollout's one reward (:func:`weighted_reward`), which every later stage and the report read.
+    With several rewards per row, each reward column is reduced by itself. Their weighted sum ``R = Σ_k w_k
+    r_k`` is the rollout's reward (:func:`weighted_reward`). All later stages and the report read it.
 
-    Reads `reward_key`, `rollout_key`, `group_key`, and ``("next", "done")`` if it is there and no gate has
-    read it: a rollout that ends twice is refused. Writes ``("headrace", "reward")`` (N,),
-    ``("headrace", "is_first_segment")`` (N,) bool and, where there are several rewards or weights,
+    Reads `reward_key`, `rollout_key`, `group_key`, and ``("next", "done")`` if it exists and no gate has read
+    it, to refuse a rollout that ends twice. Writes ``("headrace", "reward")`` (N,),
+    ``("headrace", "is_first_segment")`` (N,) bool and, with several rewards or weights,
     ``("headrace", "rewards")`` (N, K).
 
     Args:
-        reward: how segments' rewards become the rollout's: shared, first, last, sum, mean or max.
-        columns: K, how many rewards a row has.
-        weights: w, of the columns; None: all 1.
-        missing: what a NaN reward does: ``raise``; or ``skip``: it adds nothing to the rollout's reward, NaN
-            where there is no other. It must be NaN on all segments of its rollout.
+        reward: how the segments' rewards are reduced: shared, first, last, sum, mean or max.
+        columns: K, the number of rewards per row.
+        weights: w, (K,) weights of the reward columns; None: all 1.
+        missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it: it adds nothing
+            to the rollout's reward, which is NaN if all its rewards are missing. A reward must be missing on
+            all segments of a rollout.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: as :func:`collapse_fan_out`; under ``first`` and ``last``, that segment was taken out of
-            a rollout of which others stay.
+        MissingKeyError: a column is missing.
+        BatchError: as :func:`collapse_fan_out`. Under ``first`` and ``last``, also if that segment was taken
+            out of a rollout whose other segments stay.
 
     Example:
         >>> from tensordict import TensorDict
@@ -157,19 +158,19 @@ class FanOutCollapse(
         reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, places, *ends]
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         if self.turn_key is not None and reward not in ("first", "last"):
-            raise ValueError(f"turn_key says which segment is first and last; got it with {reward=}")
+            raise ValueError(f"turn_key is only read with reward='first' or 'last'; got it with {reward=}")
         self.reward = one_of("reward", reward, get_args(Reduction))
         self.missing = one_of("missing", missing, get_args(Missing))
         self.columns, self.weights = at_least("columns", columns, 1), weights
-        factors_of(weights, columns)  # as many as there are columns
+        factors_of(weights, columns)  # checks the number of weights
 
     @property
     def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
-        """Where rows have rewards of their own."""
+        """``rewards``, unless all rows of a rollout have the same reward already."""
         return "" if self.reward == "shared" else "rewards"
 
     def decide(self, rows: Rows) -> None:
-        """Add the columns."""
+        """Write the rollouts' rewards and mark their first segments."""
         every, rows = rows, rows.statistics
         require_identity(rows)
         require_unseen_ends(rows)
@@ -181,47 +182,47 @@ class FanOutCollapse(
             of = rows.rollouts.everyone
             rows.require(
                 (missing[of.spread(of.first)] == missing).all(1),
-                "a reward that is missing (NaN) is missing on all segments of its rollout; found {found}",
+                "a missing reward (NaN) must be missing on all segments of its rollout; found {found}",
                 lambda row: rows.segments(row, reward),
             )
             reward = reward.masked_fill(missing, 0.0)
         rewards = torch.stack([collapse_column(rows, column, self.reward) for column in reward.unbind(1)], 1)
         dtype = rows.table.dtypes.get(self.reward_key, torch.float64)
         dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
-        if self.reward in ("sum", "mean"):  # else it is one of those that were looked at
+        if self.reward in ("sum", "mean"):  # the other reductions return a reward that was checked already
             rows.require(
                 (rewards.abs() <= torch.finfo(dtype).max).all(1),
-                f"the rewards of a rollout's segments must add up within {dtype}; found {{found}}. Give "
+                f"the sum of a rollout's rewards must be finite in {dtype}; found {{found}}. Give "
                 "rewards of a larger dtype",
                 lambda row: f"{rewards[row].tolist()} for rollout {rows.name('rollout', row)}",
             )
         if missing is not None:
             rewards = rewards.masked_fill(missing, float("nan"))
-        # Rounded here: rewards that are equal as they are written are equal to every stage.
+        # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         rewards = rewards.to(dtype)
-        one = rewards[:, 0] if REWARDS not in self.out_keys else weighted_reward(rewards, self.weights)
-        one = one.double()
-        every.put(REWARD, every.from_statistics(one), dtype=dtype, ndim=1)
+        total = rewards[:, 0] if REWARDS not in self.out_keys else weighted_reward(rewards, self.weights)
+        total = total.double()
+        every.put(REWARD, every.from_statistics(total), dtype=dtype, ndim=1)
         if REWARDS in self.out_keys:
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
         for view in rows.of_each_rank():
-            own = view.of_rank(one)[view.of_rank(first)]
+            own = view.of_rank(total)[view.of_rank(first)]
             view.metric("rollouts", len(own))
             view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
 
     def _rewards(self, rows: Rows) -> Tensor:
-        """(M, K) float64."""
+        """(M, K) float64: the collected rewards."""
         value = rows["reward"]
         if self.columns == 1 and value.ndim > 1:
             raise BatchError(
-                f"FanOutCollapse needs one number a row in {self.reward_key!r} (reward_key), for {len(rows)} "
-                f"rows; found {tuple(value.shape)}. If they are several rewards, say how many: columns"
+                f"FanOutCollapse needs one number per row in {self.reward_key!r} (reward_key), for "
+                f"{len(rows)} rows; found {tuple(value.shape)}. If these are several rewards, set columns"
             )
         if self.columns > 1 and value.shape[1:] != (self.columns,):
             raise BatchError(
-                f"FanOutCollapse needs {self.columns} rewards a row (columns); found {tuple(value.shape)} in "
-                f"{self.reward_key!r} for {len(rows)} rows"
+                f"FanOutCollapse needs {self.columns} rewards per row (columns); found {tuple(value.shape)} "
+                f"in {self.reward_key!r} for {len(rows)} rows"
             )
         return value.double().reshape(len(rows), self.columns)

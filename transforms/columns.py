@@ -1,6 +1,6 @@
-"""Where each column is in a batch: its default key and what it holds, stated once for all stages.
+"""The columns of a batch: default key and content of each role, defined once for all stages.
 
-A stage takes another key as the keyword ``<role>_key``; in the table a column goes by its role.
+A stage takes another key as the keyword ``<role>_key``. In the table a column has the name of its role.
 """
 
 from __future__ import annotations
@@ -16,50 +16,67 @@ from .schema import DONE, EXPECTED_SEGMENTS, INIT, MINIBATCH, RETURN, REWARD
 
 
 class Role(NamedTuple):
-    """A column that somebody brings, or that stages write."""
+    """A column of the input, or one that stages write."""
 
     default: NestedKey | None
-    """Its key, where nobody gives another."""
+    """Key of the column, unless the user gives another."""
     holds: str
+    """Shape, dtype and content."""
     optional: bool = False
     """Whether its key may be None."""
 
 
 ID = "(N,) or (N, 1) int ≥ 0, or text"
 COLUMNS: dict[str, Role] = {
-    "group": Role("group_id", f"{ID}: rollouts that are compared"),
-    "rollout": Role("rollout_id", f"{ID}: rows of one execution; None: each row is one", True),
-    "reward": Role(("next", "reward"), "(N,), (N, 1), (N, 1, 1) or (N, K) float, of the row's rollout"),
-    "advantage": Role("advantage", "(N,) and trailing ones, or (N, T, 1) float"),
-    "status": Role(None, 'how a rollout ended; None: ("next", "status"), else "status", if there', True),
-    "version": Role(("next", "policy_version"), "(N,) or (N, 1) int: which policy acted"),
-    "expected": Role("expected_rollouts", "(N,) or (N, 1) int ≥ 1: rollouts that the group was given"),
-    "done": Role(DONE, "(N,) or (N, 1) bool, True where a rollout ends; None: all have", True),
-    "init": Role(INIT, "(N,) or (N, 1) bool, True where a rollout begins; None: all rows are there", True),
-    "segment": Role(None, "(N,) or (N, 1) int: order of segments that end each by themselves", True),
-    "expected_segments": Role(EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments that end"),
-    "turn": Role(None, "(N,) or (N, 1) int: order of a rollout's rows; None: that of the batch", True),
-    "state": Role("state_id", f"{ID}: from which state a step started"),
-    "parent": Role("parent_id", f"{ID}: the rollout that a rollout was forked from; −1: none"),
-    "baseline": Role(None, "ids by which rewards are remembered; None: one mean for all", True),
+    "group": Role("group_id", f"{ID}: group of the row; rollouts of a group are compared"),
+    "rollout": Role("rollout_id", f"{ID}: rollout of the row; None: each row is a rollout", True),
+    "reward": Role(
+        ("next", "reward"), "(N,), (N, 1), (N, 1, 1) or (N, K) float: reward of the row's rollout"
+    ),
+    "advantage": Role("advantage", "(N,) with trailing dimensions of size 1, or (N, T, 1) float"),
+    "status": Role(None, 'how a rollout ended; None: ("next", "status"), else "status", if it exists', True),
+    "version": Role(("next", "policy_version"), "(N,) or (N, 1) int: version of the policy that acted"),
+    "expected": Role("expected_rollouts", "(N,) or (N, 1) int ≥ 1: rollouts dispatched in the row's group"),
+    "done": Role(DONE, "(N,) or (N, 1) bool, True on the last row of a rollout; None: all have ended", True),
+    "init": Role(
+        INIT, "(N,) or (N, 1) bool, True on the first row of a rollout; None: none is missing", True
+    ),
+    "segment": Role(None, "(N,) or (N, 1) int: order of the segments, each with its own end", True),
+    "expected_segments": Role(EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments that have their own end"),
+    "turn": Role(None, "(N,) or (N, 1) int: order of a rollout's rows; None: order of the batch", True),
+    "state": Role("state_id", f"{ID}: the state in which the row's step started"),
+    "parent": Role("parent_id", f"{ID}: the rollout that this one was forked from; −1: none"),
+    "baseline": Role(None, "ids with a running mean each; None: one running mean for all", True),
     "loss_mask": Role(("masks", "all_assistant_mask"), "(N, T) bool, True at tokens in the loss"),
-    "attention": Role(("masks", "all_attention_mask"), "(N, T) bool, True at tokens that are no padding"),
-    "length": Role(("masks", "all_attention_mask"), "(N, T) bool, True at tokens that cost something"),
+    "attention": Role(("masks", "all_attention_mask"), "(N, T) bool, False at padding"),
+    "length": Role(
+        ("masks", "all_attention_mask"), "(N, T) bool, True at tokens that count towards the cost"
+    ),
     "tokens": Role(("tokens", "full"), "(N, T) int: the token ids"),
-    "turn_index": Role("turn_index", "(N, T) int, −1 outside of turns; None: rows are turns", True),
-    "turn_reward": Role("turn_reward", "(N, T) float by token, or (N, K) by turn"),
-    "log_prob": Role(("log_probs", "full"), "(N, T) float, which the loss reads; None: not looked at", True),
-    "old_log_prob": Role(("old_log_probs", "full"), "(N, T) float, of the policy before the step"),
-    "sampler_log_prob": Role(("log_probs", "full"), "(N, T) float, of the policy that sampled"),
-    "numerator": Role(("teacher_log_probs", "full"), "(N, T) float: log-probabilities above the line"),
-    "denominator": Role(("log_probs", "full"), "(N, T) float: log-probabilities below the line"),
-    "value": Role(("entropy", "full"), "(N, T) float: the number of a token that is compared"),
-    "importance": Role("importance_weight", "(N, T) float: the weights, written"),
-    "weight": Role("loss_weight", "(N,) float: what a row's tokens weigh in the loss"),
-    "truncated": Role(None, "(N,) or (N, 1) bool, read in place of the status where it is given", True),
+    "turn_index": Role("turn_index", "(N, T) int: turn of a token, −1: none; None: a row is a turn", True),
+    "turn_reward": Role("turn_reward", "(N, T) float per token, or (N, K) per turn"),
+    "log_prob": Role(
+        ("log_probs", "full"), "(N, T) float: log-probabilities that the loss reads; None: not read", True
+    ),
+    "old_log_prob": Role(
+        ("old_log_probs", "full"), "(N, T) float: log-probabilities of the policy before the step"
+    ),
+    "sampler_log_prob": Role(
+        ("log_probs", "full"), "(N, T) float: log-probabilities of the policy that sampled"
+    ),
+    "numerator": Role(
+        ("teacher_log_probs", "full"), "(N, T) float: log-probabilities in the numerator of a ratio"
+    ),
+    "denominator": Role(
+        ("log_probs", "full"), "(N, T) float: log-probabilities in the denominator of a ratio"
+    ),
+    "value": Role(("entropy", "full"), "(N, T) float: value of each token that is compared"),
+    "importance": Role("importance_weight", "(N, T) float: importance weights (written)"),
+    "weight": Role("loss_weight", "(N,) float: loss weight of each of the row's tokens (written)"),
+    "truncated": Role(None, "(N,) or (N, 1) bool, read instead of the status if set", True),
 }
 
-# The roles that every stage may ask its rows for, whatever options it has.
+# Roles that every stage can read, whatever its options.
 DEFAULTS: dict[str, NestedKey | None] = {
     role: COLUMNS[role].default
     for role in (
@@ -68,7 +85,7 @@ DEFAULTS: dict[str, NestedKey | None] = {
     )
 }
 
-# The roles of numbers that a token has, which a loss may read.
+# Roles with one number per token, which a loss may read.
 OF_TOKENS = (
     "log_prob",
     "old_log_prob",
@@ -80,12 +97,12 @@ OF_TOKENS = (
 )
 REFERENCE: tuple[NestedKey, ...] = (("ref_log_probs", "full"), ("next", "ref_log_probs", "full"))
 
-# The columns that a stage writes for later ones, and which stage.
+# Columns that a stage writes for later stages, and the stage.
 WRITERS: dict[NestedKey, str] = {REWARD: "FanOutCollapse", RETURN: "RewardsToGo", MINIBATCH: "ShuffleSplit"}
 
 
 class ColumnNames(TypedDict, total=False):
-    """The keywords by which a stage finds columns under other names; what each holds says :data:`COLUMNS`."""
+    """Keywords that give a stage other keys of columns. :data:`COLUMNS` has the content of each column."""
 
     group_key: NestedKey | None
     rollout_key: NestedKey | None
@@ -120,18 +137,18 @@ class ColumnNames(TypedDict, total=False):
 
 
 class TakesColumns:
-    """What has columns by role, each of which may go by another name.
+    """Base class of stages, criteria and terms: it reads columns by role, and the user can rename them.
 
-    A subclass says which: ``class Mine(BatchTransform, columns=("group", "reward"))``, takes
-    ``**names: Unpack[ColumnNames]``, and calls ``self.name_columns(names)`` first. It then has `group_key`
-    and `reward_key`, also in its signature. Its numbers are checked against their annotations
+    A subclass declares its columns, ``class Mine(BatchTransform, columns=("group", "reward"))``, takes
+    ``**names: Unpack[ColumnNames]``, and calls ``self.name_columns(names)`` first. It then has the options
+    `group_key` and `reward_key`, also in its signature. Its options are checked against their annotations
     (:func:`takes_options`).
 
     Class arguments:
-        columns: roles of :data:`COLUMNS`, in place of those of the class above; a list, also of one.
-        needed: those of them whose key may not be None in this class, though it may in others.
-        optional: those of them whose key may be None in this class, though it may not in others.
-        unset: those of them whose key is None in this class, unless it is given.
+        columns: roles of :data:`COLUMNS`; they replace those of the base class.
+        needed: roles whose key may not be None in this class.
+        optional: roles whose key may be None in this class.
+        unset: roles whose key is None in this class by default.
 
     Example:
         >>> class Mine(TakesColumns, columns=("group", "reward")):
@@ -160,8 +177,7 @@ class TakesColumns:
         if "__init__" in vars(cls):
             takes_options(cls)
         if unknown := [role for role in columns or () if role not in COLUMNS]:
-            there = ", ".join(COLUMNS)
-            raise TypeError(f"{cls.__name__}: there is no column {unknown[0]!r}; there are {there}")
+            raise TypeError(f"{cls.__name__}: unknown column {unknown[0]!r}; known are {', '.join(COLUMNS)}")
         if columns is not None:
             cls._columns = {role: COLUMNS[role] for role in columns}
             cls._columns |= {role: COLUMNS[role]._replace(optional=False) for role in needed}
@@ -182,19 +198,19 @@ class TakesColumns:
         cls.__signature__ = spelt_out.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     def name_columns(self, names: Mapping[str, Any]) -> None:
-        """Keep where each column is, as ``<role>_key``.
+        """Set the attribute ``<role>_key`` of each column.
 
         Args:
-            names: keys by option, of those that have another name than usual.
+            names: keys by option, for columns that are renamed.
 
         Raises:
-            TypeError: an option that this does not have.
-            ValueError: None for a column that is needed.
+            TypeError: unknown option.
+            ValueError: the key of a required column is None.
         """
         owner, options = type(self).__name__, [f"{role}_key" for role in self._columns]
         if unknown := sorted(names.keys() - set(options)):
             raise TypeError(
-                f"{owner} takes no option {unknown[0]!r}; of columns it takes {', '.join(options)}"
+                f"{owner} has no option {unknown[0]!r}; its options for columns are {', '.join(options)}"
             )
         for option, (role, column) in zip(options, self._columns.items(), strict=True):
             key = nested_key(names.get(option, column.default))

@@ -1,4 +1,4 @@
-"""Where rollouts begin and end, as their rows say, and which are there from beginning to end."""
+"""Ends of rollouts: which rollouts of a batch are finished, and checks of the columns that mark ends."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from .rows import Rows
 from .schema import EXPECTED_SEGMENTS, FINISHED
 
 MORE_ENDS = (
-    "found more ends (True) in {found}. Are ids reused by two workers, or rows repeated by a sampler? Their "
+    "found more ends (True) in {found}. Are ids reused by two workers, or did a sampler repeat rows? Their "
     f"rewards would be added up. {NUMBER_WORKERS}."
 )
 
 
 class Ends(NamedTuple):
-    """What rows say of where rollouts begin and end; (N,) each, None where they say nothing."""
+    """Columns that mark where rollouts begin and end; (N,) each, None if the batch has no such column."""
 
     done: Tensor
-    """bool: the rollout ends with this row, or its segment does."""
+    """bool: the rollout, or its segment, ends with this row."""
     begins: Tensor | None = None
-    """bool: the rollout begins with this row, or its segment does."""
+    """bool: the rollout, or its segment, begins with this row."""
     segment: Tensor | None = None
-    """int64: the number of the row's segment, in order; rows of one segment share it."""
+    """int64: ordered number of the row's segment; rows of one segment have the same number."""
     expected: Tensor | None = None
-    """int64: how many segments of the row's rollout end, each by itself."""
+    """int64: number of segments of the row's rollout, each of which ends."""
 
 
 def finished(ends: Ends, rollouts: Ids) -> Tensor:
-    """(n,) bool: the rollout is there from its beginning to its end.
+    """Find the rollouts of which all rows are in the batch: (n,) bool, one per rollout.
 
-    A rollout has ended with its last row. Its segments end each by themselves where `expected` says how many
-    there are, or where more than one of them has ended or begun; then all must have. What ends by itself has
-    begun by itself: a rollout lacks as many beginnings as it has parts whose first rows are elsewhere.
+    A rollout is finished if its last row is done. Segments have their own ends if `expected` is given, or if
+    more than one segment of the rollout has ended or begun. Then each segment must have ended and, with
+    `begins`, begun.
 
     Args:
-        ends: that :func:`require_ends` has accepted.
-        rollouts: the ids of the rows.
+        ends: columns that :func:`require_ends` has accepted.
+        rollouts: rollout ids of the rows.
     """
     done, begins, segment, expected = ends
     number = rollouts.sum(done)
@@ -61,10 +61,10 @@ def finished(ends: Ends, rollouts: Ids) -> Tensor:
 
 
 def require_ends(rows: Rows, ends: Ends) -> None:
-    """A rollout begins once and ends once, with its last row; segments that end by themselves likewise.
+    """Require that each rollout, or each of its segments, begins once and ends once, with its last row.
 
     Raises:
-        BatchError: a rollout does not, with its rows.
+        BatchError: a rollout has too many beginnings or ends, or rows after its end; the message lists them.
     """
     done, begins, segment, expected = ends
     rollouts = rows.rollouts.everyone
@@ -74,10 +74,10 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         together = expected is not None and segment is None
         rows.require(
             begun <= (expected if together else 1),
-            "a rollout begins once; found more beginnings (True) in {found}. Was it begun anew under the "
-            f"same id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. Where segments "
-            "begin each by themselves, as sub-agents do, give the batch a column expected_segments, or name "
-            "the gate's segment_key",
+            "a rollout begins once; found several beginnings (True) in {found}. Was it restarted with the "
+            f"same id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. If segments have "
+            "their own beginnings, such as those of sub-agents, give the batch a column expected_segments, "
+            "or set segment_key of the gate",
             lambda row: rows.segments(row, begins),
         )
     if expected is not None:
@@ -91,23 +91,23 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         0, piece.of, torch.arange(len(done)), "amax", include_self=False
     )
     beyond = done & (piece.spread(last) != torch.arange(len(done)))
-    if expected is not None and segment is None:  # parts in any order: nothing is behind the last end
+    if expected is not None and segment is None:  # segments in any order: no row may follow the last end
         complete = rollouts.spread(rollouts.sum(done)) == expected
         beyond = complete & ~done[piece.spread(last)]
     rows.require(
         ~beyond,
-        "a rollout ends with its last row; found rows behind the end (True) in {found}. Are ids reused by "
-        f"two workers? {NUMBER_WORKERS}. If the rows are in another order, name the column that numbers them "
-        "(segment_key)",
+        "a rollout ends with its last row; found rows after the end (True) in {found}. Are ids reused by "
+        f"two workers? {NUMBER_WORKERS}. If the rows are in another order, set segment_key to the column "
+        "that numbers them",
         lambda row: rows.segments(row, done),
     )
 
 
 def require_single_ends(rows: Rows, ends: Ends) -> None:
-    """A rollout ends once, but where its segments end each by themselves, and then each of them once.
+    """Require that each rollout ends once or, if its segments have their own ends, each segment once.
 
     Raises:
-        BatchError: one ends more often, with its rows.
+        BatchError: a rollout has more ends; the message lists its rows.
     """
     done, _, segment, expected = ends
     rollouts = rows.rollouts.everyone
@@ -118,21 +118,21 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
     if expected is not None:
         rows.require(
             rollouts.spread(rollouts.sum(done)) <= expected,
-            f"a rollout ends as often as expected_segments says; {MORE_ENDS}",
+            f"a rollout ends at most expected_segments times; {MORE_ENDS}",
             describe,
         )
     if expected is None or segment is not None:
         piece = rollouts if segment is None else rollouts.paired_with(Ids(segment))
         rows.require(
             ~done | (piece.spread(piece.sum(done)) <= 1),
-            f"a rollout ends once; {MORE_ENDS} Where segments end each by themselves, as sub-agents do, "
-            "give the batch a column expected_segments, or name the gate's segment_key",
+            f"a rollout ends once; {MORE_ENDS} If segments have their own ends, such as those of sub-agents, "
+            "give the batch a column expected_segments, or set segment_key of the gate",
             describe,
         )
 
 
 def require_unseen_ends(rows: Rows) -> None:
-    """:func:`require_single_ends` of a batch that says where rollouts end, and that no gate has looked at."""
+    """Call :func:`require_single_ends` if the batch marks ends and no gate has checked them."""
     if rows.has("done") and not rows.has(FINISHED):
         has_number = rows.has("expected_segments")
         expected = rows.integers("expected_segments", EXPECTED_SEGMENTS) if has_number else None

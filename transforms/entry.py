@@ -1,6 +1,6 @@
-"""What each batch goes through first: it has rows, no pipeline has been over it, its ids are numbers.
+"""Checks of each batch on input. Ids that are text become numbers.
 
-Ids that came as text are numbered, their labels kept, and said in errors.
+The text is kept in a label column, and errors show it in place of the numbers.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .tensordicts import (
 
 
 def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: str) -> TensorDictBase:
-    """Check a batch as it comes in, flatten it, and number ids that are text (:func:`number_labels`).
+    """Check a batch on input, flatten it, and replace text ids by numbers (:func:`number_labels`).
 
-    What a collector has padded it with are no rows: one device read, where it says which.
+    Padding of a collector is dropped, at the cost of one device read if the batch marks padding.
 
     Args:
-        batch: TensorDict ``[N]`` or ``[envs, time]``, which is left alone.
-        id_keys: columns of ids.
-        reader: who takes the batch, for messages.
+        batch: TensorDict ``[N]`` or ``[envs, time]``, which is not modified.
+        id_keys: keys of the id columns.
+        reader: class name of the stage, for messages.
 
     Raises:
-        TypeError: the input is no TensorDict.
-        BatchError: the batch has no row dimension, or nested tensors.
-        ProcessedTwiceError: a pipeline has been over this batch.
+        TypeError: the input is not a TensorDict.
+        BatchError: the batch has no row dimension, or has nested tensors.
+        ProcessedTwiceError: a pipeline has already processed this batch.
     """
     if not isinstance(batch, TensorDictBase):
         raise TypeError(f"{reader} takes a TensorDict of rows, got {type(batch).__name__}")
@@ -53,38 +53,39 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     rows = batch.shape.numel()
     if rows and jagged_keys(batch):
         raise BatchError(
-            f"{reader} takes dense columns, or a lazy stack of rows where they are ragged; found nested "
-            f"tensors in {listing(map(str, jagged_keys(batch)))}: pass batch.to_lazystack()"
+            f"{reader} takes dense columns, or a lazy stack of ragged rows; found nested tensors in "
+            f"{listing(map(str, jagged_keys(batch)))}: pass batch.to_lazystack()"
         )
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and any_row_has(flat, PROCESSED):
         raise ProcessedTwiceError(
-            f"{reader} got {rows} rows a pipeline has processed already; "
-            "filters and statistics must see rollouts once: attach the pipeline at one place, and put "
-            "what else there is to do into its stages"
+            f"{reader} got {rows} rows that a pipeline has already processed; filters and statistics must "
+            "see each rollout once: attach the pipeline at one place, and add other transforms as its stages"
         )
     if rows and any_row_has(flat, COLLECTED):
         real = number_column(flat, COLLECTED)
         if not isinstance(real, Tensor) or real.dtype is not torch.bool or real.ndim > 1:
-            raise BatchError(f"{reader} needs a bool a row in {COLLECTED!r}: False for a collector's padding")
+            raise BatchError(
+                f"{reader} needs one bool per row in {COLLECTED!r}: False for a collector's padding"
+            )
         kept = real.nonzero().flatten()
         flat = take_rows(flat, kept, on_cpu=kept.cpu()).exclude(COLLECTED)
     return number_ids(flat, id_keys) if flat.shape.numel() else flat
 
 
 def number_ids(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
-    """Put numbers in place of ids that are text (:func:`number_labels`), and keep the text.
+    """Replace text ids by numbers (:func:`number_labels`), and keep the text in a label column.
 
     Args:
-        batch: TensorDict ``[N]``, which is left alone.
-        keys: columns of ids; those that are numbers, or not there, stay as they are.
+        batch: TensorDict ``[N]``, which is not modified.
+        keys: keys of id columns. Columns that are numbers or missing stay as they are.
 
     Returns:
-        The batch itself where no id is text; else one with (N,) int64 under those keys, and the text under
-        ``group_label`` for ``group_id``, where nothing is there yet.
+        The batch itself if no id is text. Else a copy with (N,) int64 under these keys, and the text under
+        ``group_label`` for ``group_id``, unless the batch has that column already.
 
     Raises:
-        BatchError: an id is neither a number nor a string, or empty.
+        BatchError: an id is neither a number nor a string, or is empty.
 
     Example:
         >>> from tensordict import TensorDict
@@ -104,14 +105,14 @@ def number_ids(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBa
 
 
 def label_key(key: NestedKey) -> NestedKey:
-    """Where the labels of a column of ids are: ``group_label`` for ``group_id``."""
+    """The key of the label column of an id column: ``group_label`` for ``group_id``."""
     name = f"{_last(key).removesuffix('_id')}_label"
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
 @contextmanager
 def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[None]:
-    """Where ids of the batch are text, or were, errors inside say the labels in place of their numbers."""
+    """In errors raised inside, replace the numbers of ids by the labels of the batch, if it has labels."""
     with labels_said(
         lambda: [labels_of(batch, key) or labels_of(batch, label_key(key)) or [] for key in keys]
     ):
@@ -120,12 +121,12 @@ def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterat
 
 @contextmanager
 def labels_said(known: Callable[[], Iterable[Sequence[Any]]]) -> Iterator[None]:
-    """Errors inside say labels in place of the numbers that ids have."""
+    """In errors raised inside, replace the numbers of ids by the `known` labels."""
     try:
         yield
     except BatchError as err:
         names: dict[str, str] = {}
-        with suppress(BatchError):  # what the ids themselves lack is what was raised
+        with suppress(BatchError):  # invalid labels are the error that is being raised
             for labels in known():
                 numbers = as_ids(labels, "id").tolist()
                 names |= {str(n): repr(label) for n, label in zip(numbers, labels, strict=True)}
@@ -135,7 +136,7 @@ def labels_said(known: Callable[[], Iterable[Sequence[Any]]]) -> Iterator[None]:
 
 
 def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
-    """What a column of ids holds, one a row, if it is no tensor; None if it is one, or not there."""
+    """The labels of an id column that is not a tensor, one per row; None if it is a tensor or missing."""
     if not isinstance(batch, TensorDictBase) or not batch.shape.numel():
         return None
     if batch.batch_dims > 1:

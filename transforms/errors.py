@@ -1,4 +1,4 @@
-"""What can be wrong with a batch, as exceptions that name the offenders."""
+"""The exceptions for invalid batches. Their messages list the row ids."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 
 class BatchError(ValueError):
-    """Wrong data: the batch cannot be trained on as it is."""
+    """The batch is invalid and cannot be trained on."""
 
 
 class MissingKeyError(BatchError):
-    """A column that a transform reads is not in the batch."""
+    """A column that a transform reads is missing."""
 
 
 class IncompleteGroupsError(BatchError):
-    """Groups lack rollouts that were dispatched."""
+    """Groups have missing rollouts that were dispatched."""
 
 
 class StreamWarning(UserWarning):
@@ -22,14 +22,14 @@ class StreamWarning(UserWarning):
 
 
 class ProcessedTwiceError(BatchError):
-    """A pipeline has been over this batch already."""
+    """A pipeline has already processed this batch."""
 
 
-NUMBER_WORKERS = "Workers number their own by StampIds(worker=…) or RepeatSampler(rank=…)"
+NUMBER_WORKERS = "Workers need their own ids: set StampIds(worker=…) or RepeatSampler(rank=…)"
 
 
 def who_stamps(name: str) -> str:
-    """What to do where a column is missing, by what it or its option is called; nothing for others.
+    """The end of the message for a missing column, by the name of the column or its option; else empty.
 
     >>> who_stamps("rollout_id")[2:17], who_stamps("reward_key")
     ('Ids are stamped', '')
@@ -39,13 +39,13 @@ def who_stamps(name: str) -> str:
     if name not in ("group_id", "rollout_id", "unit_id", "group_key", "rollout_key"):
         return ""
     return (
-        ". Ids are stamped where rollouts are dispatched: by headrace.pipeline.StampIds in an environment "
-        "that draws its prompts itself, else by RepeatSampler.draws()"
+        ". Ids are stamped where rollouts are dispatched: by headrace.pipeline.StampIds if the environment "
+        "draws its own prompts, else by RepeatSampler.draws()"
     )
 
 
 def listing(items: Iterable[str], *, most: int = 8) -> str:
-    """Join what an error lists, and count what it leaves out.
+    """Join the first `most` items for a message, and count the others.
 
     >>> listing(["a", "b", "c"], most=2)
     'a, b and 1 more'

@@ -1,4 +1,4 @@
-"""Only groups with all their rollouts pass: unique rollouts are counted, and never rows."""
+"""The gate: only groups with all their rollouts pass. It counts unique rollouts, never rows."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ OnIncomplete = Literal["raise", "drop", "keep"]
 Empty = Literal["exclude", "count", "raise"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. Wait for the rollouts that are missing, or set "
-    "on_incomplete='drop', or 'keep' with min_rollouts"
+    "{count} incomplete group{s}: {found}. Wait for the missing rollouts, or set on_incomplete='drop', or "
+    "'keep' with min_rollouts"
 )
 
 
 class Presence(NamedTuple):
-    """Which rollouts are there."""
+    """Which rollouts are present, and how many per group."""
 
     lost: Tensor
-    """(n,) bool, by rollout: a segment of it failed or was aborted."""
+    """(n,) bool per rollout: a segment failed or was aborted."""
     present: Tensor
-    """(n,) bool, by rollout: it is finished, and not lost."""
+    """(n,) bool per rollout: it is finished and not lost."""
     have: Tensor
-    """(P,) int64, by group: present rollouts."""
+    """(P,) int64 per group: number of present rollouts."""
     expected: Tensor
-    """(P,) int64, by group: rollouts with which it was dispatched."""
+    """(P,) int64 per group: number of dispatched rollouts."""
 
 
 class IncompleteGroups(NamedTuple):
-    """Groups that lack rollouts, (K,) int64 each."""
+    """Groups with missing rollouts, (K,) int64 each."""
 
     group_id: Tensor
     have: Tensor
     expected: Tensor
-    """-1 for a group without rows where the number per group is not known."""
+    """-1 for a group without rows whose number of rollouts is not known."""
 
 
 def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status: Tensor | None) -> Presence:
-    """Count each group's unique rollouts that are finished, and neither failed nor aborted.
+    """Count the unique rollouts of each group that are finished and neither failed nor aborted.
 
     Args:
-        rows: with ids, and ``expected``, but where `group_size` is given.
-        group_size: rollouts that each group was dispatched with; ``expected``, if it is there, says the same.
+        rows: rows with ids, and with the column ``expected`` unless `group_size` is given.
+        group_size: number of rollouts dispatched per group. The column ``expected`` must agree if it exists.
         ends: where rollouts end; None: all are finished.
         status: (N,) int64, :class:`Status`; None: all completed.
 
     Raises:
-        BatchError: a rollout in two groups or with wrong ends; an unknown status; numbers of rollouts that
-            differ within a group, or from `group_size`, or more rollouts than that.
+        BatchError: a rollout is in two groups or has wrong ends, a status is unknown, the expected number
+            differs within a group or from `group_size`, or a group has more rollouts than expected.
     """
     rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
     require_identity(rows)
@@ -71,14 +71,14 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     lost = torch.zeros(rollouts.n, dtype=torch.bool)
     if status is not None:
         rows.require(
-            (status >= min(Status)) & (status <= max(Status)),
-            f"status must be one of {NAMES}; found {{found}}",
+            (status >= -1) & (status <= max(Status)),
+            f"status must be one of {NAMES}, or -1 where it is not known; found {{found}}",
             lambda row: f"{int(status[row])} at row {rows.at(row)}",
         )
         lost = rollouts.any((status == Status.FAILED) | (status == Status.ABORTED))
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
-    home = groups.of[rollouts.first]
-    have = torch.bincount(home[present], minlength=groups.n)
+    group_of = groups.of[rollouts.first]  # (n,), the group of each rollout
+    have = torch.bincount(group_of[present], minlength=groups.n)
     expected = torch.full_like(have, group_size or 0)
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
@@ -94,9 +94,9 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         if group_size is not None:
             rows.require(
                 sizes == group_size,
-                f"group_size and the column {rows.key('expected')!r} (expected_key) both say how many "
-                f"rollouts a group was dispatched with: group_size={group_size}, but {{found}}. Leave "
-                "group_size out, or correct the column",
+                f"group_size and the column {rows.key('expected')!r} (expected_key) must give the same "
+                f"number of rollouts per group: group_size={group_size}, but {{found}}. Leave group_size "
+                "out, or correct the column",
                 lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
             )
     if bool((have > expected).any()):
@@ -126,27 +126,31 @@ def incomplete_groups(
     segment: Tensor | Sequence[int] | None = None,
     expected_segments: Tensor | Sequence[int] | None = None,
 ) -> IncompleteGroups:
-    """Find the groups that lack rollouts, by counting unique rollout ids and never rows.
+    """Find the groups with missing rollouts. Unique rollout ids are counted, never rows.
+
+    Give `group_size`, `expected_rollouts` or both.
 
     Args:
         group_id: (N,) integers ≥ 0.
-        rollout_id: (N,) integers ≥ 0; rows that share one are one rollout.
-        group_size: rollouts that each group was dispatched with.
-        expected_rollouts: (N,) integers ≥ 1, the same per group, and `group_size` where both are given.
+        rollout_id: (N,) integers ≥ 0; rows with the same id are one rollout.
+        group_size: number of rollouts dispatched per group.
+        expected_rollouts: (N,) integers ≥ 1, number of rollouts dispatched in the row's group.
         status: (N,) :class:`Status`; failed and aborted rollouts do not count. None: all completed.
-        expected_groups: ids that were dispatched; one without a row lacks everything.
-        done: (N,) bool, True where a rollout ends; one that does not does not count. None: all have ended.
-        begins: (N,) bool, True where a rollout begins; one that does not does not count. Read with `done`.
-        segment: (N,) integers, the order of a rollout's segments, which may end each by themselves.
-        expected_segments: (N,) integers ≥ 1, the same per rollout: how many of its segments end.
+        expected_groups: ids of the dispatched groups. All rollouts of a group without rows are missing.
+        done: (N,) bool, True on the row where a rollout ends. A rollout without its end does not count. None:
+            all rollouts have ended.
+        begins: (N,) bool, True on the row where a rollout begins. A rollout without its beginning does not
+            count. Only read with `done`.
+        segment: (N,) integers, the order of a rollout's segments. Each segment may have its own end.
+        expected_segments: (N,) integers ≥ 1, number of segments of the row's rollout, each of which ends.
 
     Returns:
-        The incomplete groups in the order of their first rows, then those without rows.
+        The incomplete groups in the order of their first rows, then the groups without rows.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups or that ends twice, more rollouts than expected,
-            `group_size` and `expected_rollouts` that disagree, an unknown status, a group that was not
-            dispatched, nothing to count against. Each names the ids.
+        BatchError: an id is negative, a rollout is in two groups or ends twice, a group has more rollouts
+            than expected, `group_size` and `expected_rollouts` disagree, a status is unknown, a group was
+            not dispatched, or neither `group_size` nor `expected_rollouts` is given. Each lists the ids.
 
     Example:
         >>> short = incomplete_groups([0, 0, 0, 5], [1, 1, 2, 3], group_size=2)
@@ -155,8 +159,7 @@ def incomplete_groups(
     """
     if group_size is None and expected_rollouts is None:
         raise BatchError(
-            "how many rollouts a group should have is not known: give group_size, or the batch a column "
-            "expected_rollouts"
+            "the number of rollouts per group is not known: give group_size or expected_rollouts"
         )
     device = group_id.device if isinstance(group_id, Tensor) else torch.device("cpu")
     rows = Rows.of(
@@ -186,10 +189,10 @@ def incomplete_groups(
 
 
 def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> list[int]:
-    """Ids that were dispatched and have no row. Reads the groups' ids, but for None.
+    """List the dispatched groups that have no row. Empty if `expected_groups` is None.
 
     Raises:
-        BatchError: a group has rows and was not dispatched.
+        BatchError: the batch has a group that was not dispatched.
     """
     if expected_groups is None:
         return []
@@ -198,18 +201,18 @@ def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> lis
     if unknown := sorted(seen - set(dispatched)):
         raise BatchError(
             f"the batch has groups that were not dispatched: {listing(map(str, unknown))}. "
-            "Do batches of two steps mix?"
+            "Does the batch mix rows of two steps?"
         )
     return [g for g in dispatched if g not in seen]
 
 
 def take_empty_out(rows: Rows, empty: Empty) -> None:
-    """Take rollouts out of the statistics of which no row has arrived with a token in the loss.
+    """Exclude the rollouts of which no row arrived with a token in the loss.
 
-    Where nothing says which tokens train, none is empty.
+    If the batch does not say which tokens train, no rollout is empty.
 
     Raises:
-        BatchError: under ``raise``, with the rollouts.
+        BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
     """
     if empty == "count":
         return
@@ -218,22 +221,23 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
         return
     nothing = tokens == 0
     if bool(nothing.any()):
-        if rows.has("rollout"):  # else each row is one
+        if rows.has("rollout"):  # else each row is a rollout
             rollouts = rows.ids("rollout", checked=False).everyone
             nothing = rollouts.spread(rollouts.all(nothing))
         nothing = nothing & rows.from_arrival(rows.table.here)
     if empty == "raise":
         rows.require(
             ~nothing,
-            "a rollout needs a token in the loss, or its reward moves a baseline and trains nothing; found "
-            "{found}. Was it cut off, or masked as a whole? empty='exclude' leaves it out of the statistics",
+            "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
+            "change the baseline of its group, but the rollout would not train. Was its response cut off or "
+            "masked? Set empty='exclude' to leave it out of the statistics",
             lambda row: f"rollout {rows.name('rollout', row)}",
         )
     rows.leave(nothing, "empty", "excluded", mask_tokens=False)
 
 
 def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presence) -> str:
-    """The group of a row in words, with how its rollouts ended."""
+    """Describe the group of a row: the number of its rollouts, and how they ended."""
     groups, rollouts = rows.groups, rows.rollouts
     group = groups.of[row]
     own = groups.of == group
@@ -258,10 +262,10 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
 
 @runtime_checkable
 class KnowsDraws(Protocol):
-    """What knows which groups were dispatched together, as a RepeatSampler does."""
+    """An object that knows which groups were dispatched together, such as a RepeatSampler."""
 
     def drawn_with(self, groups: Iterable[int]) -> Iterable[int]:
-        """All groups of the draws of which some are given."""
+        """Return all groups of each draw that contains a given group."""
 
 
 class CompletenessGate(
@@ -271,47 +275,46 @@ class CompletenessGate(
         *("loss_mask", "log_prob"),
     ),
 ):
-    """Let only groups pass that have all their rollouts (:func:`incomplete_groups`).
+    """Let only complete groups pass, which are groups with all their rollouts (:func:`incomplete_groups`).
 
-    Unique rollouts are counted, never rows; those that failed, were aborted or are not finished do not count
-    and never pass, not even with a group that is kept. It knows no earlier batch: a group that is spread over
-    two is incomplete in both. One device read, for who stays, where rows say how their rollouts ended or
-    incomplete groups are no error; two more with `expected_groups`.
+    The gate counts unique rollouts, never rows. Rollouts that failed, were aborted or are unfinished do not
+    count. They never pass, not even if their group is kept. The gate does not see other batches: a group that
+    is split over two batches is incomplete in both.
 
-    A rollout is finished where its last row is done; one that ends twice is an error. Segments may end each
-    by themselves, as sub-agents do, where `expected_segments_key` says how many there are, or where their
-    numbers differ (`segment_key`): then all must have ended. A collector's batch may also begin in the middle
-    of a rollout, which shows where TorchRL's ``InitTracker`` marks its first row (`init_key`).
+    A rollout is finished if its last row is done. A rollout that ends twice is an error. Segments may have
+    their own ends, such as those of sub-agents, if `expected_segments_key` gives their number, or if they
+    have different numbers (`segment_key`). Then all segments must have ended. A collector's batch may also
+    begin in the middle of a rollout. The gate detects this if TorchRL's ``InitTracker`` marks first rows
+    (`init_key`).
 
-    A rollout is empty where no token of its rows was in the loss as they arrived: it has nothing to learn
-    from, and its reward, of a run that was cut off, say, would move the baseline of its siblings. It is
-    there, so its group is complete.
+    A rollout is empty if none of its rows arrived with a token in the loss. It cannot train, but its reward
+    would change the baseline of its group. An empty rollout is present, so its group can be complete.
 
-    Reads `group_key`, `rollout_key`, `expected_key` if it is there or `group_size` is None, and if they are
-    there `status_key`, `done_key` and with it `init_key`, `expected_segments_key`; `loss_mask_key` and
-    `log_prob_key`. Writes ``("headrace", "finished")`` (N,) bool where the batch has ends, and
-    ``("headrace", "counted")`` (N,) bool where it has tokens. Rows leave as ``incomplete``, where a sibling
-    is missing, ``failed``, ``unfinished``, or ``empty``, which stay in the batch.
+    Reads `group_key` and `rollout_key`. Reads, if they exist, `expected_key` (required if `group_size` is
+    None), `status_key`, `done_key` and with it `init_key`, `expected_segments_key`, `loss_mask_key` and
+    `log_prob_key`. Writes ``("headrace", "finished")`` (N,) bool if the batch has ends, and
+    ``("headrace", "counted")`` (N,) bool if it has tokens. Rows leave for the reasons ``incomplete`` (another
+    rollout of the group is missing), ``failed``, ``unfinished`` and ``empty``. Empty rows stay in the batch.
 
     Args:
-        group_size: rollouts that each group was dispatched with. None: the column `expected_key` says;
-            one that is there must say the same.
-        expected_groups: ids that were dispatched, or a callable that returns those of this batch, to catch
-            groups that are missing entirely; or a RepeatSampler, where each batch holds whole draws of it.
-            None: not checked.
-        on_incomplete: ``raise``; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
-            `min_fraction` of what was expected, else drop it.
-        min_rollouts: for ``keep``, ≥ 1.
-        min_fraction: for ``keep``, in (0, 1].
-        empty: an empty rollout is out of all statistics (``exclude``), or in them (``count``), or refused
-            (``raise``).
+        group_size: number of rollouts dispatched per group. None: read it from the column `expected_key`. If
+            both are given they must be equal.
+        expected_groups: ids of the dispatched groups, to find groups without rows. Give the ids, a callable
+            that returns those of this batch, or a RepeatSampler if each batch holds whole draws of it. None:
+            not checked.
+        on_incomplete: ``raise`` an error; ``drop`` the group; ``keep`` it if it has `min_rollouts` and
+            `min_fraction` of the expected rollouts, else drop it.
+        min_rollouts: number of rollouts for ``keep``, ≥ 1.
+        min_fraction: fraction of the expected rollouts for ``keep``, in (0, 1].
+        empty: what happens to empty rollouts. ``exclude`` them from all statistics; ``count`` them; ``raise``
+            an error.
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
 
     Raises:
-        IncompleteGroupsError: under ``raise``; lists group, have, expected and the statuses.
-        MissingKeyError: a column is not there.
-        BatchError: as :func:`incomplete_groups`; more rollouts than expected, and a rollout that ends twice,
-            always.
+        IncompleteGroupsError: under ``raise``; lists the groups, their rollouts and statuses.
+        MissingKeyError: a column is missing.
+        BatchError: as :func:`incomplete_groups`. More rollouts than expected, and a rollout that ends twice,
+            are errors under each `on_incomplete`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -351,22 +354,22 @@ class CompletenessGate(
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Those in the loss, by which a rollout is empty."""
+        """Tokens in the loss, which show whether a rollout is empty."""
         return [] if self.empty == "count" else [(self.loss_mask_key, self.log_prob_key)]
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
-        """Refuse a batch without rows where groups were dispatched for it."""
+        """Refuse a batch without rows if groups were dispatched for it."""
         nothing = torch.empty(0, dtype=torch.int64)
         missing = missing_groups(nothing, self._dispatched(nothing))
         if missing and self.on_incomplete == "raise":
             self._refuse([], missing)
 
     def needs_each_rank(self) -> str:
-        """It does, to hear of the groups that each was dispatched."""
+        """Each rank is needed with `expected_groups`, because each knows only its own dispatched groups."""
         return super().needs_each_rank() if self.expected_groups is None else "expected_groups"
 
     def decide(self, rows: Rows) -> None:
-        """Take out, or refuse, what is incomplete."""
+        """Take out or refuse incomplete groups."""
         ends, status = self._ends(rows), rows.status
         if self.group_size is None and not rows.has("expected"):
             raise MissingKeyError(
@@ -388,7 +391,7 @@ class CompletenessGate(
                 presence.have.double() / presence.expected < (self.min_fraction or 0)
             )
         present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)
-        if self.done_key is None or rows.has("done"):  # who looks at ends behind the gate takes its word
+        if self.done_key is None or rows.has("done"):  # later stages read this in place of the ends
             rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
         rows.leave(groups.spread(short) & present, "incomplete")
         rows.leave(lost, "failed")
@@ -399,9 +402,9 @@ class CompletenessGate(
             view.metric("incomplete_rows", view.of_rank(lacks).sum())
 
     def _ends(self, rows: Rows) -> Ends | None:
-        """What the batch says of where rollouts begin and end."""
+        """The columns that mark where rollouts begin and end; None: all rollouts are finished."""
         if self.rollout_key is None or not rows.has("done"):
-            return None  # a row that is a rollout is all of it
+            return None  # without a rollout_key each row is a whole rollout
         return Ends(
             done=rows.flags("done"),
             begins=rows.flags("init") if rows.has("init") else None,
@@ -412,15 +415,15 @@ class CompletenessGate(
         )
 
     def _dispatched(self, own: Tensor) -> Iterable[int] | None:
-        """The groups that were dispatched with those of this rank's rows."""
+        """The groups that were dispatched for this batch; `own` are the group ids of this rank's rows."""
         if isinstance(self.expected_groups, KnowsDraws):
             return self.expected_groups.drawn_with(own.unique().tolist())
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
     def _missing(self, rows: Rows) -> list[int]:
-        """Groups that were dispatched and have no row.
+        """List the dispatched groups that have no row.
 
-        Ranks that share ids were dispatched groups together; those that number their own, each by itself.
+        Ranks with shared ids compare the groups of all ranks. Ranks with their own ids compare only theirs.
         """
         if self.expected_groups is None:
             return []
@@ -434,7 +437,7 @@ class CompletenessGate(
         return missing_groups(own, dispatched)
 
     def _refuse(self, lacking: list[str], missing: list[int]) -> None:
-        """Refuse groups that lack rows, in words, and those that have none."""
+        """Raise for incomplete groups, which are described already, and for groups without rows."""
         size = "all" if self.group_size is None else self.group_size
         found = [*lacking, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
         plural = "s" if len(found) > 1 else ""

@@ -1,4 +1,4 @@
-"""Which of its rollout's rows each row is, as they arrived."""
+"""The index of each row in its rollout, as the rows arrived."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .schema import SEGMENTS
 
 
 def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]:
-    """The rollouts of all rows on arrival, and (N,) int64 which segment of its rollout each is, from 0.
+    """The rollouts of all rows on arrival, and (N,) int64 the index of each row in its rollout, from 0.
 
     Raises:
-        BatchError: an id is not set; two segments have one turn; rows of a rollout are not there any more, of
-            which nothing says where they were. Each with the ids.
+        BatchError: an id is missing, two segments have the same turn, or rows of a rollout were merged or
+            were dropped before this pipeline. The message lists the ids.
     """
     rows.ids("rollout", checked=checked)
     everyone, turn = rows.on_arrival, None
@@ -32,18 +32,19 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
     _require(
         rows,
         rows.from_arrival(rollouts.spread(whole)),
-        f"{rows.reader} goes by the place of a row among those of its rollout; found {{found}}, of which "
-        "rows were merged, or dropped by a stage alone. Put it before that stage, keep the rows (mask or "
-        "exclude), or drop whole rollouts (unit='rollout'); within a pipeline dropped rows keep their places",
+        f"{rows.reader} needs the index of each row in its rollout; found {{found}}, of which rows were "
+        "merged, or dropped by a stage outside this pipeline. Put it before that stage, use mask or exclude, "
+        "or drop whole rollouts (unit='rollout'). Rows that are dropped within a pipeline keep their indices",
     )
     return rollouts, rollouts.positions(turn)
 
 
 def require_edge(rows: Rows, which: str) -> None:
-    """The ``first`` or ``last`` segment that a rollout arrived with is among the rows of this view.
+    """Require that the ``first`` or ``last`` segment of each rollout on arrival is still in this view.
 
     Raises:
-        BatchError: it is not, while others are; with the ids, and as :func:`places_on_arrival`.
+        BatchError: that segment was taken out and others stay (the message lists the ids), or as
+            :func:`places_on_arrival`.
     """
     rollouts, place = places_on_arrival(rows)
     edge = place == (0 if which == "first" else rollouts.spread(rollouts.count) - 1)
@@ -51,12 +52,12 @@ def require_edge(rows: Rows, which: str) -> None:
     _require(
         rows,
         rows.from_arrival(rollouts.spread(rollouts.any(edge & here))),
-        f"a rollout's reward is that of its {which} segment, which was taken out of {{found}}, while others "
-        "stay. Take whole rollouts out (unit='rollout'), or mask the row",
+        f"the reward of a rollout is that of its {which} segment, but this segment was taken out of "
+        "{found} and others stay. Take whole rollouts out (unit='rollout'), or mask the row",
     )
 
 
 def _require(rows: Rows, ok: Tensor, message: str) -> None:
-    """Refuse the rollouts of rows that count where (M,) bool `ok` does not hold."""
+    """Refuse the batch if (M,) bool `ok` is False for a row that is not excluded."""
     ok = ok if rows.counted is None else ok | ~rows.counted
     rows.require(ok, message, lambda row: f"rollout {rows.name('rollout', row)}")

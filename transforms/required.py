@@ -1,4 +1,4 @@
-"""What every comparison of rollouts requires of ids and rewards."""
+"""Checks of ids and rewards that every comparison of rollouts needs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .rows import Rows, few
 
 
 def require_identity(rows: Rows) -> None:
-    """Ids are set, and a rollout belongs to one group.
+    """Require that all ids are set and that each rollout belongs to one group.
 
     Raises:
-        BatchError: an id is not set, or a rollout is in several groups; with the ids.
+        BatchError: an id is missing, or a rollout is in several groups; the message lists the ids.
     """
     rollouts = rows.rollouts
     if rows.key("group") is None:
@@ -22,7 +22,7 @@ def require_identity(rows: Rows) -> None:
     groups = rows.groups.labels
     if rollouts.n == len(groups):
         return
-    home = rollouts.everyone.spread(rollouts.everyone.min(groups))
+    group_of_rollout = rollouts.everyone.spread(rollouts.everyone.min(groups))
 
     def describe(row: int) -> str:
         segments = rollouts.of == rollouts.of[row]
@@ -32,17 +32,17 @@ def require_identity(rows: Rows) -> None:
         )
 
     rows.require(
-        home == groups,
+        group_of_rollout == groups,
         "a rollout belongs to one group; found {found}. Are ids reused? " + NUMBER_WORKERS,
         describe,
     )
 
 
 def require_rewards(rows: Rows, reward: Tensor, *, siblings_agree: bool) -> None:
-    """Rewards are finite and, where asked, shared by the segments of a rollout.
+    """Require finite rewards and, with `siblings_agree`, one reward on all segments of a rollout.
 
     Raises:
-        BatchError: one is not, with the rows.
+        BatchError: a reward is not finite, or the segments of a rollout differ; the message lists the rows.
     """
     rows.require(
         torch.isfinite(reward),
@@ -53,22 +53,22 @@ def require_rewards(rows: Rows, reward: Tensor, *, siblings_agree: bool) -> None
     if siblings_agree and rows.rollouts.n < len(reward):
         rows.require(
             rows.rollouts.spread(reward[rows.rollouts.first]) == reward,
-            "the segments of a rollout share its reward; found {found}. If segments carry rewards of their "
-            "own, say how they add up: reward='sum', 'last', …",
+            "all segments of a rollout must have the same reward; found {found}. If each segment has its own "
+            "reward, set how they are reduced: reward='sum', 'last', …",
             lambda row: rows.segments(row, reward),
         )
 
 
 def require_turns(rows: Rows, turn: Tensor | None) -> None:
-    """The segments of a rollout have turns of their own.
+    """Require that no two segments of a rollout have the same turn.
 
     Raises:
-        BatchError: two have one turn, with the rows.
+        BatchError: two segments have the same turn; the message lists the rows.
     """
     if turn is not None:
         pairs = rows.rollouts.everyone.paired_with(Ids(turn))
         rows.require(
             pairs.is_first,
-            "the segments of a rollout need turns of their own; found {found}",
+            "the segments of a rollout must have different turns; found {found}",
             lambda row: rows.segments(row, turn),
         )

@@ -1,4 +1,4 @@
-"""A rollout's one reward, where it was given several."""
+"""Rewards as tensors, and the weighted sum of several rewards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Missing = Literal["raise", "skip"]
 
 
 def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
-    """Rewards as an (N,) floating-point tensor; float64, which keeps large integers apart, of anything else.
+    """Convert rewards to an (N,) floating-point tensor. Integers and lists become float64.
 
     Raises:
-        BatchError: a None (the rows are named), or more than one number a row.
+        BatchError: a reward is None (the message lists the rows), or a row has several numbers.
     """
     if not isinstance(reward, Tensor):
         missing = [row for row, value in enumerate(reward) if value is None]
@@ -29,12 +29,12 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
     if not reward.is_floating_point():
         reward = reward.double()
     if reward.ndim == 0 or reward.numel() != reward.shape[0]:
-        raise BatchError(f"one reward a row is needed, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
+        raise BatchError(f"each row needs one reward, (N,) or (N, 1, ...); got {tuple(reward.shape)}")
     return reward.detach().reshape(-1)
 
 
 def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
-    """The dtype of what is measured of rewards: their own, or float32 where they are no floats."""
+    """The dtype of an advantage of these rewards: their own, or float32 if it is not floating-point."""
     floats = isinstance(reward, Tensor) and reward.is_floating_point()
     return reward.dtype if floats else FLOAT  # type: ignore[union-attr]
 
@@ -43,8 +43,8 @@ def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
 def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> Tensor:
     """Add up the rewards of each row: ``R = Σ_k w_k r_k``.
 
-    A reward that is missing (NaN) adds nothing; where all are, so is the sum. Sums accumulate in float64 and
-    are rounded once. No device read.
+    A missing reward (NaN) adds nothing. If all K are missing, the sum is NaN. Sums are computed in float64
+    and rounded once. No device read.
 
     Args:
         rewards: (N, K) float.
@@ -54,7 +54,7 @@ def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> 
         (N,) in the dtype of `rewards`.
 
     Raises:
-        BatchError: not as many weights as columns.
+        BatchError: the number of weights is not K.
 
     Example:
         >>> nan = float("nan")
@@ -72,10 +72,10 @@ def weighted_reward(rewards: Tensor, weights: Sequence[float] | None = None) -> 
 
 
 def factors_of(weights: Sequence[float] | None, columns: int) -> list[float]:
-    """A weight for each of K columns; None: all 1.
+    """The K weights as floats; 1 for each column if `weights` is None.
 
     Raises:
-        BatchError: not as many weights as columns.
+        BatchError: the number of weights is not K.
     """
     factors = [1.0] * columns if weights is None else [float(weight) for weight in weights]
     if len(factors) != columns:

@@ -1,21 +1,26 @@
-"""The table that stages decide on: a few numbers per row, on the CPU, while tokens stay on their device.
+"""The table that stages decide on: a few numbers per row, on the CPU. Tokens stay on their device.
 
-A run reads the table once, every stage is a function of it, and rows are gathered at the end::
+A run reads the table once. Each stage reads and changes the table. Rows are gathered at the end::
 
     rows = Rows.read(batch)             # group_id, rollout_id, reward, ... as columns
     for stage in stages:
         stage.decide(rows.seen_by(stage))   # require, leave, write columns
-    batch = rows.write()                # what was decided, as a batch again
+    batch = rows.write()                # the batch with all decisions
 
-A stage finds here columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row
-for each rollout that counts (``rows.voters``), and the verbs: ``require`` refuses the batch, with the ids;
-``leave`` takes rows out, with a reason; ``put`` writes a column; ``metric`` says a number of the batch;
-``measure`` turns tokens into a number per row. A view stays as it is when rows leave: the next stage gets one
-without them.
+A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``) and one row of
+each rollout in the statistics (``rows.voters``). It acts through these methods:
 
-A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is one of
+- ``require`` refuses the batch and lists the row ids;
+- ``leave`` takes rows out and records the reason;
+- ``put`` writes a column;
+- ``metric`` records a number of the batch;
+- ``measure`` reads a number per row that was computed from tokens.
+
+A view does not change when rows leave. The next stage gets a new view without these rows.
+
+A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is a subclass of
 ``Criterion`` (``filter/criteria.py``), whose ``decide(rows)`` returns (M,) bool, True where the row stays. A
-baseline or a scale is a line in ``advantage/baselines.py``.
+baseline or a scale is one line in ``advantage/baselines.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
+from .schema import FLOAT, LENGTH, OF_LENGTHS, REWARD, SEGMENTS, STATUS_KEYS, key_names, no_lengths
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
     column_of,
@@ -48,18 +53,21 @@ from .tensordicts import (
     write_column,
 )
 
-_NAMES = {"group": "group_id", "rollout": "rollout_id"}  # of the columns of ids, in messages
-DESCRIBED = 100  # rows of an error that are described; nobody reads more
+_NAMES = {"group": "group_id", "rollout": "rollout_id"}  # names of the id columns in messages
+DESCRIBED = 100  # most rows that an error describes
 
 
 class Rows:
-    """A view of the table: the rows that a stage sees, and its columns by the names that the stage uses.
+    """A view of the table: the rows that a stage sees, with columns under the names that the stage uses.
+
+    In this class M is the number of rows of the view, N of the whole table, and B of this rank's batch.
 
     Args:
-        table: shared by all views.
-        names: the key of each column, by role.
-        reader: who reads, for messages.
-        index: (M,) int64, which rows of the table; None: all.
+        table: the table, which all views share.
+        names: key of each column, by role.
+        reader: class name of the stage, for messages.
+        stage: name of the stage in the pipeline; a prefix of its reasons and metrics.
+        index: (M,) int64, table indices of the rows of this view; None: all rows.
 
     Example:
         >>> from tensordict import TensorDict
@@ -82,7 +90,7 @@ class Rows:
         index: Tensor | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
-        self.rank = 0 if table.ranks is None else table.ranks.rank  # of_rank and metric are of its rows
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
 
     # -- in and out ---------------------------------------------------------------------------------------
 
@@ -96,15 +104,15 @@ class Rows:
         ranks: Any = None,
         about: str = "",
     ) -> Rows:
-        """Read a batch: all columns in one packed copy.
+        """Read the table of a batch: all columns in one packed device read.
 
         Args:
-            batch: TensorDict ``[B]``, flat. Its tokens stay where they are.
-            keys: columns that will be asked for, of which those of a few numbers per row are read; others are
-                when somebody asks.
-            tokens: pairs of a loss mask and log-probabilities (or None) whose tokens will be counted.
-            ranks: that share the batch: one exchange brings the rows of all to each.
-            about: what is done with the batch, the same on all ranks.
+            batch: TensorDict ``[B]``, flat. Its tokens stay on their device.
+            keys: columns that stages will need. Those with a few numbers per row are read now, wider ones
+                when a stage asks for them.
+            tokens: token counts that stages will need: pairs of a loss mask and log-probabilities (or None).
+            ranks: the ranks that share the batch. One exchange sends the rows of all ranks to each rank.
+            about: text about the stages that read the batch, which must be equal on all ranks.
         """
         table = Table(batch, len(batch))
         table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
@@ -115,10 +123,10 @@ class Rows:
 
     @classmethod
     def of(cls, **columns: Tensor | Sequence[Any] | None) -> Rows:
-        """A table of plain columns, by role; None is no column.
+        """Make a table from plain columns, by role. A column that is None is left out.
 
         Raises:
-            BatchError: an id is no integer or text; columns differ in length or device.
+            BatchError: an id is neither an integer nor text, or columns differ in length or device.
         """
         first = next(iter(columns.values()))
         device = first.device if isinstance(first, Tensor) else torch.device("cpu")
@@ -131,7 +139,7 @@ class Rows:
                 given[role] = as_ids(values, _NAMES.get(role, role), device=device) if is_id else values
         if len({(len(column), column.device) for column in given.values()}) > 1:
             found = ", ".join(f"{_NAMES.get(role, role)} {len(c)} on {c.device}" for role, c in given.items())
-            raise BatchError(f"columns must have one length and one device; found {found}")
+            raise BatchError(f"all columns must have the same length and device; found {found}")
         size = len(next(iter(given.values())))
         table = Table(None, size)
         table.dtypes = {role: column.dtype for role, column in given.items()}
@@ -139,10 +147,10 @@ class Rows:
         return cls(table, {role: role if role in given else None for role in columns})
 
     def write(self) -> TensorDictBase:
-        """The rows that are here, with all that was decided: the inverse of :meth:`read`.
+        """Write all decisions into a batch of the rows that have not left. The inverse of :meth:`read`.
 
-        Values are rounded to the dtype of their column. Rows out of the loss are masked. Where rollouts have
-        lost some of their rows, it says how many they had (``("headrace", "segments")``).
+        Values are rounded to the dtype of their column. Rows out of the loss are masked. If a rollout lost
+        some of its rows, ``("headrace", "segments")`` holds the number of rows that it had.
         """
         had = self._segments() if self.table.gone else None
         batch = self.table.write()
@@ -151,7 +159,10 @@ class Rows:
         return batch
 
     def _segments(self) -> Tensor | None:
-        """(N,) int64: rows that each row's rollout arrived with; None where none has lost a part of them."""
+        """(N,) int64: number of rows that the rollout of each row arrived with.
+
+        None if no rollout lost only a part of its rows.
+        """
         if self.key("rollout") is None or not self.has("rollout"):
             return None
         rollouts = self.on_arrival.ids("rollout", checked=False).everyone
@@ -161,8 +172,9 @@ class Rows:
         return rollouts.spread(had) if bool(((left > 0) & (left < had)).any()) else None
 
     # -- what a stage sees --------------------------------------------------------------------------------
+
     def seen_by(self, stage: Any, name: str = "") -> Rows:
-        """The rows that are here, with the columns by the names that a stage uses for them."""
+        """A view of the rows that have not left, with columns under the names that a stage uses."""
         names = {**DEFAULTS, **column_keys(stage)}
         return Rows(self.table, names, type(stage).__name__, name, self.table.index)
 
@@ -170,27 +182,27 @@ class Rows:
         return self.table.size if self.index is None else len(self.index)
 
     def key(self, role: Any) -> NestedKey | None:
-        """Where a column is in the batch; ``("turn",)`` is the key ``"turn"``, and no role."""
+        """The key of a column in the batch, by role. ``("turn",)`` is the key ``"turn"``, not the role."""
         if role in self.names:
             return self.names[role]
         return role[0] if type(role) is tuple and len(role) == 1 else role
 
     def has(self, role: Any) -> bool:
-        """Whether there is such a column."""
+        """Whether the table has this column. Reads the column from the batch if needed."""
         key, table = self.key(role), self.table
-        if table.late and table.is_late(self.key(role)):
-            self.table.settle()
+        if table.late and table.is_late(key):
+            table.settle()
         if key is None or key in table.columns:
             return key is not None
         if table.looked_up is not table.batch or key not in table.absent:
-            self.table.load([key])
+            table.load([key])
         return key in table.columns
 
     def __getitem__(self, role: Any) -> Tensor:
         """(M,) or (M, K): a column, by its role or its key.
 
         Raises:
-            MissingKeyError: it is not there; the message lists the columns that are.
+            MissingKeyError: the column is missing; the message lists the columns of the batch.
         """
         if not self.has(role):
             raise self.missing(role)
@@ -198,46 +210,46 @@ class Rows:
         return column if self.index is None else column.index_select(0, self.index)
 
     def number(self, role: Any) -> Tensor:
-        """(M,): a column of one number a row.
+        """(M,): a column of one number per row.
 
         Raises:
-            MissingKeyError: it is not there.
-            BatchError: it has several numbers a row.
+            MissingKeyError: the column is missing.
+            BatchError: the column has several numbers per row.
         """
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{self.reader} needs one number a row in {self.key(role)!r} ({self._option(role)}), for "
+                f"{self.reader} needs one number per row in {self.key(role)!r} ({self._option(role)}), for "
                 f"{len(self)} rows; found {tuple(column.shape)}"
             )
         return column
 
     def flags(self, role: Any) -> Tensor:
-        """(M,) bool.
+        """(M,) bool: a column of one bool per row.
 
         Raises:
-            MissingKeyError: it is not there.
-            BatchError: it is not bool.
+            MissingKeyError: the column is missing.
+            BatchError: its dtype is not bool.
         """
         column = self.number(role)
         if column.dtype is not torch.bool:
             raise BatchError(
-                f"{self.reader} needs a bool a row in {self.key(role)!r} ({self._option(role)}); found "
+                f"{self.reader} needs one bool per row in {self.key(role)!r} ({self._option(role)}); found "
                 f"{self.table.dtypes[self.key(role)]}"
             )
         return column
 
     def integers(self, role: Any, name: str) -> Tensor:
-        """(M,) int64.
+        """(M,) int64: a column of one integer per row; `name` is its name in messages.
 
         Raises:
-            MissingKeyError: it is not there.
-            BatchError: it has other numbers.
+            MissingKeyError: the column is missing.
+            BatchError: a value is not an integer.
         """
         return as_ids(self.number(role), name)
 
     def dtype(self, role: Any) -> torch.dtype:
-        """In which dtype the batch has a column, or will have it."""
+        """The dtype of a column in the batch, or the dtype in which it will be written."""
         key = self.key(role)
         written = self.table.written.get(key)
         return self.table.dtypes[key] if written is None else written.dtype
@@ -257,15 +269,16 @@ class Rows:
         """Write a column.
 
         Args:
-            role: or key.
+            role: role or key of the column.
             values: (M,) or (M, K), for the rows of this view.
-            dtype: that of the column in the batch; None: the one that it has there, else float32 for
-                floats.
-            ndim: dimensions of the column in the batch; None: those that it has there.
-            fill: for rows outside of this view, where the column is new; None: NaN, or 0 for integers.
+            dtype: dtype of the column in the batch. None: the dtype that it already has, else the dtype of
+                `values`, with float32 in place of float64.
+            ndim: number of dimensions of the column in the batch. None: as it already has, else those of
+                `values`.
+            fill: value of a new column on rows outside of this view. None: NaN, or 0 for integers and bools.
         """
         table, key = self.table, cast(NestedKey, self.key(role))
-        given = values.dtype  # of which the batch gets a new column; the table has three kinds
+        given = values.dtype  # a new column of the batch keeps it; the table holds float64, int64 and bool
         if given is not torch.bool:
             values = values.double() if values.is_floating_point() else values.long()
         there = table.columns.get(key)
@@ -293,11 +306,13 @@ class Rows:
     # -- ids ----------------------------------------------------------------------------------------------
 
     def ids(self, role: str, *, checked: bool = True) -> Ids:
-        """The ids of a column, whose sums leave out rows that do not count; where its key is None, each row.
+        """The ids of a column. Sums over them leave out excluded rows.
+
+        If the key of the column is None, each row has its own id.
 
         Raises:
-            MissingKeyError: they are not there.
-            BatchError: an id is not set; they are no integers.
+            MissingKeyError: the column is missing.
+            BatchError: an id is missing (-1) or not an integer.
         """
         key, table = self.key(role), self.table
         column = table.columns.get(key) if key is None or self.has(role) else None
@@ -316,17 +331,17 @@ class Rows:
 
     @property
     def groups(self) -> Ids:
-        """Which rollouts are compared."""
+        """The group id of each row."""
         return self.ids("group")
 
     @property
     def rollouts(self) -> Ids:
-        """Which rows are one rollout."""
+        """The rollout id of each row."""
         return self.ids("rollout")
 
     @cached_property
     def counted(self) -> Tensor | None:
-        """(M,) bool: rows in the statistics; None: all are."""
+        """(M,) bool: rows that are in the statistics; None: all rows."""
         counted = self.table.counted
         if counted is None or self.index is None:
             return counted
@@ -334,11 +349,11 @@ class Rows:
 
     @property
     def in_loss(self) -> Tensor:
-        """(M,) bool: rows in the loss."""
+        """(M,) bool: rows that are in the loss."""
         return self.table.in_loss if self.index is None else self.table.in_loss[self.index]
 
     def of_rank(self, values: Tensor) -> Tensor:
-        """Those of (M, ...) `values` that are of this rank's rows; all where no ranks share a batch."""
+        """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
         if self.table.ranks is None:
             return values
         if self.index is None:
@@ -347,7 +362,7 @@ class Rows:
         return torch.cat([values[a:b] for a, b in spans])
 
     def of_each_rank(self) -> Iterator[Rows]:
-        """This view, for the metrics of a rank's rows; where one rank decides, as each rank would have it."""
+        """Yield this view; where one rank decides for all, also a view for the metrics of each other rank."""
         yield self
         for rank in self.table.of_others:
             view = copy(self)
@@ -355,7 +370,7 @@ class Rows:
             yield view
 
     def where(self, chosen: Tensor) -> Rows:
-        """The rows of this view where (M,) bool `chosen`."""
+        """A view of the rows where (M,) bool `chosen` is True."""
         if bool(chosen.all()):
             return self
         rows = chosen.nonzero().flatten()
@@ -364,31 +379,34 @@ class Rows:
 
     @cached_property
     def statistics(self) -> Rows:
-        """The rows in the statistics: to them an excluded row does not exist."""
+        """A view without the excluded rows."""
         return self if self.counted is None else self.where(self.counted)
 
     @property
     def on_arrival(self) -> Rows:
-        """All rows of the table, also those that have left, by which segments are numbered."""
+        """A view of all rows of the table, including rows that have left."""
         return self if self.index is None else Rows(self.table, self.names, self.reader, self.stage)
 
     def from_arrival(self, values: Tensor) -> Tensor:
-        """(N, ...) of :attr:`on_arrival` → (M, ...) of this view."""
+        """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
         return values if self.index is None else values.index_select(0, self.index)
 
     def to_arrival(self, values: Tensor) -> Tensor:
-        """(M, ...) of this view → (N, ...) of :attr:`on_arrival`, 0 elsewhere."""
+        """Map (M, ...) values of this view to (N, ...) values of :attr:`on_arrival`, 0 on other rows."""
         if self.index is None:
             return values
         return values.new_zeros(self.table.size, *values.shape[1:]).index_copy_(0, self.index, values)
 
     @cached_property
     def voters(self) -> Rows:
-        """One row for each rollout in the statistics, its first row that counts."""
+        """A view with one row per rollout in the statistics: its first row that is not excluded."""
         return self.where(self.rollouts.is_first)
 
     def from_voters(self, values: Tensor) -> Tensor:
-        """(V, ...) → (M, ...): what is known of each rollout, on its rows; 0 on rows that do not count."""
+        """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.
+
+        Excluded rows get 0.
+        """
         if self.voters is self:
             return values
         of = self.rollouts.of
@@ -401,7 +419,10 @@ class Rows:
 
     @property
     def status(self) -> Tensor | None:
-        """(M,) int64, :class:`Status`, by its key, else ``("next", "status")``, else ``status``; or None."""
+        """(M,) int64: the :class:`Status` of each row; None if the batch has no status.
+
+        Read from `status_key` if that is set, else from ``("next", "status")``, else from ``status``.
+        """
         if self.key("status") is not None:
             return self.integers("status", "status")
         self.table.load(STATUS_KEYS)
@@ -412,7 +433,7 @@ class Rows:
         return column if self.index is None else column.index_select(0, self.index)
 
     def from_statistics(self, values: Tensor) -> Tensor:
-        """(S, ...) → (M, ...): values of the rows in the statistics; 0 on the others."""
+        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
         if self.statistics is self:
             return values
         column = values.new_zeros(len(self), *values.shape[1:])
@@ -421,7 +442,7 @@ class Rows:
 
     @property
     def reward(self) -> Tensor:
-        """(M,) float64: the rollout's reward where a stage has written it, else the row's as collected."""
+        """(M,) float64: the rollout's reward if a stage has written it, else the row's collected reward."""
         return self[REWARD] if self.has(REWARD) else self.number("reward").double()
 
     # -- tokens -------------------------------------------------------------------------------------------
@@ -431,12 +452,14 @@ class Rows:
         count = TokenCount(mask, log_prob)
         if count not in self.table.columns:
             self.table.load(tokens=[count])
+        if count not in self.table.columns and self.table.no_lengths:
+            raise self.missing("loss_mask")
         if count not in self.table.columns:
             raise MissingKeyError(
                 f"tokens in the loss are those of the mask {mask!r} (loss_mask_key), or of a response "
-                "behind its prompt: ('tokens', 'prompt') and ('tokens', 'response'), as wide together as "
+                "after its prompt: ('tokens', 'prompt') and ('tokens', 'response'), together as wide as "
                 "('masks', 'all_attention_mask'). Finite log-probabilities do not say which tokens "
-                "train: those of a scored prompt are finite, too. The batch has "
+                "train, because those of a scored prompt are finite too. The batch has "
                 f"{key_names(self.table.batch)}: write the mask, True where a token trains"
             )
         column = self.table.columns[count]
@@ -444,11 +467,11 @@ class Rows:
 
     @property
     def lengths(self) -> Tensor:
-        """(M,) int64: tokens in the loss mask as the row arrived, whether it is masked out by now or not."""
-        return self._as_arrived(self._mask_tokens())
+        """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
+        return self._as_arrived(self.count("loss_mask"))
 
     def _as_arrived(self, tokens: Tensor) -> Tensor:
-        """(M,) counts of tokens; of rows that a stage has masked, those that they had before."""
+        """(M,) token counts. Rows that a stage has masked get the count that they had before."""
         if LENGTH not in self.table.columns:
             return tokens
         before = self[LENGTH]
@@ -456,7 +479,7 @@ class Rows:
 
     @property
     def arrived_tokens(self) -> Tensor | None:
-        """(M,) int64: tokens in the loss, with a finite log-probability, as the row came; None: not known."""
+        """(M,) int64: tokens in the loss mask with a finite log-probability on arrival; None: not known."""
         count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
         self.table.load(tokens=[count])
         if count not in self.table.columns:
@@ -466,17 +489,14 @@ class Rows:
     @property
     def masked_tokens(self) -> Tensor:
         """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
-        return self._mask_tokens() * self.in_loss
-
-    def _mask_tokens(self) -> Tensor:
-        return self.count("loss_mask")
+        return self.count("loss_mask") * self.in_loss
 
     def count(self, role: str) -> Tensor:
-        """(M,) int64: the True entries of each row of a token mask, dense or ragged.
+        """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
 
         Raises:
-            MissingKeyError: it is not there.
-            BatchError: it is not bool.
+            MissingKeyError: the mask is missing.
+            BatchError: its dtype is not bool.
         """
         count = TokenCount(self.key(role), None)
         if count not in self.table.columns:
@@ -489,19 +509,19 @@ class Rows:
     def reduce(
         self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str | None = None
     ) -> Tensor:
-        """(M,): one number for each row, of a column that may have any width, computed on its device.
+        """(M,): reduce a column of any width to one number per row, on its device.
 
         Args:
-            role: or key.
-            number: (B, ...) → (B,); of ragged rows (1, ...) → (1,), row by row.
-            name: of what is computed.
-            option: what messages call the column.
+            role: role or key of the column.
+            number: a function (B, ...) → (B,). It is called with (1, ...) for each row of ragged columns.
+            name: name of the result, under which the table keeps it.
+            option: name of the column's option in messages.
 
         Raises:
-            MissingKeyError: it is not there.
+            MissingKeyError: the column is missing.
         """
         key = self.key(role)
-        if self.table.is_late(self.key(role)):
+        if self.table.is_late(key):
             self.table.settle()
         made = Reduced(name, key)
         if made not in self.table.columns:
@@ -517,7 +537,7 @@ class Rows:
 
     @property
     def loss_tokens(self) -> Tensor:
-        """(M,) int64: tokens in the loss, with a finite log-probability; 0 for rows out of the loss."""
+        """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
         return self._tokens(self.key("log_prob")) * self.in_loss
 
     # -- the verbs ----------------------------------------------------------------------------------------
@@ -530,19 +550,20 @@ class Rows:
         error: type[BatchError] = BatchError,
         ids: str = "",
     ) -> None:
-        """Refuse the batch unless (M,) bool `ok` holds everywhere.
+        """Refuse the batch unless (M,) bool `ok` is True for all rows.
 
         Args:
-            ok: of each row of this view.
-            message: what is required, ``{found}``, and what to do; ``{count}`` rows break it (``{s}``: a
-                plural's s).
-            describe: row i of this view in words; None: its number. Equal words are said once.
-            error: what is raised.
-            ids: ``group_id`` or ``rollout_id``, where those are what is missing: the message says who stamps
-                them.
+            ok: one bool per row of this view.
+            message: what is required, ``{found}``, and what to do. ``{count}`` is the number of bad rows,
+                ``{s}`` the plural s.
+            describe: a function that describes row i of this view; None: its row number. Equal descriptions
+                are listed once.
+            error: class of the error.
+            ids: ``group_id`` or ``rollout_id`` if these ids are missing. The message then says where ids are
+                stamped.
 
         Raises:
-            BatchError: it does not hold, with the rows.
+            BatchError: `ok` is False for some rows; the message describes them.
         """
         if bool(ok.all()):
             return
@@ -559,14 +580,14 @@ class Rows:
     def require_set(
         self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
     ) -> None:
-        """Refuse the batch where a row has no id, that is, one below 0.
+        """Refuse the batch if an id is missing, which means below 0.
 
         Args:
-            ids: or (M,) int64.
-            name: of the ids, in the message.
-            why: rows need one.
-            who: needs one, in words.
-            needed: (M,) bool: the rows that need one; None: those that count.
+            ids: the ids, or (M,) int64.
+            name: name of the ids in the message.
+            why: the reason why rows need an id, for the message.
+            who: which rows need an id, for the message.
+            needed: (M,) bool, rows that need an id; None: rows that are not excluded.
         """
         labels = ids.labels if isinstance(ids, Ids) else ids
         if labels is not ids and ids.lowest >= 0:
@@ -580,25 +601,25 @@ class Rows:
         )
 
     def at(self, row: int) -> int:
-        """The number of row i of this view in the batch as it arrived."""
+        """The row number, in the batch as it arrived, of row i of this view."""
         return row if self.index is None else int(self.index[row])
 
     def name(self, role: str, row: int) -> str:
-        """The id of row i of this view; its number where it has none."""
+        """The id of row i of this view as text; its row number if the batch has no such ids."""
         return str(int(self[role][row]) if self.has(role) else self.at(row))
 
     def segments(self, row: int, values: Tensor) -> str:
-        """The rollout of row i of this view in words: all its rows, with their (M,) `values`."""
+        """Describe the rollout of row i of this view: all its rows, with their (M,) `values`."""
         of = self.rollouts.of
         rows = (of == of[row]).nonzero().flatten()
         numbers = rows if self.index is None else self.index[rows]
         return f"rollout {self.name('rollout', row)} (rows {few(numbers)}: {few(values[rows])})"
 
     def name_reason(self, reason: str, effect: Effect) -> int:
-        """The number of a reason in the ledger, where it is named from now on, whether a row has it or not.
+        """Register a reason in the ledger, even if no row has it, and return its number.
 
         Raises:
-            ValueError: it had another effect before.
+            ValueError: the reason is registered with another effect.
         """
         table, name = self.table, f"{self.stage}/{reason}" if self.stage else reason
         if name not in table.names:
@@ -614,20 +635,19 @@ class Rows:
     def leave(
         self, rows: Tensor, reason: str, effect: Effect = "dropped", *, mask_tokens: bool = True
     ) -> None:
-        """Take the rows where (M,) bool `rows` out, for a reason that the ledger keeps.
+        """Take out the rows where (M,) bool `rows` is True, and record the reason in the ledger.
 
         Args:
-            rows: who leaves. A row that has left keeps its first reason; a masked one may still be dropped.
-            reason: a word.
-            effect: ``masked`` out of the loss; ``excluded`` out of the statistics too; ``dropped`` or
-                ``carried`` out of the batch.
-            mask_tokens: whether the batch is to say, by its columns of tokens, that they are out of the loss;
-                False for rows that have no token in the loss.
+            rows: the rows that leave. A row keeps its first reason. A masked row may still be dropped later.
+            reason: name of the reason.
+            effect: ``masked``: out of the loss. ``excluded``: out of the loss and the statistics. ``dropped``
+                or ``carried``: out of the batch.
+            mask_tokens: whether to mask the tokens of these rows in the batch. False for rows without a token
+                in the loss.
 
         Raises:
-            BatchError: rows are to leave the loss, and the batch has no loss mask or log-probabilities in
-                which to say so.
-            ValueError: the reason had another effect before.
+            BatchError: rows must be masked, but the batch has neither a loss mask nor log-probabilities.
+            ValueError: the reason is registered with another effect.
         """
         table, code = self.table, self.name_reason(reason, effect)
         if effect in ("masked", "excluded") and mask_tokens:
@@ -656,14 +676,14 @@ class Rows:
             table.ids.clear()
 
     def merge(self, into: Tensor, reason: str = "merged") -> None:
-        """Take out the rows that become a part of others, with their tokens.
+        """Merge rows into other rows: the tokens move there, and the merged rows leave.
 
-        Rows out of the loss leave without their tokens, which do not train (:meth:`Table.with_merged`).
+        Rows that are out of the loss leave, and their tokens are not merged (:meth:`Table.with_merged`).
 
         Args:
-            into: (M,) int64, for each row of this view the number in the table of the row into which it is
-                merged; its own where it stays.
-            reason: a word.
+            into: (M,) int64, for each row of this view the table index of the row that it is merged into; its
+                own table index if it stays.
+            reason: name of the reason.
         """
         table = self.table
         own = torch.arange(table.size) if self.index is None else self.index
@@ -672,24 +692,24 @@ class Rows:
         self.leave(into != own, reason, "dropped")
 
     def _mask_in_loss(self, rows: Tensor) -> None:
-        """Mask (M,) bool `rows`, about to leave: False in the loss mask, NaN in log-probabilities.
+        """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
 
-        Where masked log-probabilities stay as they are, the loss mask alone says it.
+        Under ``masked_log_prob='keep'`` only the loss mask changes.
         """
         batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
         if self.table.finite is not None:
             log_prob = None
         keys = [key for key in (loss_mask, log_prob) if key is not None]
-        # Whoever has the tokens masks them.
+        # Tokens that are stored elsewhere are masked there.
         found = [key for key in keys if self.table.elsewhere or parts_of(batch, key)]
         self.table.masked_columns |= dict.fromkeys(found)
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
             if self.table.finite is not None:
-                lacks = f"no {loss_mask!r} (loss_mask_key), which alone says so under masked_log_prob='keep'"
+                lacks = f"no {loss_mask!r} (loss_mask_key), the only mask under masked_log_prob='keep'"
             raise BatchError(
-                f"{int(rows.sum())} rows are to leave the loss, but the batch has {lacks}: they would train "
-                f"all the same. It has {key_names(batch)}; set the keys, or drop the rows"
+                f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
+                f"would still train. It has {key_names(batch)}; set the keys, or drop the rows"
             )
         if self.table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
             return
@@ -699,25 +719,28 @@ class Rows:
             self.put(LENGTH, torch.where((before < 0) & rows, lengths, before), ndim=1, fill=-1)
 
     def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
-        """(M,): what a callable says of each row of the batch, which is written for it and read once more."""
+        """(M,) bool: the result of a user's criterion, which gets the batch with all decisions so far.
+
+        A result that is not one bool per row is returned as it is, for the caller to refuse.
+        """
         batch = self.write()
-        # Somebody else's code knows nothing of a rank without rows.
-        said = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
-        fits = isinstance(said, Tensor) and said.dtype is torch.bool and said.numel() == len(self.table.live)
-        return self.measured(asked=said.reshape(-1))["asked"].bool() if fits else said
+        # A user's function may not expect a rank without rows.
+        keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
+        fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(self.table.live)
+        return self.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
 
     def shown(self, values: Tensor) -> tuple[TensorDictBase, Tensor]:
-        """The batch as it is by now, and (M,) `values` for its rows, on its device."""
+        """The batch with all decisions so far, and (M,) `values` for its rows, on its device."""
         batch = self.write()
         return batch, self.of_rank(values).to(device_of(batch))
 
     def record(self, rows: Tensor, reason: str, effect: Effect) -> None:
-        """Keep a reason for (M,) bool `rows` that have none yet, and change nothing else about them."""
+        """Record a reason for those of (M,) bool `rows` that have none. The rows do not leave."""
         reasons = self.table.reason
         reasons.masked_fill_(rows & (reasons == 0), self.name_reason(reason, effect))
 
     def metric(self, name: str, value: Tensor | float) -> None:
-        """Say a number of this batch, as ``<stage>/<name>``."""
+        """Record a metric of this batch as ``<stage>/<name>``."""
         metrics = self.table.of_others.get(self.rank, self.table.metrics)
         metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
@@ -727,16 +750,16 @@ class Rows:
         of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]],
         *columns: Tensor,
     ) -> None:
-        """Say numbers of this batch that cost a pass over its tokens, which is made when somebody reads them.
+        """Record metrics that need a pass over the tokens. The pass is made when a metric is first read.
 
-        Until then, or the next batch of the pipeline, the columns stay in memory, and must stay as they are.
-        At once where they may not: of ranks, that share what they find; of ragged rows, whose columns were
-        filled up; in memory that other processes write.
+        Until then, or until the pipeline's next batch, the columns stay in memory and must not change. The
+        metrics are computed at once if ranks share the batch, if rows are ragged (their columns were padded),
+        or if other processes can write the memory.
 
         Args:
-            of_tokens: what tokens are reduced to, as :meth:`measured` takes it.
-            of_rows: the numbers by name, of (M,) or (M, K) float64 by name.
-            columns: what `of_tokens` reads.
+            of_tokens: a function that reduces tokens to numbers, as :meth:`measured` takes them.
+            of_rows: a function of these numbers, (M,) or (M, K) float64 by name, that returns the metrics.
+            columns: the token columns that `of_tokens` reads.
         """
         table, prefix = self.table, f"{self.stage}/" if self.stage else ""
         at_once = table.ranks is not None or isinstance(table.batch, LazyStackedTensorDict)
@@ -748,11 +771,11 @@ class Rows:
         table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
 
     def measure(self, name: Any, values: Tensor) -> Tensor:
-        """Make a column of what tokens were reduced to on the device: one more copy, and one more exchange.
+        """Make a table column of numbers that were computed from tokens: one device read and one exchange.
 
         Args:
-            name: of the column.
-            values: (B,) for the rows of the batch.
+            name: name of the column.
+            values: (B,) for the rows of the batch, on their device.
 
         Returns:
             (M,) for the rows of this view.
@@ -762,13 +785,13 @@ class Rows:
         return self[name]
 
     def measured(self, **numbers: Tensor) -> dict[str, Tensor]:
-        """Bring what tokens were reduced to on the device to this stage, by one copy and one exchange.
+        """Read numbers that were computed from tokens, in one device read and one exchange.
 
         Args:
-            numbers: (B,) or (B, K) for the rows of the batch each, by name.
+            numbers: by name, (B,) or (B, K) for the rows of the batch, on their device.
 
         Returns:
-            (M,) or (M, K) float64 each, for the rows of this view; the table does not keep them.
+            By name, (M,) or (M, K) float64 for the rows of this view. The table does not keep them.
         """
         parts = [flat_rows(values.detach().double()) for values in numbers.values()]
         column = self.of_all_ranks(torch.cat(parts, 1))
@@ -777,40 +800,40 @@ class Rows:
         return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """(B, ...) for the batch's rows → (M, ...) for the rows of this view, on the CPU. An exchange."""
+        """Map (B, ...) of this rank's batch to (M, ...) of this view, on the CPU. Ranks exchange once."""
         column = self.table.of_all(values.cpu())
         return column if self.index is None else column.index_select(0, self.index)
 
     # -- token-level stages -------------------------------------------------------------------------------
 
     def tokens(self) -> TensorDictBase:
-        """The rows of this rank that are here, TensorDict ``[B]`` on their device: a shallow copy.
+        """A shallow copy of this rank's rows that have not left: TensorDict ``[B]`` on their device.
 
-        What stages have written is in the table alone (:meth:`Table.with_written`); rows out of the loss are
-        not masked in it yet.
+        It does not have the columns that stages wrote; only the table has them (:meth:`Table.with_written`).
+        Rows out of the loss are not masked in it yet.
         """
         self.table.settle()
         self.table.compact()
         return shallow_copy(self.table.batch)
 
     def there(self, values: Tensor) -> Tensor:
-        """(M, ...) values of this view as (B, ...) for the rows of :meth:`tokens`, on their device."""
+        """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
         return self.of_rank(values).to(device_of(self.table.batch))
 
     def stored_as(self, batch: TensorDictBase) -> None:
-        """Take :meth:`tokens` as somebody has stored them anew, say densely: no number has changed."""
+        """Replace :meth:`tokens` by the same rows in another storage, such as a dense one."""
         self.table.batch = batch
 
     def accept(self, batch: TensorDictBase) -> None:
-        """Take a batch that a token-level stage has made of :meth:`tokens`.
+        """Take the batch that a token-level stage made from :meth:`tokens`.
 
-        Columns and counts of tokens that it has changed are read again when somebody asks.
+        Columns and token counts that the stage has changed are read again when they are needed.
 
         Args:
-            batch: TensorDict of all rows of :meth:`tokens`, or of those of them that have not left.
+            batch: TensorDict of all rows of :meth:`tokens`, or of those that have not left.
 
         Raises:
-            BatchError: it has other rows.
+            BatchError: the batch has another number of rows.
         """
         table, before = self.table, self.table.batch
         live = table.live[table.here[table.live]]
@@ -818,8 +841,8 @@ class Rows:
             table.live, table.kept = live, table.here.clone()
         elif len(batch) != len(table.live):
             raise BatchError(
-                f"a stage returns the rows that are here, {len(live)}; {len(batch)} came out. Rows that go "
-                "are taken out by rows.leave"
+                f"a stage must return the {len(live)} rows that have not left; it returned {len(batch)}. "
+                "Take rows out with rows.leave"
             )
         table.batch = batch
         self.table.forget(
@@ -837,15 +860,15 @@ class Rows:
         writes: Sequence[NestedKey],
         **numbers: Tensor,
     ) -> None:
-        """Change token columns where rows are gathered, a minibatch at a time.
+        """Change token columns later, when rows are gathered, one minibatch at a time.
 
-        A stage that asks for one of these columns before that gets it (:meth:`Table.settle`).
+        If a stage reads one of these columns before that, the change is made then (:meth:`Table.settle`).
 
         Args:
-            change: of gathered rows and their numbers, which are on the device of the rows. It finds what
-                stages have written in the rows, and writes what follows from each token by itself.
-            writes: the columns that it writes.
-            numbers: (M,) or (M, K) each, for the rows of this view.
+            change: a function of gathered rows and their `numbers`, both on the device of the rows. The rows
+                have the columns that stages wrote. Its result for a token must depend on that row alone.
+            writes: the columns that `change` writes.
+            numbers: by name, (M,) or (M, K) for the rows of this view.
         """
         if self.table.ranks is not None:
             self.table.ranks.refuse_tokens()
@@ -855,26 +878,29 @@ class Rows:
     def change_advantage(
         self, how: Callable[..., Tensor], *, at_least: torch.dtype | None = None, **numbers: Tensor
     ) -> None:
-        """Change the advantage element by element: in the table, or that of tokens where rows are gathered.
+        """Change the advantage element by element.
+
+        An advantage per row changes in the table, now. An advantage per token changes when rows are gathered.
 
         Args:
-            how: ``how(advantage, **numbers)``, elements of float64, or of tokens of at least float32, and
-                numbers that broadcast to them.
-            at_least: the advantage keeps its dtype, but is of this one at least.
-            numbers: (M,) float each, for the rows of this view.
+            how: a function ``how(advantage, **numbers)``. The advantage is float64 per row, or at least
+                float32 per token. The numbers broadcast to it.
+            at_least: the advantage keeps its dtype, or is promoted to this one.
+            numbers: by name, (M,) float for the rows of this view.
 
         Raises:
-            MissingKeyError: there is none.
-            BatchError: it is of integers.
+            MissingKeyError: the batch has no advantage.
+            BatchError: the advantage is not floating-point.
         """
         table, key, dtype = self.table, self.key("advantage"), self.advantage_dtype
         if dtype is None:
             raise self.missing("advantage")
         if not dtype.is_floating_point:
-            raise BatchError(f"an advantage is a floating-point number; found {dtype}")
-        column = table.columns.get(key)  # the same on all ranks: rows of a width, or none, are of one rank
-        is_of_rows = key in table.written or (column is not None and column.ndim == 1)
-        if is_of_rows and not self.table.is_late(self.key("advantage")):
+            raise BatchError(f"the advantage must be floating-point; found {dtype}")
+        # All ranks decide alike, because the table is the same on all ranks. The widths of rows are not.
+        column = table.columns.get(key)
+        per_row = key in table.written or (column is not None and column.ndim == 1)
+        if per_row and not table.is_late(key):
             changed = how(self["advantage"], **numbers)
             self.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))
             return
@@ -882,24 +908,23 @@ class Rows:
         def change(batch: TensorDictBase, numbers: dict[str, Tensor]) -> None:
             rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
             for number, part in enumerate(rows):
-                credit = part.get(key)
-                wide = credit.to(torch.promote_types(credit.dtype, torch.float32))
+                advantage = part.get(key)
+                wide = advantage.to(torch.promote_types(advantage.dtype, torch.float32))
                 own = {name: each.to(wide.dtype) for name, each in numbers.items()}
                 if part is batch:
                     own = {name: each.view(-1, *[1] * (wide.ndim - 1)) for name, each in own.items()}
                 else:
                     own = {name: each[number] for name, each in own.items()}
-                part.set(
-                    key, how(wide, **own).to(torch.promote_types(credit.dtype, at_least or credit.dtype))
-                )
+                kept = torch.promote_types(advantage.dtype, at_least or advantage.dtype)
+                part.set(key, how(wide, **own).to(kept))
 
         self.when_gathered(change, [key], **numbers)
 
     @property
     def advantage_dtype(self) -> torch.dtype | None:
-        """In which dtype the batch has the advantage, of rows or of tokens; None: it has none."""
+        """The dtype of the advantage, per row or per token; None: the batch has no advantage."""
         key, batch = self.key("advantage"), self.table.batch
-        if self.table.is_late(self.key("advantage")):  # one row says what the others will have
+        if self.table.is_late(key):  # compute one row: the others will have the same dtype
             self.table.compact()
             batch = self.table.decided_between(slice(1))
         elif key in self.table.columns:
@@ -915,7 +940,7 @@ class Rows:
         return str(self.key(role))
 
     def missing(self, role: Any, option: str | None = None) -> MissingKeyError:
-        """The error that says that a column is not there, which are, and by which option to name another."""
+        """Make the error for a missing column: it lists the columns of the batch and the option to set."""
         key = self.key(role)
         if key in WRITERS:
             writer = WRITERS[key]
@@ -923,6 +948,8 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
+        if self.table.no_lengths and option in OF_LENGTHS:
+            return no_lengths(self.reader, self.stage)
         return MissingKeyError(
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"
@@ -930,24 +957,25 @@ class Rows:
 
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
-    """Where a stage finds each column, by role: its options named ``<role>_key``."""
+    """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
     known = type(stage), tuple(vars(stage))
     if known not in _OPTIONS:
         _OPTIONS[known] = [(name[:-4], name) for name in vars(stage) if name.endswith("_key")]
     return {role: nested_key(getattr(stage, name)) for role, name in _OPTIONS[known]}
 
 
-_OPTIONS: dict[tuple[type, tuple[str, ...]], list[tuple[str, str]]] = {}  # by a class and what it keeps
+# (role, option) pairs, by class and attribute names
+_OPTIONS: dict[tuple[type, tuple[str, ...]], list[tuple[str, str]]] = {}
 
 
 def may_wait(column: Tensor) -> bool:
-    """Whether a column may be read later, since nobody changes it unseen."""
+    """Whether a column can be read later: any change of it in place would be noticed."""
     shared = column.device.type == "cpu" and column.is_shared()
     return not (shared or column.is_inference())
 
 
 def few(values: Tensor | Sequence[Any], most: int = 8) -> str:
-    """The first of many values, and how many more there are.
+    """The first `most` values as text, and the number of the others.
 
     Example:
         >>> few(torch.arange(10)), few(torch.tensor([1.5]))

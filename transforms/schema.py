@@ -1,39 +1,48 @@
-"""The columns of a batch: what stages write for one another, and how columns are read.
+"""The names of the columns that stages write for each other, and functions that read columns.
 
 ====================================== ================= ===============================================
 column                                  shape, dtype      meaning
 ====================================== ================= ===============================================
-``("headrace", "reward")``              (N,) float        the rollout's one reward, on each of its rows;
-                                                          NaN where it has none
-``("headrace", "rewards")``             (N, K) float      what that was added up from, where there are several
-``("headrace", "is_first_segment")``    (N,) bool         one row of each rollout, its first
+``("headrace", "reward")``              (N,) float        the rollout's reward, on each of its rows; NaN: the
+                                                          rollout has no reward
+``("headrace", "rewards")``             (N, K) float      the K rewards whose weighted sum is ``reward``;
+                                                          absent: there is only one
+``("headrace", "is_first_segment")``    (N,) bool         True on the first row of each rollout
 ``("headrace", "return")``              (N,) float        the return from this segment on
 ``("headrace", "finished")``            (N,) bool         True: the gate has seen the rollout's end
-``("headrace", "counted")``             (N,) bool         False: out of the statistics; absent: all are in
-``("headrace", "in_loss")``             (N,) bool         False: out of the loss; absent: all are in
-``("headrace", "length")``              (N,) int64        tokens that a row had in the loss mask until it was
-                                                          masked; −1: no filter masked it
-``("headrace", "segments")``            (N,) int64        rows that the row's rollout had before a stage alone
-                                                          dropped some of them; absent: none did
-``("headrace", "minibatch")``           (N,) int64        which optimiser step of the batch, from 0; −1: none
-``("headrace", "microbatch")``          (N,) int64        which forward and backward of the step, from 0
-``("headrace", "rank")``                (N,) int64        which data-parallel rank trains it; absent: one
-``("headrace", "step_weight")``         (N,) float64      what weight × tokens adds up to over the row's step
-``("headrace", "token_weight")``        (N, T) float      by what the row's weight is multiplied at a token in
-                                                          the loss, of mean 1; absent: 1
-``("headrace", "folded_weight")``       (N,) float        the row's weight, where the advantage has it as a
-                                                          factor already
-``("headrace", "padding")``             (N,) bool         a copy that trains nothing; absent: no row is
-``("headrace", "row")``                 (N,) int64        row number as the pipeline got it
-``("headrace", "processed")``           (N,) bool         a pipeline has been over this row
-``("headrace", "elsewhere")``           (N,) int64, or    the tokens of the batch are elsewhere, under this
-                                        (N, 3)            number of the row; in TransferQueue under these, its
-                                                          producer, number and kind; absent: they are here
-``("headrace", "dispatched")``          (N,) int64        rollouts that were asked for in the row's group
-``("headrace", "origin")``              (N, 5) int32      the row's number in its rollout; its worker, and how
-                                                          many there are; its environment there, and how many
-``("headrace", "masks")``               no tensor         columns of tokens elsewhere in which rows out of the
-                                                          loss are masked
+``("headrace", "counted")``             (N,) bool         False: excluded from the statistics; absent: no row
+                                                          is
+``("headrace", "in_loss")``             (N,) bool         False: masked out of the loss; absent: no row is
+``("headrace", "length")``              (N,) int64        tokens that the row had in the loss mask before it
+                                                          was masked; −1: no filter masked the row
+``("headrace", "segments")``            (N,) int64        rows of the rollout before a standalone stage
+                                                          dropped some of them; absent: no rollout lost a part
+``("headrace", "minibatch")``           (N,) int64        index of the optimiser step in the batch, from 0;
+                                                          −1: none
+``("headrace", "microbatch")``          (N,) int64        index of the forward and backward pass in the
+                                                          optimiser step, from 0
+``("headrace", "rank")``                (N,) int64        data-parallel rank that trains the row; absent:
+                                                          there is one rank
+``("headrace", "step_weight")``         (N,) float64      sum of weight × tokens over the row's optimiser step
+``("headrace", "token_weight")``        (N, T) float      factor of the row's weight at each token in the
+                                                          loss, with mean 1; absent: 1
+``("headrace", "folded_weight")``       (N,) float        the row's weight, if the advantage is already
+                                                          multiplied by it
+``("headrace", "padding")``             (N,) bool         True: a copy of a row that does not train; absent:
+                                                          no row is a copy
+``("headrace", "row")``                 (N,) int64        row number in the batch that the pipeline received
+``("headrace", "processed")``           (N,) bool         a pipeline has processed this row
+``("headrace", "elsewhere")``           (N,) int64, or    the row's number in the store that holds its tokens;
+                                        (N, 3)            in TransferQueue the producer, number and kind;
+                                                          absent: the batch holds the tokens
+``("headrace", "dispatched")``          (N,) int64        rollouts that were dispatched in the row's group
+``("headrace", "origin")``              (N, 5) int32      number of the row in its rollout, its worker, number
+                                                          of workers, its environment in the worker, number of
+                                                          environments
+``("headrace", "no_lengths")``          (N,) bool         True: the dump has neither tokens nor their number,
+                                                          and a stage that reads lengths raises
+``("headrace", "masks")``               no tensor         token columns, stored elsewhere, in which rows out
+                                                          of the loss must be masked
 ====================================== ================= ===============================================
 
 Example:
@@ -78,21 +87,24 @@ PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
+NO_LENGTHS = ("headrace", "no_lengths")
+OF_LENGTHS = ("loss_mask_key", "tokens_key", "length_key")  # options of columns from which lengths are known
 
-STATUS_KEYS = (("next", "status"), "status")  # where a status is, in the order of looking
-DONE = ("next", "done")  # True where a rollout ends, as TorchRL's collectors write it
-COLLECTED = ("collector", "mask")  # False where TorchRL's collectors filled up what they yield
-INIT = "is_init"  # True where a rollout begins, as TorchRL's InitTracker writes it
-EXPECTED_SEGMENTS = "expected_segments"  # how many segments of the row's rollout end, each by itself
+STATUS_KEYS = (("next", "status"), "status")  # keys of the status; the first that is found is read
+DONE = ("next", "done")  # True on the last row of a rollout; TorchRL's collectors write it
+COLLECTED = ("collector", "mask")  # False on rows with which TorchRL's collectors pad a batch
+INIT = "is_init"  # True on the first row of a rollout; TorchRL's InitTracker writes it
+EXPECTED_SEGMENTS = "expected_segments"  # number of segments of the row's rollout, each of which ends
 
-FLOAT = torch.float32  # of a new column of floats: torch's global default changes no number
+# dtype of a new column of floats: torch's global default dtype must not change a number.
+FLOAT = torch.float32
 
 
 class Origin(NamedTuple):
-    """Where a row comes from: the columns of :data:`ORIGIN`, in their order."""
+    """Which worker and environment made a row: the columns of :data:`ORIGIN`, in their order."""
 
     number: int
-    """Of the row in its rollout, from 0."""
+    """Index of the row in its rollout, from 0."""
     worker: int
     workers: int
     environment: int
@@ -105,8 +117,8 @@ Unit = Literal["sample", "rollout", "group"]
 class Status(IntEnum):
     """How a rollout ended: the values of the ``status`` column, (N,) int.
 
-    A truncated rollout has a reward and counts as present. A failed or aborted one has no reward that means
-    anything, and does not count.
+    A truncated rollout has a reward and counts as present. A failed or aborted rollout has no valid reward
+    and does not count.
     """
 
     COMPLETED = 0
@@ -119,10 +131,10 @@ class Status(IntEnum):
 
 
 def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
-    """Whether the batch has this column, dense or ragged; None is no column.
+    """Whether the batch has this column, dense or ragged. False for None.
 
     Raises:
-        BatchError: some rows of a lazy stack have it and some have not.
+        BatchError: only some rows of a lazy stack have it.
     """
     if key is None:
         return False
@@ -132,18 +144,24 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
 
 
 def key_names(batch: TensorDictBase) -> list[NestedKey]:
-    """The leaves of a batch, in a stable order, without those that transforms wrote for one another."""
+    """The sorted leaf keys of a batch, without the ``headrace`` columns that stages write for each other."""
     keys = batch.keys(include_nested=True, leaves_only=True)
     return sorted((k for k in keys if not (isinstance(k, tuple) and k[0] == "headrace")), key=str)
 
 
 def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Any:
-    """What is under a key.
+    """Get a column of the batch.
+
+    Args:
+        reader: class name of the stage, for the message.
+        option: name of the option that holds the key, for the message.
 
     Raises:
-        MissingKeyError: nothing; the message lists the keys that are there and the option that renames it.
+        MissingKeyError: the batch has no such column. The message lists the keys that it has.
     """
     value = batch.get(key, None) if has_key(batch, key) else None
+    if value is None and option in OF_LENGTHS and has_key(batch, NO_LENGTHS):
+        raise no_lengths(reader)
     if value is None:
         raise MissingKeyError(
             f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
@@ -152,30 +170,45 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
     return value
 
 
+def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
+    """The error that says that a stage needs tokens or their number, and the dump has texts alone.
+
+    Args:
+        reader: who needs them.
+        stage: its name in the pipeline; empty: not known.
+    """
+    leave_out = f"; or leave the stage out: ~pipeline.stages.{stage}" if stage else ""
+    return MissingKeyError(
+        f"{reader} needs the tokens of each response, or their number, and this dump has neither. Set "
+        "source.tokenizer=PATH, a tokenizer.json or a folder of transformers (in Python "
+        f"open_source(..., tokenizer=PATH)){leave_out}"
+    )
+
+
 def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:
-    """Read one number a row: (N,), (N, 1) or (N, 1, 1) comes back as (N,).
+    """Read a column of one number per row. A column of shape (N, 1) or (N, 1, 1) is returned as (N,).
 
     Raises:
-        MissingKeyError: the column is not there.
-        BatchError: it holds more than one number a row.
+        MissingKeyError: the column is missing.
+        BatchError: the column has several numbers per row, or is not a tensor.
     """
     value = require(batch, key, reader=reader, option=option)
     if not isinstance(value, Tensor) or value.numel() != len(batch):
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         labels = "" if isinstance(value, Tensor) else ". headrace.transforms.number_labels makes them numbers"
         raise BatchError(
-            f"{reader} needs one number a row in {key!r} ({option}), for {len(batch)} rows; found "
+            f"{reader} needs one number per row in {key!r} ({option}), for {len(batch)} rows; found "
             f"{found}{labels}"
         )
     return value if value.ndim == 1 else value.reshape(-1)
 
 
 def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: str) -> Tensor:
-    """Read a column (N,) that an earlier stage writes.
+    """Read a column (N,) that an earlier stage must have written.
 
     Raises:
-        MissingKeyError: it did not.
-        BatchError: it holds more than one number a row.
+        MissingKeyError: the column is missing; the message names the stage that writes it.
+        BatchError: the column has several numbers per row.
     """
     if not has_key(batch, key):
         raise MissingKeyError(
@@ -187,10 +220,12 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
 def unit_keys(
     unit: str, rollout_key: NestedKey | None, group_key: NestedKey | None
 ) -> list[NestedKey | None]:
-    """The columns that say which rows are one unit; None where each row is one.
+    """The id columns that a unit is defined by: rows with the same id are one unit.
+
+    Empty for ``sample``, where each row is a unit. A key that is None means the same.
 
     Raises:
-        ValueError: `unit` is none.
+        ValueError: `unit` is not sample, rollout or group.
     """
     keys = {"sample": [], "rollout": [rollout_key], "group": [group_key]}
     return keys[one_of("unit", unit, get_args(Unit))]

@@ -129,7 +129,7 @@ def relative_length(
     return 1 + coefficient * torch.where(among & (total > 0), (1 - share).clamp(0, 1), 0.0)
 
 
-class RewardShaping(BatchTransform):
+class _RewardShaping(BatchTransform):
     """What shaping stages have in common: after FanOutCollapse, they rewrite the rollout's reward.
 
     Reads and writes ``("headrace", "reward")`` (N,), so that every segment keeps its rollout's one reward. A
@@ -157,7 +157,7 @@ class RewardShaping(BatchTransform):
             view.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 
-class RewardScale(RewardShaping):
+class RewardScale(_RewardShaping):
     """Scale and shift the rollout's reward, then clip it: ``min(max(scale · R + bias, low), high)``.
 
     Reads and writes ``("headrace", "reward")``.
@@ -196,7 +196,7 @@ class RewardScale(RewardShaping):
         return (self.scale * reward + self.bias).clamp(self.low, self.high)
 
 
-class LengthShaping(RewardShaping):
+class _LengthShaping(_RewardShaping):
     """Shaping by a rollout's tokens, over all its segments, those that a filter masked included."""
 
     def __init__(self, names: ColumnNames) -> None:
@@ -220,7 +220,7 @@ class LengthShaping(RewardShaping):
         return rollouts.spread(rollouts.sum(rows.lengths))
 
 
-class OverlongPunishment(LengthShaping, columns=("loss_mask", "rollout")):
+class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
@@ -263,7 +263,7 @@ class OverlongPunishment(LengthShaping, columns=("loss_mask", "rollout")):
         )
 
 
-class LengthPenalty(LengthShaping, columns=("loss_mask", "rollout")):
+class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
     Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
@@ -300,7 +300,7 @@ class LengthPenalty(LengthShaping, columns=("loss_mask", "rollout")):
         return reward + length_penalty(length, coefficient=self.coefficient, free=self.free)
 
 
-class RelativeLength(LengthShaping, columns=("loss_mask", "group", "rollout")):
+class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
     """Multiply the reward by :func:`relative_length` of the rollout's tokens in its group.
 
     Rows that are out of the statistics keep their reward. Reads `loss_mask_key`, ``("headrace", "length")``

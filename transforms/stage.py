@@ -1,4 +1,4 @@
-"""The contract of every stage: it decides on the table, and keeps nothing of a batch."""
+"""The base class of all stages. A stage decides on the table of a batch and keeps nothing of the batch."""
 
 from __future__ import annotations
 
@@ -22,39 +22,44 @@ from .rows import Rows
 from .table import Effect
 from .tensordicts import shallow_copy
 
-ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # and what messages call the ids
+ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # option: name of the ids in messages
 
 
 class BatchTransform(TakesColumns, Transform):
     """A TorchRL transform over whole batches: TensorDict ``[N]`` in, TensorDict ``[M]`` out, M ≤ N.
 
-    One object works standalone, in ``Compose``, as ``Collector(postproc=...)``, as
-    ``ReplayBuffer.append_transform(t, invert=True)`` and as a trainer hook. It leaves its input alone,
-    keeps keys that it does not know, and flattens a collector's ``[envs, time]`` first. An empty batch
-    comes back as it is. On the way into a replay buffer an empty result is None, which writes nothing.
+    You can use one object on its own, in ``Compose``, as ``Collector(postproc=...)``, as
+    ``ReplayBuffer.append_transform(t, invert=True)`` or as a trainer hook. It does not modify its input and
+    keeps keys that it does not know. It flattens a collector's ``[envs, time]`` batch first. An empty batch
+    is returned unchanged. On the way into a replay buffer an empty result becomes None, so nothing is
+    written.
 
-    A subclass takes keyword-only options, keeps each under its own name, and implements one of three methods:
+    A subclass takes keyword-only options, stores each under its own name, and implements one of these
+    methods:
 
-    - ``decide(rows)`` decides on the table (:class:`Rows`): it refuses rows, takes rows out, writes columns;
-    - ``apply(batch, rows) -> batch`` also changes columns of tokens, on their device;
-    - ``apply(batch) -> batch`` knows nothing of the table: rows that do not come out are recorded as gone.
+    - ``decide(rows)`` decides on the table (:class:`Rows`): it refuses the batch, takes rows out, or writes
+      columns;
+    - ``apply(batch, rows) -> batch`` also changes token columns, on their device;
+    - ``apply(batch) -> batch`` does not use the table. Rows that it does not return are recorded as dropped.
 
-    Alone, a stage reads the table, decides, and writes the batch. Nothing of a batch stays on the object, so
-    that one transform may serve several pipelines and threads; those that have a state declare it.
+    Outside a pipeline, a stage reads the table, decides, and writes the batch. It stores nothing of the batch
+    on the object, so several pipelines and threads can share one transform. A stage that has a state sets
+    ``stateful``.
 
     Attributes:
-        reasons: why rows leave here.
-        effects: what becomes of those rows, by reason; empty: they are dropped.
-        final_keys: columns that no later stage may write: it would have no effect on what was made here.
-        weighed_keys: columns that it multiplies by weights: what a later stage added to one would not be
-            weighed, so only those may write it that multiply it themselves, or stand behind the cut.
-        before_baseline: it takes out rows whose reward would be left in the baselines of earlier stages.
-        of_whole_rollouts: what it makes of all rows of a rollout: one of their ``rewards``, or their
-            ``places`` among them; empty: nothing.
-        stateful: it remembers something from one batch to the next, which ``state_dict`` saves. TorchRL then
-            refuses it in a replay buffer that several processes write, each with a copy of its own.
-        within_groups: what it makes of a row follows from the rows of its group, or of its optimiser step,
-            alone: groups of one batch come out as each would by itself, whatever batches were before.
+        reasons: names of the reasons for which rows leave at this stage.
+        effects: the effect of each reason, in the same order; empty: rows are dropped.
+        final_keys: columns that no later stage may write, because this stage has already used their values.
+        weighed_keys: columns that this stage multiplies by weights. A later stage may not add to them, since
+            its terms would have no weight. It may multiply them, or write them after the split.
+        before_baseline: this stage takes out rows, so it must be before the stages that compute a baseline.
+            Otherwise the rewards of these rows would stay in the baselines.
+        of_whole_rollouts: ``rewards`` if this stage computes one reward from all rows of a rollout;
+            ``places`` if it uses the index of each row in its rollout; empty if it does neither.
+        stateful: this stage keeps a state from one batch to the next, which ``state_dict`` saves. TorchRL
+            refuses it in a replay buffer that several processes write, because each would have its own copy.
+        within_groups: the result for a row depends only on the rows of its group, or of its optimiser step.
+            Earlier batches and other groups of the batch do not change it.
     """
 
     reasons: tuple[str, ...] = ()
@@ -65,8 +70,8 @@ class BatchTransform(TakesColumns, Transform):
     of_whole_rollouts: Literal["", "rewards", "places"] = ""
     stateful: ClassVar[bool] = False
     within_groups: bool = False
-    _own_of_rank: ClassVar[tuple[str, ...]] = ()  # options that may differ on ranks that share a batch
-    _home: int | None = None  # the process in which a replay buffer took it
+    _own_of_rank: ClassVar[tuple[str, ...]] = ()  # options that may differ between ranks that share a batch
+    _home: int | None = None  # id of the process in which a replay buffer took this transform
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = (), out_keys: Sequence[NestedKey] = ()):
         reads = [nested_key(key) for key in in_keys if key is not None]
@@ -75,30 +80,30 @@ class BatchTransform(TakesColumns, Transform):
     # -- what a subclass implements -----------------------------------------------------------------------
 
     def decide(self, rows: Rows) -> None:
-        """Decide on the table: refuse rows, take rows out, write columns.
+        """Decide on the table: refuse the batch, take rows out, or write columns.
 
         Args:
-            rows: those that are here, with the columns by the names of this stage.
+            rows: the rows that have not left, with columns under the names that this stage uses.
         """
         raise NotImplementedError
 
     def apply(self, batch: TensorDictBase) -> TensorDictBase:
-        """Transform a flat batch that is the transform's own shallow copy; see the class."""
+        """Transform a flat batch, which is a shallow copy that the stage may change."""
         raise NotImplementedError
 
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
-        """What a batch without rows means: nothing, unless rows were to come."""
+        """Handle a batch without rows. Raise if rows were required."""
 
     def state_after(self, rows: Rows) -> None:
-        """Take the batch in, where the stage has a state: nobody has refused the batch."""
+        """Update the state of the stage. Called once all stages have accepted the batch."""
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Pairs of a loss mask and log-probabilities (or None) whose tokens it asks for."""
+        """Token counts that this stage reads: pairs of a loss mask and log-probabilities (or None)."""
         return []
 
     def needs_each_rank(self) -> str:
-        """Why it takes part on each rank that shares a batch, in words; empty: one can decide for all."""
+        """The reason why each rank that shares a batch must run this stage; empty if one rank can do it."""
         if not type(self).__module__.startswith("headrace.transforms."):
             return "code of your own"
         if type(self).decide is BatchTransform.decide:
@@ -108,23 +113,23 @@ class BatchTransform(TakesColumns, Transform):
     # -- how it is run ------------------------------------------------------------------------------------
 
     def knows_the_table(self) -> bool:
-        """Whether it decides on the table, and does not ask for a batch alone."""
+        """Whether this stage implements ``decide(rows)`` or ``apply(batch, rows)``."""
         return type(self).decide is not BatchTransform.decide or _takes_rows(cast(Any, type(self)))
 
     def work_on(self, rows: Rows) -> None:
-        """Decide, or change tokens; `rows` are those that it sees."""
+        """Run the stage on the rows that it sees: call ``apply(batch, rows)`` or ``decide(rows)``."""
         if _takes_rows(cast(Any, type(self))):
             rows.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg]
         else:
             self.decide(rows)
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        """Read the table, decide, and write what was decided.
+        """Read the table, decide, and write the decisions into a new batch.
 
         Raises:
-            TypeError: the input is no TensorDict.
+            TypeError: the input is not a TensorDict.
             BatchError: the stage refuses the batch.
-            ProcessedTwiceError: a pipeline has been over this batch.
+            ProcessedTwiceError: a pipeline has already processed this batch.
         """
         return self._alone(batch)
 
@@ -144,12 +149,12 @@ class BatchTransform(TakesColumns, Transform):
         return out
 
     def _own_ranks(self) -> Ranks | None:
-        """The ranks of the transform's own `process_group`."""
+        """The ranks of this transform's `process_group`; None without one."""
         group = resolve_group(getattr(self, "process_group", None))
         return None if group is None else Ranks(group, getattr(self, "shared_ids", None))
 
     def read_table(self, batch: TensorDictBase, ranks: Ranks | None) -> Rows | None:
-        """The table of a batch that comes to this transform alone; None where nobody has rows."""
+        """Read the table of a batch outside a pipeline; None if no rank has rows."""
         flat, about = self.enter(batch), ""
         if ranks is not None:
             named = [(getattr(self, option, None), name) for option, name in ID_OPTIONS.items()]
@@ -161,30 +166,31 @@ class BatchTransform(TakesColumns, Transform):
         return rows if rows.table.size else None
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
-        """Check a batch on input, flatten it, and number ids that are text (:func:`number_labels`)."""
+        """Check a batch on input, flatten it, and replace text ids by numbers (:func:`number_labels`)."""
         return enter_rows(batch, self._id_keys(), reader=type(self).__name__)
 
     def _id_keys(self) -> list[NestedKey]:
-        """The columns of ids that this transform reads."""
+        """The id columns that this transform reads."""
         keys = [getattr(self, option, None) for option in ("group_key", "rollout_key", "state_key")]
         return [key for key in keys if key is not None]
 
     def train(self, mode: bool = True) -> BatchTransform:
-        """As every module; replay buffers call it when they take a transform."""
+        """Set the training mode. Replay buffers call this when they take a transform."""
         self._home = os.getpid()
         return super().train(mode)
 
     def _call(self, batch: TensorDictBase | None) -> TensorDictBase | None:
-        # Replay buffers call this on the way in; they fail on an empty batch and write nothing for None.
+        # Replay buffers call this when rows are added. They fail on an empty batch; None writes nothing.
         if self._home not in (None, os.getpid()) and multiprocessing.parent_process() is not None:
-            self.share_memory_()  # of a worker's copy of the buffer, which TorchRL asks on the way out alone
+            # TorchRL checks a worker's copy of the buffer only when it samples, so check it here.
+            self.share_memory_()
         if batch is None:
             return None
         out = self.forward(batch)
         return out if len(out) else None
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Accept a Compose or a replay buffer; refuse an environment, also around a Compose."""
+        """Accept a Compose or a replay buffer. Refuse an environment, also one that contains the Compose."""
         super().set_container(container)
         outermost = container
         while (
@@ -199,20 +205,21 @@ class BatchTransform(TakesColumns, Transform):
 
     @property
     def requires_shared_write_state(self) -> bool:
-        """Whether it is `stateful`, or a stage of it is: in TorchRL's words."""
+        """Whether this transform or a stage in it is `stateful`. TorchRL defines the name."""
         return any(part.stateful for part in self.modules() if isinstance(part, BatchTransform))
 
     def share_memory_(self) -> BatchTransform:
-        """What TorchRL asks of the transforms of a replay buffer that several processes write.
+        """Refuse a stateful transform in a replay buffer that several processes write. TorchRL calls this.
 
         Raises:
-            TypeError: it is `stateful`, or a stage of it is.
+            TypeError: this transform or a stage in it is `stateful`.
         """
         if self.requires_shared_write_state:
             raise TypeError(
-                f"{type(self).__name__} remembers something from one batch to the next, and each process "
-                "that writes to this buffer would have a copy of its own. Append the first of "
-                "pipeline.halves(), and give the second what is sampled; or let one process write"
+                f"{type(self).__name__} keeps a state from one batch to the next, and each process that "
+                "writes to this buffer would have its own copy of the state. Append the first of "
+                "pipeline.halves() to the buffer and run the second on sampled batches, or write from one "
+                "process"
             )
         return self
 
@@ -220,12 +227,12 @@ class BatchTransform(TakesColumns, Transform):
         return f"{type(self).__name__}({describe_options(self)})"
 
     def same_on_all_ranks(self) -> str:
-        """What must be the same on all ranks that share a batch, in words."""
+        """The stage and its options as text, which must be equal on all ranks that share a batch."""
         options = describe_options(self, leave_out=("process_group", *self._own_of_rank))
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
 
 
 @cache
 def _takes_rows(kind: type) -> bool:
-    """Whether stages of this class change columns of tokens: ``apply(batch, rows) -> batch``."""
+    """Whether stages of this class implement ``apply(batch, rows) -> batch``."""
     return len(inspect.signature(kind.apply).parameters) == 3  # type: ignore[attr-defined]

@@ -519,7 +519,7 @@ def number_column(
     ):
         return WIDE
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
-        raise BatchError(f"one number a row is needed in {key!r}; found ragged rows")
+        raise BatchError(f"one number per row is needed in {key!r}; found ragged rows")
     if not isinstance(value, Tensor):
         return texts_of(value)
     value = value.detach() if value.requires_grad else value

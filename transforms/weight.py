@@ -1,4 +1,4 @@
-"""What each row weighs in the loss, so that a sum over any cut of the batch is a named mean of the whole."""
+"""Loss weights of rows. The weighted sum over all micro-batches and ranks is a mean over the whole step."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from .tokens import (
 Mean = Literal["token", "sample", "turn", "rollout", "group", "constant", "inverse_length"]
 Fold = Literal["none", "sum", "token_mean"]
 Gradients = Literal["sum", "mean"]
-SORTED = 2**15  # tokens whose turns are sorted at once, which takes 100 bytes of each
+SORTED = 2**15  # tokens whose turns are sorted in one block; sorting needs 100 bytes per token
 
 
 class Weighed(NamedTuple):
-    """What each row weighs, and what its optimiser step holds. All (N,)."""
+    """The weight of each row, and counts of its optimiser step. All (N,)."""
 
     weight: Tensor
-    """float: of each of the row's tokens in the loss; 0 for a row that has none."""
+    """float: weight of each token in the loss of the row; 0 for a row without such tokens."""
     tokens: Tensor
     """int64: tokens in the loss of the row's step."""
     samples: Tensor
@@ -60,7 +60,7 @@ class Weighed(NamedTuple):
     groups: Tensor | None
     """int64: groups of the step with a token in the loss; None without `group_id`."""
     total: Tensor
-    """float64: what weight × tokens adds up to over the step; 1, but for ``constant``, ``inverse_length``."""
+    """float64: Σ weight × tokens over the step; 1 except for ``constant`` and ``inverse_length``."""
 
 
 @takes_options
@@ -77,37 +77,39 @@ def loss_weight(
     power: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Weighed:
-    """Weigh rows so that Σ_i w_i Σ_t m_it ℓ_it, over any cut of a step, is a mean of the whole step.
+    """Compute weights w so that Σ_i w_i Σ_t m_it ℓ_it is a mean over the step, however the step is split.
 
-    With t_i tokens in the loss of row i, T_u those of its turn, rollout or group u in the step, and only
-    rows, turns, rollouts and groups counted that have a token in the loss::
+    m is the loss mask, ℓ the loss of a token, t_i = Σ_t m_it, and T_u the number of tokens in the loss of the
+    row's turn, rollout or group u in the step. Rows, turns, rollouts and groups without a token in the loss
+    are not counted::
 
         token     w_i = 1 / Σ_j t_j              all tokens weigh the same (DAPO, arXiv:2503.14476)
         sample    w_i = 1 / (samples · t_i)      mean of samples' token means (GRPO, arXiv:2402.03300)
-        turn      w_i = 1 / (turns · T_u)        each turn of a rollout weighs one
-        rollout   w_i = 1 / (rollouts · T_u)     each rollout weighs one, whatever its number of samples
-        group     w_i = 1 / (groups · T_u)       each group weighs one
+        turn      w_i = 1 / (turns · T_u)        all turns weigh the same
+        rollout   w_i = 1 / (rollouts · T_u)     all rollouts weigh the same, whatever their samples
+        group     w_i = 1 / (groups · T_u)       all groups weigh the same
         constant  w_i = 1 / (rollouts · length)  no length bias (Dr. GRPO, arXiv:2503.20783)
         inverse_length  w_i = T_u^−α / Σ_v T_v^−α    over rollouts v; α is `power` (VL Norm, arXiv:2509.07558)
 
-    Without fan-out ``rollout`` is ``sample``. Of turns inside rows, K_i of them with a token in the loss of
-    row i, w_i = K_i / (turns · t_i), and a token weighs w_i times its :func:`turn_weight`: 1 / (turns · T_u).
+    Without fan-out ``rollout`` equals ``sample``. If turns are inside rows and K_i turns of row i have a
+    token in the loss, w_i = K_i / (turns · t_i). A token then weighs w_i times its :func:`turn_weight`, which
+    is 1 / (turns · T_u).
 
     Args:
         tokens: (N,) int64, t.
-        unit: which mean.
+        unit: one of the means above.
         rollout_id: (N,) int64, for ``turn``, ``rollout``, ``constant`` and ``inverse_length``.
         group_id: (N,) int64, for ``group``.
-        turn: (N,) int64, for ``turn``: rows of one rollout and one number are one.
-        turns: (N,) int64, K, for ``turn`` where they are inside rows, in place of `rollout_id` and `turn`.
-        minibatch: (N,) int64, which optimiser step a row is in; below 0 it is in none and weighs 0. None:
-            all are in one.
-        length: tokens, > 0, for ``constant``: the longest response that is sampled, say.
-        power: α ≥ 0, for ``inverse_length``; under 0 it is ``constant`` with a length of 1.
-        dtype: of the weight, floating point; None: float32.
+        turn: (N,) int64, for ``turn``; rows of one rollout with the same number are one turn.
+        turns: (N,) int64, K, for ``turn`` with turns inside rows. Replaces `rollout_id` and `turn`.
+        minibatch: (N,) int64, optimiser step of each row. A row with a negative number is in no step and has
+            weight 0. None: all rows are in one step.
+        length: number of tokens > 0, for ``constant``, such as the longest response that is sampled.
+        power: α ≥ 0, for ``inverse_length``; with α = 0 it equals ``constant`` with length 1.
+        dtype: floating-point dtype of the weight; None: float32.
 
     Raises:
-        ValueError: an option that is none; `unit` needs ids or a length that are not given.
+        ValueError: an option has an unknown value, or ids, a length or a power that `unit` needs are missing.
 
     Example:
         >>> weighed = loss_weight(torch.tensor([2, 3, 4]), "rollout", rollout_id=torch.tensor([7, 7, 9]))
@@ -118,7 +120,7 @@ def loss_weight(
     needed = {"token": [], "sample": [], "group": ["group_id"], "turn": ["rollout_id", "turn"]}
     given = {"rollout_id": rollout_id, "group_id": group_id, "turn": turn}
     if turns is not None and (unit != "turn" or turn is not None):
-        raise ValueError(f"turns inside rows are for unit='turn', and without turn; got {unit=} and {turn=}")
+        raise ValueError(f"turns is only read with unit='turn' and without turn; got {unit=} and {turn=}")
     if turns is None and any(given[name] is None for name in needed.get(unit, ["rollout_id"])):
         raise ValueError(f"unit={unit!r} needs {' and '.join(needed.get(unit, ['rollout_id']))}")
     rollouts, groups, of_rows = (None if each is None else Ids(each) for each in given.values())
@@ -137,8 +139,8 @@ def weigh(
     inside: Tensor | None = None,
     power: float | None = None,
 ) -> Weighed:
-    """:func:`loss_weight` of rows whose ids are numbered already; the weight is float64."""
-    step = torch.zeros_like(tokens) if minibatch is None else minibatch.clamp_min(-1) + 1  # 0: in none
+    """Compute :func:`loss_weight` from :class:`Ids`. The weight is float64."""
+    step = torch.zeros_like(tokens) if minibatch is None else minibatch.clamp_min(-1) + 1  # 0: in no step
     steps = int(step.max()) + 1 if len(step) else 1
     if minibatch is not None:
         tokens = torch.where(step > 0, tokens, 0)
@@ -150,15 +152,15 @@ def weigh(
     total, samples = by_step(tokens)[step], by_step(in_loss.long())[step]
 
     def of_units(units: Ids) -> tuple[Tensor, Tensor]:
-        """By row, tokens of the row's unit and units of its step: a rollout in two steps is two."""
+        """Per row: tokens of its unit in its step, and units of its step (a rollout in two steps is two)."""
         if units.n == len(tokens):
             return tokens, samples  # each row is a unit
         pair = units.of * steps + step
-        if units.n * steps > 8 * len(pair) + 64:  # units are few in each of many steps
+        if units.n * steps > 8 * len(pair) + 64:  # most pairs of a unit and a step have no row
             ids = Ids(pair)
-            pair, home = ids.of, step[ids.first]
-            of_unit = torch.zeros_like(home).scatter_add_(0, pair, tokens)
-            count = torch.bincount(home[of_unit > 0], minlength=steps)
+            pair, step_of = ids.of, step[ids.first]
+            of_unit = torch.zeros_like(step_of).scatter_add_(0, pair, tokens)
+            count = torch.bincount(step_of[of_unit > 0], minlength=steps)
         else:
             of_unit = torch.zeros(units.n * steps, dtype=torch.int64, device=step.device)
             of_unit.scatter_add_(0, pair, tokens)
@@ -171,47 +173,47 @@ def weigh(
     if unit == "turn" and rollouts is not None and turns is not None:
         counted["turn"] = of_units(rollouts.paired_with(turns))
     if unit == "token":
-        share = total
+        divisor = total
     elif unit == "sample":
-        share = samples * tokens
+        divisor = samples * tokens
     elif unit == "turn" and inside is not None:
         turns_in = torch.where(in_loss, inside, 0)
-        share = (by_step(turns_in)[step] * tokens).double() / turns_in.clamp_min(1)
+        divisor = (by_step(turns_in)[step] * tokens).double() / turns_in.clamp_min(1)
     elif unit == "constant":
-        share = counted["rollout"][1] * (length or 1)
+        divisor = counted["rollout"][1] * (length or 1)
     elif unit == "inverse_length":
         of_unit = counted["rollout"][0].double().clamp_min(1)
-        # Each row adds its part of its rollout, and the sum follows from the set of parts.
+        # Each row adds its part of its rollout's term. Sorting makes the sum independent of the row order.
         parts = torch.where(in_loss, of_unit.pow(-(power or 0.0)) * tokens / of_unit, 0.0)
         order = parts.argsort()
-        share = torch.bincount(step[order], parts[order], minlength=steps)[step] * of_unit.pow(power or 0.0)
+        divisor = torch.bincount(step[order], parts[order], minlength=steps)[step] * of_unit.pow(power or 0.0)
     else:
         of_unit, units = counted[unit]
-        share = units * of_unit
-    # In float64: past 2^24 a float32 cannot hold the denominator.
-    weight = torch.where(in_loss, share.double().reciprocal(), 0.0)
-    whole = (total > 0).double() if length is None else total / share.double().clamp_min(1)
+        divisor = units * of_unit
+    # float64, because float32 cannot represent all integers above 2^24.
+    weight = torch.where(in_loss, divisor.double().reciprocal(), 0.0)
+    step_weight = (total > 0).double() if length is None else total / divisor.double().clamp_min(1)
     if unit == "inverse_length":
         sizes = weight * tokens
         order = sizes.argsort()
-        whole = torch.bincount(step[order], sizes[order], minlength=steps)[step]
+        step_weight = torch.bincount(step[order], sizes[order], minlength=steps)[step]
     rollouts_in, groups_in = (counted[name][1] if name in counted else None for name in ("rollout", "group"))
-    return Weighed(weight, total, samples, rollouts_in, groups_in, whole)
+    return Weighed(weight, total, samples, rollouts_in, groups_in, step_weight)
 
 
 def turn_weight(turn: Tensor, in_loss: Tensor) -> tuple[Tensor, Tensor]:
-    """By what a row's weight is multiplied at each of its tokens, so that each turn inside it weighs one.
+    """Compute the factor of the row's weight at each token, so that all turns inside the row weigh the same.
 
-    With t tokens and K turns in the loss of the row, and T_u those tokens of the token's turn u::
+    For a row with t tokens in the loss in K turns, and T_u tokens in the loss of the token's turn u::
 
-        f = t / (K · T_u),   of mean 1 over the row's tokens in the loss
+        f = t / (K · T_u),   with mean 1 over the row's tokens in the loss
 
     Args:
-        turn: (N, T) int64, any number for each turn.
-        in_loss: (N, T) bool.
+        turn: (N, T) int64, number of the turn of each token.
+        in_loss: (N, T) bool, True at tokens in the loss.
 
     Returns:
-        (N, T) float64, 0 out of the loss; and (N,) int64, K.
+        (N, T) float64, f, which is 0 out of the loss; (N,) int64, K.
 
     Example:
         >>> weight, turns = turn_weight(torch.tensor([[-1, 0, 0, 0, 1]]), torch.tensor([[0, 1, 1, 1, 1]]) > 0)
@@ -220,9 +222,9 @@ def turn_weight(turn: Tensor, in_loss: Tensor) -> tuple[Tensor, Tensor]:
     """
     last = torch.iinfo(turn.dtype).max
     ordered, order = turn.masked_fill(~in_loss, last).sort(1)
-    begins = in_loss.gather(1, order)  # where a turn begins among them
+    begins = in_loss.gather(1, order)  # True at the first sorted token of each turn
     begins[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    place = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))  # of each token's turn, from 1 on
+    place = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))  # index of each token's turn, from 1
     tokens = torch.zeros(len(turn), turn.shape[1] + 1, dtype=torch.int64, device=turn.device)
     of_turn = tokens.scatter_add_(1, place, in_loss.long()).gather(1, place)
     turns, length = begins.sum(1), in_loss.sum(1)
@@ -234,19 +236,18 @@ def check_mean(unit: str, length: int | None, power: float | None = None) -> Non
     """Check the options of a mean.
 
     Raises:
-        ValueError: there is no such mean; its length or power is missing, too small, or of no use.
+        ValueError: the mean is unknown, or its length or power is missing, too small, or not read.
     """
     one_of("unit", unit, get_args(Mean))
     at_least("length", length, 1)
     if (unit == "constant") != (length is not None):
         raise ValueError(
-            f"unit='constant' divides by a length, and no other mean does; got {unit=} and {length=}"
+            f"unit='constant' needs length, and no other unit reads it; got {unit=} and {length=}"
         )
     within("power", power, 0)
     if (unit == "inverse_length") != (power is not None):
         raise ValueError(
-            "unit='inverse_length' has a power of the length, and no other mean does; "
-            f"got {unit=} and {power=}"
+            f"unit='inverse_length' needs power, and no other unit reads it; got {unit=} and {power=}"
         )
 
 
@@ -255,50 +256,58 @@ class LossWeight(
     columns=("loss_mask", "log_prob", "group", "rollout", "turn", "turn_index", "advantage", "weight"),
     unset=("turn_index",),
 ):
-    """Write what each token in the loss weighs, so that the gradient does not depend on the cut.
+    """Write the weight of each token in the loss, so that the gradient does not depend on the split.
 
-    The sum of weight × token loss over all rows, micro-batches and ranks of an optimiser step is the named
-    mean over the step (:func:`loss_weight`). It stands after :class:`ShuffleSplit`, whose columns say which
-    rows are one step; without them the batch is one step. A row out of the loss is in no denominator.
+    The sum of weight × token loss over all rows, micro-batches and ranks of an optimiser step is the mean
+    over the step that `unit` names (:func:`loss_weight`). Put this stage after :class:`ShuffleSplit`, whose
+    columns give the optimiser step of each row. Without them the batch is one step. Rows out of the loss are
+    in no denominator.
 
-    Two ways into TorchRL's GRPOLoss, which has no key for weights: ``GRPOLoss(aggregation="none")`` with
-    :func:`weighted_loss`, which weighs every term; or `fold`, which multiplies the advantage by w (``sum``)
-    or by w · (tokens in the loss of the row's micro-batch) (``token_mean``, for GRPOLoss's default
-    aggregation, whose losses of a step's micro-batches are then added up). A positive factor commutes with
-    clipping, so fold is exact for the policy term (not under GRPOLoss's `kl_mask_threshold`, which takes
-    further tokens out of its mean); the entropy and KL terms have no advantage in them and
-    stay means over their micro-batch.
+    TorchRL's GRPOLoss reads no weights. There are two ways to apply them:
 
-    Reads `loss_mask_key`, or where it is not there TorchRL's tokens of prompt and response; `log_prob_key` if
-    there (a token whose log-probability is not finite is out of GRPOLoss); `rollout_key` and `group_key` if
-    there or where `unit` needs them; for ``turn`` either `turn_key`, where turns are rows, or
-    `turn_index_key`, where they are inside rows and those of two rows are different ones.
-    Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or under `fold` `advantage_key` and
-    ``("headrace", "folded_weight")`` in their place; and the counts of the row's step,
-    (N,) int64: ``num_tokens``, ``num_samples``, and where there are ids ``num_rollouts`` and ``num_groups``.
-    Of turns inside rows it also writes ``("headrace", "token_weight")`` (N, T), where rows are gathered: by
-    what a token's loss is multiplied beside its row's weight (:func:`turn_weight`). :func:`weighted_loss`
-    does, also of packed rows; no `fold` can.
+    - ``GRPOLoss(aggregation="none")`` with :func:`weighted_loss`, which weighs every loss term;
+    - `fold`, which multiplies the advantage by w (``sum``), or by w times the number of tokens in the loss of
+      the row's micro-batch (``token_mean``, for GRPOLoss's default aggregation). Add up the losses of the
+      micro-batches of a step.
+
+    A positive factor commutes with clipping, so `fold` is exact for the policy term. It is not exact under
+    GRPOLoss's `kl_mask_threshold`, which takes further tokens out of its mean. Entropy and KL terms do not
+    contain the advantage, so they stay means over their micro-batch.
+
+    Reads `loss_mask_key`, or else TorchRL's tokens of prompt and response. Reads `log_prob_key` if it exists:
+    GRPOLoss leaves out tokens whose log-probability is not finite. Reads `rollout_key` and `group_key` if
+    they exist or `unit` needs them. For ``turn`` it reads `turn_key` if turns are rows, or `turn_index_key`
+    if turns are inside rows; turns of different rows are then different turns.
+
+    Writes `weight_key` (N,) and ``("headrace", "step_weight")``, or with `fold` `advantage_key` and
+    ``("headrace", "folded_weight")`` instead. Writes counts of the row's step, (N,) int64: ``num_tokens``,
+    ``num_samples``, and with ids ``num_rollouts`` and ``num_groups``. For turns inside rows it also writes
+    ``("headrace", "token_weight")`` (N, T) when rows are gathered: a factor of the row's weight at each token
+    (:func:`turn_weight`). :func:`weighted_loss` applies it, also to packed rows. `fold` cannot.
+
+    Of a dump that has neither tokens nor their number (``("headrace", "no_lengths")``) it writes nothing: a
+    weight depends on lengths, and there is no loss to weigh. Under `fold` it raises.
 
     Args:
         unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``, ``inverse_length``.
-        length: tokens, for ``constant``.
+        length: number of tokens, for ``constant``.
         power: α ≥ 0, for ``inverse_length``.
         fold: ``none``, ``sum``, ``token_mean``.
-        gradients: how those of several ranks meet: ``sum``, or ``mean`` as in DDP and FSDP, for which the
-            weights are multiplied by the number of ranks.
-        ranks: that share a batch which each of them holds whole (``ShuffleSplit(ranks=...)``), ≥ 1.
-        process_group: a group, or ``world``, of ranks that hold rows of their own, whose steps have one
-            denominator. A pipeline takes it over for all stages.
-        shared_ids: an id that several ranks of the process group have is the ``same`` unit there, or
-            ``different`` ones, or must not be: ``raise``; for `process_group`.
-        dtype: of the weight; None: that of the advantage, at least float32.
+        gradients: how the gradients of ranks are combined: ``sum``; or ``mean``, as in DDP and FSDP. Under
+            ``mean`` the weights are multiplied by the number of ranks.
+        ranks: number of ranks that share a batch of which each holds all rows (``ShuffleSplit(ranks=...)``),
+            ≥ 1.
+        process_group: a group, or ``world``, of ranks that each hold their own rows. The rows of all ranks
+            are one step. A pipeline applies it to all stages.
+        shared_ids: meaning of an id that several ranks of `process_group` have: the ``same`` unit,
+            ``different`` units, or ``raise`` an error.
+        dtype: dtype of the weight; None: that of the advantage, but at least float32.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: an unset id on a row in the loss; an id on several ranks, under ``raise``; a token in the
-            loss without a turn; rows that have weights of tokens already.
+        MissingKeyError: a column is missing.
+        BatchError: a row in the loss has no id, an id is on several ranks under ``raise``, a token in the
+            loss has no turn, or the rows have token weights already.
 
     Example:
         >>> from tensordict import TensorDict
@@ -330,14 +339,14 @@ class LossWeight(
         given = [key for key in (self.turn_key, self.turn_index_key) if key is not None]
         if len(given) != (unit == "turn"):
             raise ValueError(
-                "unit='turn' needs turn_key, where rows are turns, or turn_index_key, where turns are inside "
-                f"rows, and only it does; got {unit=}, turn_key={self.turn_key!r} and "
+                "unit='turn' needs either turn_key (each row is a turn) or turn_index_key (turns are inside "
+                f"rows), and no other unit reads them; got {unit=}, turn_key={self.turn_key!r} and "
                 f"turn_index_key={self.turn_index_key!r}"
             )
         if self.turn_index_key is not None and fold != "none":
             raise ValueError(
-                f"a weight by turn inside rows is one of each token, which {fold=} cannot put into the "
-                "advantage of a row: leave it 'none', and sum the loss by weighted_loss"
+                f"with turn_index_key each token has its own weight, and {fold=} cannot put it into the "
+                "advantage of a row: set fold='none', and sum the loss with weighted_loss"
             )
         one_of("fold", fold, get_args(Fold))
         one_of("gradients", gradients, get_args(Gradients))
@@ -352,38 +361,40 @@ class LossWeight(
             "inverse_length": "rollout",
             "turn": "rollout" if self.turn_index_key is None else "",
         }
-        self._needs = needs.get(unit, unit)  # whose ids must be there
+        self._needs = needs.get(unit, unit)  # the unit whose ids are required
         ids = {"rollout": self.rollout_key, "group": self.group_key}.get(self._needs)
         written = self.weight_key if fold == "none" else self.advantage_key
-        beside = STEP_WEIGHT if fold == "none" else FOLDED_WEIGHT
+        second = STEP_WEIGHT if fold == "none" else FOLDED_WEIGHT
         super().__init__(
             [MINIBATCH, ids, *given, None if fold == "none" else written],
-            [written, beside, "num_tokens", "num_samples", "num_rollouts", "num_groups"]
+            [written, second, "num_tokens", "num_samples", "num_rollouts", "num_groups"]
             + ([] if self.turn_index_key is None else [TOKEN_WEIGHT]),
         )
         self.weighed_keys = () if fold == "none" else (written,)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Those in the loss."""
+        """Tokens in the loss."""
         return [(self.loss_mask_key, self.log_prob_key)]
 
     def needs_each_rank(self) -> str:
-        """It does, for turns inside rows."""
+        """Each rank is needed for turns inside rows."""
         return super().needs_each_rank() if self.turn_index_key is None else "it reads tokens"
 
     def decide(self, rows: Rows) -> None:
-        """Weigh the rows of each step."""
+        """Write the weights of the rows of each step."""
         if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
             raise BatchError(
-                "rows are assigned to several ranks whose gradients are averaged: set ranks of LossWeight to "
-                "the ranks of the split"
+                "the split assigned rows to several ranks, whose gradients are averaged "
+                "(gradients='mean'): set ranks of LossWeight to ranks of the split"
             )
         if rows.table.is_late(TOKEN_WEIGHT) or column_of(rows.table.batch, TOKEN_WEIGHT) is not None:
             raise BatchError(
-                f"these rows were weighed by turn already, and have {TOKEN_WEIGHT!r}: take it out "
-                "(batch.exclude), or else it would weigh their tokens again"
+                f"these rows already have token weights, {TOKEN_WEIGHT!r}, which would be applied twice: "
+                "remove the column with batch.exclude"
             )
+        if rows.table.no_lengths and self.fold == "none":
+            return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         tokens = rows.loss_tokens
         ids = {
             unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None
@@ -392,7 +403,7 @@ class LossWeight(
         turns = None if self.turn_key is None else Ids(rows.integers("turn", "turn"))
         for name, each in {"rollout_id": ids["rollout"], "group_id": ids["group"], "turn": turns}.items():
             if each is not None and each.lowest < 0:
-                why = "rows without an id would weigh as one"
+                why = "rows without an id would share one weight"
                 rows.require_set(each, name, why, who="every row in the loss", needed=tokens > 0)
         minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
         inside = None if self.turn_index_key is None else self._turns_inside(rows, tokens)
@@ -413,7 +424,10 @@ class LossWeight(
         else:
             factor = weight if self.fold == "sum" else weight * self._tokens_of_microbatch(rows, tokens)
             if rows.has("num_tokens"):
-                raise BatchError("these rows were weighed already: folding twice would weigh them twice")
+                raise BatchError(
+                    "these rows already have weights (num_tokens), and a second fold would apply weights "
+                    "twice. Use one LossWeight"
+                )
             rows.change_advantage(
                 lambda advantage, factor: advantage * factor, at_least=torch.float32, factor=factor
             )
@@ -436,19 +450,19 @@ class LossWeight(
         def count(turn: Tensor, in_loss: Tensor) -> dict[str, Tensor]:
             return {"turns": turn_weight(turn, in_loss)[1], "unplaced": (in_loss & (turn < 0)).any(1)}
 
-        # What waits for the gathering of rows may go on waiting.
+        # rows.tokens() would make all columns that are computed when rows are gathered.
         batch = rows.tokens() if rows.table.is_late(self.turn_index_key) else rows.table.batch
         found = rows.measured(**in_blocks(count, *self._read_turns(batch), at_once=SORTED))
         rows.require(
             (found["unplaced"] == 0) | (tokens == 0),
-            "every token in the loss needs a turn, from 0 on; found others in {found}. Write turn_index "
-            "where turns are generated",
+            "every token in the loss needs a turn index ≥ 0; found others in {found}. Write turn_index where "
+            "turns are generated",
             describe_row(rows),
         )
         return found["turns"].long()
 
     def _weigh_tokens(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Write what each token of gathered rows weighs beside its row."""
+        """Write the token weights of gathered rows."""
 
         def weigh_tokens(turn: Tensor, in_loss: Tensor) -> dict[str, Tensor]:
             return {"weight": turn_weight(turn, in_loss)[0].to(dtype)}
@@ -457,7 +471,7 @@ class LossWeight(
         write_tokens(batch, TOKEN_WEIGHT, made["weight"], self.turn_index_key)
 
     def _read_turns(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(B, T) int64, each token's turn, −1 where it is of none; and (B, T) bool, whether it trains."""
+        """(B, T) int64, turn of each token, −1 outside of turns; (B, T) bool, True at tokens in the loss."""
         key, option = self.turn_index_key, "turn_index_key"
         turn = read_tokens(batch, key, fill=-1, reader=type(self).__name__, option=option)
         in_loss = tokens_in_loss(batch, self.loss_mask_key, self.log_prob_key)
@@ -466,40 +480,42 @@ class LossWeight(
 
     @staticmethod
     def _tokens_of_microbatch(rows: Rows, tokens: Tensor) -> Tensor:
-        """(M,) int64: tokens in the loss of each row's forward pass."""
+        """(M,) int64: tokens in the loss of each row's micro-batch."""
         passes = Ids(torch.zeros_like(tokens))
         for key in (MINIBATCH, RANK, MICROBATCH):
             if rows.has(key):
                 passes = passes.paired_with(Ids(rows[key]))
-        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.by_rank())))  # they number them alike
+        # Micro-batches of different ranks have the same indices.
+        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.by_rank())))
         return passes.spread(passes.sum(tokens))
 
 
 def weighted_loss(
     terms: TensorDictBase, batch: TensorDictBase, *, weight_key: NestedKey = "loss_weight"
 ) -> Tensor:
-    """Sum the terms of a loss over tokens, each with its row's weight.
+    """Sum the terms of a loss over tokens, weighted by row.
 
     ::
 
         L = Σ_k Σ_i w_i Σ_t f_it ℓ_kit,   ℓ_k the entries named loss_*, 0 for tokens out of the loss
 
-    f are the weights of tokens that rows have where turns inside them weigh one, and else 1.
+    f is ``("headrace", "token_weight")`` if the batch has it (turns inside rows), else 1.
 
-    Sums of L over the micro-batches and ranks of an optimiser step are the step's loss.
+    The loss of an optimiser step is the sum of L over its micro-batches and ranks.
 
     Args:
         terms: entries named ``loss_*`` (N, T) or (N, T, 1), as ``GRPOLoss(aggregation="none")`` returns them.
         batch: TensorDict ``[N]`` with the weights.
-        weight_key: (N,), or (N, T) where the batch is packed; written by :class:`LossWeight`.
+        weight_key: key of the weights, (N,), or (N, T) if the batch is packed; :class:`LossWeight` writes
+            them.
 
     Returns:
         A scalar.
 
     Raises:
         MissingKeyError: the batch has no weights.
-        BatchError: a term is no per-token tensor of these rows, since it was averaged already; weights of
-            tokens are on ragged rows, and nothing says on which side the loss has filled them up.
+        BatchError: a term is not per token, because it was averaged already; or ragged rows have token
+            weights, and it is not known on which side the loss padded them.
 
     Example:
         >>> from tensordict import TensorDict
@@ -511,9 +527,8 @@ def weighted_loss(
     if not has_key(batch, weight_key):
         raise MissingKeyError(
             f"weighted_loss needs the key {weight_key!r} (weight_key), written by LossWeight after the "
-            f"split; the batch has {key_names(batch)}. Where weights are folded into the advantage, or the "
-            "loss makes means of its own, add them up by headrace.pipeline.total_loss: optimise(..., "
-            "reduce=total_loss)"
+            f"split; the batch has {key_names(batch)}. If the weights are folded into the advantage, or the "
+            "loss computes its own means, use headrace.pipeline.total_loss: optimise(..., reduce=total_loss)"
         )
     weight = batch.get(weight_key)
     if weight.numel() == len(batch):
@@ -521,9 +536,9 @@ def weighted_loss(
     if (of_token := column_of(batch, TOKEN_WEIGHT)) is not None:
         if not isinstance(of_token, Tensor):
             raise BatchError(
-                f"a weight by token, {TOKEN_WEIGHT!r}, is of dense rows: of ragged ones nothing says on "
-                "which side the loss has filled them up, and each token would get another's. Put DenseRows "
-                "in front (rows=llm), or optimise(..., transform=pack)"
+                f"token weights, {TOKEN_WEIGHT!r}, need dense rows: it is not known on which side the loss "
+                "padded ragged rows, so tokens could get the weights of others. Put DenseRows in front "
+                "(rows=llm), or use optimise(..., transform=pack)"
             )
         weight = weight.reshape(len(batch), -1) * of_token
     losses = {
@@ -533,11 +548,11 @@ def weighted_loss(
     for key, value in losses.items():
         if value.ndim < 2 or value.shape[: weight.ndim] != weight.shape:
             raise BatchError(
-                f"weights are for per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
-                f"{tuple(value.shape)}. Set aggregation='none' on GRPOLoss; its KL terms stay means of their "
-                "micro-batch all the same: use headrace.pipeline.TokenGRPOLoss for those"
+                f"weighted_loss needs per-token terms, ({len(batch)}, T) or ({len(batch)}, T, 1); {key!r} is "
+                f"{tuple(value.shape)}. Set aggregation='none' on GRPOLoss. Its KL terms are still means of "
+                "their micro-batch: use headrace.pipeline.TokenGRPOLoss for these"
             )
         total = total + (value * weight.reshape(*weight.shape, *[1] * (value.ndim - weight.ndim))).sum()
     if not losses:
-        raise BatchError(f"a loss has entries named loss_*; found {sorted(map(str, terms.keys()))}")
+        raise BatchError(f"a loss must have entries named loss_*; found {sorted(map(str, terms.keys()))}")
     return total

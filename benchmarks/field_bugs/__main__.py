@@ -75,7 +75,7 @@ def main() -> None:
         print(name, results[name].get("version") or results[name])
     if not options.render:
         in_order = {name: results[name] for name in PEERS if name in results}
-        options.results.write_text(json.dumps(in_order, indent=1) + "\n")
+        options.results.write_text(json.dumps(in_order, indent=1, allow_nan=False) + "\n")
     write(options.docs, results)
 
 

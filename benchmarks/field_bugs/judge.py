@@ -87,10 +87,10 @@ WRONG = {
 
 
 def near(found: Answer, expected: Answer) -> bool:
-    """Rows that do not train may have an advantage of 0; a NaN is near nothing."""
+    """Rows that do not train may have an advantage of 0; a NaN (the text `nan`) is near nothing."""
 
     def same(one: float | None, other: float | None) -> bool:
-        one, other = one or 0.0, other or 0.0
+        one, other = float(one or 0.0), float(other or 0.0)
         return abs(one - other) <= NEAR * max(1.0, abs(other))
 
     return all(same(one, other) for one, other in zip(found, expected, strict=True))
@@ -114,7 +114,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
 
 def number(case: Case, answer: dict[str, Any]) -> str:
     """Of an answer that is not right: all weights, or the first of the worst advantages."""
-    found = answer["found"]
+    found = [None if value is None else float(value) for value in answer["found"]]
     if any(value is not None and value != value for value in found):
         return "NaN"
     if case.asks == "weight":

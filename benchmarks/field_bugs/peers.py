@@ -14,6 +14,7 @@ import contextlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -771,12 +772,21 @@ def answers(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield case.name, answer(name, case)
 
 
+def written(answer: dict[str, Any]) -> dict[str, Any]:
+    """As JSON can hold it: numbers that are not finite are text, such as `nan`."""
+    return answer | {
+        name: [v if v is None or math.isfinite(v) else str(float(v)) for v in answer[name]]
+        for name in ("found", "other")
+        if name in answer
+    }
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     printed = sys.stdout
     sys.stdout = sys.stderr  # peers greet
-    found = dict(answers(sys.argv[1]))
+    found = {name: written(each) for name, each in answers(sys.argv[1])}
     package = {"verl v1": "verl"}.get(sys.argv[1], sys.argv[1])
-    json.dump({"version": importlib.metadata.version(package), "cases": found}, printed)
+    json.dump({"version": importlib.metadata.version(package), "cases": found}, printed, allow_nan=False)

@@ -107,7 +107,7 @@ def pack_thin(rows: TensorDictBase) -> Tensor:
         arrays = [[values.dtype.char, len(values), len(index)] for values, index in parts]
         header.append([path, dtype, list(column.shape[1:]), arrays])
         data += [array.tobytes() for part in parts for array in part]
-    head = json.dumps([len(rows), header]).encode()
+    head = json.dumps([len(rows), header], allow_nan=False).encode()
     packed = zlib.compress(b"".join([len(head).to_bytes(4, "big"), head, *data]), 1)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 

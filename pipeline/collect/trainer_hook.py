@@ -12,6 +12,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper, TrainerHookBase
 
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.train.optimiser_record import OptimiserRecord
 from headrace.pipeline.train.optimiser_steps import check_loss, optimise, total_loss
 from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
 from headrace.transforms.options import one_of
@@ -44,7 +45,8 @@ class PipelineHook(TrainerHookBase):
             are collected.
         stepper: ``weighted`` computes gradients with :func:`optimise`. It accumulates over micro-batches and
             multiplies by the weights of the pipeline. The loss must return one term per token
-            (``aggregation="none"``), unless the weights are folded in. ``trainer`` uses the trainer's own
+            (``aggregation="none"``), unless the weights are folded in. The trainer logs the metrics of
+            :class:`OptimiserRecord`. ``trainer`` uses the trainer's own
             stepper, which adds up mean losses. It is only for pipelines that write no weights.
 
     Raises:
@@ -65,6 +67,7 @@ class PipelineHook(TrainerHookBase):
         self._whole: list[TensorDictBase] = []  # batches for the next optimisation
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._measured: dict[str, float] = {}  # metrics of the last optimisation
+        self._record = OptimiserRecord()  # of the last optimisation, with stepper="weighted"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stepper={self.stepper!r})"
@@ -78,7 +81,8 @@ class PipelineHook(TrainerHookBase):
         self._check(trainer)
         self._epochs, self._loss = trainer.num_epochs, trainer.loss_module
         if self.stepper == "weighted":
-            trainer.optimization_stepper = WeightedStepper(self.pipeline, trainer)
+            stepper = WeightedStepper(self.pipeline, trainer, lambda: self._record)
+            trainer.optimization_stepper = stepper
         if trainer.replay_buffer is None:
             trainer.register_op("batch_process", self._collect)
             trainer.register_op("pre_optim_steps", self._begin)
@@ -132,7 +136,7 @@ class PipelineHook(TrainerHookBase):
             self._whole.append(whole)
 
     def _begin(self) -> None:
-        self._measured = {}
+        self._measured, self._record = {}, OptimiserRecord()
         self._minibatches = self._all_minibatches()
 
     def _all_minibatches(self) -> Iterator[TensorDictBase]:
@@ -149,7 +153,7 @@ class PipelineHook(TrainerHookBase):
     def _sampled(self, batch: TensorDictBase) -> TensorDictBase:
         out = self.pipeline(batch)
         check_loss(self._loss, out)
-        self._measured = {}
+        self._measured, self._record = {}, OptimiserRecord()
         self._measure(self.pipeline.metrics)
         return out
 
@@ -160,7 +164,7 @@ class PipelineHook(TrainerHookBase):
             self._measured[key] = value + (self._measured.get(key, 0.0) if counts else 0.0)
 
     def _log(self, batch: TensorDictBase | None) -> dict[str, float]:
-        return self._measured
+        return {**self._measured, **(self._record.numbers if self._record.steps else {})}
 
     def _end(self) -> None:
         if self.assembler is not None:
@@ -186,9 +190,13 @@ class WeightedStepper(OptimizationStepper):
     Args:
         pipeline: makes the minibatches.
         trainer: provides the optimiser, the loss and the norm for gradient clipping.
+        record: returns the object that records the optimiser's metrics of the current batch; None: no record.
     """
 
-    def __init__(self, pipeline: Pipeline, trainer: Trainer):
+    def __init__(
+        self, pipeline: Pipeline, trainer: Trainer, record: Callable[[], OptimiserRecord] | None = None
+    ):
+        self.record = record
         clips = trainer.clip_norm if trainer.clip_grad_norm else None
         self.max_grad_norm = getattr(trainer.optimization_stepper, "clip_norm", clips)
         self.reduce: Callable[..., Tensor] = weighted_loss if pipeline.weighs else total_loss
@@ -203,7 +211,8 @@ class WeightedStepper(OptimizationStepper):
             losses.append(loss.detach().cpu())
             return loss
 
-        options = {"reduce": reduce, "max_grad_norm": self.max_grad_norm, **self.keys}
+        record = None if self.record is None else self.record()
+        options = {"reduce": reduce, "max_grad_norm": self.max_grad_norm, "record": record, **self.keys}
         cut = has_key(sub_batch, MINIBATCH)  # the output of a second half holds all its minibatches
         minibatches = split_minibatches(sub_batch) if cut else [sub_batch]
         steps = optimise(minibatches, trainer.compute_loss, trainer.optimizer, **options)

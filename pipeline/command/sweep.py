@@ -19,9 +19,15 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 FILE = "job.json"
+REWARD = "reward/all/mean"
+WINDOWS = (
+    "reward: mean over the first and over the last quarter of the steps; of fewer than 12 steps, the first "
+    "and the last. trained: share of the rows, all steps"
+)
 NUMBERS = {  # what the number of a task is; of a training there are more
     "train": "",
     "replay": "rows trained",
@@ -70,15 +76,18 @@ def record_job(output: Path, *, began: float, **said: Any) -> None:
     if csv_path.exists() and csv_path.stat().st_mtime >= began:  # else it is of an earlier job
         with csv_path.open(newline="") as file:
             steps = list(csv.DictReader(file))
-        rewards = [float(step["reward"]) for step in steps if step.get("reward")]
+        from headrace.pipeline.report.over_steps import quarter_means
+
+        rewards = [(k, float(step[REWARD])) for k, step in enumerate(steps) if step.get(REWARD)]
+        ends = [each.value for each in quarter_means(rewards)] if rewards else []
         rows, trained = (
             sum(float(step.get(name) or 0) for step in steps) for name in ("rows/in", "rows/trained")
         )
         share = trained / rows if rows else None
-        found = {"steps": len(steps), "rewards": rewards[:1] + rewards[-1:], "trained": share}
+        found = {"steps": len(steps), "rewards": ends[:1] + ends[-1:], "trained": share}
     times = {"folder": str(output), "seconds": ended - began, "ended": ended}
     output.mkdir(parents=True, exist_ok=True)
-    (output / FILE).write_text(json.dumps(said | times | found, indent=1))
+    (output / FILE).write_text(json_text(said | times | found, indent=1))
 
 
 def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
@@ -99,7 +108,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
     words = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
     columns = [FittedColumn("job", right=True), *(FittedColumn(word, gives="wrap") for word in words)]
     columns += [FittedColumn(name, right=True) for name in (*names, "seconds")]
-    table = FittedTable(columns, f"a sweep of {len(jobs)} jobs")
+    table = FittedTable(columns, f"a sweep of {len(jobs)} jobs", WINDOWS if task == "train" else "")
     for job, each in zip(jobs, said, strict=True):
         values = (str(each.get(key, "–")) for key in keys)
         table.add(str(job["job"]), *values, *_cells(job, task), f"{job['seconds']:.1f}")

@@ -1,4 +1,4 @@
-"""Configurations, composed of YAML and overrides: nothing here imports torch, which takes seconds."""
+"""Compose configurations from YAML and overrides. Nothing here imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,29 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.pipeline.wording import suggest
 
-TASKS = ("train", "replay", "compare", "plan", "certify", "xray")
-GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # words that choose a file
+TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
+GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
 ABSENT = object()
+OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # those of use here
+# What other commands call an option.
+ALIASES = {
+    "recipe": "pipeline",
+    "algorithm": "pipeline",
+    "input": "source.path",
+    "output": "hydra.run.dir",
+    "output_dir": "hydra.run.dir",
+    "out": "hydra.run.dir",
+}
 
 
 class ConfigError(ValueError):
-    """A configuration that is invalid, or names something unknown; the message has a hint."""
+    """A configuration that is invalid, or that has an unknown name; the message has a hint."""
 
 
 def without_stage(word: str) -> str:
-    """``~pipeline.stages.NAME`` as ``pipeline.stages.NAME=null``, which a recipe's `order` may still name.
+    """Turn ``~pipeline.stages.NAME`` into ``pipeline.stages.NAME=null``.
+
+    A recipe's `order` may then still name the stage.
 
     Example:
         >>> without_stage("~pipeline.stages.filter"), without_stage("pipeline=grpo")
@@ -41,9 +53,9 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
     """Compose ``conf/<config_name>.yaml``, also inside a running Hydra application.
 
     Raises:
-        ConfigError: an unknown name or a wrong value, with a hint.
+        ConfigError: an unknown name or a wrong value; the message has a hint.
     """
-    # Inside a Hydra application the global state belongs to the application: it is restored afterwards.
+    # Inside a Hydra application the global state belongs to the application, so restore it afterwards.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -58,76 +70,105 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
 
 
 def explain_composition(error: Exception, overrides: Sequence[str] = (), config_name: str = "load") -> str:
-    """Hydra's message; where it is about an unknown name, one with the nearest names that exist.
+    """Return a clear message for an error of Hydra. For an unknown name it lists the nearest known names.
 
     Args:
-        error: as Hydra or OmegaConf raised it.
-        overrides: the words of the command line.
-        config_name: of the configuration that was composed.
+        error: the error of Hydra or OmegaConf.
+        overrides: the overrides of the command line.
+        config_name: name of the configuration that was composed.
     """
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
     if absent := re.search(r"Could not find '([\w./]+?)/([^'\n]*)'", message):
-        place, _, inner = absent[1].partition("/")  # a group of the configuration, which has no such file
+        place, _, inner = absent[1].partition("/")  # a Hydra group without such a file
         word = {"pipeline": "recipe"}.get(place, place)
         listed = re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE)
         known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or listed
         wanted = f"{inner}/{absent[2]}" if inner else absent[2]
-        return f"there is no {word} {wanted!r}{suggest(wanted, known)}; there are {', '.join(known)}"
+        hint = suggest(wanted, known) or suggest(wanted.lower(), known)
+        if word == "task" and wanted in recipes():
+            hint = f" (did you mean pipeline={wanted}?)"
+        if word == "recipe" and wanted in TASKS:
+            hint = f" (did you mean task={wanted}?)"
+        return f"unknown {word} {wanted!r}{hint}; choose from {', '.join(known)}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be read as NAME=VALUE; values with brackets or spaces go in quotes"
+        meant = f" (did you mean {error.override.replace('==', '=')}?)" if "==" in error.override else ""
+        return f"{error.override!r} is not NAME=VALUE{meant}; put values with brackets or spaces in quotes"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
+        name, _, values = ambiguous[1].partition("=")
         return (
-            f"{ambiguous[1]}: several values are a sweep, headrace -m {ambiguous[1]}; "
-            "a list is NAME=[A,B], in quotes"
+            f"{ambiguous[1]} has several values. For a sweep: headrace -m {ambiguous[1]}. For a list: "
+            f"'{name}=[{values}]', in quotes"
         )
+    if there := re.search(r"An item is already at '([\w.]+)'", message):
+        value = next((word.partition("=")[2] for word in overrides if word.startswith(f"+{there[1]}=")), "")
+        choice = f" or {there[1].rpartition('.')[2]}@{there[1]}={value}, which names a file" if value else ""
+        return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
     if path:
-        return _no_such_key(path[1], overrides, config_name) or f"there is no {path[1]!r}"
-    place = getattr(error, "full_key", None)  # of an interpolation, or a value that is required
-    said = re.sub(r"Interpolation key '(.*)' not found", r"it follows ${\1}, which there is not", message)
-    return f"{place}: {said.splitlines()[0]}" if place else said
+        found = _unknown_option(path[1], overrides, config_name)
+        return found or f"unknown option {path[1]!r}{suggest(path[1], OF_HYDRA)}"
+    place = getattr(error, "full_key", None)  # of an interpolation, or of a required value
+    message = re.sub(r"Interpolation key '(.*)' not found", r"it refers to ${\1}, which is unknown", message)
+    return f"{place}: {message.splitlines()[0]}" if place else message
 
 
-def _no_such_key(path: str, overrides: Sequence[str], config_name: str) -> str | None:
-    """That there is no such key, and where it may be instead; None where nothing composes to look in.
+def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> str | None:
+    """Return a message with the options that may be meant; None if no configuration composes without it.
 
     Args:
-        path: as far as it was looked for, dotted.
-        overrides: the words, of which one begins with it.
-        config_name: of the configuration that was composed.
+        path: the dotted path that Hydra did not find.
+        overrides: the overrides, one of which begins with the path.
+        config_name: name of the configuration that was composed.
     """
     split = [word.lstrip("+~").partition("=") for word in overrides]
     typed, equals, value = next(
         (word for word in split if f"{word[0]}.".startswith(f"{path}.")), (path, "", "")
     )
-    groups = [word for word in overrides if re.fullmatch(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+", word)]
+    chooses_file = re.compile(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+")
+    # Without the option itself, which composes nowhere.
+    groups = [word for word in overrides if chooses_file.fullmatch(word) and word.partition("=")[0] != typed]
     try:
         base = compose_config(config_name, *groups)
     except ConfigError:
         return None
-    known = leaves(OmegaConf.to_container(base))
-    found = deeper(typed, known)
+    sign = "~" if f"~{typed}" in overrides else ""
+    found = options_meant(typed, base)
     if not found and config_name == "config":
         composed = {f"task={task}": compose_config("config", f"task={task}") for task in TASKS}
         known_to = {word: OmegaConf.select(node, typed, default=ABSENT) for word, node in composed.items()}
         having = [word for word, value in known_to.items() if value is not ABSENT]
         if having:
-            return f"there is no {typed!r} here: it is a word of {' and '.join(having)}"
+            return f"unknown option {typed!r} here: it is an option of {' and '.join(having)}"
     parent: Any = base
     for key in path.split(".")[:-1]:
         parent = parent.get(key) if isinstance(parent, DictConfig) else None
     names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
     name, last = path.split(".")[-1], typed.split(".")[-1]
+    known = leaves(OmegaConf.to_container(base))
     if not found and not suggest(name, names):
         last_names = {other.split(".")[-1] for other in known}
         nearest = difflib.get_close_matches(last, last_names, n=1, cutoff=0.75) or [last]
         found = deeper(last, known) or deeper(nearest[0], known)
     if found:
-        words = " or ".join(f"{other}{equals}{value}" for other in found)
-        return f"there is no {typed!r} here (did you mean {words}?)"
-    return f"there is no {path!r}{suggest(name, names)}; there are {', '.join(names)}" if names else None
+        words = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
+        return f"unknown option {typed!r} (did you mean {words}?)"
+    return f"unknown option {path!r}{suggest(name, names)}; choose from {', '.join(names)}" if names else None
+
+
+def options_meant(name: str, config: DictConfig) -> list[str]:
+    """The options of a composed configuration that a name without its place, or of another command, means.
+
+    Example:
+        >>> options_meant("filter", compose_config("load")), options_meant("recipe", compose_config("load"))
+        (['pipeline.stages.filter'], ['pipeline'])
+    """
+    if name in ALIASES:
+        return [ALIASES[name]]
+    stages = OmegaConf.select(config, "pipeline.stages") or {}
+    known = dict.fromkeys(f"pipeline.stages.{stage}" for stage in stages)
+    return deeper(name, leaves(OmegaConf.to_container(config)) | known)
 
 
 def recipes() -> list[str]:
@@ -137,7 +178,7 @@ def recipes() -> list[str]:
 
 
 def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of nested mappings by its dotted path, shallow ones first.
+    """Return each value of nested mappings by its dotted path, the shortest paths first.
 
     Example:
         >>> leaves({"a": {"b": {"c": 1}, "d": 2}, "e": 3})
@@ -151,15 +192,15 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def deeper(path: str, known: Mapping[str, Any], most: int = 3) -> list[str]:
-    """The paths at which what was written without its place, or with a part of it, may be meant.
+    """Return the full paths that an incomplete path may mean.
 
-    They end in the same name and have the other names in the same order. Values that follow others, by an
-    interpolation, come last.
+    They end in the same name, and contain the other names in the same order. Values that are interpolations
+    come last.
 
     Args:
-        path: as it was written, dotted.
-        known: values by dotted path, as :func:`leaves` has them.
-        most: paths at most.
+        path: the dotted path as it was typed.
+        known: values by dotted path, from :func:`leaves`.
+        most: number of paths at most.
 
     Example:
         >>> deeper("gate.group_size", {"source.group_size": 1, "pipeline.stages.gate.group_size": 2})

@@ -1,4 +1,4 @@
-"""Nodes of a configuration, each with a ``_target_``: checked against what it takes, then made."""
+"""Build objects from nodes with a ``_target_``, and check their values against type annotations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
 
     Args:
         config: the node.
-        path: where it stands, such as ``pipeline`` or ``train.transform``.
-        plain: the same as dictionaries and lists, with interpolations resolved; None: made here.
-        given: what else its ``_target_`` takes.
+        path: its path in the configuration, such as ``pipeline`` or ``train.transform``.
+        plain: the node as dictionaries and lists, with interpolations resolved; None: computed here.
+        given: further arguments of its ``_target_``.
 
     Raises:
-        ConfigError: a value that is not what the ``_target_`` takes; the message begins with its name.
+        ConfigError: the ``_target_`` does not take a value; the message begins with the option's path.
     """
     if not isinstance(config, DictConfig) or "_target_" not in config:
         raise ConfigError(f"{path} must be a node with a _target_; got {as_typed(config)}")
@@ -45,25 +45,25 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
         where = found[1] if found else path
         for name in filter(None, where.removeprefix(path).split(".")):
             plain = plain.get(name) if isinstance(plain, dict) else None
-        said = re.sub(r"\bNone\b", "null", str(err.__cause__ or err))  # in YAML's words
-        first = re.match(r"\w+", said)
+        message = re.sub(r"\bNone\b", "null", str(err.__cause__ or err))  # as YAML spells it
+        first = re.match(r"\w+", message)
         if not isinstance(plain, dict) or (first and first[0] in plain):
-            raise ConfigError(f"{where}.{said}" if isinstance(plain, dict) else f"{where}: {said}") from err
-        culprits = []  # any one of which makes the error go away when it is left out
+            raise ConfigError(f"{where}{'.' if isinstance(plain, dict) else ': '}{message}") from err
+        culprits = []  # options without which the error does not occur
         for name in plain:
             if not name.startswith("_"):
                 with suppress(Exception):
                     others = {key: plain[key] for key in plain if key != name}
                     instantiate(others, _convert_="all", **given)
                     culprits.append(f"{where}.{name}={as_typed(plain[name])}")
-        raise ConfigError(f"{' or '.join(culprits) or where}: {said}") from err
+        raise ConfigError(f"{' or '.join(culprits) or where}: {message}") from err
 
 
 def _check_values(path: str, plain: Any) -> None:
-    """Check the values of a node, and of those inside, against the annotations of what takes them.
+    """Check the values of a node and of nested nodes against the annotations of their ``_target_``.
 
     Raises:
-        ConfigError: the first that does not fit.
+        ConfigError: a value does not fit; the message names the first one.
     """
     if not isinstance(plain, dict):
         return
@@ -73,17 +73,17 @@ def _check_values(path: str, plain: Any) -> None:
     for option, value in plain.items():
         if wanted := misfit(value, known.get(option, Any)):
             raise ConfigError(f"{path}.{option} must be {wanted}; got {as_typed(value)}")
-    for option, value in plain.items():  # which follow those above, by interpolations
+    for option, value in plain.items():  # after those above, to which nested values may refer
         _check_values(f"{path}.{option}", value)
 
 
 def _imported(where: str, target: str) -> Callable[..., Any]:
-    """What a ``_target_`` names.
+    """Import the object of a ``_target_``.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: it cannot be imported.
     """
-    log = logging.getLogger("hydra.utils")  # which prints what is raised anyway
+    log = logging.getLogger("hydra.utils")  # it would print the error that is raised below
     before, log.disabled = log.disabled, True
     try:
         return get_object(target)
@@ -100,13 +100,14 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
     """Check that a node is a stage, and has no option that the stage's class does not have.
 
     Args:
-        where: the node, for the message.
-        name: of the node.
-        node: as dictionaries and lists.
-        siblings: names of the other stages, one of which may be meant.
+        where: name of the node in messages.
+        name: name of the node.
+        node: the node as dictionaries and lists.
+        siblings: names of the other stages, for the hint.
 
     Raises:
-        ConfigError: a node without a ``_target_``, one that cannot be imported, or an unknown option.
+        ConfigError: the node has no ``_target_``, or an unknown option, or the ``_target_`` cannot be
+            imported.
     """
     if not isinstance(node, dict):
         raise ConfigError(
@@ -124,26 +125,26 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
         if not option.startswith("_") and option not in parameters:
             raise ConfigError(
                 f"{where} ({target}) has no option {option!r}{suggest(option, parameters)}; "
-                f"there are {', '.join(parameters)}"
+                f"its options are {', '.join(parameters)}"
             )
         if isinstance(value, dict) and "_target_" in value:
             check_stage(f"{where}, {option}", option, value, [])
 
 
-# -- values against annotations: the signature is the schema, and constructors check ranges ----------------
+# -- values against type annotations; constructors check ranges ---------------------------------------------
 
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 WORDS = {bool: "true or false", str: "a word", type(None): "null"}
-OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # their classes cannot be written down as a value
-NAMED = ("device", "dtype")  # but these can, as a word
+OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # YAML has no values of their classes
+NAMED = ("device", "dtype")  # except these, by name
 
 
 def misfit(value: Any, hint: Any) -> str | None:
-    """What a value from YAML must be to fit a type; None where it fits, or the type says nothing about it.
+    """Say what a value from YAML must be to fit a type; None if it fits.
 
     Args:
-        value: as YAML has it: a node with a ``_target_`` is whatever it makes.
-        hint: the type.
+        value: a value from YAML. A node with a ``_target_`` fits any type.
+        hint: the type annotation.
 
     Example:
         >>> misfit("abc", int | None), misfit(3, float), misfit("sum", Literal["sum", "mean"])
@@ -157,9 +158,9 @@ def misfit(value: Any, hint: Any) -> str | None:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML is of a type."""
+    """Whether a value from YAML fits a type annotation."""
     if not isinstance(value, PLAIN) or (isinstance(value, Mapping) and "_target_" in value):
-        return True  # an object, or a node that makes one
+        return True  # an object, or a node that builds one
     if hint is NestedKey:
         return fits(value, str) or (
             isinstance(value, list | tuple) and bool(value) and all(fits(name, str) for name in value)
@@ -187,7 +188,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def described(hint: Any) -> str:
-    """A type in the words of YAML.
+    """Describe a type annotation in YAML's terms.
 
     Example:
         >>> described(Literal["sum", "mean"] | None)
@@ -213,7 +214,7 @@ def described(hint: Any) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """A value as YAML, and not Python, has it."""
+    """Return a value as YAML writes it, such as null for None."""
     return (
         {None: "null", True: "true", False: "false"}[value]
         if value is None or isinstance(value, bool)
@@ -222,7 +223,7 @@ def as_typed(value: Any) -> str:
 
 
 def _is_opaque(hint: Any) -> bool:
-    # A member of an enumeration is its value, and a torch.Size a list.
+    # YAML has the value of an enumeration's member, and a list for a torch.Size.
     return (
         inspect.isclass(hint)
         and hint.__module__.split(".")[0] in OPAQUE

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-Numbers = Mapping[str, float]
+from .over_steps import MIN_STEPS, RECENT, UNITS, Numbers, StepMean, mean_over, percent, quarter_means
+
 History = Sequence[tuple[int, Numbers]]
-RECENT = 5  # steps over which a number is judged by its mean
 REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
-MIN_STEPS = 12
+BEYOND = " It is "  # begins the sentence that says at which steps
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
 AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
@@ -35,20 +35,29 @@ class Advisory(NamedTuple):
     """At which the number was beyond the bound, by itself."""
 
 
-Advice = tuple[str, list[Advisory]]  # a verdict, and what else is worth a look
+class Advice(NamedTuple):
+    """What the numbers up to a step say."""
+
+    verdict: str
+    advisories: list[Advisory]
+    """What is worth a look, most urgent first."""
+    unchecked: list[str]
+    """Names of symptoms that nobody can tell, for lack of data."""
 
 
 class Bound(NamedTuple):
-    """A rule of one number: a mean over the last five steps above the bound is worth a sentence."""
+    """A rule of one number: its mean over the last five steps is above the bound, or exactly 0."""
 
     name: str
     """Of the symptom, whose ``bound`` in symptoms.yaml this is."""
     number: str
-    above: float
     says: str
     """The sentence, with ``{share}`` or ``{value}`` for the mean."""
+    above: float = math.inf
+    zero: bool = False
+    """Whether exactly 0 is worth a sentence, of a number that is never below."""
     also: str = ""
-    """Behind it, where a group is solved by all of its rollouts, or by none."""
+    """A sentence behind it, where a group is solved by all of its rollouts, or by none."""
     least_groups: int = 0
     """Steps of fewer groups are not judged."""
 
@@ -56,16 +65,14 @@ class Bound(NamedTuple):
         """Whether a step is judged by it."""
         return self.number in numbers and numbers.get("groups/in", 0.0) >= self.least_groups
 
+    def fires(self, value: float) -> bool:
+        """Whether a value is worth the sentence."""
+        return value > self.above or (self.zero and value == 0)
 
-def percent(share: float) -> str:
-    """A share in words: as a percentage without digits, where it is not next to none or all.
-
-    Example:
-        >>> percent(0.5), percent(0.004), percent(0.999)
-        ('50 %', '0.4 %', '99.9 %')
-    """
-    digits = 0 if 0.01 <= share <= 0.99 or share in (0, 1) else 1
-    return f"{100 * share:.{digits}f} %"
+    @property
+    def words(self) -> str:
+        """The bound in words."""
+        return "0" if self.zero else f"above {percent(self.above) if '{share}' in self.says else self.above}"
 
 
 @cache
@@ -78,7 +85,11 @@ def bounds() -> list[Bound]:
 @cache
 def numbers_read() -> list[str]:
     """The names of the numbers of steps before that rules read."""
-    counts = ["rows/trained", "groups/in", "solve_all", "solve_none"]
+    counts = [
+        *(f"{unit}/{which}" for unit in UNITS for which in ("in", "trained")),
+        "solve_all",
+        "solve_none",
+    ]
     return [*counts, REWARD, "reward/all/min", "reward/all/max", LENGTH, *(rule.number for rule in bounds())]
 
 
@@ -87,6 +98,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
 
     ========================= ===============================================================================
     ``nothing-trains``        no row was trained at this step, or at one before
+    a zero                    the number is exactly 0 at each of the last five steps: `learning-rate-zero`,
+                              `gradient-zero`
     a bound                   the mean of the number over the last five steps is above its bound:
                               `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
                               `rollouts-failed`, `rollouts-empty` and `groups-incomplete` a tenth,
@@ -95,8 +108,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
-    `lengths-explode`         over at least 12 steps: the mean response length of the last five is more than
-                              twice that of the first five
+    `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
+                              than twice that of the first
     ========================= ===============================================================================
 
     Args:
@@ -106,7 +119,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     Example:
         >>> for advisory in advise({"rows/in": 8.0, "rows/trained": 4.0, "rollouts/truncated": 0.5}):
         ...     print(f"{advisory.name}: {advisory.text}")
-        rollouts-truncated: 50 % of the rollouts were cut off before their end.
+        rollouts-truncated: 50 % of the rollouts were truncated.
     """
     history = history or [(0, numbers)]
     found = []
@@ -115,6 +128,29 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
         found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
     return [*found, *_least(numbers), *_trends(history)]
+
+
+def unchecked(history: History) -> list[str]:
+    """The names of the symptoms that cannot be told, because the history lacks the data that they need.
+
+    :attr:`Symptom.needs` says which data that is.
+
+    Args:
+        history: as for :func:`advise`.
+
+    Example:
+        >>> sorted(set(symptoms()) - set(unchecked([(0, {"rows/trained": 4.0})])))
+        ['nothing-trains']
+    """
+    last = history[-1][1] if history else {}
+    judged = {rule.name: any(rule.holds(each) for _, each in history[-RECENT:]) for rule in bounds()}
+    rewards, lengths = (len(_points(history, name)) >= MIN_STEPS for name in (REWARD, LENGTH))
+    judged |= {"reward-flat": rewards, "stalled": rewards, "lengths-explode": lengths}
+    judged |= {
+        "nothing-trains": "rows/trained" in last,
+        "off-policy": any("/least_" in name for name in last),
+    }
+    return [name for name in symptoms() if not judged[name]]
 
 
 def verdict(numbers: Numbers, history: History = ()) -> str:
@@ -128,25 +164,29 @@ def verdict(numbers: Numbers, history: History = ()) -> str:
         >>> verdict({"reward/all/mean": 0.5})
         'The mean reward is 0.5.'
     """
-    return advice_at(numbers, history)[0]
+    return advice_at(numbers, history).verdict
 
 
 def advice_at(numbers: Numbers, history: History = ()) -> Advice:
     """The :func:`verdict` and what :func:`advise` says, of the same arguments."""
+    history = history or [(0, numbers)]
     advisories = advise(numbers, history)
-    trend = _reward_trend(history or [(0, numbers)])
+    return Advice(_verdict(history, advisories), advisories, unchecked(history))
+
+
+def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
+    trend = _reward_trend(history)
     if trend is None:
-        return "No reward was recorded.", advisories
+        return "No reward was recorded."
     if trend.steps == 1:
-        return f"The mean reward is {trend.last:.3g}.", advisories
-    words = f"The reward {trend.words} over {trend.steps:,} steps"
+        return f"The mean reward is {trend.last:.3g}."
+    words = f"The mean reward {trend.words}"
     if trend.kind == "short":
-        return f"{words}: too few to say whether it learns.", advisories
+        return f"{words}: {trend.steps} steps are too few to say whether it learns."
     others = [each.text for each in advisories if each.name not in ("reward-flat", "stalled")]
     if trend.kind == "rose" or not others:
-        return f"{words}.", advisories
-    why = others[0].partition(" (at ")[0].removesuffix(".")  # the steps stand in the advisory
-    return f"{words}. {why}.", advisories
+        return f"{words}."
+    return f"{words}. {others[0].partition(BEYOND)[0]}"  # at which steps, the advisory says
 
 
 def said_at(steps: Sequence[int], of: int) -> str:
@@ -167,24 +207,35 @@ def said_at(steps: Sequence[int], of: int) -> str:
     return f"at {len(steps):,} of {of:,} steps, first at {steps[0]:,} and last at {steps[-1]:,}"
 
 
+def _points(history: History, name: str) -> list[tuple[int, float]]:
+    """(step, value) of the steps that have the number, where it is finite."""
+    known = ((step, numbers[name]) for step, numbers in history if name in numbers)
+    return [(step, value) for step, value in known if math.isfinite(value)]
+
+
 def _bound(rule: Bound, history: History) -> Advisory | None:
-    judged = [(step, each) for step, each in history if rule.holds(each)]
-    recent = [each for _, each in history[-RECENT:] if rule.holds(each)]
+    recent = [(step, each) for step, each in history[-RECENT:] if rule.holds(each)]
     means = {
-        key: mean([each[key] for each in recent if key in each])
+        key: mean_over(points)
         for key in (rule.number, "solve_all", "solve_none")
-        if any(key in each for each in recent)
+        if (points := _points(recent, key))
     }
-    value = means.get(rule.number, -math.inf)
-    if value <= rule.above:
+    if rule.number not in means or not rule.fires(means[rule.number].value):
         return None
-    words = rule.says.format(share=percent(value), value=f"{value:.3g}")
-    solved = {key: means.get(key, 0.0) for key in ("solve_all", "solve_none")}
-    if any(solved.values()):
-        words += rule.also.format(**{key: percent(share) for key, share in solved.items()})
-    steps = [step for step, each in judged if each[rule.number] > rule.above]
-    where = said_at(steps, len(history))
-    return Advisory(rule.name, f"{words} ({where})." if where else f"{words}.", rule.number, tuple(steps))
+    value = means[rule.number].value
+    window = ""
+    if len(history) > 1:
+        window = means[rule.number].window
+        window = f" ({window})" if rule.zero or len(recent) == 1 else f" (mean of {window})"
+    steps = [step for step, each in history if rule.holds(each) and rule.fires(each[rule.number])]
+    text = f"{rule.says.format(share=percent(value), value=f'{value:.3g}')}{window}."
+    if where := said_at(steps, len(history)):
+        text += f"{BEYOND}{rule.words} {where}."
+    solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
+    if rule.also and any(solved.values()):
+        also = rule.also.format(**{key: percent(share) for key, share in solved.items()})
+        text += f" {also}{window}."
+    return Advisory(rule.name, text, rule.number, tuple(steps))
 
 
 def _least(numbers: Numbers) -> list[Advisory]:
@@ -200,12 +251,13 @@ def _least(numbers: Numbers) -> list[Advisory]:
 
 
 def _reward_trend(history: History) -> Trend | None:
-    known = [numbers for _, numbers in history if math.isfinite(numbers.get(REWARD, math.nan))]
-    if not known:
+    points = _points(history, REWARD)
+    if not points:
         return None
+    known = [numbers for _, numbers in history if math.isfinite(numbers.get(REWARD, math.nan))]
     low = min(numbers.get("reward/all/min", numbers[REWARD]) for numbers in known)
     high = max(numbers.get("reward/all/max", numbers[REWARD]) for numbers in known)
-    return trend_of([numbers[REWARD] for numbers in known], low=low, high=high)
+    return trend_of(points, low=low, high=high)
 
 
 def _trends(history: History) -> list[Advisory]:
@@ -214,14 +266,18 @@ def _trends(history: History) -> list[Advisory]:
     trend = _reward_trend(history)
     if trend is not None and trend.kind in ("flat", "stalled", "fell"):
         name = "stalled" if trend.kind == "stalled" else "reward-flat"
-        found.append(Advisory(name, f"The reward {trend.words}.", REWARD, ()))
-    lengths = [numbers[LENGTH] for _, numbers in history if LENGTH in numbers]
+        found.append(Advisory(name, f"The mean reward {trend.words}.", REWARD, ()))
+    lengths = _points(history, LENGTH)
     if len(lengths) >= MIN_STEPS:
-        first, last = mean(lengths[:RECENT]), mean(lengths[-RECENT:])
-        if last > LENGTHS * first:
-            words = f"Responses grew from {first:,.3g} to {last:,.3g} tokens"
+        first, _, last = quarter_means(lengths)
+        if last.value > LENGTHS * first.value:
+            words = f"Responses grew from {_said(first, ',.3g')} to {_said(last, ',.3g')} tokens on average"
             found.append(Advisory("lengths-explode", f"{words}.", LENGTH, ()))
     return found
+
+
+def _said(mean: StepMean, digits: str = ".3g") -> str:
+    return f"{mean.value:{digits}} ({mean.window})"
 
 
 # -- whether a number rises over the steps, by a rule that can be looked up ---------------------------------
@@ -234,13 +290,13 @@ class Trend(NamedTuple):
     steps: int
     last: float
     words: str
-    """As it follows "the reward"."""
+    """As it follows "the mean reward"."""
 
 
-def trend_of(values: Sequence[float], *, low: float, high: float) -> Trend:
+def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) -> Trend:
     """How a number went over its steps.
 
-    With the range high − low, and the quarters Q₁ … Q₄ of the steps (those over go to neither end)::
+    With the range high − low, and the means of quarters of the steps (:func:`quarter_means`)::
 
         short     fewer than 12 steps
         fell      mean(Q₄) − mean(Q₁) < −0.02 · range
@@ -252,40 +308,32 @@ def trend_of(values: Sequence[float], *, low: float, high: float) -> Trend:
     1e-9 of the greatest is no move, which rounding may make.
 
     Args:
-        values: one a step, at least one.
+        points: (step, value), at least one.
         low: least that was seen, of any rollout say.
         high: greatest.
 
     Example:
-        >>> trend_of([0.0] * 4 + [0.5] * 8, low=0.0, high=1.0).words
-        'rose from 0 to 0.5, and no longer rises: 0.5 in the last 3 steps, 0.5 in the 3 before'
+        >>> trend_of(list(enumerate([0.0] * 4 + [0.5] * 8)), low=0.0, high=1.0).words
+        'rose from 0 (steps 0 to 2) to 0.5 (steps 9 to 11) and no longer rises: it was 0.5 in steps 6 to 8'
     """
-    steps, ends = len(values), f"{values[0]:.3g} to {values[-1]:.3g}"
+    steps, (first, before, last) = len(points), quarter_means(points)
+    ends = f"from {_said(first)} to {_said(last)}"
     if steps < MIN_STEPS:
-        return Trend("short", steps, values[-1], f"went from {ends}")
-    size = steps // 4
-    first, before, last = mean(values[:size]), mean(values[-2 * size : -size]), mean(values[-size:])
+        return Trend("short", steps, last.value, f"went {ends}")
+    rise, late = last.value - first.value, last.value - before.value
     small = max(SMALL * (high - low), ROUNDED * max(abs(low), abs(high)))
-    at_top = high - last <= AT_THE_TOP * (high - low)
-    if last - first < -small:
-        return Trend("fell", steps, values[-1], f"fell from {first:.3g} to {last:.3g}")
-    if last - first <= small and not (at_top and high > low):
-        return Trend("flat", steps, values[-1], f"is flat at {last:.3g}")
-    if last - before <= small and not at_top:
-        words = (
-            f"rose from {first:.3g} to {last:.3g}, and no longer rises: {last:.3g} in the last {size} steps"
-        )
-        return Trend("stalled", steps, values[-1], f"{words}, {before:.3g} in the {size} before")
-    if last - first <= small:
-        return Trend("rose", steps, values[-1], f"stays at {last:.3g}, near the greatest seen,")
-    if values[-1] <= values[0]:  # of single steps, which chance moves more than quarters
-        ends = f"{first:.3g} to {last:.3g}"
-    return Trend("rose", steps, values[-1], f"rose from {ends}")
-
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean of at least one number."""
-    return sum(values) / len(values)
+    at_top = high - last.value <= AT_THE_TOP * (high - low)
+    stays = f"{first.value:.3g} in {first.window}, {last.value:.3g} in {last.window}"
+    if rise < -small:
+        return Trend("fell", steps, last.value, f"fell {ends}")
+    if rise <= small and not (at_top and high > low):
+        return Trend("flat", steps, last.value, f"is flat: {stays}")
+    if late <= small and not at_top:
+        words = f"rose {ends} and no longer rises: it was {before.value:.3g} in {before.window}"
+        return Trend("stalled", steps, last.value, words)
+    if rise <= small:
+        return Trend("rose", steps, last.value, f"stays near the greatest seen: {stays}")
+    return Trend("rose", steps, last.value, f"rose {ends}")
 
 
 # -- from a symptom to the number that shows it, what it means, and the words that change it -----------------
@@ -308,6 +356,8 @@ class Symptom(NamedTuple):
     shows: str
     """The number of the report that shows it, and the rule by which it becomes an advisory."""
     means: str
+    needs: str
+    """The data without which nobody can tell."""
     remedies: tuple[Remedy, ...]
 
 
@@ -325,6 +375,7 @@ def symptoms() -> dict[str, Symptom]:
             node.title,
             node.shows,
             node.means,
+            node.needs,
             tuple(Remedy(each.text, each.get("words", "")) for each in node.remedies),
         )
         for name, node in _symptom_nodes().items()

@@ -69,6 +69,7 @@ class Comparison:
         have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
         and ``sign_flips``; and as means over steps ``gradient_moved``, the share of the gradient that goes
         to another group, ½ Σ |s₁ − s₂|, and ``gradient_cosine``, of what rows weigh in the two gradients.
+        Those two are NaN for a dump without tokens or their number.
         """
         n, x, y, xx, yy, xy = self.moments
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -85,8 +86,12 @@ class Comparison:
             "gradient_cosine": float(np.mean(self.cosines)) if self.cosines else float("nan"),
         }
 
-    def add(self, first: StepReport, second: StepReport) -> None:
+    def add(self, first: StepReport, second: StepReport) -> dict[str, float]:
         """Add the reports of one batch under the two recipes.
+
+        Returns:
+            What the step adds to the means of :attr:`numbers`: ``gradient_moved``, and where both recipes
+            train something ``gradient_cosine``. Nothing where lengths are not known.
 
         Raises:
             BatchError: they are not of the same rows.
@@ -114,28 +119,36 @@ class Comparison:
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
+        if "no_lengths" in first.columns:  # what a row weighs is not known
+            self.moved = float("nan")
+            return {}
         share = [gradient_share(report.columns) for report in (first, second)]
         if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
             self.cosines.append(cosine)
-        self._move(first, share)
+        of_step = {"gradient_moved": self._move(first, share)}
+        if np.isfinite(cosine):
+            of_step["gradient_cosine"] = cosine
         for table, labels in _labels(first).items():
             lines = self.shares.setdefault(table, {})
             distinct, index = np.unique(labels, return_inverse=True)
             totals = [np.bincount(index.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
             for label, line in zip(distinct, np.stack(totals, 1), strict=True):
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + line
+        return of_step
 
-    def _move(self, report: StepReport, share: Sequence[np.ndarray]) -> None:
+    def _move(self, report: StepReport, share: Sequence[np.ndarray]) -> float:
         """Add how far the shares (N,) of the two move from group to group, and which groups' most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
         groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
         names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
         one, other = (np.bincount(index.reshape(-1), weights, len(groups)) for weights in share)
-        self.moved += float(np.abs(one - other).sum() / 2)
+        moved = float(np.abs(one - other).sum() / 2)
+        self.moved += moved
         most = np.argsort(-np.abs(one - other), kind="stable")[:MOVERS]
         found = [Mover(report.step, names[k], float(one[k]), float(other[k])) for k in most]
-        moved = [mover for mover in found if mover.first != mover.second]
-        self.movers = sorted(self.movers + moved, key=lambda m: -abs(m.first - m.second))[:MOVERS]
+        some = [mover for mover in found if mover.first != mover.second]
+        self.movers = sorted(self.movers + some, key=lambda m: -abs(m.first - m.second))[:MOVERS]
+        return moved
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:

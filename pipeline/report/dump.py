@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.pipeline.valid_json import json_text
 from headrace.transforms.options import one_of
 
 from .step import StepReport
@@ -21,6 +22,7 @@ from .step import StepReport
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+ROW_GROUP = 256  # rows; a reader that looks for texts has one row group in memory at a time
 FLOATS = ("reward", "rollout_reward", "advantage", "loss_weight", "advantage_by_row", "logged_advantage")
 # A replay needs the reward that the row was collected with; the report's `reward` is that of its rollout.
 REPORT_COLUMNS = {"reward": "collected_reward", "rollout_reward": "reward"}
@@ -47,11 +49,15 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: a row of an earlier step
     ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
+    ``other_columns``                                        string      what else the dump that was replayed
+                                                                         has of the row, a JSON object; empty:
+                                                                         nothing
     ``group_label``, ``rollout_label``                       string      the ids as text, where they were text
     ======================================================= =========== =====================================
 
     The schema's metadata has ``headrace.schema`` (the version of this table), ``headrace.recipe`` (the
-    stages, as JSON) and ``headrace.config`` (the resolved configuration, as YAML, where given).
+    stages, as JSON), ``headrace.step`` (the funnel and the numbers of the step, as JSON: those of the page)
+    and ``headrace.config`` (the resolved configuration, as YAML, where given).
 
     Example:
         >>> from tensordict import TensorDict
@@ -79,7 +85,12 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     for name, texts in report.texts.items():  # half a surrogate pair, where a tokenizer cut one, becomes `?`
         encodable = [text.encode("utf-8", "replace").decode() for text in texts]
         columns[name] = pa.array(encodable, pa.string())
-    metadata = {"headrace.schema": str(SCHEMA_VERSION), "headrace.recipe": json.dumps(report.recipe)}
+    funnel = [level._asdict() | {"out": [left._asdict() for left in level.out]} for level in report.funnel]
+    metadata = {
+        "headrace.schema": str(SCHEMA_VERSION),
+        "headrace.recipe": json_text(report.recipe),
+        "headrace.step": json_text({"funnel": funnel, "numbers": report.numbers}),
+    }
     if config is not None:
         metadata["headrace.config"] = config
     return pa.table(columns).replace_schema_metadata(metadata)
@@ -121,7 +132,9 @@ def write_dump(
     path = Path(folder) / f"step_{report.step:08d}.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "parquet":
-        write_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
+        how: dict[str, Any] = {"compression": "zstd", "row_group_size": ROW_GROUP}
+        numeric = [field.name for field in table.schema if not pa.types.is_string(field.type)]
+        write_whole(path, lambda file: pq.write_table(table, file, write_statistics=numeric, **how))
     else:
         write_whole(path, lambda file: file.write_text("".join(_lines(table)), encoding="utf-8"))
     return path

@@ -1,7 +1,8 @@
-"""The files of a training, a replay or a comparison: a dump of each step, and one page."""
+"""The files of a training, a replay or a comparison: the rows of each step, and one page."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -20,27 +21,34 @@ from headrace.transforms.options import at_least, one_of, takes_options, within
 from .advice import Advice, Advisory, advice_at, numbers_read
 from .dump import write_dump
 from .html import write_page
+from .over_steps import totals_over
 from .page_contents import page_data
 from .step import StepReport
 
 Item = TypeVar("Item")
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
+STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
 @takes_options
 class ReportFolder:
-    """Take reports step by step; write a file per step, and a page that grows with the run.
+    """Take reports step by step; write the rows of each step, and a page that grows with the run.
 
     The page has curves over all steps (of more than 500, over some, evenly spread), and shows `steps` of them
     at most: the first, the last, and some in between. Open it at once: until :meth:`close` it is live, which
-    is to say that it loads itself anew. A ``with`` statement closes it however the loop ends.
+    is to say that it loads itself anew. A ``with`` statement closes it however the loop ends. ``headrace view
+    FOLDER`` opens all rows of all steps.
 
     Args:
         folder: where ``report.html`` and the folder ``rollouts/`` go; made where it does not exist.
         title: of the page.
         steps: most steps that the page shows, ≥ 2.
-        dump: ``parquet`` or ``jsonl`` files of every step; None: none.
+        dump: ``parquet`` or ``jsonl``: the rows of each step go into a file ``rollouts/step_NNNNNNNN``
+            (:func:`write_dump`); None: rows are not kept, and the page has some of them.
+        existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
+            after a restart from a checkpoint: the files from the first new step on are removed, since those
+            steps are trained again, and the earlier ones stay.
         page: whether to write the page.
         every: seconds, ≥ 0, between two writings of the page, and more where they would take above 2 % of the
             time; None: it is written at the end alone.
@@ -48,9 +56,14 @@ class ReportFolder:
         words: overrides that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
 
+    Attributes:
+        notices: sentences that the page has above all else, about steps that failed say; to be set.
+        unsaid: names of numbers that the dump of a replay cannot have; to be set.
+
     Raises:
-        ValueError: `steps` below 2, `every` below 0, or another `dump`.
-        FileExistsError: the folder has a dump already.
+        ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
+            whose rows were written before.
+        FileExistsError: the folder has rows of another run.
 
     Example:
         >>> import tempfile
@@ -62,7 +75,7 @@ class ReportFolder:
         ...         run = pipeline.run(batch)
         ...         folder.add(make_report(run, step=step))
         ...     sorted(file.name for file in folder.folder.iterdir())
-        ['report.html']
+        ['report.html', 'rollouts']
     """
 
     def __init__(
@@ -71,7 +84,8 @@ class ReportFolder:
         *,
         title: str = "a run",
         steps: int = 20,
-        dump: Literal["parquet", "jsonl"] | None = None,
+        dump: Literal["parquet", "jsonl"] | None = "parquet",
+        existing: Literal["raise", "resume"] = "raise",
         page: bool = True,
         every: float | None = 5.0,
         config: str | None = None,
@@ -81,15 +95,21 @@ class ReportFolder:
         at_least("steps", steps, 2)
         within("every", every, 0)
         one_of("dump", dump, (None, "parquet", "jsonl"))
+        one_of("existing", existing, ("raise", "resume"))
         folder = Path(folder)
-        if dump is not None and (old := sorted((folder / "rollouts").glob("step_*"))):
+        if dump is not None and existing == "raise" and (old := row_files(folder)):
             raise FileExistsError(
-                f"a dump is of one training or replay; {folder / 'rollouts'} has {len(old)} files of "
-                f"another, {old[0].name} the first: take another folder (hydra.run.dir=...), or remove them"
+                f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the "
+                "first: take another folder (hydra.run.dir=FOLDER), remove that one, or continue its run "
+                "with ReportFolder(existing='resume')"
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
+        self.notices: list[str] = []
+        self.unsaid: list[str] = []
+        self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
+        self._written: set[int] = set()  # steps whose rows are in a file
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
@@ -133,17 +153,26 @@ class ReportFolder:
     @property
     def verdict(self) -> str:
         """Whether the reward rises, as far as the last step."""
-        return self._advice_at_last()[0]
+        return self._advice_at_last().verdict
 
     @property
     def advisories(self) -> list[Advisory]:
         """What is worth a look at the last step (:func:`advise`)."""
-        return self._advice_at_last()[1]
+        return self._advice_at_last().advisories
+
+    @property
+    def unchecked(self) -> list[str]:
+        """The names of symptoms that nobody can tell at the last step, for lack of data."""
+        return self._advice_at_last().unchecked
 
     def add(self, report: StepReport) -> None:
-        """Take the report of the next step; write the page, where that is due."""
+        """Take the report of the next step; write its rows, and the page where that is due.
+
+        Raises:
+            ValueError: the rows of a step of this number were written before.
+        """
         if self.dump is not None:
-            write_dump(report, self.folder / "rollouts", format=self.dump, config=self.config)
+            self._write_rows(report)
         self._closed = False
         self._kept.add((len(self._read), report))
         self._curves.add((report.step, dict(report.numbers)))
@@ -163,6 +192,20 @@ class ReportFolder:
             self._closed = True
         return self.folder / "report.html" if self.page else None
 
+    def _write_rows(self, report: StepReport) -> None:
+        if report.step in self._written:
+            raise ValueError(
+                "each step needs a number of its own, or its rows would replace those of another; found "
+                f"step {report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to "
+                "keep no rows"
+            )
+        if self.existing == "resume" and not self._written:
+            for file in row_files(self.folder):
+                if int(file.stem.removeprefix("step_")) >= report.step:
+                    file.unlink()
+        write_dump(report, self.folder / "rollouts", format=self.dump or "parquet", config=self.config)
+        self._written.add(report.step)
+
     def _write(self, *, live: float | None) -> None:
         kept = self._kept.all()
         self._advice = {place: self._advice.get(place) or self._advice_at(place) for place, _ in kept}
@@ -171,6 +214,8 @@ class ReportFolder:
             title=self.title,
             history=self._curves.all(),
             advice=[*self._advice.values()],
+            totals=totals_over(numbers for _, numbers in self._read),
+            recorded=len(self._read),
         )
         data["run"] = {
             "began": self._began,
@@ -180,6 +225,8 @@ class ReportFolder:
             "words": [printable(word) for word in self.words],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
+        data["unsaid"] = self.unsaid
+        data["notices"] = [printable(notice) for notice in self.notices]
         if self.versus is not None:
             data["versus"] = list(self.versus)
         path = self.folder / "report.html"
@@ -192,7 +239,13 @@ class ReportFolder:
         return advice_at(report.numbers, self._read[: place + 1])
 
     def _advice_at_last(self) -> Advice:
-        return self._advice_at(len(self._read) - 1) if self._read else ("No step was recorded.", [])
+        return self._advice_at(len(self._read) - 1) if self._read else Advice("No step was recorded.", [], [])
+
+
+def row_files(folder: Path) -> list[Path]:
+    """The files of rows that a run has written to its folder, by step."""
+    files = (folder / "rollouts").glob("step_*")
+    return sorted(file for file in files if STEP_FILE.fullmatch(file.name))
 
 
 class Thinned(Generic[Item]):

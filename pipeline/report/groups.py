@@ -159,20 +159,29 @@ def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = 
     return rollouts["reward"][:, None]
 
 
-def widest_first(groups: Mapping[str, np.ndarray]) -> np.ndarray:
-    """(G,) indices of groups, those first of which most is to be learnt: by the spread of their rewards.
+def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(G,) indices of groups in the order in which they are worth reading.
+
+    Groups whose rewards differ alternate with groups whose rewards are equal: of the first k groups at least
+    ⌊k / 2⌋ are of each kind, or all that there are. Of the groups that differ the widest spread comes first,
+    and of the others the lowest mean. Where two are alike the smaller id comes first.
 
     Args:
-        groups: of :func:`groups_of`. Groups of equal rewards come late, those of one reward last; of two that
-            spread alike the smaller id comes first.
+        groups: of :func:`groups_of`.
 
     Example:
-        >>> groups = {"id": np.array([7, 8, 9]), "reward_std": np.array([0.0, np.nan, 0.5])}
-        >>> widest_first(groups).tolist()
-        [2, 0, 1]
+        >>> groups = {"id": np.array([7, 8, 9, 5]), "reward_mean": np.array([1.0, 0.0, 0.5, 0.5])}
+        >>> groups["reward_std"] = np.array([0.0, np.nan, 0.5, 0.1])
+        >>> reading_order(groups | {"zero_variance": groups["reward_std"] == 0}).tolist()
+        [2, 1, 3, 0]
     """
-    spread = np.nan_to_num(groups["reward_std"], nan=-1.0)
-    return np.lexsort((groups["id"], -spread))
+    spread, mean = np.nan_to_num(groups["reward_std"]), np.nan_to_num(groups["reward_mean"], nan=np.inf)
+    differ = np.isfinite(groups["reward_std"]) & ~groups["zero_variance"]
+    order = np.lexsort((groups["id"], np.where(differ, -spread, mean)))
+    turn = np.empty(len(order), dtype=np.int64)
+    for kind in (differ[order], ~differ[order]):
+        turn[kind] = np.arange(kind.sum())
+    return order[np.lexsort((~differ[order], turn))]
 
 
 def staleness_of(columns: Columns) -> np.ndarray:

@@ -62,8 +62,8 @@ def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
 
     ``group``, ``rollout``, ``prompt`` (its last user turn), ``response`` (its segments one after the other),
     ``reward``, ``advantage``, ``length`` (tokens in the loss mask), ``status`` and ``reason``: ``trained``,
-    or ``stage/reason``. They are 200 rollouts at most, those of the groups first whose rewards spread most,
-    and texts of at most 4,000 characters, as on the page.
+    or ``stage/reason``. They are 200 rollouts at most, chosen as for the page (:func:`rows_to_read`) and
+    together by group, and texts of at most 4,000 characters.
     """
     each, statuses, responses = report.rollouts, report.statuses, report.texts.get("response")
     columns = report.columns
@@ -77,8 +77,9 @@ def rollout_rows(report: StepReport) -> tuple[list[str], list[list[Any]]]:
         for unit in ("group", "rollout")
     )
     reward, advantage = or_none(each["reward"]), or_none(each["advantage"])
-    table = []
-    for rollout, rows in list(rows_of.items())[:ROLLOUTS]:
+    table, chosen = [], list(rows_of.items())[:ROLLOUTS]
+    first_come = {each["group"][place[rollout]]: at for at, (rollout, _) in reversed([*enumerate(chosen)])}
+    for rollout, rows in sorted(chosen, key=lambda one: first_come[each["group"][place[one[0]]]]):
         at, asked = place[rollout], report.asked(rows[0])
         line: list[Any] = [group[at], names[at], None if asked is None else shortened(asked)]
         line.append(None if responses is None else shortened("\n\n".join(responses[row] for row in rows)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -9,11 +10,12 @@ import numpy as np
 
 from headrace.pipeline.wording import printable
 
-from .advice import Advice, Advisory, History, advice_at, symptoms
-from .groups import widest_first
+from .advice import Advice, History, advice_at, symptoms
+from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
-from .page_schema import Groups, PageData, PageLevel, PageSymptom, PageText, PageTokens, ShownRows, Step
+from .over_steps import totals_over
+from .page_schema import Groups, PageData, PageLevel, PageRemedy, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
@@ -21,6 +23,7 @@ GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slo
 PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which its steps share evenly
 CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
 TOKENS = 500  # of a response token by token, likewise
+BESIDE = 300  # of a column beside a response
 LABEL = 80  # characters of the last user turn by which a group is called
 
 
@@ -30,20 +33,24 @@ def page_data(
     title: str,
     history: History | None = None,
     advice: Sequence[Advice] | None = None,
+    totals: Mapping[str, float] | None = None,
+    recorded: int | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
-    Of a step with more than 200 groups, or 5000 rows, the page shows the groups whose rewards spread most;
+    Of a step with more than 200 groups, or 5000 rows, the page shows some groups (:func:`reading_order`);
     its funnel and its numbers are those of all rows. All its prompts and responses take 3 MB at most, which
-    the steps share evenly: again the groups first that spread most. Of a text with more than 4,000
-    characters, and of a response by token with more than 500, it has the beginning and the end, and says how
-    much is left out.
+    the steps share evenly: the worst and the best rollout of each group come first (:func:`rows_to_read`), so
+    that groups of equal rewards have a response too. Of a text with more than 4,000 characters, and of a
+    response by token with more than 500, it has the beginning and the end, and says how much is left out.
 
     Args:
         reports: of the steps that can be chosen on the page.
         title: of the page.
         history: (step, numbers) of all steps, for the curves; None: those of the reports.
         advice: verdict and advisories of each report; None: they follow from the history up to its step.
+        totals: over all steps of the run (:func:`totals_over`); None: those of the history.
+        recorded: steps of the run; None: those of the history.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -56,31 +63,39 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
-    fired = dict.fromkeys(each.name for _, advisories in advice for each in advisories)
+    fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
         "title": printable(title),
         "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
         "steps": [
-            _step(report, PAGE_TEXTS // len(reports), *said)
+            _step(report, PAGE_TEXTS // len(reports), said)
             for report, said in zip(reports, advice, strict=True)
         ],
         "curve_steps": [step for step, _ in points],
         "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
+        "recorded": len(points) if recorded is None else recorded,
+        "totals": dict(totals_over(numbers for _, numbers in points) if totals is None else totals),
         "symptoms": [
-            cast(PageSymptom, each._asdict() | {"remedies": [one._asdict() for one in each.remedies]})
+            {
+                "name": each.name,
+                "title": each.title,
+                "shows": each.shows,
+                "means": each.means,
+                "remedies": [cast(PageRemedy, one._asdict()) for one in each.remedies],
+            }
             for each in known
         ],
     }
 
 
-def _step(report: StepReport, room: int, verdict: str, advisories: Sequence[Advisory]) -> Step:
+def _step(report: StepReport, room: int, said: Advice) -> Step:
     groups = report.groups
     total = len(groups["id"]) if groups else 0
     rows = rows_to_read(report)
     shown = np.empty(0, np.int64)
     if groups:
-        order = widest_first(groups)[:GROUPS]
+        order = reading_order(groups)[:GROUPS]
         fits = np.cumsum(groups["segments"][order]) <= ROWS
         fits[:1] = True
         shown = np.sort(order[fits])
@@ -97,8 +112,9 @@ def _step(report: StepReport, room: int, verdict: str, advisories: Sequence[Advi
         "groups": _groups(report, shown, texts),
         "rows": _rows(report, np.sort(rows), texts),
         "numbers": report.numbers,
-        "verdict": printable(verdict),
-        "advisories": [{"name": each.name, "text": printable(each.text)} for each in advisories],
+        "verdict": printable(said.verdict),
+        "advisories": [{"name": each.name, "text": printable(each.text)} for each in said.advisories],
+        "unchecked": [f"{symptoms()[name].title}: needs {symptoms()[name].needs}" for name in said.unchecked],
     }
 
 
@@ -132,7 +148,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
     def column(name: str) -> list:
         return or_none(columns[name][rows]) if name in columns else unknown
 
-    statuses = report.statuses or ["completed"] * len(report)
+    statuses: Sequence[str | None] = report.statuses or [None] * len(report)
     return {
         "row": rows.tolist(),
         "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
@@ -143,7 +159,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
         "weight": column("loss_weight"),
-        "share": gradient_share(columns)[rows].tolist(),
+        "share": or_none(gradient_share(columns)[rows]),
         "other_share": column("other_share"),
         "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
@@ -153,6 +169,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
         "rank": column("rank"),
         "response": [texts.responses.get(row) for row in rows.tolist()],
         "by_token": [texts.tokens.get(row) for row in rows.tolist()],
+        "beside": [texts.beside.get(row) for row in rows.tolist()],
     }
 
 
@@ -173,12 +190,13 @@ def or_none(values: np.ndarray) -> list:
 
 
 class PageTexts(NamedTuple):
-    """What fits: by a group's first row its question and its prompt, by row its response and its tokens."""
+    """What fits: by a group's first row its question and its prompt, by row what there is to read of it."""
 
     asked: dict[int, PageText]
     prompts: dict[int, PageText]
     responses: dict[int, PageText]
     tokens: dict[int, PageTokens]
+    beside: dict[int, dict[str, Any]]
 
 
 def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTexts:
@@ -189,10 +207,10 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         rows: in the order in which they are worth reading.
         room: bytes that texts may take on the page.
     """
-    found = PageTexts({}, {}, {}, {})
+    found = PageTexts({}, {}, {}, {}, {})
     prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
     for row in rows:
-        new = PageTexts({}, {}, {}, {})  # those of a row, and of its group, where that has none yet
+        new = PageTexts({}, {}, {}, {}, {})  # those of a row, and of its group, where that has none yet
         first = report.first_of_group(row)
         if prompts is not None and first is not None and first not in found.asked:
             asked = str(report.asked(first))
@@ -204,6 +222,8 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
             new.tokens[row] = cut_tokens(values)
         if responses is not None and (values is None or values.texts is None):
             new.responses[row] = cut_text(responses[row])
+        if columns := columns_beside(report, row):
+            new.beside[row] = columns
         room -= sum(len(embed({"": text})) for texts in new for text in texts.values())
         if room < 0:
             break
@@ -211,7 +231,26 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         found.prompts.update(new.prompts)
         found.responses.update(new.responses)
         found.tokens.update(new.tokens)
+        found.beside.update(new.beside)
     return found
+
+
+def columns_beside(report: StepReport, row: int) -> dict[str, Any]:
+    """The ground truth of a row and the other columns of its dump, by name: texts, numbers, truth values."""
+    truth, others = (report.texts.get(name) for name in ("ground_truth", "other_columns"))
+    found: dict[str, Any] = {"ground truth": truth[row]} if truth is not None and truth[row] else {}
+    if others is not None and others[row]:
+        try:
+            more = json.loads(others[row])
+        except (ValueError, RecursionError):  # a dump may hold anything
+            more = None
+        found |= more if isinstance(more, dict) else {"other columns": others[row]}
+    plain = {name: value for name, value in found.items() if isinstance(value, str | float | int | None)}
+    found |= {name: str(value) for name, value in found.items() if name not in plain}
+    return {
+        printable(name): shortened(value, BESIDE) if isinstance(value, str) else value
+        for name, value in found.items()
+    }
 
 
 def cut_text(text: str, most: int = CHARACTERS) -> PageText:

@@ -95,7 +95,7 @@ class ShownRows(TypedDict):
     weight: list[float | None]  # loss weight
     share: list[float | None]  # of the step's gradient: |advantage| · loss weight · tokens, over the sum
     other_share: list[float | None]  # the same under the other recipe of `versus`
-    status: list[str]  # how its rollout ended
+    status: list[str | None]  # how its rollout ended
     reason: list[str]  # `stage/reason` if it left the loss, else empty
     staleness: list[int | None]  # policy versions behind the newest in the batch
     minibatch: list[int | None]  # index
@@ -103,6 +103,7 @@ class ShownRows(TypedDict):
     rank: list[int | None]  # index
     response: list[PageText | None]  # as text, where the page has room for it
     by_token: list[PageTokens | None]  # the same with numbers, where tokens have any
+    beside: list[dict[str, Any] | None]  # ground truth, and other columns of its dump, where there is room
 
 
 class PageAdvisory(TypedDict):
@@ -151,6 +152,7 @@ class Step(TypedDict):
     numbers: dict[str, float]  # the metrics of all its rows, by name
     verdict: str  # whether the reward rises, as far as this step
     advisories: list[PageAdvisory]  # most urgent first
+    unchecked: list[str]  # symptoms that nobody can tell, each with the data that it needs
 
 
 class PageJudgement(TypedDict):
@@ -189,6 +191,10 @@ class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
     symptoms: list[PageSymptom]  # of the advisories
+    notices: list[str]  # what is missing on this page, steps that failed say: sentences, above all else
+    unsaid: list[str]  # names of numbers that a tile would show, and that the dump cannot have
+    recorded: int  # steps of the run, of which `curve_steps` are all or some
+    totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps

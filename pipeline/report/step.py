@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.conversations import labels_of_ids, strings
 from headrace.pipeline.notebook import ColumnTable, shown_value
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import printable
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
@@ -23,11 +24,11 @@ from headrace.transforms.schema import FINISHED
 
 from .advice import Advisory, advise
 from .funnel import Level, funnel, funnel_table, left_numbers
-from .groups import compared_ids, groups_of, rollouts_of, staleness_of, widest_first
+from .groups import compared_ids, groups_of, reading_order, rollouts_of, staleness_of
 from .numbers import numbers_of
 from .row_columns import report_columns
 from .shared_tokens import count_shared_tokens, linear_of
-from .texts import Decode, TokenValues, last_user_turn, texts_of_tokens, values_by_token
+from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
     from headrace.pipeline.pipeline import Pipeline
@@ -55,9 +56,10 @@ class StepReport:
             NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
-        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``group_label`` and
-            ``rollout_label`` where ids have labels that are not the ids themselves.
-        by_token: of some rows, those of the groups first whose rewards spread most, what each token has.
+        texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``other_columns``, JSON objects
+            of what else a dump has; ``group_label`` and ``rollout_label`` where ids have labels that are not
+            the ids themselves.
+        by_token: of some rows, the first to be read (:func:`rows_to_read`), what each token has.
         group_size: rollouts that each group was dispatched with, if the gate says so.
         solved: least reward of a solved rollout.
         each_reward: whether of several rewards each is compared, and not the one that they add up to.
@@ -140,11 +142,14 @@ class StepReport:
         return staleness_of(self.columns)
 
     @cached_property
-    def statuses(self) -> list[str] | None:
-        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none."""
+    def statuses(self) -> list[str | None] | None:
+        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none.
+
+        So is that of a row of which it is not known.
+        """
         if "status" not in self.columns:
             return None
-        names = {int(status): status.name.lower() for status in Status}
+        names = {int(status): status.name.lower() for status in Status} | {-1: None}
         return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
 
     @cached_property
@@ -160,8 +165,27 @@ class StepReport:
         return {
             **self.metrics,
             **left,
+            **self._characters(),
             **numbers_of(self.columns, self.rollouts, self.groups, self.solved, compared=compared),
         }
+
+    @property
+    def unsaid(self) -> list[str]:
+        """Numbers that a page shows first and that this batch cannot have: lengths, how rollouts ended."""
+        found = ["response_length/mean"] if "no_lengths" in self.columns else []
+        known = "status" in self.columns and bool((self.columns["status"] >= 0).all())
+        return found if known else [*found, "rollouts/truncated"]
+
+    def _characters(self) -> dict[str, float]:
+        """Characters of a rollout's response, where nobody knows its tokens."""
+        responses = self.texts.get("response")
+        if responses is None or "no_lengths" not in self.columns or not len(self):
+            return {}
+        rollouts = self.columns.get("rollout_id", self.columns["row"])
+        _, of = np.unique(rollouts, return_inverse=True)
+        characters = np.bincount(of.reshape(-1), [len(text) for text in responses])
+        numbers = {"mean": characters.mean(), "max": characters.max()}
+        return {f"response_characters/{name}": float(value) for name, value in numbers.items()}
 
 
 @takes_options
@@ -173,6 +197,7 @@ def make_report(
     batch: TensorDictBase | None = None,
     parameters: float | None = None,
     decode: Decode | None = None,
+    numbers: Mapping[str, float] | None = None,
 ) -> StepReport:
     """The report of a run, or of the last batch of a pipeline.
 
@@ -189,9 +214,13 @@ def make_report(
         decode: from the ids of tokens to as many strings, ``lambda ids: [tokenizer.decode([id]) for id in
             ids]``: prompts and responses of `batch`, else of the rows of a run that stay, where the batch has
             no texts, and the texts of tokens; None: not known.
+        numbers: of the trainer, which join those of the report: ``record.numbers`` of an
+            :class:`OptimiserRecord`, or any by name, such as ``{"optimiser/lr": 1e-6}``. What is not known is
+            left out.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
+        ValueError: one of `numbers` has the name of another number of the report.
 
     Example:
         >>> from tensordict import TensorDict
@@ -219,7 +248,10 @@ def make_report(
     ):  # of groups that are spread over ranks, a part says nothing
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
-    metrics, there = run.metrics, run.ungathered if run is processed and run.has_batch else None
+    metrics, there = dict(run.metrics), run.ungathered if run is processed and run.has_batch else None
+    if twice := sorted({*metrics} & {*(numbers or {})}):
+        raise ValueError(f"numbers must have names that the report does not have; found {', '.join(twice)}")
+    metrics |= numbers or {}
     if batch is not None:
         batch = enter_rows(batch, [], reader="make_report")
         ids: dict[str, Any] = {
@@ -272,19 +304,35 @@ def _texts(
 
 
 def rows_to_read(report: StepReport) -> np.ndarray:
-    """(N,) row numbers in the order in which they are worth reading: the groups first that spread widest.
+    """(N,) row numbers in the order in which they are worth reading.
+
+    First come the worst and the best rollout of each group, where rewards are equal one of them, then all
+    others; both times the groups come by :func:`reading_order`. So where only some rows have room, many
+    groups have a response, also those whose rewards are equal.
 
     Example:
-        >>> columns = {"group_id": np.array([4, 5, 5, 4]), "reward": np.array([1.0, 0, 1, 1])}
-        >>> columns["reason"] = np.zeros(4, int)
+        >>> columns = {"group_id": np.array([4, 5, 5, 4, 5]), "reward": np.array([1.0, 0, 1, 1, 0.5])}
+        >>> columns["reason"], columns["rollout_id"] = np.zeros(5, int), np.arange(5)
         >>> rows_to_read(StepReport(0, (), columns, ("trained",), ("trained",))).tolist()
-        [1, 2, 0, 3]
+        [1, 2, 0, 4, 3]
     """
     if not report.groups:
         return np.arange(len(report))
-    order = widest_first(report.groups)
-    place = {group: at for at, group in enumerate(report.groups["id"][order].tolist())}
-    return np.argsort([place[group] for group in report.columns["group_id"].tolist()], kind="stable")
+    groups, each = report.groups, report.rollouts
+    order = reading_order(groups)
+    place = {group: at for at, group in enumerate(groups["id"][order].tolist())}
+    group = np.array([place[id] for id in each["group"].tolist()])  # (R,)
+    # A rollout without a reward is neither the worst nor the best of its group.
+    reward = np.where(np.isfinite(each["reward"]), each["reward"], groups["reward_mean"][order][group])
+    by_reward = np.lexsort((each["row"], reward, group))
+    size = np.bincount(group)
+    rank = np.arange(len(group)) - (np.cumsum(size) - size)[group[by_reward]]  # within the group
+    differ = ~groups["zero_variance"][order][group[by_reward]]
+    best = differ & (rank == size[group[by_reward]] - 1)
+    rollouts = by_reward[np.argsort((rank > 0) & ~best, kind="stable")]
+    turn = {rollout: at for at, rollout in enumerate(each["rollout"][rollouts].tolist())}
+    ids = report.columns.get("rollout_id", np.arange(len(report)))
+    return np.argsort([turn[rollout] for rollout in ids.tolist()], kind="stable")
 
 
 def _advantage_by_row(stage: Any, columns: Mapping[str, np.ndarray]) -> np.ndarray | None:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, reason_words
 
-from .advice import Advisory
+from .advice import Advisory, symptoms
 from .funnel import funnel_table
 from .shared_tokens import tree_words
 from .step import StepReport, make_report
@@ -57,10 +57,16 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
     return Group(*blocks, *show_advisories(report.advisories))
 
 
-def show_advisories(advisories: Sequence[Advisory], verdict: str | None = None) -> list[Text]:
-    """A verdict, and a line for each advisory behind the name of its symptom."""
+def show_advisories(
+    advisories: Sequence[Advisory], verdict: str | None = None, unchecked: Sequence[str] = ()
+) -> list[Text]:
+    """A verdict, a line for each advisory behind the name of its symptom, and what nobody can tell."""
     lines = [] if verdict is None else [Text(printable(verdict), style="bold")]
-    return lines + [Text(f"{each.name}: {printable(each.text)}", style="yellow") for each in advisories]
+    lines += [Text(f"{each.name}: {printable(each.text)}", style="yellow") for each in advisories]
+    if unchecked:
+        words = "; ".join(f"{name} needs {symptoms()[name].needs}" for name in unchecked)
+        lines.append(Text(f"not checked, for lack of data: {words.replace('`', '')}.", style="dim"))
+    return lines
 
 
 def print_report(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -38,6 +40,7 @@ class ReverseEnv(EnvBase):
     """
 
     whole_draws = True  # so a gate can notice a group of which no row came back
+    reward_seconds = 0.0  # that grading took so far
 
     def __init__(
         self,
@@ -100,7 +103,9 @@ class ReverseEnv(EnvBase):
         rollouts = self._ids["rollout_id"]
         goes_on = (rollouts[0] == rollouts[1]) if self._turn == 0 else torch.zeros_like(rollouts[0]).bool()
         answer = self._answers[self._ids["prompt"][self._turn, :, 0]]
+        began = time.perf_counter()
         reward = digits.graded(response, answer).unsqueeze(-1).masked_fill(goes_on, 0.0)
+        self.reward_seconds += time.perf_counter() - began
         ended = (response == digits.END).any(-1, keepdim=True)
         status = torch.where(ended, int(Status.COMPLETED), int(Status.TRUNCATED))
         drawn = torch.rand(status.shape, generator=self._grader, dtype=torch.float32)

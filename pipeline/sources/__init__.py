@@ -1,8 +1,8 @@
 """Training rollouts that frameworks have dumped, read as batches that a pipeline can process."""
 
 from .batch import Sample, to_batch
-from .file_kinds import Reading
-from .open import READERS, Format, Source, open_source
+from .file_kinds import Format, Reading
+from .open import READERS, Source, open_source
 from .record import SourceError
 from .regrading import Regraded, regrade
 

@@ -17,14 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from tensordict import TensorDictBase
 
 from .batch import MAX_ROWS, Label, Sample
-from .record import Record, Skipped, SourceError, first_line, quote
+from .record import Record, Skipped, SourceError, as_whole, first_line, quote
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
@@ -48,6 +49,7 @@ class Reading:
         reward_keys: the names of the rewards to read; empty: the format's own.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
         group_size: rollouts that each group was dispatched with.
+        encode: from texts to token ids, for dumps that do not say how many tokens responses have.
         skipped: counts malformed records, or raises for them.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
@@ -57,6 +59,7 @@ class Reading:
     reward_keys: tuple[str, ...] = ()
     group_by: str | None = None
     group_size: int | None = None
+    encode: Callable[[list[str]], list[list[int]]] | None = None
     skipped: Skipped = field(default_factory=lambda: Skipped(allowed=False))
     file: int = 0
     done_bytes: int = 0
@@ -69,7 +72,7 @@ class Reading:
 
     def restarted(self) -> Reading:
         """A new pass with the same options."""
-        skipped = Skipped(allowed=self.skipped.allowed)
+        skipped = Skipped(allowed=self.skipped.allowed, deferred=self.skipped.deferred)
         return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
 
     def group_of_prompt(self, prompt: Any, where: str) -> Label:
@@ -86,11 +89,39 @@ class Reading:
         if self.group_by != "prompt":
             raise SourceError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
-                "like one group. If each prompt was drawn once a step, set group_by='prompt', best with "
-                "group_size, which is then checked"
+                "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
+                "(group_by='prompt' in Python), best with source.group_size, which is then checked"
             )
         text = json.dumps(prompt, sort_keys=True, default=repr)
         return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How files of one format are found, recognised and read.
+
+    Args:
+        read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
+            ``(step, TensorDict)``.
+        files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
+            between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
+        keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
+        options: of ``group_by``, ``group_size``, ``reward_key``, ``tokenizer``, those that it reads.
+        reward_keys: whether `reward_key` may be ``one`` name or ``many``.
+        rewards: names that `reward_key` may have; empty: any.
+        ignored: names of files that are not read in a folder, as a regular expression.
+        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens
+            are out of the loss (``masks``), how many ``tokens`` there are.
+    """
+
+    read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
+    files: tuple[str, ...]
+    keys: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
+    reward_keys: Literal["one", "many"] = "one"
+    rewards: tuple[str, ...] = ()
+    ignored: str | None = None
+    unsaid: tuple[Literal["rollouts", "masks", "tokens"], ...] = ()
 
 
 def parse_records(
@@ -113,6 +144,9 @@ def parse_records(
     for record in records:
         try:
             samples = [sample.check() for sample in parse(record, reading)]
+            for sample in samples:
+                if sample.other_columns is None:
+                    sample.other_columns = record.other_columns()
             if samples and samples[0].step != step:
                 step, places = samples[0].step, {}
             if samples and (label := samples[0].record) is not None:
@@ -123,7 +157,8 @@ def parse_records(
                     )
                 places[label] = samples[0].where
         except SourceError as err:
-            reading.skipped.note(err)
+            named = (as_whole(record.data.get(key)) for key in ("step", "iteration"))
+            reading.skipped.note(err, next((number for number in named if number is not None), step))
         else:
             yield from samples
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading, read_jsonl
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, read_json
 
 
@@ -76,3 +76,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             where=record.where,
         )
     ]
+
+
+FORMAT = Format(
+    read_open_instruct,
+    files=("*_rollouts_*.jsonl",),
+    keys=frozenset({"prompt_tokens", "response_tokens", "prompt_idx", "sample_idx", "reward"}),
+    options=("group_size",),
+    unsaid=("rollouts", "masks"),
+)

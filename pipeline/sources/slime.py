@@ -40,7 +40,7 @@ from typing import Any
 from headrace.transforms import Status
 
 from .batch import Sample, common_advantage
-from .file_kinds import Reading, load_plain, parse_records
+from .file_kinds import Format, Reading, load_plain, parse_records
 from .record import Record, SourceError, as_number, as_whole, quote, read_json, read_text
 
 SHARED = 2**22  # items of lists: always allowed in a file; above it no more than the file has bytes
@@ -190,3 +190,11 @@ def _oldest_version(record: Record) -> int | None:
             raise record.fail("'weight_versions' must hold version numbers", versions)
         numbers.append(version)
     return min(numbers, default=None)
+
+
+FORMAT = Format(
+    read_slime,
+    files=("*.pt", "rollout_data/*.pt"),
+    options=("group_size", "reward_key"),
+    ignored=r"(^|.*[^a-zA-Z])eval_\d+\.pt",
+)

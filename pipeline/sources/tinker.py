@@ -11,10 +11,12 @@ episode was truncated. A ``traj_idx`` is there once in a group.
 
 from __future__ import annotations
 
+from functools import partial
+
 from headrace.transforms import Status
 
 from .batch import Sample
-from .file_kinds import Reading
+from .file_kinds import Format, Reading, read_jsonl
 from .record import Record
 
 REWARDS = ("total_reward", "final_reward")  # the first is the default
@@ -46,3 +48,17 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             where=record.where,
         )
     ]
+
+
+FORMAT = Format(
+    partial(read_jsonl, parse=parse_row),
+    files=(
+        "train_rollout_summaries.jsonl",
+        "*/train_rollout_summaries.jsonl",
+        "train_iteration_*_rollout_summaries.jsonl",
+    ),
+    keys=frozenset({"schema_version", "group_idx", "traj_idx", "total_reward"}),
+    options=("group_size", "reward_key"),
+    rewards=REWARDS,
+    unsaid=("masks",),
+)

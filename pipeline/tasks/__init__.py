@@ -1,1 +1,1 @@
-"""The tasks of the command: replay, compare, plan and audit, which read dumps; certify needs none."""
+"""The tasks of the command: replay, compare, plan and audit read dumps; certify and xray need none."""

@@ -1,8 +1,7 @@
-"""The task ``audit``: what was wrong with a run that somebody has trained, as far as its dump can say."""
+"""The task ``audit``: check the dump of a finished run against the recipe that trained it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -17,6 +16,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
@@ -24,48 +24,48 @@ from .logged import MOST, LoggedRows, explain_logged
 from .source import each_step, open_configured
 
 LINES = 8  # findings of a check in the terminal
-ON_PAGE = 500  # and on the page
-REASONS = 2  # of a check, why it could not look
+ON_PAGE = 500  # findings of a check on the page
+REASONS = 2  # reasons for "not checked" that are printed for a check
 SHARE = (
-    "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows; that of a "
-    "check is the mean over all steps. Not checked is not passed."
+    "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows. The share "
+    "of a check is the mean over all steps. A check that is not checked has not passed."
 )
 
 
 class AuditFailed(RuntimeError):
-    """An audit has found something, under ``audit.strict=true``: the command exits with status 1."""
+    """The audit has findings and ``audit.strict=true``: the command exits with status 1."""
 
 
 @dataclass
 class CheckResult:
-    """What a check has said of all steps."""
+    """The results of one check over all steps."""
 
     name: str
     title: str
     findings: list[AuditFinding] = field(default_factory=list)
     lacking: dict[str, int] = field(default_factory=dict)
-    """What could not be looked at, and at how many steps."""
+    """Reasons why it could not check, and the number of steps of each."""
     hint: str = ""
 
     def add(self, outcome: CheckOutcome) -> None:
-        """Take what it says of the next step."""
+        """Add the result of the next step."""
         self.findings += outcome.findings
         if outcome.lacking:
             self.lacking[outcome.lacking] = self.lacking.get(outcome.lacking, 0) + 1
 
     @property
     def state(self) -> str:
-        """``found``; else ``not checked`` where not all could be looked at; else ``passed``."""
+        """``found``; else ``not checked`` if a step could not be checked completely; else ``passed``."""
         return "found" if self.findings else "not checked" if self.lacking else "passed"
 
     def share(self, steps: int) -> float | None:
-        """Of the gradient of all steps, that of rows that are in a finding; None where it is not known."""
+        """The share of rows with findings in the gradient of all steps; None if it is not known."""
         shares = [each.share for each in self.findings]
         known = [share for share in shares if share is not None]
         return sum(known) / max(steps, 1) if len(known) == len(shares) else None
 
     def plain(self, steps: int) -> dict[str, Any]:
-        """As JSON has it."""
+        """The result as JSON."""
         found = {
             "check": self.name,
             "title": self.title,
@@ -79,12 +79,10 @@ class CheckResult:
 def audit(
     config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
 ) -> float:
-    """Check every step of a dump against the recipe that is said to have trained it.
-
-    What is found is printed and written.
+    """Check every step of a dump against the recipe that trained it; print and write the findings.
 
     Args:
-        config: as ``task=audit`` composes it; its ``pipeline`` is the recipe.
+        config: composed with ``task=audit``; its ``pipeline`` is the recipe.
         output: folder for ``config.yaml``, ``audit.json`` and ``report.html``.
         words: overrides of the command line, for the recipe's name.
         console: where to print; None: standard output.
@@ -93,14 +91,14 @@ def audit(
         The number of findings.
 
     Raises:
-        ConfigError: no path, or an unknown stage or option.
-        SourceError: a file that cannot be read.
-        AuditFailed: something was found, under ``audit.strict``.
+        ConfigError: ``source.path`` is missing, or a stage or option is unknown.
+        SourceError: a file cannot be read.
+        AuditFailed: there are findings, and ``audit.strict`` is true.
     """
     console = console or Console()
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
-    # A source refuses a group that is too large: here it is to be found.
+    # With a group size, the source would refuse a group that is too large. The audit must report it.
     source = open_configured(OmegaConf.merge(config, {"source": {"group_size": None}}))  # type: ignore[arg-type]
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
@@ -128,15 +126,15 @@ def audit(
         "rows": rows,
     }
     report = head | {"findings": found, "checks": [each.plain(steps) for each in results.values()]}
-    write_whole(output / "audit.json", lambda file: file.write_text(json.dumps(report, indent=1)))
-    title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, held against {recipe}"
+    write_whole(output / "audit.json", lambda file: file.write_text(json_text(report, indent=1)))
+    title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
     tables = [_summary(results, steps, title)]
     if config.report.html:
         found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
-        page = _page(title, [*tables, *found_by], _said(results))
+        page = _page(title, [*tables, *found_by], _lines_below(results))
         write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
-    for line in _said(results):
+    for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     if found and config.audit.strict:
@@ -145,13 +143,21 @@ def audit(
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
-    """The rows of a step with both advantages, where rollouts have one reward."""
+    """The rows of a step that have both advantages, if rollouts have a single reward."""
     reward = batch["next", "reward"].reshape(len(batch), -1)
     if step.logged is None or reward.shape[1] > 1:
         return []
-    columns = (step.logged, step.by_recipe, reward[:, 0].double(), reward[:, 0].double(), batch["group_id"])
-    both = step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
-    return [LoggedRows(*(each[both].numpy() for each in (*columns, batch["rollout_id"], step.tokens)))]
+    rewards, both = reward[:, 0].double(), step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
+    columns = (
+        step.logged,
+        step.by_recipe,
+        rewards,
+        rewards,
+        batch["group_id"],
+        batch["rollout_id"],
+        step.tokens,
+    )
+    return [LoggedRows(*(None if each is None else each[both].numpy() for each in columns))]
 
 
 def _summary(results: dict[str, CheckResult], steps: int, title: str) -> FittedTable:
@@ -165,9 +171,9 @@ def _summary(results: dict[str, CheckResult], steps: int, title: str) -> FittedT
     )
     for each in results.values():
         share = each.share(steps) if each.findings else 0.0
-        said = "–" if share is None or each.state == "not checked" else f"{share:.1%}"
+        shown = "–" if share is None or each.state == "not checked" else f"{share:.1%}"
         table.add(
-            each.title, each.state, f"{len(each.findings):,}", said, style="" if each.findings else "dim"
+            each.title, each.state, f"{len(each.findings):,}", shown, style="" if each.findings else "dim"
         )
     return table
 
@@ -179,27 +185,27 @@ def _findings(result: CheckResult, most: int) -> FittedTable:
         FittedColumn("share", right=True),
     ]
     more = len(result.findings) - most
-    caption = f"and {more:,} more, which are in audit.json" if more > 0 else ""
+    caption = f"and {more:,} more, see audit.json" if more > 0 else ""
     table = FittedTable(columns, f"\n{result.title}", caption)
     for each in result.findings[:most]:
         table.add(str(each.step), each.text, "–" if each.share is None else f"{each.share:.1%}")
     return table
 
 
-def _said(results: dict[str, CheckResult]) -> list[str]:
-    """What was not checked, and why; what other advantages are; and what a share is."""
+def _lines_below(results: dict[str, CheckResult]) -> list[str]:
+    """Lines below the tables: what was not checked and why, hints, and the formula of the share."""
     lines = []
     for each in results.values():
         for why, steps in list(each.lacking.items())[:REASONS]:
             lines.append(f"not checked: {each.title}: {why}" + (f" ({steps:,} steps)" if steps > 1 else ""))
         if (more := len(each.lacking) - REASONS) > 0:
-            lines.append(f"not checked: {each.title}: {more:,} reasons more, which are in audit.json")
+            lines.append(f"not checked: {each.title}: {more:,} more reasons, see audit.json")
         lines += [f"{each.title}: {each.hint}"] if each.hint else []
     return [*lines, SHARE]
 
 
 def _page(title: str, tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
-    """One HTML file that fetches nothing and runs nothing."""
+    """Return the page as one HTML file, which loads nothing and runs no script."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     body = "".join(table._repr_html_() for table in tables)
     body += "".join(f"<p>{escape(printable(line))}</p>" for line in lines)

@@ -1,13 +1,14 @@
-"""What is wrong with a step that somebody has trained: each check is a function of the rows of its dump.
+"""The checks of an audit: each is a function of the rows of one step of a dump.
 
-What a dump says is held against what a declared recipe makes of the same rows. A check returns what it found,
-and what it could not look at, in words: it is passed only where both are empty.
+A check compares the dump with what the declared recipe computes from the same rows. It returns its findings,
+and the reason if it could not check something. It has passed only if both are empty.
 
-Advantages say how a trainer counted. The declared recipe counts each rollout once, within its group, and
-those without a token in the loss as it says. Other conventions are computed alike, of the same rewards and by
-the same stages: each row a rollout; rollouts out of the loss counted; groups cut by position; the whole step
-one group. A group is of another convention where its advantages are not the declared ones and all of them are
-that convention's. Where two conventions give the same numbers nothing can be said, and nothing is.
+The advantages of a dump show how its trainer counted rollouts. The declared recipe counts each rollout once,
+within its group, and rollouts without a token in the loss as its options say. Other conventions are computed
+from the same rewards, by the same stages: each row counts as a rollout; rollouts out of the loss count;
+groups are cut by position; the whole step is one group. A group follows another convention if its advantages
+are not the declared ones, and all of them are those of the convention. If two conventions give the same
+numbers, a check does not report either.
 """
 
 from __future__ import annotations
@@ -28,48 +29,50 @@ from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
 from headrace.transforms import BatchError, Ids, Status, loss_weight
 from headrace.transforms.errors import listing
-from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, STEP_WEIGHT
+from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
 
 from .logged import tolerance
 
 ROWS, MASKED = "each row counts as a rollout", "rollouts out of the loss count"
 BOTH = f"{ROWS}, and {MASKED}"
 NO_ADVANTAGES = "the dump has no advantages"
+NO_TOKENS = "the dump has no tokens: source.tokenizer=PATH makes them of its texts"
+UNKNOWN_SIZE = "the size of groups is not known; set it, as source.group_size=8"
 
 
 class AuditFinding(NamedTuple):
-    """Something wrong with some rows of a step."""
+    """A finding about some rows of a step."""
 
     step: int
     group: str | None
-    """Its label; None where it is of a whole step."""
+    """The group's label; None if the finding is about the whole step."""
     rollouts: list[str]
-    """Labels of those that are meant."""
+    """Labels of the rollouts."""
     rows: list[int]
     """Indices in the step, in the order of the dump."""
     expected: list[float]
-    """What there should be: of each row, or one number."""
+    """Expected values: one for each row, or a single number."""
     found: list[float]
-    """What there is, beside it."""
+    """The dump's values, in the same form."""
     text: str
-    """In a sentence, with the first of the numbers."""
+    """The finding as a sentence, with the first values."""
     share: float | None
-    """Of the step's gradient, |weight × advantage × tokens|: that of `rows`; None where it is not known."""
+    """Share of `rows` in the step's gradient, |weight × advantage × tokens|; None if it is not known."""
 
 
 class CheckOutcome(NamedTuple):
-    """What a check says of a step."""
+    """The result of a check for one step."""
 
     findings: list[AuditFinding]
     lacking: str = ""
-    """What could not be looked at, and why; empty: everything was."""
+    """Why something could not be checked; empty if everything was checked."""
 
 
 class DeclaredRecipe:
-    """What a recipe makes of rows, whoever is missing: its stages before the cut, without its gate.
+    """The advantages of a recipe: its stages before the split, without the gate, on all rows.
 
     Args:
-        pipeline: of the recipe.
+        pipeline: the recipe's pipeline.
     """
 
     def __init__(self, pipeline: Pipeline):
@@ -86,33 +89,33 @@ class DeclaredRecipe:
         self._parts[0].empty, self._parts[1].empty = "exclude", "count"
 
     def advantage(self, batch: TensorDictBase, *, masked: bool) -> Tensor:
-        """(N,) float64; NaN where the recipe gives none.
+        """Compute (N,) float64 advantages; NaN for rows without one.
 
         Args:
-            batch: of a step.
-            masked: whether rollouts without a token in the loss count.
+            batch: the rows of a step.
+            masked: whether rollouts without a token in the loss count in the statistics.
 
         Raises:
-            BatchError: the recipe refuses the rows, or remembers earlier steps that are not known.
+            BatchError: the recipe refuses the rows, or has a state from earlier steps, which is unknown.
         """
         if self.remembers:
-            raise BatchError(f"its stage {self.remembers[0]!r} remembers steps before the first of a dump")
+            raise BatchError(f"its stage {self.remembers[0]!r} has a state from steps before the dump")
         columns = report_columns(self._parts[masked].run(batch))
         if "advantage" not in columns:
-            raise BatchError("no stage of it gives an advantage")
+            raise BatchError("none of its stages writes an advantage")
         return torch.from_numpy(columns["advantage"]).double()
 
 
 class AuditedStep:
-    """The rows of a step, and how they may have been counted.
+    """The rows of a step, and the conventions by which its rollouts may have been counted.
 
     Args:
-        step: its number.
+        step: number of the step.
         batch: TensorDict ``[N]`` of a source.
-        declared: the recipe that is held to have trained it.
-        group_size: rollouts that each group was dispatched with; None: as ``expected_rollouts`` says.
-        unsaid: what the dump's format does not say (:attr:`Source.unsaid`).
-        by_prompt: whether groups were made of their prompts when the dump was read.
+        declared: the recipe of ``pipeline=``.
+        group_size: rollouts of each group at dispatch. None: read from ``expected_rollouts``.
+        unsaid: what the dump's format does not contain (:attr:`Source.unsaid`).
+        by_prompt: whether the groups were made from prompts when the dump was read.
     """
 
     def __init__(
@@ -132,7 +135,10 @@ class AuditedStep:
         self.groups, self.rollouts = Ids(batch["group_id"]), Ids(batch["rollout_id"])
         self.group_names, self.rollout_names = (self._names(batch, unit) for unit in ("group", "rollout"))
         self.prompts = strings(batch["prompt_text"], self.size) if "prompt_text" in batch.keys() else None
-        self.tokens = batch["masks", "all_assistant_mask"].sum(1)
+        mask = batch.get(("masks", "all_assistant_mask"), None)
+        self.tokens: Tensor | None = None if mask is None else mask.sum(1)  # None: the dump has no lengths
+        in_loss = torch.ones(self.size, dtype=torch.bool) if self.tokens is None else self.tokens > 0
+        self.in_loss = in_loss & batch.get(IN_LOSS, torch.ones_like(in_loss))
         nothing = torch.zeros(self.size, dtype=torch.int64)
         status = batch.get("status", nothing)
         self.lost = self.rollouts.spread(
@@ -147,34 +153,34 @@ class AuditedStep:
             self.logged = self.logged.double()
         self.weight: Tensor | None = batch.get("logged_weight", None)
         self.minibatch: Tensor | None = batch.get("logged_minibatch", None)
-        self.trains = (self.tokens > 0) & ~self.lost
+        self.trains = self.in_loss & ~self.lost
         if self.weight is not None:
-            self.trains &= self.weight > 0  # NaN: it was not trained
+            self.trains &= self.weight > 0  # NaN for rows that were not trained
 
     def _names(self, batch: TensorDictBase, unit: str) -> list[str]:
         labels = strings(batch[f"{unit}_label"], self.size) if f"{unit}_label" in batch.keys() else None
         return [str(each) for each in batch[f"{unit}_id"].tolist()] if labels is None else list(labels)
 
-    # -- how rows may have been counted -------------------------------------------------------------
+    # -- conventions of counting --------------------------------------------------------------------
 
     @cached_property
     def out_of_loss(self) -> Tensor:
-        """(N,) bool: the rollout has a reward, and failed or has no token in the loss."""
-        silent = self.rollouts.spread(self.rollouts.all(self.tokens == 0))
+        """(N,) bool: rollouts with a reward that failed or have no token in the loss."""
+        silent = self.rollouts.spread(self.rollouts.all(~self.in_loss))
         return (silent | self.lost) & self.rewarded
 
     @cached_property
     def several(self) -> Tensor:
-        """(N,) bool: the rollout has several rows."""
+        """(N,) bool: rollouts with several rows."""
         return self.rollouts.spread(self.rollouts.count > 1)
 
     def expected(self, *, rows: bool = False, masked: bool = False, group: Tensor | None = None) -> Tensor:
-        """(N,) float64, the advantage that the recipe gives; NaN where it gives none.
+        """Compute the recipe's advantages by a convention, (N,) float64; NaN for rows without one.
 
         Args:
-            rows: each row counts as a rollout.
-            masked: rollouts out of the loss count, those that failed too.
-            group: (N,) int64, other groups.
+            rows: whether each row counts as a rollout.
+            masked: whether rollouts out of the loss count, including failed ones.
+            group: (N,) int64, other groups than those of the dump.
 
         Raises:
             BatchError: the recipe refuses the rows.
@@ -193,7 +199,7 @@ class AuditedStep:
 
     @cached_property
     def refusal(self) -> str:
-        """Why there are no advantages to compare; empty where there are."""
+        """Why no advantages can be compared; empty if they can."""
         if self.logged is None:
             return NO_ADVANTAGES
         try:
@@ -204,16 +210,16 @@ class AuditedStep:
 
     @cached_property
     def by_recipe(self) -> Tensor:
-        """(N,) float64, the advantage of the declared recipe; NaN where it gives none."""
+        """(N,) float64, the advantages of the declared recipe; NaN for rows without one."""
         return self.expected()
 
     @cached_property
     def near(self) -> float:
-        """Advantages no further apart are the same."""
+        """The greatest difference of advantages that count as equal."""
         return 0.0 if self.logged is None else tolerance(self.logged[self.logged.isfinite()].numpy())
 
     def differs(self, advantage: Tensor) -> Tensor:
-        """(N,) bool, rows that train whose logged advantage is another than this one; none without these."""
+        """(N,) bool, rows that train whose logged advantage differs from this one; none without a log."""
         if self.logged is None:
             return torch.zeros_like(self.trains)
         compared = self.trains & self.logged.isfinite() & advantage.isfinite()
@@ -221,7 +227,7 @@ class AuditedStep:
 
     @property
     def flipped(self) -> Tensor:
-        """(N,) bool, rows that train whose logged advantage has the other sign, both beyond rounding."""
+        """(N,) bool, rows that train whose logged advantage has the opposite sign, both beyond rounding."""
         if self.logged is None:
             return torch.zeros_like(self.trains)
         far = torch.minimum(self.logged.abs(), self.by_recipe.abs()) > self.near
@@ -229,7 +235,7 @@ class AuditedStep:
 
     @cached_property
     def by_convention(self) -> dict[str, Tensor]:
-        """(N,) advantages by convention: those that may differ from the declared ones here."""
+        """(N,) advantages by convention, for conventions that may differ from the declared one here."""
         found: dict[str, Tensor] = {}
         masked = bool(self.out_of_loss.any()) and not self.declared.counts_masked
         masked |= bool((self.out_of_loss & self.lost).any())
@@ -247,20 +253,20 @@ class AuditedStep:
             place = torch.arange(self.size) // max(size, 1)
             tried[f"groups are cut by position, {size} rows each"] = {"group": place, **every}
         if self.groups.n > 1:
-            tried["the whole step is one group"] = {"group": torch.zeros_like(self.tokens), **every}
+            tried["the whole step is one group"] = {"group": torch.zeros_like(self.rollouts.of), **every}
         for name, how in tried.items():
             try:
                 found[name] = self.expected(**how)
-            except BatchError:  # rows that share a reward, say, and do not as rollouts of their own
+            except BatchError:  # for example, rows of a rollout may have no reward of their own
                 continue
         return found
 
     @cached_property
     def conventions(self) -> list[list[str]]:
-        """Of each group, the conventions that its advantages fit in place of the declared one; most: none.
+        """For each group, the other conventions that its advantages fit; an empty list for most groups.
 
-        One by which fewer things were counted otherwise is found before one by which more were. Other groups
-        are those of a whole step: it must fit as a whole.
+        Conventions with one difference from the declared one are tried before those with two. Conventions
+        with other groups must fit the whole step.
         """
         names: list[list[str]] = [[] for _ in range(self.groups.n)]
         off = self.groups.any(self.differs(self.by_recipe))
@@ -279,7 +285,7 @@ class AuditedStep:
 
     @property
     def explained(self) -> Tensor:
-        """(N,) bool: rows of groups of which it is clear which other convention they fit."""
+        """(N,) bool: rows of groups whose advantages identify another convention."""
         return (
             self.groups_that_fit(ROWS, BOTH)
             | self.groups_that_fit(MASKED)
@@ -287,22 +293,22 @@ class AuditedStep:
         )
 
     def groups_that_fit(self, *conventions: str) -> Tensor:
-        """(N,) bool: rows of groups that fit one of these conventions and no other."""
+        """(N,) bool: rows of groups that fit only these conventions."""
         fits = [bool(names) and set(names) <= set(conventions) for names in self.conventions]
         return self.groups.spread(torch.tensor(fits, dtype=torch.bool))
 
     @property
     def other_groups(self) -> set[str]:
-        """Conventions by which groups are others, and which some group here fits."""
+        """Conventions with other groups that fit a group of this step."""
         return {name for names in self.conventions for name in names} - {ROWS, MASKED, BOTH}
 
-    # -- what rows weigh, and findings ----------------------------------------------------------------
+    # -- weights of rows, and findings ----------------------------------------------------------------
 
     @cached_property
     def declared_weight(self) -> Tensor | None:
-        """(N,) float64: of each token by the recipe's mean over the rows that train; None: not known."""
+        """(N,) float64 weight of each token by the recipe's mean over the rows that train; None: unknown."""
         stage = self.declared.weight
-        if stage is None or stage.unit == "turn":
+        if stage is None or stage.unit == "turn" or self.tokens is None:
             return None
         known = self.minibatch is not None and bool((self.minibatch >= 0).any())
         weighed = loss_weight(
@@ -319,13 +325,15 @@ class AuditedStep:
 
     @cached_property
     def gradient(self) -> Tensor | None:
-        """(N,) float64: |weight × advantage × tokens| over the sum of all rows; None: not known."""
+        """(N,) float64: |weight × advantage × tokens| over the sum of all rows; None: unknown."""
         advantage = self.logged
         if advantage is None:
             try:
                 advantage = self.by_recipe
             except BatchError:
                 return None
+        if self.tokens is None:
+            return None
         weight = self.declared_weight if self.weight is None else self.weight
         if weight is None:
             weight = torch.ones(self.size, dtype=torch.float64)
@@ -343,15 +351,15 @@ class AuditedStep:
         group: bool = True,
         meant: Tensor | None = None,
     ) -> AuditFinding:
-        """A finding about (N,) bool `rows`.
+        """Make a finding about (N,) bool `rows`.
 
         Args:
-            rows: whose share of the gradient it is.
-            text: a sentence.
-            expected: numbers, or (N,) of which those of the rows are taken.
-            found: the same.
+            rows: the rows whose share of the gradient is given.
+            text: the finding as a sentence.
+            expected: expected values, as numbers, or as (N,) of which the rows are taken.
+            found: the dump's values, likewise.
             group: whether the rows are of one group.
-            meant: (N,) bool, rows of the rollouts that it names; None: all.
+            meant: (N,) bool, the rows whose rollouts are named. None: `rows`.
         """
         at = rows.nonzero().flatten()
         rollouts = self.names_of(rows if meant is None else rows & meant)
@@ -367,18 +375,18 @@ class AuditedStep:
         """Labels of the rollouts of (N,) bool `rows`."""
         return list(dict.fromkeys(self.rollout_names[row] for row in rows.nonzero().flatten().tolist()))
 
-    def advantages_said(self, rows: Tensor) -> str:
-        """The first of the advantages of these rows, expected and found."""
+    def first_advantages(self, rows: Tensor) -> str:
+        """The first advantages of these rows, logged and expected, as text."""
         logged = self.by_recipe if self.logged is None else self.logged
-        said = (
+        pairs = (
             f"row {row} (rollout {self.rollout_names[row]}) {logged[row]:.4g}, by the recipe "
             f"{self.by_recipe[row]:.4g}"
             for row in rows.nonzero().flatten().tolist()
         )
-        return listing(said, most=3)
+        return listing(pairs, most=3)
 
     def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
-        """The groups of these rows, in order: their labels, and (N,) bool, which of the rows are theirs."""
+        """The groups of these rows, in order: the label, and (N,) bool, the rows of each."""
         found = dict.fromkeys(self.groups.of[rows].tolist())
         each = [rows & (self.groups.of == group) for group in found]
         return [(self.group_names[int(own.nonzero()[0])], own) for own in each]
@@ -388,10 +396,10 @@ class AuditedStep:
 
 
 def wrong_signs(step: AuditedStep) -> CheckOutcome:
-    """Rows whose advantage has the wrong sign: logged × declared < 0, both beyond rounding.
+    """Find rows whose advantage has the wrong sign: logged × declared < 0, both beyond rounding.
 
-    Needs advantages. Groups that are of another convention are that check's, which says how many of their
-    signs are wrong. A finding is a group; `expected` and `found` are advantages of its rows.
+    Needs advantages. Groups that follow another convention are reported by the check of that convention, with
+    the number of their wrong signs. A finding is a group; `expected` and `found` are advantages of its rows.
     """
     if step.refusal or step.logged is None:
         return CheckOutcome([], step.refusal)
@@ -399,7 +407,7 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
         [
             step.finding(
                 rows,
-                f"group {group}: wrong signs: {step.advantages_said(rows)}",
+                f"group {group}: wrong signs: {step.first_advantages(rows)}",
                 step.by_recipe,
                 step.logged,
             )
@@ -409,25 +417,25 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
 
 
 def mixed_groups(step: AuditedStep) -> CheckOutcome:
-    """Groups of two prompts: no prompt is that of a row of each of its rollouts.
+    """Find groups with several prompts: no prompt is on a row of each rollout of the group.
 
-    Needs prompts, and groups that were not made of them when the dump was read. With advantages also groups
-    of which these are measured against other groups' rollouts, cut by position or the whole step as one.
-    `expected` is 1 prompt, and `found` how many there are; or both are advantages.
+    Needs prompts, and groups that were not made from prompts when the dump was read. With advantages it also
+    finds groups that were compared with rollouts of other groups: cut by position, or the whole step as one
+    group. `expected` is 1 prompt and `found` the number of prompts; or both are advantages.
     """
     findings, lacking = [], ""
     if step.by_prompt:
-        lacking = "groups were made of their prompts when the dump was read (source.group_by=prompt)"
+        lacking = "groups were made from prompts when the dump was read (source.group_by=prompt)"
     elif step.prompts is None:
         lacking = "the dump has no prompts"
     else:
         texts: dict[str, int] = {}
         number = torch.tensor([texts.setdefault(prompt, len(texts)) for prompt in step.prompts])
-        here = ~step.lost  # the others may have no text
+        here = ~step.lost  # failed rollouts may have no text
         groups, rollouts, prompts = (
             Ids(each[here]) for each in (step.groups.labels, step.rollouts.labels, number)
         )
-        # How many rollouts of a group have a prompt: segments of one rollout may have prompts of their own.
+        # Count each group's rollouts with a prompt: segments of a rollout may have different prompts.
         once = rollouts.paired_with(prompts).is_first
         have = Ids(groups.paired_with(prompts).labels, once)
         size = torch.bincount(groups.of[rollouts.is_first], minlength=groups.n)
@@ -443,26 +451,26 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
         return CheckOutcome(findings, lacking)
     for group, rows in step.by_group(step.groups_that_fit(*step.other_groups)):
         how = " or ".join(step.conventions[int(step.groups.of[rows][0])])
-        text = f"group {group} is measured against others, as if {how}: {step.advantages_said(rows)}"
+        text = f"group {group} is compared with other groups, as if {how}: {step.first_advantages(rows)}"
         findings.append(step.finding(rows, text, step.by_recipe, step.logged))
     return CheckOutcome(findings, lacking)
 
 
 def _present(step: AuditedStep) -> tuple[Tensor, Tensor]:
-    """(P,) rollouts of each group that did not fail, and all of them."""
-    home, lost = (each[step.rollouts.first] for each in (step.groups.of, step.lost))
-    every = torch.bincount(home, minlength=step.groups.n)
-    return every - torch.bincount(home[lost], minlength=step.groups.n), every
+    """(P,) the number of each group's rollouts that did not fail, and of all its rollouts."""
+    group, lost = (each[step.rollouts.first] for each in (step.groups.of, step.lost))
+    every = torch.bincount(group, minlength=step.groups.n)
+    return every - torch.bincount(group[lost], minlength=step.groups.n), every
 
 
 def short_groups(step: AuditedStep) -> CheckOutcome:
-    """Groups that train and lack rollouts: fewer neither failed nor were aborted than were dispatched.
+    """Find incomplete groups that train: some dispatched rollouts failed, were aborted, or are missing.
 
-    Needs how large groups were; without it, groups are found of which a rollout failed. `expected` and
-    `found` are numbers of rollouts.
+    Needs the size of groups. Without it, it finds groups with a failed rollout. `expected` and `found` are
+    numbers of rollouts.
     """
     have, every = _present(step)
-    expected, lacking = every, "how large groups were is not known: source.group_size=8, say"
+    expected, lacking = every, UNKNOWN_SIZE
     if step.expected_rollouts is not None:
         expected, lacking = step.expected_rollouts[step.groups.first], ""
     short = (have < expected) & step.groups.any(step.trains)
@@ -477,27 +485,27 @@ def short_groups(step: AuditedStep) -> CheckOutcome:
 
 
 def oversized_groups(step: AuditedStep) -> CheckOutcome:
-    """Groups that train with more rollouts than were dispatched: a prompt drawn twice, or ids used again.
+    """Find groups that train with more rollouts than were dispatched: a prompt drawn twice, or reused ids.
 
-    Needs how large groups were. `expected` and `found` are numbers of rollouts.
+    Needs the size of groups. `expected` and `found` are numbers of rollouts.
     """
     if step.expected_rollouts is None:
-        return CheckOutcome([], "how large groups were is not known: source.group_size=8, say")
+        return CheckOutcome([], UNKNOWN_SIZE)
     _, every = _present(step)
     expected = step.expected_rollouts[step.groups.first]
     large = (every > expected) & step.groups.any(step.trains)
     findings = []
     for group, rows in step.by_group(step.groups.spread(large)):
         at = int(step.groups.of[rows][0])
-        text = f"group {group} has {int(every[at])} rollouts, and was dispatched with {int(expected[at])}"
+        text = f"group {group} has {int(every[at])} rollouts, but was dispatched with {int(expected[at])}"
         findings.append(step.finding(rows, text, [int(expected[at])], [int(every[at])]))
     return CheckOutcome(findings)
 
 
 def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: str) -> CheckOutcome:
-    """Groups whose advantages are of a convention in place of the declared one.
+    """Find groups whose advantages follow a convention other than the declared one.
 
-    Groups that fit none of the two are what it lacks, where the two differ.
+    Groups that fit neither of the two could not be checked, if the two conventions differ for them.
     """
     if step.refusal or step.logged is None:
         return CheckOutcome([], step.refusal)
@@ -505,50 +513,48 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
     for group, rows in step.by_group(step.groups_that_fit(convention, BOTH)):
         off = step.differs(step.by_recipe) & rows
         flipped = int((off & step.flipped).sum())
-        said = f"group {group}: {text}: {listing(step.names_of(rows & about))}; {step.advantages_said(off)}"
-        said += f"; wrong signs among these: {flipped}" if flipped else ""
-        findings.append(step.finding(rows, said, step.by_recipe, step.logged, meant=about))
+        line = f"group {group}: {text}: {listing(step.names_of(rows & about))}; {step.first_advantages(off)}"
+        line += f"; wrong signs among these: {flipped}" if flipped else ""
+        findings.append(step.finding(rows, line, step.by_recipe, step.logged, meant=about))
     off, lacking = step.groups.any(step.differs(step.by_recipe)), ""
     if bool(off.any()) and convention in step.by_convention:
         tell = step.groups.any((step.by_convention[convention] - step.by_recipe).abs() > step.near)
         unknown = off & tell & torch.tensor([not names for names in step.conventions])
         if named := [group for group, _ in step.by_group(step.groups.spread(unknown))]:
-            lacking = (
-                f"the advantages of groups {listing(named)} of step {step.step} are of neither convention"
-            )
+            lacking = f"the advantages of groups {listing(named)} of step {step.step} fit neither convention"
     return CheckOutcome(findings, lacking)
 
 
 def counted_twice(step: AuditedStep) -> CheckOutcome:
-    """Rollouts that count once for each of their rows: advantages are those of rows, and not of rollouts.
+    """Find rollouts that count once for each of their rows: the statistics were over rows, not rollouts.
 
-    Needs advantages, and which rows are one rollout. `expected` and `found` are advantages of the group.
+    Needs advantages and rollout ids. `expected` and `found` are advantages of the group.
     """
     if "rollouts" in step.unsaid:
-        return CheckOutcome([], "the dump does not say which rows are one rollout, and each is read as one")
+        return CheckOutcome([], "the dump has no rollout ids, and each row is read as a rollout")
     return _counted_otherwise(step, ROWS, step.several, "rollouts that count once for each of their rows")
 
 
 def masked_counted(step: AuditedStep) -> CheckOutcome:
-    """Rollouts out of the loss that count: advantages are those with them in the baseline, not without.
+    """Find rollouts out of the loss that count: the baseline was computed with their rewards.
 
-    Out of the loss are those that failed or have no token in the loss, and have a reward. Needs advantages
+    A rollout is out of the loss if it failed or has no token in the loss, and has a reward. Needs advantages
     and loss masks, and a recipe that does not count them. `expected` and `found` are advantages of the group.
     """
-    text = "rollouts that are out of the loss and count in the baseline"
+    text = "rollouts that are out of the loss but count in the baseline"
     outcome = _counted_otherwise(step, MASKED, step.out_of_loss, text)
     if "masks" in step.unsaid:
         return outcome._replace(lacking="the dump has no loss masks")
     if step.declared.counts_masked and not outcome.lacking:
-        said = "the recipe declares that masked rollouts count; pipeline.empty=exclude looks for them"
-        return outcome._replace(lacking=said)
+        why = "the recipe counts masked rollouts; to find them, set pipeline.empty=exclude"
+        return outcome._replace(lacking=why)
     return outcome
 
 
 def other_advantages(step: AuditedStep) -> CheckOutcome:
-    """Advantages that are of no convention here: not the declared ones, nor what another check has found.
+    """Find advantages that differ from the declared ones, where no other check explains the difference.
 
-    Needs advantages. A finding is of a step; `expected` and `found` are advantages.
+    Needs advantages. A finding is about a step; `expected` and `found` are advantages.
     """
     if step.refusal or step.logged is None:
         return CheckOutcome([], step.refusal)
@@ -557,7 +563,7 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
         return CheckOutcome([])
     compared = int((step.trains & step.logged.isfinite() & step.by_recipe.isfinite()).sum())
     text = (
-        f"{int(off.sum())} of {compared} advantages are not those of the recipe: {step.advantages_said(off)}"
+        f"{int(off.sum())} of {compared} advantages are not those of the recipe: {step.first_advantages(off)}"
     )
     for group, rows in step.by_group(off):
         if names := step.conventions[int(step.groups.of[rows][0])]:
@@ -566,18 +572,21 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
 
 
 def wrong_weights(step: AuditedStep) -> CheckOutcome:
-    """How far weights are from the declared mean: w_i / w*_i − 1 of each row, at most, in each minibatch.
+    """Find minibatches whose loss weights are not those of the recipe: w_i / w*_i − 1 is not 0.
 
-    w* is what the recipe's LossWeight gives to the rows that trained (``headrace.transforms.loss_weight``).
-    Needs weights and minibatches. `expected` and `found` are weights of a token of each row.
+    w* are the weights of the recipe's LossWeight for the rows that trained
+    (``headrace.transforms.loss_weight``). Needs weights and minibatches. `expected` and `found` are the
+    weights of a token of each row.
     """
     if step.weight is None:
         return CheckOutcome([], "the dump has no loss weights")
     if step.minibatch is None or not bool((step.minibatch >= 0).any()):
         return CheckOutcome([], "the dump does not have all rows of each minibatch")
+    if step.tokens is None:
+        return CheckOutcome([], NO_TOKENS)
     declared = step.declared_weight
     if declared is None:
-        return CheckOutcome([], "the recipe's mean is not one of rows, rollouts, groups or tokens")
+        return CheckOutcome([], "the recipe's mean is not over rows, rollouts, groups or tokens")
     findings = []
     ratio = step.weight / declared
     off = step.trains & ((ratio - 1).abs() > AGREE)
@@ -586,9 +595,9 @@ def wrong_weights(step: AuditedStep) -> CheckOutcome:
         mine = step.trains & (step.minibatch == minibatch)
         total = float((step.weight * step.tokens)[mine].sum())
         text = (
-            f"minibatch {minibatch}: {int(rows.sum())} of {int(mine.sum())} rows weigh "
-            f"{ratio[rows].min():.4g} to {ratio[rows].max():.4g} of what the declared mean gives them; "
-            f"weight × tokens is {total:.4g} in all"
+            f"minibatch {minibatch}: {int(rows.sum())} of {int(mine.sum())} rows have "
+            f"{ratio[rows].min():.4g} to {ratio[rows].max():.4g} times the weight of the declared mean; "
+            f"Σ weight × tokens is {total:.4g}"
         )
         findings.append(step.finding(rows, text, declared, step.weight, group=False))
     return CheckOutcome(findings)
@@ -604,4 +613,4 @@ CHECKS: dict[str, tuple[str, Callable[[AuditedStep], CheckOutcome]]] = {
     "advantages": ("other advantages than the recipe's", other_advantages),
     "weights": ("other weights than the recipe's", wrong_weights),
 }
-"""By name: what is looked for, and the function that does."""
+"""The title and the function of each check, by name."""

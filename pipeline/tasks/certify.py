@@ -1,8 +1,7 @@
-"""The task ``certify``: what the expectation of a recipe's gradient is, on tasks that can be enumerated."""
+"""The task ``certify``: the exact expectation of a recipe's gradient, on tasks that can be enumerated."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report import page_data, write_page
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
 from .source import recipe_nodes, sizes_of_groups
@@ -47,10 +47,10 @@ NOTHING: dict[str, Any] = {"ratio": (), **dict.fromkeys(("relative_bias", "cosin
 def certify(
     config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
 ) -> float:
-    """Go through all outcomes of every task with every recipe; print and write what comes out.
+    """Run every recipe on all outcomes of every task; print and write the certificates.
 
     Args:
-        config: as ``task=certify`` composes it.
+        config: composed with ``task=certify``.
         output: folder for ``config.yaml``, ``certificate.json`` and ``report.html``.
         words: overrides of the command line; those of ``pipeline`` apply to all recipes.
         console: where to print; None: standard output.
@@ -59,8 +59,8 @@ def certify(
         The greatest relative bias of an advantage.
 
     Raises:
-        ConfigError: a task that is too large, or is no task; an option that a recipe does not have; no
-            recipe takes any task's rows.
+        ConfigError: a task is too large, or is no SmallTask; or a recipe does not have an option; or each
+            recipe refuses the rows of each task.
     """
     console = console or Console()
     most = config.certify.most
@@ -72,8 +72,8 @@ def certify(
     if config.pipelines:
         nodes = recipe_nodes(config.pipelines, words)
     for size, task in product(sizes, tasks):
-        with suppress(GroupSizeError):  # which the table says
-            count_outcomes(tasks[task], task, size, config.certify.most)  # before minutes of others
+        with suppress(GroupSizeError):  # the table reports it
+            count_outcomes(tasks[task], task, size, config.certify.most)  # refuse large tasks first
     found: list[Found] = []
     cases = list(product(sizes, tasks, nodes))
     for size, task, recipe in track(cases, "certifying", console=console, transient=True):
@@ -82,10 +82,10 @@ def certify(
     certificates = [each for each in found if isinstance(each, Certificate)]
     if not certificates:
         reasons = {each.reason for each in found if isinstance(each, Refused)}
-        raise ConfigError("no recipe takes the rows of any task: " + "; ".join(sorted(reasons)))
+        raise ConfigError("each recipe refuses the rows of each task: " + "; ".join(sorted(reasons)))
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    text = json.dumps({"certificates": [each.plain() for each in certificates]}, indent=1)
+    text = json_text({"certificates": [each.plain() for each in certificates]}, indent=1)
     write_whole(output / "certificate.json", lambda file: file.write_text(text))
     if config.report.html:
         page = page_data([], title=f"certificates of {', '.join(nodes)}")
@@ -96,10 +96,10 @@ def certify(
 
 
 def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
-    """The tasks of a composed configuration, by name.
+    """Build the tasks of a configuration, by name.
 
     Raises:
-        ConfigError: a name that there is not; one that cannot be made, or is no task.
+        ConfigError: a name is unknown, or its node cannot be built, or is no SmallTask.
     """
     nodes = config.certify.tasks
     only = config.certify.only
@@ -109,7 +109,7 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
     for name in names:
         if nodes.get(name) is None:
             raise ConfigError(
-                f"certify.only: there is no task {name!r}{suggest(str(name), nodes)}; there are "
+                f"certify.only: unknown task {name!r}{suggest(str(name), nodes)}; the tasks are "
                 f"{', '.join(map(str, nodes))}"
             )
     made: dict[str, SmallTask] = {}
@@ -121,7 +121,7 @@ def small_tasks(config: DictConfig) -> dict[str, SmallTask]:
 
 
 def on_page(found: Found) -> dict[str, Any]:
-    """A certificate, or why there is none, as the page has it."""
+    """Return a certificate, or the reason why there is none, as data of the page."""
     head = {"recipe": found.recipe, "task": found.task, "group_size": found.group_size}
     if isinstance(found, Refused):
         head |= {"outcomes": 0, "refused": printable(found.reason)}
@@ -132,7 +132,7 @@ def on_page(found: Found) -> dict[str, Any]:
 
 
 def show_certificates(found: Sequence[Found], console: Console) -> None:
-    """Print a table for each task and size of groups, and then which recipes refuse which rows, and why."""
+    """Print a table for each task and group size, and then which recipes refuse a task, and why."""
     certificates = [each for each in found if isinstance(each, Certificate)]
     for task, size in dict.fromkeys((each.task, each.group_size) for each in certificates):
         here = [each for each in certificates if (each.task, each.group_size) == (task, size)]
@@ -157,10 +157,10 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
             refusals.setdefault((refusal.recipe, reason), []).append(refusal.task)
     for (recipe, reason), tasks in refusals.items():
         places = printable(", ".join(dict.fromkeys(tasks)))
-        line = Text(f"{printable(recipe)} does not take the rows of {places}: ", "yellow")
+        line = Text(f"{printable(recipe)} refuses the rows of {places}: ", "yellow")
         console.print(line.append(printable(reason)), soft_wrap=True)
 
 
 def number(value: float | None) -> str:
-    """With four decimals, of which −0 is 0; – where there is none."""
+    """Format with four decimals, −0 as 0; a dash for None."""
     return "–" if value is None else f"{round(value, 4) + 0.0:.4f}"

@@ -1,9 +1,8 @@
-"""The task ``compare``: rollouts of a dump through two recipes."""
+"""The task ``compare``: run the rollouts of a dump through two recipes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,27 +21,32 @@ from headrace.pipeline.report import (
 )
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 from .source import each_step, open_configured, recipe_nodes, report_of
 
-LINES = 8  # of a table of shares: those that differ most
-PROMPT = 40  # letters of it at most
+LINES = 8  # lines of a table of shares: those that differ most
+PROMPT = 40  # characters of a prompt at most
 FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
     "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
     "all rows."
 )
+NO_SHARES = (
+    "Shares of the gradient are not known: the dump has no tokens. "
+    "source.tokenizer=PATH makes them of its texts."
+)
 
 
 def compare(
     config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
 ) -> float:
-    """Run every step of a dump through two recipes; print and write how they differ.
+    """Run every step of a dump through two recipes; print and write the differences.
 
     Args:
-        config: as ``task=compare`` composes it.
+        config: composed with ``task=compare``.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
         words: overrides of the command line; those of ``pipeline`` apply to both recipes.
         console: where to print; None: standard output.
@@ -51,14 +55,15 @@ def compare(
         The correlation of the advantages.
 
     Raises:
-        ConfigError: not two recipes, no path, or an option that one of the recipes does not have.
-        SourceError: a file that cannot be read.
+        ConfigError: ``pipelines`` are not two recipes, ``source.path`` is missing, or one of the recipes does
+            not have an option.
+        SourceError: a file cannot be read.
         BatchError: a stage refused a step's batch.
     """
     console = console or Console()
     names = list(config.pipelines)
     if len(names) != 2:
-        raise ConfigError(f"two recipes are compared: pipelines=[as/verl,grpo]; got {names}")
+        raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
     pipelines = [build_pipeline(node) for node in recipe_nodes(names, words).values()]
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
@@ -68,6 +73,7 @@ def compare(
         output,
         title=f"{names[0]} and {names[1]}",
         steps=config.report.steps,
+        dump=None,  # rows have one advantage in a dump: a replay of each recipe writes them
         page=config.report.html,
         every=config.report.every,
         versus=names,
@@ -75,27 +81,27 @@ def compare(
     with folder:
         for step, batch in each_step(source, console):
             first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
-            comparison.add(first, second)
-            # The report of the first, with what the second makes of each row beside it.
+            differ = {f"versus/{name}": value for name, value in comparison.add(first, second).items()}
+            # The report of the first recipe, with the second one's advantages and shares as further columns.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
-            folder.add(dataclasses.replace(first, columns={**first.columns, **beside}))
-    numbers = {key: None if math.isnan(value) else value for key, value in comparison.numbers.items()}
+            columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
+            folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     steps = max(comparison.steps, 1)
     shares = {
         table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
         for table, lines in comparison.shares.items()
     }
     movers = [mover._asdict() for mover in comparison.movers]
-    result = {"pipelines": names, "numbers": numbers, "shares": shares, "movers": movers}
-    write_whole(output / "compare.json", lambda file: file.write_text(json.dumps(result, indent=1)))
+    result = {"pipelines": names, "numbers": dict(comparison.numbers), "shares": shares, "movers": movers}
+    write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
     show_comparison(comparison, console)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
     return comparison.numbers["correlation"]
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the numbers of a comparison, and a table of each of its shares of the gradient."""
+    """Print the numbers of a comparison, and its tables of gradient shares."""
 
     def by_label(line: tuple[str, np.ndarray]) -> tuple[int, str]:
         return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
@@ -104,20 +110,26 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     labels = {
         "rows": "rows",
         "trained_by_both": "trained by both",
-        "trained_only_by_first": f"trained by {first} alone",
-        "trained_only_by_second": f"trained by {second} alone",
+        "trained_only_by_first": f"trained only by {first}",
+        "trained_only_by_second": f"trained only by {second}",
         "correlation": "correlation of advantages",
         "differ": "advantages that differ",
-        "sign_flips": "advantages that flip their sign",
-        "gradient_moved": "share of the gradient that goes to other groups",
-        "gradient_cosine": "cosine of what rows weigh in the two gradients",
+        "sign_flips": "advantages with opposite signs",
+        "gradient_moved": "share of the gradient that moves to other groups",
+        "gradient_cosine": "cosine of the rows' gradient shares",
     }
+    if comparison.steps > 1:
+        labels |= {name: f"{labels[name]}, mean over steps" for name in FORMATS if name != "correlation"}
     title = f"\nthe same rollouts under {first} and {second}"
+    title += f", all {comparison.steps:,} steps" if comparison.steps > 1 else ""
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
     for key, value in comparison.numbers.items():
         table.add(labels[key], "–" if math.isnan(value) else format(value, FORMATS.get(key, ",.0f")))
     console.print(table)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
+    if math.isnan(comparison.moved):
+        console.print(Text(f"\n{NO_SHARES}"), soft_wrap=True)
+        return
     console.print(Text("\n" + SHARE), soft_wrap=False)
     movers = FittedTable(
         [FittedColumn("step", right=True), FittedColumn("group", right=True), *recipes],

@@ -1,4 +1,4 @@
-"""The task ``plan``: what share of groups would be uninformative at other group sizes."""
+"""The task ``plan``: the share of groups that would be uninformative at other group sizes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from headrace.transforms.schema import has_key
 from .source import each_step, open_configured, report_of, sizes_of_groups
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
-PARTS = 0.1  # of the rollouts must lie on either side of what counts as solved, for solve rates to say much
+PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
 
 
 def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np.ndarray:
-    """The chance that all of G rollouts of a prompt have one reward, estimated from a group of n.
+    """Estimate the probability that G rollouts of a prompt have equal rewards, from a group of n.
 
     With n_v rollouts that have the reward v::
 
-        G ≤ n   Σ_v C(n_v, G) / C(n, G)      without bias: G of the n, drawn without replacement
-        G > n   Σ_v (n_v / n)^G              by the shares seen; too high, since n may have missed rewards
+        G ≤ n   Σ_v C(n_v, G) / C(n, G)      unbiased: G of the n rollouts without replacement
+        G > n   Σ_v (n_v / n)^G              biased upwards, since n rollouts may miss rewards
 
     Args:
-        count: (C,) n_v ≥ 1, an entry for each reward of each group.
-        group: (C,) its group, from 0 to the last.
+        count: (C,) n_v ≥ 1, one entry for each reward of each group.
+        group: (C,) the group of each entry, from 0.
         group_size: G ≥ 1.
 
     Returns:
-        (groups,) float, in [0, 1]; of a single rollout exactly 1.
+        (groups,) float, in [0, 1]; exactly 1 for G = 1.
 
     Example:
         >>> three_solved_of_four = np.array([3, 1]), np.array([0, 0])
         >>> chance_of_equal(*three_solved_of_four, 2), chance_of_equal(*three_solved_of_four, 8).round(3)
         (array([0.5]), array([0.1]))
     """
-    if group_size == 1:  # whose sum of shares may miss 1 by a rounding
+    if group_size == 1:  # a rounded sum of shares may not be exactly 1
         return np.ones(len(np.bincount(group)))
     rollouts = np.bincount(group, count)[group]
     chance = (count / rollouts) ** group_size
@@ -60,35 +60,35 @@ def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np
 
 
 class GroupsSeen(NamedTuple):
-    """The groups of a dump as a recipe compares them, those of two rollouts or more with a reward.
+    """The groups of a dump that have at least two rollouts with rewards, as a recipe compares them.
 
-    What is equal is what TRL's ``frac_reward_zero_std`` is of: nothing that is compared of them differs.
+    `equal` groups are those of TRL's ``frac_reward_zero_std``: all compared rewards of the group are equal.
     """
 
     mean: np.ndarray
-    """(G,) of the rewards."""
+    """(G,) mean reward."""
     spread: np.ndarray
-    """(G,) their std, with divisor n − 1."""
+    """(G,) std of the rewards, with divisor n − 1."""
     low: np.ndarray
-    """(G,) the least of them."""
+    """(G,) least reward."""
     high: np.ndarray
-    """(G,) the greatest."""
+    """(G,) greatest reward."""
     solved: np.ndarray
-    """(G,) the share of rollouts at or above what counts as solved."""
+    """(G,) share of rollouts with a reward of at least `solved`."""
     equal: np.ndarray
-    """(G,) bool."""
+    """(G,) bool, all compared rewards are equal."""
     count: np.ndarray
-    """(C,) rollouts, for each different reward of each group."""
+    """(C,) number of rollouts, for each distinct reward of each group."""
     group: np.ndarray
-    """(C,) its group, from 0 to G − 1."""
+    """(C,) the group of each entry, from 0 to G − 1."""
     rewards: np.ndarray
-    """(R,) of their rollouts."""
+    """(R,) rewards of all rollouts."""
     compared: np.ndarray
-    """(steps,) groups of two rollouts or more, some of which may lack a reward."""
+    """(steps,) number of groups with at least two rollouts, with or without rewards."""
 
 
 def groups_seen(report: StepReport) -> GroupsSeen:
-    """The groups of a step, by its report.
+    """Return the groups of a step from its report.
 
     Raises:
         ConfigError: the batch has no groups.
@@ -96,7 +96,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     report = report.as_compared
     groups, each = report.groups, report.rollouts
     if not groups:
-        raise ConfigError("a column of groups is required, to know which are uninformative; found none")
+        raise ConfigError("task=plan needs a column of group ids; the dump has none. Set source.group_by")
     scored = np.flatnonzero(has_reward(each))
     ids, index, number = np.unique(each["group"][scored], return_inverse=True, return_counts=True)
     several, index = number > 1, index.reshape(-1)
@@ -122,16 +122,17 @@ def groups_seen(report: StepReport) -> GroupsSeen:
 
 
 def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How often each different row of values is in each group.
+    """Count the distinct rows of values in each group.
 
-    A column in which a group does not differ tells none of its rollouts apart, also where some lack it.
+    A column that is constant within a group does not distinguish its rollouts, even if some values are
+    missing.
 
     Args:
-        values: (R, K), NaN where one is missing.
-        group: (R,) from 0 to the last.
+        values: (R, K), NaN for missing values.
+        group: (R,) group of each row, from 0.
 
     Returns:
-        (C,) groups, and (C,) rollouts with the same values.
+        (C,) groups, and (C,) numbers of rollouts with equal values.
 
     Example:
         >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))
@@ -146,22 +147,23 @@ def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray,
 
 
 def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
-    """Print the share of uninformative groups by group size, given the rewards of a dump under a recipe.
+    """Print the share of uninformative groups by group size, from the rewards of a dump under a recipe.
 
-    The recipe is what ``task=replay`` runs: its rewards are compared, after its gate, its shaping and its
-    weights. Where the dump has tokens, also what its rows would cost as trees.
+    It runs the recipe as ``task=replay`` does, and compares rewards after its gate, shaping and weights. If
+    the dump has tokens, it also prints the cost of its rows as prefix trees.
 
     Args:
-        config: as ``task=plan`` composes it.
-        output: not written to.
+        config: composed with ``task=plan``.
+        output: not used.
         console: where to print; None: standard output.
 
     Returns:
-        The share of groups in the dump that are uninformative, ``frac_reward_zero_std`` of a replay.
+        The share of uninformative groups in the dump, as ``frac_reward_zero_std`` of a replay.
 
     Raises:
-        ConfigError: no path, a group size that is no integer ≥ 1, or no group of two rollouts with a reward.
-        SourceError: a file that cannot be read.
+        ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
+            rollouts with rewards.
+        SourceError: a file cannot be read.
         BatchError: a stage refused a step's batch.
     """
     console = console or Console()
@@ -176,8 +178,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
     if not len(seen.equal):
         raise ConfigError(
-            "a group of two rollouts with a reward is required, to know how rewards differ; found none in "
-            "the dump"
+            "task=plan needs groups with at least two rollouts with rewards; found none in the dump"
         )
     show_group_sizes(seen, sizes, config.report.solved, console)
     if words := tree_words(tokens.numbers(linear=linear_of(pipeline.stages.values()))):
@@ -186,7 +187,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
 
 
 def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console) -> None:
-    """Print a table with a line per range of solve rates, or of spreads, and a column per group size.
+    """Print a table with a line for each range of solve rates or of spreads, and a column for each size.
 
     Args:
         seen: the groups.
@@ -201,7 +202,7 @@ def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, cons
         FittedColumn(f"G={size}" + ("*" if (rollouts < size).any() else ""), right=True) for size in sizes
     ]
     head = [FittedColumn(name, gives="wrap"), FittedColumn("groups", right=True)]
-    title = "the chance that all rewards of a group are equal, by its number of rollouts G"
+    title = "the chance that all rewards of a group are equal, by group size G"
     table = FittedTable([*head, *columns], title)
     for label, inside in lines:
         if inside.any():
@@ -214,9 +215,9 @@ def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, cons
     table.add("rollouts per informative group", "", *needed)
     console.print(table)
     if (rollouts < max(sizes)).any():
-        words = "* for groups of fewer rollouts than G by the shares of the rewards seen, which is too high"
+        words = "* estimated from the shares of the rewards seen, for groups with fewer than G rollouts"
         console.print(
-            f"{words}: a prompt may have rewards that its few rollouts have missed.", highlight=False
+            f"{words}. The estimate is too high: few rollouts may miss some rewards.", highlight=False
         )
     console.print(
         f"{seen.equal.sum() / seen.compared.sum():.0%} of the groups in the dump are uninformative under "
@@ -226,15 +227,15 @@ def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, cons
 
 
 def lines_of(seen: GroupsSeen, solved: float) -> tuple[str, list[tuple[str, np.ndarray]]]:
-    """The lines of the table: what their ranges are of, and for each its label and (G,) bool.
+    """Return the name of the quantity in the table's first column, and for each line a label and (G,) bool.
 
-    Ranges are of the solve rate where rewards have two values, of which the greater is solved, or where a
-    tenth of the rollouts or more are on either side of `solved`; else of the rewards' spread.
+    The quantity is the solve rate if rewards have two values, where the greater one is solved, or if at least
+    a tenth of the rollouts are on each side of `solved`. Else it is the rewards' standard deviation.
     """
     values, rate = np.unique(seen.rewards), seen.solved
     if len(values) == 2:
         solved, rollouts = values[1], np.bincount(seen.group, seen.count)
-        # A mean is rounded, and a number of rollouts is whole.
+        # The mean is rounded: recover the exact number of solved rollouts.
         rate = np.round((seen.mean - values[0]) / (solved - values[0]) * rollouts) / rollouts
     reached = float(np.mean(seen.rewards >= solved))
     if len(values) == 2 or PARTS <= reached <= 1 - PARTS:

@@ -1,4 +1,4 @@
-"""Logged advantages explained: which framework's recipe they are of, and how they follow from ours."""
+"""Explain logged advantages: which framework's recipe computes them, and how they differ from ours."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport
 from headrace.pipeline.report.numbers import AGREE
 from headrace.transforms import BatchError, group_relative_advantage, whiten
-from headrace.transforms.schema import MINIBATCH
+from headrace.transforms.schema import MINIBATCH, NO_LENGTHS
 
-MOST = 2**14  # rows that are looked at, of whole steps from the first on
-SHOWN = 4  # recipes that agree
-CLOSE = 1e-6  # what is this near is as good as the nearest, of advantages about 1
+MOST = 2**14  # rows that are compared: those of whole steps, from the first one on
+SHOWN = 4  # matching recipes that are named
+CLOSE = 1e-6  # recipes within this distance match equally well, for advantages of about 1
 EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
 class LoggedAdvantages:
-    """The logged advantages of a dump beside ours, step by step; :meth:`words` says what they are.
+    """Compare the logged advantages of a dump with ours, step by step; :meth:`words` has the result.
 
     Example:
         >>> LoggedAdvantages().words()
@@ -39,7 +39,7 @@ class LoggedAdvantages:
         self.taken = 0
 
     def add(self, report: StepReport) -> None:
-        """Take the report of the next step."""
+        """Add the report of the next step."""
         rows = logged_rows(report)
         if rows is None:
             return
@@ -50,14 +50,14 @@ class LoggedAdvantages:
             self.steps.append(rows)
 
     def words(self) -> str:
-        """A paragraph; empty where no row has both advantages."""
+        """Return the result as a paragraph; empty if no row has both advantages."""
         apart = np.concatenate([np.empty(0), *self.apart])
         if not len(apart):
             return ""
         agree = float((apart <= AGREE).mean())
         head = (
             f"logged advantages: {len(apart):,} rows have one, {agree:.0%} agree with yours within "
-            f"{AGREE:g}; they differ by {apart.max():.2g} at most, {apart.mean():.2g} in the mean"
+            f"{AGREE:g}; the greatest difference is {apart.max():.2g}, the mean {apart.mean():.2g}"
         )
         if agree == 1:
             return f"{head}."
@@ -67,7 +67,7 @@ class LoggedAdvantages:
 
 
 def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
-    """What the logged advantages are, in clauses: whose recipe or which convention, and how from ours."""
+    """Describe logged advantages in clauses: the matching recipes or convention, and the relation to ours."""
     logged = np.concatenate([step.logged for step in steps])
     close = tolerance(logged)
     names, least = nearest(
@@ -76,17 +76,17 @@ def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
     )
     if least <= close:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        found = [f"they are those of {', '.join(names[:SHOWN])}{more} to {least:.1g}"]
+        found = [f"they are those of {', '.join(names[:SHOWN])}{more}, within {least:.1g}"]
     else:
         convention, apart = nearest_convention(steps)
-        told = "are those of" if apart <= close else f"come nearest, to {apart:.2g}, to those of"
-        found = [f"they are of no framework's recipe ({names[0]} is off by {least:.2g})"]
+        told = "are those of" if apart <= close else f"are nearest, within {apart:.2g}, to those of"
+        found = [f"they match no framework's recipe ({names[0]} differs by {least:.2g})"]
         found.append(f"they {told} {convention}")
     return [*found, *filter(None, [relation(steps)])]
 
 
 def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
-    """How far logged advantages are at most from those of a recipe, of rewards as collected or as shaped."""
+    """The greatest difference from a recipe's advantages, of the collected or the shaped rewards."""
     advantage = advantage_as(name)
     return min(
         difference(steps, advantage),
@@ -94,14 +94,14 @@ def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
     )
 
 
-@cache  # a recipe takes a tenth of a second to compose, and a dump has many files
+@cache  # composing a recipe takes a tenth of a second
 def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
-    """A function from rows to the advantage that a recipe gives them, all of which it compares.
+    """Return a function from rows to a recipe's advantages.
 
-    Only stages that compute it are run: who is in a group is seen from the dump.
+    It runs only the stages that compute the advantage, on all rows: the groups are those of the dump.
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
 
     Example:
         >>> one = np.array([0.0, 1.0])
@@ -118,13 +118,17 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
     pipeline = Pipeline(computing)
 
     def advantage(rows: LoggedRows) -> np.ndarray:
-        width = max(int(rows.tokens.max()), 1)
-        mask = torch.arange(width) < torch.from_numpy(rows.tokens).unsqueeze(1)
         columns = {"group_id": rows.group, "rollout_id": rows.rollout, ("next", "reward"): rows.collected}
         batch = TensorDict(
-            {key: torch.from_numpy(column) for key, column in columns.items()}, batch_size=[len(mask)]
+            {key: torch.from_numpy(column) for key, column in columns.items()}, batch_size=[len(rows.group)]
         )
-        batch["masks", "all_assistant_mask"] = mask
+        if rows.tokens is None:
+            batch[NO_LENGTHS] = torch.ones(len(batch), dtype=torch.bool)
+        else:
+            width = max(int(rows.tokens.max()), 1)
+            batch["masks", "all_assistant_mask"] = (
+                torch.arange(width) < torch.from_numpy(rows.tokens)[:, None]
+            )
         return pipeline.run(batch).batch["advantage"].reshape(-1).double().numpy()
 
     return advantage
@@ -134,23 +138,23 @@ class LoggedRows(NamedTuple):
     """The rows of a step that have a logged advantage and a reward."""
 
     logged: np.ndarray
-    """(N,) as the dump has it."""
+    """(N,) the dump's advantages."""
     ours: np.ndarray
-    """(N,) of our recipe; NaN where it gives none."""
+    """(N,) advantages of our recipe; NaN for rows without one."""
     reward: np.ndarray
-    """(N,) of the rollout, as our recipe compares it."""
+    """(N,) the rollout's reward, as our recipe compares it."""
     collected: np.ndarray
-    """(N,) as the dump has it."""
+    """(N,) the dump's rewards."""
     group: np.ndarray
     """(N,) int64."""
     rollout: np.ndarray
     """(N,) int64."""
-    tokens: np.ndarray
-    """(N,) int64, in the loss."""
+    tokens: np.ndarray | None
+    """(N,) int64, number of tokens in the loss; None where the dump has no lengths."""
 
 
 class Convention(NamedTuple):
-    """How an advantage may be computed, in the words of GroupRelativeAdvantage and BatchWhitening."""
+    """A way to compute advantages, in the options of GroupRelativeAdvantage and BatchWhitening."""
 
     baseline: Literal["mean", "leave_one_out", "batch"] = "mean"
     scale: Literal["group", "batch", "none"] = "group"
@@ -161,18 +165,22 @@ class Convention(NamedTuple):
     eps: float = 1e-6
 
     def advantage(self, rows: LoggedRows) -> np.ndarray:
-        """(N,) the advantage by this convention.
+        """Compute the (N,) advantages by this convention.
 
         Raises:
-            BatchError: segments of a rollout have rewards of their own.
+            BatchError: segments of a rollout have different rewards; lengths are needed and not known.
         """
         reward = torch.from_numpy(rows.reward if self.rewards == "shaped" else rows.collected)
         group, rollout = torch.from_numpy(rows.group), torch.from_numpy(rows.rollout)
         voters = rollout if self.votes == "rollouts" else None
         how = {"baseline": self.baseline, "scale": self.scale, "ddof": self.ddof, "eps": self.eps}
         credit = group_relative_advantage(reward, group, voters, **how)  # type: ignore[arg-type]
+        if self.whitened == "token" and rows.tokens is None:
+            raise BatchError("advantages that are whitened by token need the lengths of responses")
         if self.whitened:
-            each = torch.from_numpy(rows.tokens) if self.whitened == "token" else torch.ones_like(credit)
+            each = torch.ones_like(credit)
+            if self.whitened == "token" and rows.tokens is not None:
+                each = torch.from_numpy(rows.tokens)
             credit = whiten(credit, each)
         return credit.numpy()
 
@@ -180,12 +188,12 @@ class Convention(NamedTuple):
         words = [f"baseline={self.baseline}", f"scale={self.scale}"]
         words += [f"ddof={self.ddof}", f"eps={self.eps:g}"] if self.scale != "none" else []
         words += [f"whitened by {self.whitened}"] if self.whitened else []
-        words += ["each row a vote"] if self.votes == "rows" else []
+        words += ["each row counts"] if self.votes == "rows" else []
         return ", ".join(words + (["of the rewards as collected"] if self.rewards == "collected" else []))
 
 
 def logged_rows(report: StepReport) -> LoggedRows | None:
-    """The rows of a report that have a logged advantage and a reward; None where there is none."""
+    """The rows of a report that have a logged advantage and a reward; None if there are none."""
     columns, unknown = report.columns, np.full(len(report), np.nan)
     if "logged_advantage" not in columns or "group_id" not in columns or "reward" not in columns:
         return None
@@ -193,14 +201,16 @@ def logged_rows(report: StepReport) -> LoggedRows | None:
     rows &= np.isfinite(columns.get("collected_reward", columns["reward"]))
     if not rows.any():
         return None
-    every = {"rollout_id": np.arange(len(report)), "tokens": np.ones(len(report), np.int64)} | dict(columns)
-    names = ("reward", "collected_reward", "group_id", "rollout_id", "tokens")
-    ours = columns.get("advantage", unknown)[rows]
-    return LoggedRows(columns["logged_advantage"][rows], ours, *(every[name][rows] for name in names))
+    every = {"rollout_id": np.arange(len(report))} | dict(columns)
+    names = ("reward", "collected_reward", "group_id", "rollout_id")
+    ours, tokens = columns.get("advantage", unknown)[rows], columns.get("tokens")
+    reward, collected, group, rollout = (every[name][rows] for name in names)
+    known = None if tokens is None else tokens[rows]
+    return LoggedRows(columns["logged_advantage"][rows], ours, reward, collected, group, rollout, known)
 
 
 def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np.ndarray]) -> float:
-    """The greatest difference of logged advantages from those of a function; infinite where it refuses."""
+    """The greatest difference of logged advantages from a function's; infinite if it refuses the rows."""
     try:
         return max(float(np.abs(rows.logged - advantage(rows)).max()) for rows in steps)
     except BatchError:
@@ -208,7 +218,10 @@ def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np
 
 
 def tolerance(logged: np.ndarray) -> float:
-    """How near is the same: 1e-4 of what is logged, and of small advantages, that may be rounded, 1e-3.
+    """The difference up to which advantages count as equal.
+
+    It is 1e-4 relative to the greatest one, with a floor of 1e-4; for advantages below 0.1, which may be
+    rounded, 1e-3 relative.
 
     Example:
         >>> tolerance(np.array([2.0, -50.0])), tolerance(np.array([0.5])), tolerance(np.array([2**-14]))
@@ -219,7 +232,11 @@ def tolerance(logged: np.ndarray) -> float:
 
 
 def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[str], float]:
-    """The names that come nearest to advantages of this size, and how near the nearest is.
+    """Return the names with the least differences, and the least difference.
+
+    Args:
+        differences: by name.
+        size: of the advantages; it scales the tolerance for equal differences.
 
     Example:
         >>> nearest({"as/verl": 2e-7, "as/trl": 0.1, "as/skyrl": 2e-7})
@@ -230,13 +247,13 @@ def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[s
 
 
 def nearest_convention(steps: Sequence[LoggedRows]) -> tuple[Convention, float]:
-    """The convention whose advantages come nearest to the logged ones, of those that frameworks have.
+    """Find the convention whose advantages are nearest to the logged ones.
 
     Args:
-        steps: rows by step; what is measured over a batch is measured over a step.
+        steps: rows by step. Batch statistics are those of a step.
 
     Returns:
-        It, and the greatest difference that is left.
+        The convention, and the greatest remaining difference.
 
     Example:
         >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
@@ -262,15 +279,15 @@ def nearest_convention(steps: Sequence[LoggedRows]) -> tuple[Convention, float]:
     return best, least
 
 
-# -- ours beside theirs -------------------------------------------------------------------------------
+# -- the relation of logged advantages to ours -------------------------------------------------------------
 
 
 def relation(steps: Sequence[LoggedRows]) -> str:
-    """How the logged advantages follow from ours, in words; empty where they do not.
+    """Describe how the logged advantages follow from ours; empty if no relation is found.
 
-    Tried are: one factor; a factor for each group; an offset for each group; a factor and an offset for all
-    rows of a step, as whitening gives. A factor that is that of a known convention is named, and where the
-    groups are so alike that it is that of several, they are.
+    It tries one factor; a factor for each group; an offset for each group; and one factor and offset for all
+    rows of a step, as whitening gives. If a factor belongs to a known convention, that is named. If the
+    groups are so similar that several conventions have this factor, all of them are named.
 
     Example:
         >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
@@ -281,20 +298,20 @@ def relation(steps: Sequence[LoggedRows]) -> str:
     both = []  # rows with both advantages
     for rows in steps:
         known = np.isfinite(rows.ours)
-        both += [LoggedRows(*(column[known] for column in rows))] if known.any() else []
+        both += [LoggedRows(*(None if each is None else each[known] for each in rows))] if known.any() else []
     if not both:
         return ""
     groups = [_by_group(rows) for rows in both]
     if all(_fits(rows, at.factor[at.index] * rows.ours) for rows, at in zip(both, groups, strict=True)):
         return _named_factor(groups)
     if all(_fits(rows, rows.ours + at.offset[at.index]) for rows, at in zip(both, groups, strict=True)):
-        return "they are yours and an offset for each group: another baseline"
-    lines = []  # through ours, that come nearest to the logged ones
+        return "they are yours plus an offset for each group: another baseline"
+    lines = []  # least-squares line from ours to the logged ones
     for rows in both:
         about = rows.ours - rows.ours.mean()
         slope = (about * rows.logged).sum() / max(float((about**2).sum()), np.finfo(float).tiny)
         lines.append(rows.logged.mean() + slope * about)
-    several = all(len(np.unique(rows.ours)) > 2 for rows in both)  # two points are always on a line
+    several = all(len(np.unique(rows.ours)) > 2 for rows in both)  # any two points are on a line
     if several and all(_fits(rows, line) for rows, line in zip(both, lines, strict=True)):
         return (
             "they are yours × a factor + an offset, the same for a whole step: as if whitened over the batch"
@@ -303,11 +320,11 @@ def relation(steps: Sequence[LoggedRows]) -> str:
 
 
 class _InGroups(NamedTuple):
-    """What is known of the groups of a step."""
+    """The groups of a step."""
 
     index: np.ndarray  # (N,) the group of each row
-    factor: np.ndarray  # (G,) of ours, that comes nearest; NaN where ours are all 0
-    offset: np.ndarray  # (G,) from ours
+    factor: np.ndarray  # (G,) least-squares factor from ours; NaN if ours are all 0
+    offset: np.ndarray  # (G,) mean difference from ours
     size: np.ndarray  # (G,) rollouts
     std: np.ndarray  # (G,) of their rewards, with divisor n
 
@@ -346,18 +363,18 @@ def _named_factor(groups: Sequence[_InGroups]) -> str:
         if np.allclose(factor, expected, rtol=10 * AGREE)
     ]
     if not fitting:
-        return f"they are yours × {value}" + ("" if one else ", which is no known one")
+        return f"they are yours × {value}" + ("" if one else ", of no known convention")
     named = [words for parts, words in fitting if parts == fitting[0][0]]
     if len(fitting) == 1:
         return f"they are yours × {value} = {named[0]}"
     return (
         f"they are yours × {value}, which may be {'; or '.join(named)}; or another convention: these groups "
-        "are too alike to tell"
+        "are too similar to tell"
     )
 
 
 def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[int, str, str, np.ndarray]]:
-    """Factors that conventions differ by: of how many parts, a name, what it means, and (G,) numbers."""
+    """Factors between conventions: the number of parts, a name, its meaning, and (G,) values."""
     n = size.astype(float)
     with np.errstate(divide="ignore", invalid="ignore"):
         baselines = [
@@ -378,7 +395,7 @@ def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[int, str, str,
     pairs = sorted(product(baselines, scales), key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]))
     for (name, words, factor), (more, meaning, other) in pairs[1:]:
         if name and more.startswith("√") and more != f"√({name})":
-            continue  # n/(n − 1) · √((n − 1)/n) is √(n/(n − 1)), and so the other way round
+            continue  # n/(n − 1) · √((n − 1)/n) is √(n/(n − 1)), and likewise for the inverses
         yield (
             bool(name) + bool(more),
             " × ".join(filter(None, (name, more))),

@@ -1,8 +1,7 @@
-"""The task ``xray``: the weight that a trainer gives each token, setting by setting."""
+"""The task ``xray``: measure the weight that a trainer gives to each token, for each of its settings."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -18,10 +17,11 @@ from headrace.pipeline.installed import version_of
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
-# The package of each, and what brings it. Three want other versions of torch or TRL than this one has: their
-# losses need none of it.
+# The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
+# but their losses do not, so they are installed without dependencies.
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
 SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite"
 TRAINERS = {
@@ -39,19 +39,18 @@ def measure_trainer(
     """Measure every setting of a trainer; print a table, and write JSON and a page.
 
     Args:
-        config: as ``task=xray`` composes it.
+        config: composed with ``task=xray``.
         output: folder for ``config.yaml``, ``xray.json`` and ``report.html``.
-        words: overrides of the command line. With one of ``pipeline``, a step of one's own is compared with
+        words: overrides of the command line. If one of them sets ``pipeline``, your own step is compared with
             that recipe.
         console: where to print; None: standard output.
 
     Returns:
-        By how much a weight differs from the documented one at most, as a share.
+        The greatest relative difference of a weight from the documented one.
 
     Raises:
-        ConfigError: a trainer that there is not, or that is not installed; no step of one's own, or one that
-            cannot be imported.
-        BatchError: a gradient that no token explains.
+        ConfigError: the trainer is unknown or not installed; or ``source`` is missing or cannot be imported.
+        BatchError: parts of a gradient are not explained by any token.
     """
     console, of = console or Console(), config.xray.of
     title, settings = (_own if of == "mine" else _of_trainer)(config, words)
@@ -59,7 +58,9 @@ def measure_trainer(
         names = [setting.name for setting in settings]
         settings = [setting for setting in settings if config.xray.only in setting.name]
         if not settings:
-            raise ConfigError(f"xray.only={config.xray.only} is in no setting; there are {'; '.join(names)}")
+            raise ConfigError(
+                f"xray.only={config.xray.only} matches no setting; the settings are {'; '.join(names)}"
+            )
     cuts = list(config.xray.cuts)
     try:
         found = [
@@ -70,8 +71,8 @@ def measure_trainer(
         raise ConfigError(f"xray={of}: {err}") from err
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    lines = ",\n".join(json.dumps(each.plain()) for each in found)
-    text = f'{{"trainer": {json.dumps(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
+    lines = ",\n".join(json_text(each.plain()) for each in found)
+    text = f'{{"trainer": {json_text(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
     write_whole(output / "xray.json", lambda file: file.write_text(text))
     if config.report.html:
         from headrace.pipeline.coefficients.page import xray_page
@@ -84,16 +85,16 @@ def measure_trainer(
 
 
 def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
-    """The trainer with its version, and its settings."""
+    """Return the trainer's name and version, and its settings."""
     of = config.xray.of
     if of not in TRAINERS:
         raise ConfigError(
-            f"xray.of: there is no {of!r}{suggest(of, TRAINERS)}; there are {', '.join(TRAINERS)}"
+            f"xray.of: unknown trainer {of!r}{suggest(of, TRAINERS)}; choose from {', '.join(TRAINERS)}"
         )
     package, install = TRAINERS[of]
     version = version_of(package)
     if version is None:
-        raise ConfigError(f"xray={of} measures {package} as it is installed, and it is not: {install}")
+        raise ConfigError(f"xray={of} needs {package}, which is not installed: {install}")
     module = import_module(f"headrace.pipeline.coefficients.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:
@@ -103,22 +104,22 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
 
 
 def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
-    """The step that ``source=module:function`` names, as one setting."""
+    """Return the step that ``source=module:function`` names, as a single setting."""
     from headrace.pipeline.coefficients.setting import RECIPE, Setting
 
     source = config.xray.source
     if source is None or ":" not in source:
         raise ConfigError(
-            "a step to measure is required: xray=mine source=module:function, which is called as "
-            f"function(model, batch, cut); got {source}"
+            "xray=mine needs a step to measure: source=module:function, called as function(model, batch, "
+            f"cut); got {source}"
         )
     module, _, name = source.partition(":")
     try:
         step = getattr(import_module(module), name)
-    except Exception as err:  # what a module raises when it is imported may be anything
+    except Exception as err:  # the import of a module may raise anything
         raise ConfigError(
-            f"source={source} cannot be imported: {err}. A module in this folder is found with PYTHONPATH=. "
-            "in front of the command"
+            f"source={source} cannot be imported: {err}. If the module is in this folder, put PYTHONPATH=. "
+            "before the command"
         ) from err
     if not callable(step):
         raise ConfigError(f"source={source} must name a function(model, batch, cut); got {step!r}")
@@ -126,7 +127,7 @@ def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
     def named(model: Any, batch: Any, cut: int) -> None:
         try:
             step(model, batch, cut)
-        except Exception as err:  # its own, of any kind; HYDRA_FULL_ERROR=1 shows where
+        except Exception as err:  # HYDRA_FULL_ERROR=1 shows the traceback
             raise ConfigError(f"{source}(model, batch, cut) raised {type(err).__name__}: {err}") from err
 
     recipe = any(word.startswith(("pipeline=", "pipeline.")) for word in words)
@@ -135,7 +136,7 @@ def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
 
 
 def show_settings(title: str, found: Sequence[Any], console: Console) -> None:
-    """Print a line for each setting, and then what is not as documented, or depends on the cut."""
+    """Print a line for each setting, and then the verdicts on settings that differ from their docs."""
     cuts = list(found[0].over_one_cut())
     columns = [FittedColumn("setting", gives="wrap"), FittedColumn("documented", gives="wrap", leaves=2)]
     columns += [FittedColumn("measured / documented", gives="wrap", right=True)]
@@ -156,7 +157,7 @@ def show_settings(title: str, found: Sequence[Any], console: Console) -> None:
 
 
 def range_in_words(bounds: tuple[float, float]) -> str:
-    """A range as one number where its ends are equal.
+    """Format a range; as one number if its ends are equal.
 
     Example:
         >>> range_in_words((0.9999999, 1.0000001)), range_in_words((0.64, 2.2857))

@@ -1,4 +1,4 @@
-"""The tasks of the command, and what it refuses in a sentence."""
+"""Run the task of a configuration, and check the types of its settings."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ OF_RECIPES = {"compare": compare, "audit": audit, "certify": certify, "xray": me
 
 
 def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float:
-    """Perform the task of a composed configuration, and return its number.
+    """Run the task of a configuration, and return its number.
 
     Args:
-        config: as ``conf/config.yaml`` composes it.
-        output: folder for what it writes.
-        overrides: the words of the command line.
+        config: composed from ``conf/config.yaml``.
+        output: folder for its files.
+        overrides: the overrides of the command line.
 
     Raises:
-        ConfigError: a setting that is of another type than it must be.
+        ConfigError: a setting has a wrong type.
     """
     check_types(config)
     if config.task in OF_RECIPES:
@@ -74,30 +74,32 @@ TYPES: dict[str, Any] = {
     "xray.curve": bool,
     **{f"report.{name}": annotations_of(ReportFolder)[name] for name in ("steps", "dump", "every")},
     **{f"source.{name}": kind for name, kind in annotations_of(open_source).items() if name != "return"},
-    "source.path": str | None,  # which the tasks ask for themselves
-    "source.regrade": str | None,  # which names a callable; or a node
+    "source.path": str | None,  # the tasks check that it is set
+    "source.regrade": str | None,  # the name of a callable; or a node
 }
 
 
 def check_types(config: DictConfig) -> None:
-    """Check the type of every setting that no ``_target_`` takes.
+    """Check the types of all settings outside nodes with a ``_target_``.
 
     Raises:
-        ConfigError: the first setting of another type, or one value where there are several settings.
+        ConfigError: a setting has a wrong type, or is a value where it must be a group of settings; the
+            message names the first one.
     """
     plain: Any = OmegaConf.to_container(config, resolve=True)
     for path, value in leaves(_settings(plain)).items():
         if any(known.startswith(f"{path}.") for known in TYPES) and value != {}:
-            some = f"{path} has settings of its own, such as {path}.NAME=VALUE"
-            raise ConfigError(f"{some}; got {as_typed(value)}")
+            raise ConfigError(
+                f"{path} is a group of settings; set one of them, as {path}.NAME=VALUE; got {as_typed(value)}"
+            )
         if above := next((known for known in TYPES if path.startswith(f"{known}.")), None):
-            raise ConfigError(f"{above} must be {described(TYPES[above])}; got settings of its own, {path}")
+            raise ConfigError(f"{above} must be {described(TYPES[above])}; got the setting {path} below it")
         if wanted := misfit(value, TYPES.get(path, Any)):
             raise ConfigError(f"{path} must be {wanted}; got {as_typed(value)}")
 
 
 def _settings(node: dict[str, Any]) -> dict[str, Any]:
-    """Without the nodes that have a ``_target_``, whose values are checked when they are built."""
+    """Return settings without nodes with a ``_target_``, which are checked when they are built."""
     return {
         name: _settings(value) if isinstance(value, dict) else value
         for name, value in node.items()

@@ -1,4 +1,4 @@
-"""The display of a training: a progress bar, a table at the end, and a CSV file of every step."""
+"""Show a training: a progress bar, a table at the end, and a CSV file with the numbers of each step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from headrace.pipeline.report import percent, totals_over
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
 
-UNITS = ("rows", "rollouts", "groups")  # of which a history has numbers
+UNITS = ("rows", "rollouts", "groups")  # units of the history's counts
+REWARD = "reward/all/mean"
 
 
 class TrainingDisplay:
-    """Show the steps of a training; a context manager.
+    """Show the steps of a training. Use it as a context manager.
 
     Args:
-        steps: of the whole training.
-        csv_path: file for all numbers of all steps.
-        console: where to show; None: standard output.
+        steps: number of steps of the whole training.
+        csv_path: file for the numbers of all steps.
+        console: where to print; None: standard output.
     """
 
     def __init__(self, steps: int, csv_path: Path, console: Console | None = None):
@@ -50,29 +52,29 @@ class TrainingDisplay:
         self._progress.stop()
 
     def step(self, numbers: Mapping[str, float]) -> None:
-        """Show and write the numbers of one step.
+        """Show the numbers of one step, and write them to the CSV file.
 
         Args:
-            numbers: `reward`, and the pipeline's metrics.
+            numbers: numbers of the step's report.
         """
         self.history.append(dict(numbers))
         rows, trained = numbers.get("rows/in", 0), numbers.get("rows/trained", 0)
         self._progress.update(
             self._task,
             advance=1,
-            reward=f"{numbers.get('reward', float('nan')):.2f}",
+            reward=f"{numbers.get(REWARD, float('nan')):.2f}",
             kept=f"{trained:.0f}",
             out=f"{rows - trained:.0f}",
         )
         write_csv(self.csv_path, self.history)
 
     def close(self, title: str, *, page: Path | None = None, lines: Sequence[Text] = ()) -> None:
-        """Print the table over all steps, if there was one, further lines, and where files are.
+        """Print the table over all steps, further lines, and the paths of the files. Without steps: nothing.
 
         Args:
-            title: of the table.
-            page: that was written, as a link that terminals open.
-            lines: below the table.
+            title: title of the table.
+            page: path of the report page, printed as a link.
+            lines: lines below the table.
         """
         if self.history:
             self.console.print(history_table(self.history, title), *lines, sep="\n")
@@ -82,7 +84,7 @@ class TrainingDisplay:
 
 
 def write_csv(path: Path, history: list[dict[str, float]]) -> None:
-    """Append the last step to a CSV file; rewrite the file where the step has numbers without a column."""
+    """Append the last step to a CSV file. Rewrite the file if the step has new columns."""
     columns = list(dict.fromkeys(key for numbers in history for key in numbers))
     before = list(dict.fromkeys(key for numbers in history[:-1] for key in numbers))
     rewrite = columns != before
@@ -94,13 +96,14 @@ def write_csv(path: Path, history: list[dict[str, float]]) -> None:
 
 
 def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
-    """Rows, rollouts and groups summed over steps: collected, left by stage and reason, trained.
+    """Sum rows, rollouts and groups over steps: collected, out by stage and reason, and trained.
 
-    A rollout or group leaves with its last row: a reason that took only parts of some has a 0 there.
+    A rollout or group is out only if all its rows are out. A reason that takes only parts of rollouts counts
+    0 of them.
 
     Args:
-        history: numbers of each step, as :attr:`StepReport.numbers`.
-        title: of the table.
+        history: numbers of each step (:attr:`StepReport.numbers`).
+        title: title of the table.
     """
     table = FittedTable(
         [FittedColumn("", gives="wrap"), *(FittedColumn(unit, right=True) for unit in UNITS)], title
@@ -110,14 +113,15 @@ def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
         known = [numbers[key] for numbers in history if key in numbers]
         return sum(known) if known else None
 
-    table.add("collected", *(count_words(total(f"{unit}/in")) for unit in UNITS))
+    totals = totals_over(history)
+    table.add("collected", *(count_words(totals.get(f"{unit}/in")) for unit in UNITS))
     for key in dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/")):
         if total(key):
             stage, reason = key.split("/")[1:]
             counts = (minus_words(total(f"{prefix}{key}")) for prefix in ("", "rollouts/", "groups/"))
             table.add(reason_words(stage, reason), *counts, indent=2)
-    table.add("trained", *(count_words(total(f"{unit}/trained")) for unit in UNITS), style="bold")
-    rewards = [numbers["reward"] for numbers in history if "reward" in numbers]
-    if rewards:
-        table.caption = f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}, mean over rollouts"
+    table.add("trained", *(count_words(totals.get(f"{unit}/trained")) for unit in UNITS), style="bold")
+    if rows := totals.get("rows/in"):
+        words = f"{percent(totals['rows/trained'] / rows)} of the rows were trained"
+        table.caption = f"{words}, all {len(history):,} steps" if len(history) > 1 else words
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,29 @@ from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_
 from headrace.transforms import weighted_loss
 from headrace.transforms.schema import FINISHED
 
-from .display import TrainingDisplay
+from .display import REWARD, TrainingDisplay
+from .optimiser_record import OptimiserRecord
 from .optimiser_steps import optimise, total_loss, transform_of
 
 
 class TrainingInterrupted(Exception):
-    """The user ended the training; the files and the table of its steps have been written and shown."""
+    """The user interrupted the training. Files and the table of its steps are complete up to there."""
 
 
 def train(config: DictConfig, output: Path) -> float:
-    """Train as composed.
+    """Train with a configuration.
 
     Args:
-        config: as ``conf/config.yaml`` composes it.
+        config: composed from ``conf/config.yaml``.
         output: folder for the resolved ``config.yaml``, ``metrics.csv`` and ``report.html``.
 
     Returns:
-        The mean reward of the last step's rollouts, NaN where nothing was left to collapse.
+        The mean reward of the last step's rollouts; NaN if none has a reward.
 
     Raises:
-        ConfigError: an unknown stage or option, before anything is collected.
+        ConfigError: an unknown stage or option; raised before the first batch is collected.
         BatchError: a stage refused a batch.
-        TrainingInterrupted: the user pressed Ctrl-C; the table has been shown.
+        TrainingInterrupted: the user pressed Ctrl-C.
     """
     check_settings(config)
     output.mkdir(parents=True, exist_ok=True)
@@ -54,7 +56,7 @@ def train(config: DictConfig, output: Path) -> float:
     env, steps = components["env"], config.train.steps
     for stage in pipeline.stages.values() if getattr(env, "whole_draws", False) else ():
         if FINISHED in getattr(stage, "out_keys", ()) and getattr(stage, "expected_groups", ()) is None:
-            stage.expected_groups = env.sampler  # so it notices groups of which no row came back
+            stage.expected_groups = env.sampler  # so the gate finds groups without any row
     frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
     collector = Collector(env, components["policy"], auto_register_policy_transforms=False, **frames)
     display = TrainingDisplay(steps, output / "metrics.csv")
@@ -62,32 +64,44 @@ def train(config: DictConfig, output: Path) -> float:
     title = f"{chosen.get('pipeline', 'headrace')}, {steps:,} step{'s' * (steps != 1)}"
     folder = ReportFolder.configured(config, output, title=title)
     display.console.print(show_pipeline(pipeline))
-    ending = "where the rows went"
+    ending = f"where the rows of {steps:,} steps went" if steps > 1 else "where the rows went"
     try:
         with display:
+            began, graded = time.perf_counter(), getattr(env, "reward_seconds", None)
             for step, batch in enumerate(collector):
-                taken, report = _train_step(pipeline, batch, components, config, step)
+                record, spent = OptimiserRecord(), time.perf_counter() - began
+                if graded is not None:  # the environment says how long its rewards take
+                    record.add_seconds("reward", env.reward_seconds - graded)
+                    spent, graded = spent - (env.reward_seconds - graded), env.reward_seconds
+                record.add_seconds("collect", spent)
+                report = _train_step(pipeline, batch, components, config, step, record)
                 folder.add(report)
-                rewards = [value for key, value in report.numbers.items() if key.endswith("/reward_mean")]
-                shown = {"reward": rewards[0]} if rewards else {}
-                display.step({"step": step, **shown, "optimiser_steps": taken, **report.numbers})
+                display.step({"step": step, **report.numbers})
+                began = time.perf_counter()
     except KeyboardInterrupt as stop:
         ending = f"interrupted after step {len(display.history)} of {steps}"
         raise TrainingInterrupted(ending) from stop
     finally:
         collector.shutdown()
         page = folder.close()
-        advice = show_advisories(folder.advisories, folder.verdict)
+        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked)
         display.close(ending, page=page, lines=advice)
-    return display.history[-1].get("reward", float("nan"))
+    return display.history[-1].get(REWARD, float("nan"))
 
 
 def _train_step(
-    pipeline: Pipeline, batch: TensorDictBase, components: dict[str, Any], config: DictConfig, step: int
-) -> tuple[int, StepReport]:
-    """The number of optimiser steps taken on a batch, and its report. No reference to the batch remains."""
+    pipeline: Pipeline,
+    batch: TensorDictBase,
+    components: dict[str, Any],
+    config: DictConfig,
+    step: int,
+    record: OptimiserRecord,
+) -> StepReport:
+    """Train on one batch, and return its report, without a reference to the batch."""
+    began = time.perf_counter()
     run = pipeline.run(batch, epochs=config.train.epochs)
-    taken = optimise(
+    record.add_seconds("headrace", time.perf_counter() - began)
+    optimise(
         run.minibatches(),
         components["loss"],
         components["optimizer"],
@@ -96,18 +110,18 @@ def _train_step(
         max_grad_norm=config.train.max_grad_norm,
         loss_mask_key=pipeline.loss_mask_key,
         log_prob_key=pipeline.log_prob_key,
+        record=record,
     )
     how = {"solved": config.report.solved, "parameters": config.report.parameters}
     decode = decoder_of(components["env"], components["policy"])
-    return taken, make_report(run, step=step, batch=batch, decode=decode, **how)
+    return make_report(run, step=step, batch=batch, decode=decode, numbers=record.numbers, **how)
 
 
 def check_settings(config: DictConfig) -> None:
-    """Check settings that would otherwise fail, or have no effect, after the first rollouts.
+    """Check settings before the first rollouts, where a wrong value would fail or be ignored later.
 
     Raises:
-        ConfigError: a count below 1, a `max_grad_norm` not above 0, a word that is no transform, or a seed
-            that is no integer.
+        ConfigError: a count below 1, a `max_grad_norm` that is not above 0, or an unknown transform.
     """
     for name in ("train.steps", "train.epochs", "threads"):
         if (value := OmegaConf.select(config, name)) is not None and value < 1:
@@ -122,7 +136,7 @@ def check_settings(config: DictConfig) -> None:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of a name; ``auto`` is the GPU if there is one, else the CPU.
+    """Return the device of a name; ``auto`` is the GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: the machine has no such device.

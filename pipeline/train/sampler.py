@@ -1,4 +1,4 @@
-"""Prompts in the order in which groups are dispatched."""
+"""A sampler of prompts, each repeated for its group."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from headrace.transforms.split.shuffle import stream_seed
 class RepeatSampler(Sampler[int]):
     """Yield prompt indices, each `group_size` times in a row.
 
-    With prompts p₁ … p_B in a batch of B = `prompts_per_batch`, one batch is p₁ (`group_size` times), …, p_B
-    (`group_size` times), and the whole batch comes `repeats` times. A pass over all prompts is an epoch; each
-    ``iter()`` continues where the last one stopped, and each epoch has an order of its own.
+    A batch has B = `prompts_per_batch` prompts: p₁ (`group_size` times), …, p_B (`group_size` times). Each
+    batch is yielded `repeats` times. One pass over all prompts is an epoch, and each epoch has its own
+    permutation. Each ``iter()`` continues where the last one stopped.
 
-    Of several `ranks` with the same seed each yields its share of every batch: prompts p_r, p_(r + ranks), …
-    for rank r. Together they draw what one process would, with the same ids.
+    Several `ranks` with the same seed share each batch: rank r yields prompts p_r, p_(r + ranks), …. Together
+    they yield the prompts and ids of one process.
 
     Args:
-        prompts: the dataset, or the number of prompts in it.
-        group_size: rollouts per draw of a prompt, ≥ 1.
-        prompts_per_batch: draws per batch, ≥ 1.
-        repeats: how often each batch comes, ≥ 1.
+        prompts: the dataset, or its number of prompts.
+        group_size: rollouts of each group, ≥ 1.
+        prompts_per_batch: groups of each batch, over all ranks, ≥ 1.
+        repeats: how often each batch is yielded, ≥ 1.
         shuffle: False keeps the dataset's order.
-        seed: of the order.
-        remainder: what happens where the number of prompts is no multiple of `prompts_per_batch`: ``raise``,
-            ``drop`` the last of each epoch's order, or make the last batch smaller (``uneven``).
-        rank: which of the ranks this one is, from 0.
-        ranks: how many draw together, ≥ 1; `prompts_per_batch`, which is that of all, must be a multiple.
+        seed: seed of the permutation.
+        remainder: if the number of prompts is not a multiple of `prompts_per_batch`: ``raise`` an error,
+            ``drop`` the last prompts of each epoch, or make the last batch smaller (``uneven``).
+        rank: index of this rank, from 0.
+        ranks: number of ranks, ≥ 1. `prompts_per_batch` must be a multiple of it.
 
     Raises:
-        ValueError: an option with a wrong value, a remainder under ``raise``, or a batch that leaves a rank
-            without a prompt.
+        ValueError: an option has a wrong value; or prompts are left over under ``raise``; or a batch has no
+            prompt for one of the ranks.
 
     Example:
         >>> list(RepeatSampler(3, group_size=2, shuffle=False))
@@ -73,31 +73,33 @@ class RepeatSampler(Sampler[int]):
         over = self.prompts % prompts_per_batch
         if one_of("remainder", remainder, ("raise", "drop", "uneven")) == "raise" and over:
             raise ValueError(
-                f"{self.prompts} prompts do not make batches of {prompts_per_batch}: {over} over. Set "
-                "remainder='drop' or 'uneven'"
+                f"the number of prompts must be a multiple of prompts_per_batch={prompts_per_batch}; got "
+                f"{self.prompts}, with {over} left over. Set remainder='drop' or 'uneven'"
             )
         self.shuffle, self.seed = one_of("shuffle", shuffle, (True, False)), seed
         self.remainder = remainder
         self.drawn = self.prompts - over if remainder == "drop" else self.prompts
         if self.drawn == 0:
-            raise ValueError(f"{self.prompts} prompts make no batch of {prompts_per_batch}")
+            raise ValueError(
+                f"there must be at least prompts_per_batch={prompts_per_batch} prompts; got {self.prompts}"
+            )
         self.rank, self.ranks = rank, ranks
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must be from 0 to ranks - 1; got rank={rank}, ranks={ranks}")
         last = over if remainder == "uneven" else 0
         if prompts_per_batch % ranks or 0 < last < ranks:
             raise ValueError(
-                f"each of {ranks} ranks needs a share of every batch: prompts_per_batch must be a "
-                f"multiple of ranks, and a smaller last batch no less than it; got {prompts_per_batch}"
+                f"each of {ranks} ranks needs prompts of every batch: prompts_per_batch must be a multiple "
+                f"of ranks, and the last batch must have at least {ranks}; got {prompts_per_batch}"
                 + (f", and {last} in the last" if last else "")
             )
         self._groups, self._batches, self._places = self._share()
         self.epoch, self.position = 0, 0
-        self._made_for: tuple[int, int] | None = None  # the seed and epoch of the order at hand
+        self._made_for: tuple[int, int] | None = None  # seed and epoch of the cached permutation
         self._made: list[int] = []
 
     def _share(self) -> tuple[list[int], list[int], torch.Tensor]:
-        """By group of an epoch that this rank draws: its number, its batch, its prompt's place."""
+        """For each group of this rank in an epoch: its number, its batch, and its prompt's index."""
         group = torch.arange(self.drawn * self.repeats)
         chunk = group // (self.prompts_per_batch * self.repeats)
         size = (self.drawn - chunk * self.prompts_per_batch).clamp(max=self.prompts_per_batch)
@@ -107,28 +109,27 @@ class RepeatSampler(Sampler[int]):
         return group[mine].tolist(), batch[mine].tolist(), place[mine]
 
     def __len__(self) -> int:
-        """Indices per epoch, of this rank."""
+        """Indices of this rank in an epoch."""
         return len(self._groups) * self.group_size
 
     def __iter__(self) -> Iterator[int]:
-        """The rest of the epoch."""
+        """Yield the rest of the epoch."""
         epoch = self.epoch
-        while self.epoch == epoch:  # the position is the sampler's: others draw from it, too
+        while self.epoch == epoch:  # all iterators share the sampler's position
             indices, place = self._indices(), self.position
-            # Before the yield: an index that was yielded counts as drawn, even if no other is asked for.
+            # Advanced before the yield, so the index counts even if the iterator ends here.
             self.position += 1
             if self.position == len(indices):
                 self.epoch, self.position = self.epoch + 1, 0
             yield indices[place]
 
     def draws(self) -> Iterator[TensorDict]:
-        """Yield batches of draws without end, with the ids that rows carry from here to the loss.
-
-        A batch that ``iter()`` has begun is finished first.
+        """Yield batches of prompts with ids, without end.
 
         Each TensorDict ``[N]``, N = prompts_per_batch / ranks · group_size, has ``prompt``, ``group_id``,
         ``rollout_id`` and ``expected_rollouts``, (N,) int64; see :func:`stamp_ids`. Ids are unique over all
-        epochs and ranks; a restored sampler continues with the next ones.
+        epochs and ranks. A restored sampler continues with the next ids. If ``iter()`` has started a batch,
+        the first TensorDict is the rest of it.
         """
         while True:
             turn, begun = divmod(self.position, self.group_size)
@@ -139,12 +140,12 @@ class RepeatSampler(Sampler[int]):
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=first, stride=self.ranks)
 
     def drawn_with(self, groups: Iterable[int]) -> list[int]:
-        """All groups of the batches of :meth:`draws`, of whatever rank, that hold some of `groups`.
+        """Return all groups of the batches of :meth:`draws`, of any rank, that hold one of `groups`.
 
-        It follows from the ids alone, whoever drew them and however far ahead. A gate that is given the
-        sampler, ``CompletenessGate(expected_groups=sampler)``, so notices a prompt of which no row came back,
-        where each collected batch holds whole draws. Where collection is asynchronous, and a draw comes in
-        several batches, its groups are not missing: do not give it to the gate, or draw one prompt at a time.
+        The result follows from the ids alone. With ``CompletenessGate(expected_groups=sampler)`` the gate
+        finds groups of which no row came back. This needs collected batches that hold whole batches of
+        :meth:`draws`. If collection is asynchronous, and spreads a batch over several, then do not give the
+        sampler to the gate, or set `prompts_per_batch` to 1.
 
         Example:
             >>> RepeatSampler(5, group_size=8, prompts_per_batch=2, remainder="uneven").drawn_with([3, 9])
@@ -176,7 +177,7 @@ class RepeatSampler(Sampler[int]):
         return self._made
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the options. A DataLoader with workers has drawn more than it has yielded."""
+        """Return the position and the options. A DataLoader with workers runs ahead of what it yields."""
         return {"epoch": self.epoch, "position": self.position} | self._shape()
 
     def _shape(self) -> dict[str, Any]:
@@ -188,9 +189,9 @@ class RepeatSampler(Sampler[int]):
         """Continue from a state.
 
         Raises:
-            ValueError: the state is of a sampler with other options: ids would be given twice.
+            ValueError: the state is of a sampler with other options, so that ids would repeat.
         """
-        state = {"rank": 0, "ranks": 1} | state  # as one was before there were ranks
+        state = {"rank": 0, "ranks": 1} | state  # states of older versions lack these
         other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
         if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:
             raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); got {state}")

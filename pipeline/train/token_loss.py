@@ -1,4 +1,4 @@
-"""TorchRL's GRPOLoss with every term per token, so that every term can be weighed."""
+"""TorchRL's GRPOLoss with all terms per token, so that all terms can be weighted."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torchrl.objectives.llm import GRPOLoss
 
 
 class TokenGRPOLoss(GRPOLoss):
-    """GRPOLoss whose KL terms are per token like its others: (N, T, 1), 0 outside of the loss mask.
+    """GRPOLoss with KL terms per token, like its other terms: (N, T, 1), 0 outside the loss mask.
 
-    With ``aggregation="none"`` GRPOLoss leaves the policy and entropy terms per token, but averages its KL
-    terms over all positions of the micro-batch, padding included, so that they depend on how a batch is cut.
-    Here they are per token, the estimator k3 of http://joschu.net/blog/kl-approx.html::
+    With ``aggregation="none"`` GRPOLoss returns the policy and entropy terms per token, but averages its KL
+    terms over all positions of the micro-batch, padding included. That average depends on the micro-batches.
+    Here the KL terms are per token, by the estimator k3 of http://joschu.net/blog/kl-approx.html::
 
         coeff · (exp(d) − 1 − d),   d = log π_ref − log π
 
     Args:
-        arguments: of GRPOLoss.
-        options: of GRPOLoss; `aggregation` is ``none``.
+        arguments: positional arguments of GRPOLoss.
+        options: keyword arguments of GRPOLoss. `aggregation` must be ``none`` or left out.
 
     Raises:
-        ValueError: another `aggregation`.
+        ValueError: `aggregation` has another value.
 
     Example:
         >>> from headrace.pipeline.reverse import DigitPolicy
@@ -34,7 +34,7 @@ class TokenGRPOLoss(GRPOLoss):
 
     def __init__(self, *arguments: Any, **options: Any):
         if options.pop("aggregation", "none") != "none":
-            raise ValueError("TokenGRPOLoss is per token: leave aggregation out, and sum by weighted_loss")
+            raise ValueError("TokenGRPOLoss needs aggregation='none'; leave it out, and use weighted_loss")
         super().__init__(*arguments, aggregation="none", **options)
 
     def _kl_to_ref(
@@ -56,8 +56,8 @@ class TokenGRPOLoss(GRPOLoss):
             ref_log_prob = ref_log_prob.squeeze(-1)
         if ref_log_prob.shape != current.shape:
             raise ValueError(
-                f"reference log-probabilities are {tuple(current.shape)}, as the policy's; {key!r} is "
-                f"{tuple(ref_log_prob.shape)}"
+                f"reference log-probabilities must have the policy's shape, {tuple(current.shape)}; {key!r} "
+                f"has {tuple(ref_log_prob.shape)}"
             )
         inside = torch.ones_like(current, dtype=torch.bool) if mask is None else mask
         gap = torch.where(inside, ref_log_prob, 0.0) - torch.where(inside, current, 0.0)

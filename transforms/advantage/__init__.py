@@ -1,4 +1,4 @@
-"""What a rollout's reward is worth, measured against those of its group."""
+"""Advantages: rewards of rollouts compared with a baseline."""
 
 from .by_prefix import TreeAdvantage, tree_advantage
 from .by_token import TokenAdvantage, token_advantage

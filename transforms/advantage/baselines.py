@@ -1,4 +1,4 @@
-"""What an advantage is: the reward less a baseline, over a scale. Each part is a line, combined by name."""
+"""Baselines and scales of the advantage ``(R − b) / s``, each one line in a table."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ Clip = Sequence[float | None]
 
 
 class Grouped:
-    """The rewards of groups, each group sorted: what a baseline or a scale may ask.
+    """The rewards of all groups, sorted by group and then by reward. Baselines and scales read them here.
 
-    What is per rollout is (V,), in the order of the groups and in each of the rewards; what is per group is
-    (P,), until :meth:`spread` brings it to the rollouts. Sums follow that order, so that they depend on the
-    set of a group's rewards, and on nothing else to the last bit.
+    Values per rollout are (V,), in this order. Values per group are (P,); :meth:`spread` maps them to
+    rollouts. Sums add up in this order, so they depend bit for bit only on the set of rewards of the group.
 
     Args:
-        reward: (V,) float64, one a rollout.
-        ids: of their groups.
-        length: (V,) int64, tokens of each rollout, where somebody asks.
+        reward: (V,) float64, one per rollout.
+        ids: group ids of the rollouts.
+        length: (V,) int64, tokens per rollout, for ``length_weighted``.
 
     Example:
         >>> g = Grouped(torch.tensor([5.0, 1.0, 3.0]).double(), Ids(torch.tensor([7, 2, 7])))
@@ -56,20 +55,20 @@ class Grouped:
         self.length = None if length is None else length[self.order]
 
     def unsorted(self, values: Tensor) -> Tensor:
-        """(V,) in the order of the rollouts as they were given."""
+        """(V,) values in the original order of the rollouts."""
         return torch.empty_like(values).index_copy_(0, self.order, values)
 
     def spread(self, per_group: Tensor) -> Tensor:
-        """(P,) → (V,)."""
+        """Map (P,) values per group to (V,) values per rollout."""
         return per_group.index_select(0, self.of)
 
     def sum(self, values: Tensor) -> Tensor:
-        """(P,) float64, Σ_{j∈g} of (V,) values."""
+        """(P,) float64, Σ_{j∈g} values_j of (V,) values."""
         return torch.bincount(self.of, weights=values, minlength=len(self.count))
 
     @cached_property
     def place(self) -> Tensor:
-        """(V,) int64: how many rewards of the group are in front of each."""
+        """(V,) int64: index of each reward in its sorted group, from 0."""
         return torch.arange(len(self.of), device=self.of.device) - self.spread(self.start)
 
     @cached_property
@@ -89,60 +88,60 @@ class Grouped:
 
     @cached_property
     def deviation(self) -> Tensor:
-        """(V,) R_i − mean_{j∈g} R_j; exactly 0 where all rewards are equal, which rounding would miss."""
+        """(V,) R_i − mean_{j∈g} R_j; exactly 0 if all rewards are equal, despite rounding."""
         deviation = self.reward - self.spread(self.sum(self.reward) / self.count)
         return deviation.masked_fill_(self.spread(self.equal), 0.0)
 
     @cached_property
     def batch_deviation(self) -> Tensor:
-        """(V,) R_i − the mean over all rollouts; exactly 0 where all rewards are equal."""
+        """(V,) R_i − mean over all rollouts; exactly 0 if all rewards are equal."""
         deviation = self.reward - add_up(self.reward) / len(self.reward)
         return deviation.masked_fill((self.reward == self.reward[:1]).all(), 0.0)
 
     def std(self, ddof: int) -> Tensor:
-        """(P,) by the deviations, since a sum of squares loses everything to a large mean."""
+        """(P,) std of each group. It is computed from the deviations, because Σ R² − n·mean² would cancel."""
         return (self.sum(self.deviation.square()) / (self.count - ddof).clamp_min(1)).sqrt()
 
     def batch_std(self, ddof: int) -> Tensor:
-        """Scalar, over all rollouts."""
+        """() std over all rollouts."""
         squares = add_up(self.batch_deviation.square())
         return (squares / max(len(self.reward) - ddof, 1)).sqrt()
 
     @cached_property
     def median(self) -> Tensor:
-        """(P,); of an even number between the middle two."""
+        """(P,) median; for an even count the mean of the two middle rewards."""
         low, high = (self.reward[self.start + (self.number - odd) // 2] for odd in (1, 0))
         return low / 2 + high / 2
 
     @cached_property
     def mad(self) -> Tensor:
-        """(P,) median of |R_j − median(R_j)|."""
+        """(P,) median_{j∈g} |R_j − median(R)|."""
         return Grouped((self.reward - self.spread(self.median)).abs(), Ids(self.of)).median
 
     @cached_property
     def best_other(self) -> Tensor:
-        """(V,) max_{j∈g, j≠i} R_j; the reward itself where a rollout is alone."""
+        """(V,) max_{j∈g, j≠i} R_j; R_i if the group has one rollout."""
         second = self.reward[(self.end - 2).maximum(self.start)]
         is_last = self.place == self.spread(self.number) - 1
         return torch.where(is_last, self.spread(second), self.spread(self.largest))
 
     @cached_property
     def worst_other(self) -> Tensor:
-        """(V,) min_{j∈g, j≠i} R_j."""
+        """(V,) min_{j∈g, j≠i} R_j; R_i if the group has one rollout."""
         second = self.reward[(self.start + 1).minimum(self.end - 1)]
         return torch.where(self.place == 0, self.spread(second), self.spread(self.smallest))
 
     def running(self, values: Tensor) -> Tensor:
-        """(V,) the sum of (V,) values up to each, in its group alone."""
+        """(V,) cumulative sum of (V,) values within each group."""
         table = values.new_zeros(len(self.count), int(self.number.max()))
         table[self.of, self.place] = values
         return table.cumsum(1)[self.of, self.place]
 
 
 def sorted_in_groups(reward: Tensor, ids: Ids, start: Tensor) -> tuple[Tensor, Tensor]:
-    """(V,) rewards group by group, and in each from the smallest to the largest; (V,) int64, whose they are.
+    """Sort (V,) rewards by group and then by reward: (V,) sorted rewards, (V,) int64 their original indices.
 
-    `start` is (P,) int64, the rewards in front of each group.
+    `start` is (P,) int64, the index of the first sorted reward of each group.
     """
     largest = int(ids.count.max()) if ids.n else 0
     if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
@@ -162,7 +161,7 @@ def sorted_in_groups(reward: Tensor, ids: Ids, start: Tensor) -> tuple[Tensor, T
     return reward, order if by_group is None else by_group[order]
 
 
-# The reward less its baseline. In a group whose rewards are all equal, all but the last two give 0.
+# R − b, (V,). All but the last two give exactly 0 in a group with equal rewards.
 BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "mean": lambda g, _: g.deviation,
     "leave_one_out": lambda g, _: g.deviation * g.spread(g.count / (g.count - 1).clamp_min(1)),
@@ -176,7 +175,7 @@ BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
 }
 ABSOLUTE = ("batch", "none")  # the baselines that need no group
 
-# What the difference is divided by, before ε: (P,) of the group, () of the batch, or (V,) of each rollout.
+# s before ε is added: (P,) per group, () per batch, or (V,) per rollout.
 SCALES: dict[str, Callable[[Grouped, int], Tensor] | None] = {
     "group": lambda g, ddof: g.std(ddof),
     "leave_one_out": lambda g, ddof: leave_one_out_std(g, ddof),
@@ -186,18 +185,18 @@ SCALES: dict[str, Callable[[Grouped, int], Tensor] | None] = {
     "nonzero": lambda g, _: (g.reward != 0).double().mean(),
     "none": None,
 }
-SPREADS = ("group", "leave_one_out", "mad")  # of the group: 0 where its rewards are equal
-OF_GROUP = ("group", "mad", "mean")  # one number for each group
-OF_BATCH = ("batch", "nonzero")  # baselines and scales that are measured over all groups of the batch
-MAY_BE_0 = ("leave_one_out", "mad")  # and also where they are not
+SPREADS = ("group", "leave_one_out", "mad")  # scales that are 0 if the rewards of the group are equal
+OF_GROUP = ("group", "mad", "mean")  # scales with one number per group
+OF_BATCH = ("batch", "nonzero")  # baselines and scales that are computed over all groups of the batch
+MAY_BE_0 = ("leave_one_out", "mad")  # scales that can be 0 even if the rewards of the group differ
 
 
 @dataclass(frozen=True)
 class Formula:
-    """The options of :func:`group_relative_advantage`, which has their equations.
+    """The options of :func:`group_relative_advantage`, whose docstring has the equations.
 
     Raises:
-        ValueError: an option is none of its values, or two do not go together.
+        ValueError: an option has an unknown value, or two options exclude each other.
     """
 
     baseline: Baseline = "mean"
@@ -221,37 +220,40 @@ class Formula:
         check_clip(self.clip)
         if self.scale in MAY_BE_0 and self.eps_mode != "skip":
             raise ValueError(
-                "the others of a rollout, or most of a group, are often all equal, and a spread of 0 plus ε "
-                f"makes an advantage of a million: scale={self.scale!r} needs eps_mode='skip'; got "
-                f"eps_mode={self.eps_mode!r}"
+                f"scale={self.scale!r} needs eps_mode='skip'; got eps_mode={self.eps_mode!r}. This scale is "
+                "often 0 although the rewards of the group differ, and dividing by ε alone makes advantages "
+                "of about a million"
             )
         within("temperature", self.temperature, torch.finfo(torch.float32).tiny)
         at_least("k", self.k, 2)
         if (self.k is not None) != (self.baseline == "best_of_k"):
             raise ValueError(
-                f"k is for baseline='best_of_k', and needed there; got {self.k} for {self.baseline!r}"
+                "baseline='best_of_k' needs k, and no other baseline reads it; got "
+                f"k={self.k} with baseline={self.baseline!r}"
             )
         if self.temperature != 1 and self.baseline != "log_mean_exp":
-            raise ValueError(f"temperature is for baseline='log_mean_exp'; got {self.baseline!r}")
+            raise ValueError(
+                f"temperature is only read with baseline='log_mean_exp'; got baseline={self.baseline!r}"
+            )
 
     @property
     def is_relative(self) -> bool:
-        """Whether a group is needed: then equal rewards give 0, and a lone rollout has no advantage."""
+        """Whether baseline or scale compare rollouts of a group. A single rollout then has no advantage."""
         return self.baseline not in ABSOLUTE or self.scale in SPREADS
 
     @property
     def within_groups(self) -> bool:
-        """Whether the advantages of a group are the same whatever else is in the batch."""
+        """Whether other groups of the batch do not change the advantages of a group."""
         return self.baseline not in OF_BATCH and self.scale not in OF_BATCH
 
     @property
     def least_group(self) -> int:
-        """How many rollouts a group must have."""
+        """The lowest number of rollouts that a group may have."""
         return self.k or (2 if self.singleton == "raise" and self.is_relative else 1)
 
 
 def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
-    """(V,) float64, in the order of :class:`Grouped`: ``(R − b − δ) / s``, clipped."""
+    """The advantage ``(R − b − δ) / s``, clipped: (V,) float64 in the order of :class:`Grouped`."""
     alone = g.spread(g.number == 1)
     credit = BASELINES[formula.baseline](g, formula)
     if formula.shift:
@@ -261,10 +263,10 @@ def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
     if (measure := SCALES[formula.scale]) is not None:
         scale = measure(g, formula.ddof)
         divisor = with_eps(scale, formula.eps, formula.eps_mode)
-        nothing = divisor == 0
+        is_zero = divisor == 0
         if formula.scale == "group" or (formula.scale == "mean" and formula.eps_mode != "skip"):
-            nothing = nothing | (scale == 0)
-        divisor = divisor.masked_fill(nothing, float("inf"))  # by which all is divided to 0
+            is_zero = is_zero | (scale == 0)
+        divisor = divisor.masked_fill(is_zero, float("inf"))  # the quotient is then 0
         credit = credit / (g.spread(divisor) if formula.scale in OF_GROUP else divisor)
     if formula.scale in MAY_BE_0 and (formula.baseline in ABSOLUTE or formula.shift):
         credit = credit.masked_fill(g.spread(g.equal), 0.0)
@@ -274,7 +276,7 @@ def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
 
 
 def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
-    """What to divide by."""
+    """The divisor: the scale with ε, by `eps_mode`."""
     if eps_mode == "add":
         return scale + eps
     if eps_mode == "clamp":
@@ -283,39 +285,42 @@ def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
 
 
 def length_weighted(g: Grouped) -> Tensor:
-    """(P,) ``Σ L_j d_j / Σ L_j`` of the deviations d: what a weighted mean lies above the plain one."""
+    """(P,) the length-weighted mean minus the plain mean: ``Σ L_j d_j / Σ L_j`` with the deviations d."""
     ids, length = Ids(g.of), cast(Tensor, g.length).double()
     return ids.sum(length * g.deviation) / g.sum(length).clamp_min(1)
 
 
 def above_others_of_k(g: Grouped, k: int) -> Tensor:
-    """For each rollout, by how much it exceeds the best of k − 1 others, in the mean over all such sets.
+    """(V,) mean of ``max(R_i − max_{j∈K} R_j, 0)`` over all sets K of k − 1 other rollouts of the group.
 
-    It is an integral over the values t below R_i of the share of sets that lie at t or below, which is with
-    j of the others there ``C(j, k − 1) / C(n − 1, k − 1)``. That is constant between neighbouring rewards, so
-    that a sum along their order is all there is to do.
+    It is the integral over t < R_i of the fraction of sets whose rewards are all ≤ t. If j of the n − 1 other
+    rewards are ≤ t, that fraction is ``C(j, k − 1) / C(n − 1, k − 1)``. It is constant between neighbouring
+    rewards, so the integral is a cumulative sum over the sorted rewards.
     """
     others = g.spread(g.number) - 1
-    share = torch.where(g.place == 0, 0.0, g.reward - g.reward.roll(1))
+    area = torch.where(g.place == 0, 0.0, g.reward - g.reward.roll(1))
     for taken in range(k - 1):
-        share = share * (g.place - taken).clamp_min(0) / (others - taken).clamp_min(1)
-    return g.running(share)
+        area = area * (g.place - taken).clamp_min(0) / (others - taken).clamp_min(1)
+    return g.running(area)
 
 
 def above_log_mean_exp(g: Grouped, temperature: float) -> Tensor:
-    """``R − τ log mean exp(R/τ)``, from the best of the group on, and without a cancellation for large τ."""
+    """(V,) ``R − τ log mean exp(R/τ)``. The largest reward is subtracted first, and expm1 and log1p are used.
+
+    Neither overflows for small τ nor cancels for large τ.
+    """
     from_best = g.reward - g.spread(g.largest)
     mean = g.sum(torch.expm1(from_best / temperature)) / g.count
     return from_best - g.spread(temperature * torch.log1p(mean))
 
 
 def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
-    """(V,): for each rollout, the std of the others in its group.
+    """(V,): for each rollout, the std of the other rollouts of its group.
 
-    With d the deviations from the group's mean, the squares of the others about their own mean add up to
-    ``Σ d_j² − d_i² · n/(n − 1)``. That loses all digits for a rollout that lies far from others which agree,
-    of which a group has one at most: for the rollout furthest from the mean they are added up anew. Where
-    the others are all equal the std is exactly 0, from which rounding would keep it.
+    With the deviations d from the group's mean, the sum of squares of the others about their own mean is
+    ``Σ d_j² − d_i² · n/(n − 1)``. This difference cancels for a rollout that is far from others that are
+    nearly equal. A group has at most one such rollout, the one furthest from the mean, so its sum is computed
+    directly. If the others are all equal the std is exactly 0, despite rounding.
     """
     squares, others = g.deviation.square(), (g.count - 1).clamp_min(1)
     rest = g.spread(g.sum(squares)) - squares * g.spread(g.count / others)
@@ -330,10 +335,10 @@ def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
 
 
 def check_clip(clip: Clip | None) -> None:
-    """Check bounds.
+    """Check the option `clip`.
 
     Raises:
-        ValueError: they are not two, both open, or in the wrong order.
+        ValueError: `clip` does not have two bounds, both are None, or the first is greater than the second.
     """
     if clip is None:
         return
@@ -344,10 +349,10 @@ def check_clip(clip: Clip | None) -> None:
 
 
 def largest_to_square(terms: int, dtype: torch.dtype) -> float:
-    """Below it, `terms` squares of differences of numbers can be summed without overflow."""
+    """The bound below which `terms` squared differences of numbers can be summed without overflow."""
     return float((torch.finfo(dtype).max / max(terms, 1)) ** 0.5 / 16)
 
 
 def largest_that_fits(rollouts: int, dtype: torch.dtype) -> float:
-    """The largest reward that leaves room for differences in its dtype, and for squares in float64."""
+    """The largest reward whose differences fit into `dtype`, and whose squares fit into float64."""
     return min(torch.finfo(dtype).max / 2, largest_to_square(rollouts, torch.float64))

@@ -1,4 +1,4 @@
-"""A rollout's reward, measured against those of its group."""
+"""The group-relative advantage: the reward of a rollout compared with the rewards of its group."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def group_relative_advantage(
     dtype: torch.dtype | None = None,
     length: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
-    """Measure each rollout's reward against its group, and give every segment its rollout's advantage.
+    """Compute the advantage of each rollout within its group. Its segments all get the same advantage.
 
     For rollout i of a group g with n rollouts (DeepSeekMath, arXiv:2402.03300, section 4.1.2)::
 
@@ -68,63 +68,70 @@ def group_relative_advantage(
                   median           b_i = median(R_j, j ∈ g)                 (MC-GRPO, arXiv:2601.22582)
                   length_weighted  b_i = Σ_{j∈g} L_j R_j / Σ_{j∈g} L_j      (OPO, arXiv:2505.23585)
                   best_other       b_i = max_{j∈g, j≠i} R_j                 (pass@k, arXiv:2503.19595)
-                  best_of_k        b_i = R_i − mean_K max(R_i − max_{j∈K} R_j, 0), K the sets of k − 1
-                                   others                                   (PKPO, arXiv:2505.15201)
+                  best_of_k        b_i = R_i − mean_K max(R_i − max_{j∈K} R_j, 0), over all sets K of
+                                   k − 1 other rollouts                     (PKPO, arXiv:2505.15201)
                   log_mean_exp     b_i = τ log(Σ_{j∈g} exp(R_j/τ) / n)      (OPMD of Trinity-RFT)
-                  batch            b_i = Σ_j R_j / N over all rollouts
+                  batch            b_i = Σ_j R_j / N over all N rollouts
                   none             b_i = 0
         scale     group            s = std(R_j, j ∈ g)
                   leave_one_out    s_i = std(R_j, j ∈ g, j ≠ i)
                   mad              s = median(|R_j − median(R_j)|)          (MC-GRPO, arXiv:2601.22582)
                   batch            s = std(R_j, all rollouts)               (Lite PPO, arXiv:2508.08221)
                   mean             s = Σ_{j∈g} R_j / n, for rewards ≥ 0     (MaxRL)
-                  nonzero          s = the share of rewards that are not 0  (GPG, arXiv:2504.02546)
+                  nonzero          s = fraction of rewards that are not 0   (GPG, arXiv:2504.02546)
                   none             s = 1, without ε                         (Dr. GRPO, arXiv:2503.20783)
         eps_mode  add              s + ε
                   clamp            max(s, ε)
-                  skip             s + ε where s > 0, else undivided        (NeMo RL)
-        std has the divisor n − ddof, at least 1
-        δ is `shift`, τ `temperature`; equal rewards are 0 under a spread of the group's own (group,
-    leave_one_out, mad) all the same, and rewards of 0 under their mean, but for skip
+                  skip             s + ε if s > 0, else 1                   (NeMo RL)
 
-    With ``best_of_k`` the mean of A_i ∇ log π over the group is 1/k of an unbiased estimate of the gradient
-    of what the best of k is expected to get, for any k ≤ n. With k = n it is ``best_other`` clipped at 0.
+    δ is `shift` and τ is `temperature`. std has the divisor max(n − ddof, 1).
 
-    Where the baseline or the spread is the group's own, a group whose rewards are all equal has an advantage
-    of exactly 0, where rounding would leave a rest that a small ε blows up. Statistics are float64, by sums
-    that do not depend on the order of their terms, and rounded once: to the last bit an advantage follows
-    from the rewards of its group, however rows lie and whatever else is in the batch.
+    With ``best_of_k``, the mean of A_i ∇ log π over the group is 1/k times an unbiased estimate of the
+    gradient of the expected best reward of k rollouts, for any k ≤ n. With k = n the advantage is that of
+    ``best_other``, clipped below at 0.
+
+    A group with equal rewards has an advantage of exactly 0 under the scales ``group``, ``leave_one_out`` and
+    ``mad``. Under the other scales it is 0 if the baseline is computed per group and `shift` is 0. Rewards
+    that are all 0 get 0 under ``scale="mean"``, except with ``skip``. A small ε never amplifies rounding
+    errors.
+
+    Statistics are float64 and rounded once. Sums do not depend on the order of their terms. Without
+    statistics of the batch, the advantage depends bit for bit only on the rewards of the group. The order of
+    the rows and the other groups of the batch do not change it.
 
     Args:
-        reward: (N,) floats, one a row; the segments of a rollout must agree.
-        group_id: (N,) integers ≥ 0 in any order: which rollouts are compared.
-        rollout_id: (N,) integers ≥ 0 in any order: which rows are one rollout. None: each row is one.
-        baseline: what an advantage is measured from.
-        scale: what it is divided by.
-        ddof: 1 or 0, taken off the count in the std.
+        reward: (N,) floats, one per row; all segments of a rollout must have the same reward.
+        group_id: (N,) integers ≥ 0 in any order; rollouts with the same id are compared.
+        rollout_id: (N,) integers ≥ 0 in any order; rows with the same id are one rollout. None: each row is a
+            rollout.
+        baseline: b in the equation.
+        scale: s in the equation.
+        ddof: 1 or 0, subtracted from the count in the std.
         eps: ε ≥ 0, in units of the scale.
-        singleton: what a group with one rollout gets where the group is needed: ``zero``, its reward as it
-            is (``raw``), or an error.
-        eps_mode: how ε enters.
-        clip: [low, high] for the result, one of which may be None.
-        shift: δ, in units of the reward: below 0 it makes more of successes, above of failures, which is no
-            matter of variance where samples are off-policy (AsymRE, arXiv:2506.20520). A group of equal
-            rewards then has −δ under ``scale="none"``.
-        temperature: τ > 0, in units of the reward, for ``log_mean_exp``: near 0 it is the best of the group,
-            from above the mean.
-        k: for ``best_of_k``, from 2 up to the size of the smallest group.
-        dtype: None or float64: as said above. A smaller one asks for the bits of the reshape formula in that
-            dtype, where rows lie as it needs them (:func:`.reshape_formula.reshaped`).
-        length: (N,) tokens of each row, for ``length_weighted``; a rollout's are those of its segments.
+        singleton: the advantage of a group with one rollout, if baseline or scale need the group. ``zero``;
+            ``raw``, its reward; or ``raise`` an error.
+        eps_mode: how ε is added to the scale.
+        clip: [low, high], bounds of the advantage; one of them may be None.
+        shift: δ, in units of the reward. Below 0 it gives successes more weight, above 0 failures. With
+            off-policy samples this changes the expected gradient (AsymRE, arXiv:2506.20520). A group with
+            equal rewards then has the advantage −δ under ``scale="none"``.
+        temperature: τ > 0, in units of the reward, for ``log_mean_exp``. The baseline approaches the best
+            reward of the group as τ → 0, and the mean as τ → ∞.
+        k: for ``best_of_k``, from 2 to the size of the smallest group.
+        dtype: dtype of the computation. None or float64: as above. A smaller dtype gives the same bits as the
+            reshape formula in that dtype, if groups of one size are contiguous
+            (:func:`.reshape_formula.reshaped`).
+        length: (N,) tokens per row, for ``length_weighted``; the length of a rollout is the sum over its
+            rows.
 
     Returns:
-        (N,) in the dtype of `reward`; float32 where that is no floating-point one.
+        (N,) in the dtype of `reward`, or float32 if that is not floating-point.
 
     Raises:
-        BatchError: a negative or missing id, a rollout in two groups, a reward that is not finite or too
-            large to square, siblings that disagree, a group of one under ``raise`` or of less than k, a
-            negative reward under ``scale="mean"``. Each names the ids.
-        ValueError: an option that is none, or two that do not go together.
+        BatchError: an id is negative or missing, a rollout is in two groups, a reward is not finite or too
+            large to square, the segments of a rollout have different rewards, a group has one rollout under
+            ``raise`` or fewer than k, or a reward is negative under ``scale="mean"``. Each lists the ids.
+        ValueError: an option has an unknown value, or two options exclude each other.
 
     Example:
         >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
@@ -132,7 +139,7 @@ def group_relative_advantage(
     """
     formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, temperature, k)
     if (length is None) == (baseline == "length_weighted"):
-        raise ValueError("length is for baseline='length_weighted', and needed there")
+        raise ValueError("baseline='length_weighted' needs length, and no other baseline reads it")
     result_dtype, reward = credit_dtype(reward), as_rewards(reward)
     rows = Rows.of(reward=reward, group=group_id, rollout=rollout_id, length=length)
     if len(reward) == 0:
@@ -151,14 +158,14 @@ def advantage_of(
     low: torch.dtype | None = None,
     length: Tensor | None = None,
 ) -> Tensor:
-    """(M,) float64: the advantage of (M,) rewards, one a rollout, on all rows of each; with its checks.
+    """Check rewards and compute the advantage of each row: (M,) float64.
 
     Args:
-        rows: of which those in the statistics are compared.
-        reward: float64, that the segments of a rollout share.
-        formula: baseline, scale and the rest.
-        low: the dtype of the reshape formula, if its bits are asked for.
-        length: (M,) int64, tokens of each row, for ``length_weighted``.
+        rows: the rows; excluded ones get 0 and do not enter the statistics.
+        reward: (M,) float64, the same on all segments of a rollout.
+        formula: baseline, scale and the other options.
+        low: dtype of the reshape formula, to compute with its bits.
+        length: (M,) int64, tokens per row, for ``length_weighted``.
 
     Raises:
         BatchError: as :func:`group_relative_advantage`.
@@ -170,41 +177,36 @@ def advantage_of(
     if len(counted) == 0:
         return torch.zeros_like(reward)
     voters = rows.voters
-    one_each = reward if voters is rows else reward[rows.rollouts.is_first]
+    per_rollout = reward if voters is rows else reward[rows.rollouts.is_first]
     groups = voters.groups
-
-    def rollout(row: int) -> str:
-        return f"(rollout {voters.name('rollout', row)})"
-
     if formula.least_group > 1:
-        needs = (
-            "at least two rollouts to compare; found one in {found}. Gate incomplete groups before, or set "
-        )
-        needs += "singleton='zero' or 'raw'"
+        needs = "at least two rollouts; found one in {found}. Gate incomplete groups, or set singleton='zero'"
         if formula.k is not None:
-            needs = f"at least k={formula.k} rollouts, of which the best is taken; found less in {{found}}. "
-            needs += "Gate incomplete groups before, or set a smaller k"
+            needs = f"at least k={formula.k} rollouts; found fewer in {{found}}. "
+            needs += "Gate incomplete groups, or lower k"
         voters.require(
             groups.spread(groups.count >= formula.least_group),
-            f"a group needs {needs}",
-            lambda row: f"group {voters.name('group', row)} {rollout(row)}",
+            f"each group needs {needs}",
+            lambda row: f"group {voters.name('group', row)} (rollout {voters.name('rollout', row)})",
         )
-    require_room(voters, one_each, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
-    credit = None if low in (None, torch.float64) else reshaped(one_each, groups, formula, low)
-    if credit is None:
+    require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
+    advantage = None if low in (None, torch.float64) else reshaped(per_rollout, groups, formula, low)
+    if advantage is None:
         tokens = None
         if length is not None:
             tokens = rows.rollouts.sum(length)[rows.rollouts.of[rows.rollouts.is_first]]
-        g = Grouped(one_each, groups, tokens)
-        credit = g.unsorted(advantage_in_groups(g, formula))
-    return rows.from_voters(credit)
+        g = Grouped(per_rollout, groups, tokens)
+        advantage = g.unsorted(advantage_in_groups(g, formula))
+    return rows.from_voters(advantage)
 
 
-def require_room(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
-    """Differences of rewards fit into their dtype, squares into float64, and MaxRL has none below 0.
+def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
+    """Require rewards whose differences fit into their dtype, and whose squares fit into float64.
+
+    ``scale="mean"`` also requires rewards ≥ 0.
 
     Raises:
-        BatchError: some do not; with the rows.
+        BatchError: a reward is too large or negative; the message lists the rows.
     """
     if formula.scale == "mean":
         rows.require(
@@ -215,16 +217,16 @@ def require_room(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtyp
     dtype = dtype if dtype.is_floating_point else torch.float64
     rows.require(
         reward.abs() <= largest_that_fits(len(reward), dtype),
-        f"rewards must leave room for differences in {dtype}, and for squares in float64; found {{found}}",
+        f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
 
 
 def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
-    """An advantage fits into the dtype that it is rounded to.
+    """Require advantages that fit into the dtype that they will be rounded to.
 
     Raises:
-        BatchError: one does not, or is NaN; with the rows.
+        BatchError: an advantage is too large or NaN; the message lists the rows.
     """
     rows.require(
         credit.abs() <= torch.finfo(dtype).max,
@@ -237,46 +239,48 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
 class GroupRelativeAdvantage(
     BatchTransform, columns=("reward", "group", "rollout", "advantage", "loss_mask")
 ):
-    """Write each row's advantage (:func:`group_relative_advantage`).
+    """Compute the advantage of each row within its group (:func:`group_relative_advantage`).
 
-    After :class:`FanOutCollapse` it reads the reward that this has written; without it, a rollout_id on two
-    rows is an error. Rows that are out of the statistics get 0.
+    After :class:`FanOutCollapse` the stage reads the reward that FanOutCollapse wrote. Without it, two rows
+    with the same rollout id are an error. Excluded rows get 0.
 
-    Reads ``("headrace", "reward")`` if there, else `reward_key`; ``("headrace", "rewards")`` where each is
-    compared or there are `weights`; `group_key`, `rollout_key`. Writes `advantage_key`, (N,) with as many
-    trailing ones as `ndim` asks for, and `group_key` where it made the groups.
+    Reads `group_key`, `rollout_key`, and ``("headrace", "reward")`` if it exists, else `reward_key`. Reads
+    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`. Writes `advantage_key`, (N,) with
+    trailing dimensions of size 1 up to `ndim`, and `group_key` if `without_ids` made the groups.
 
     Args:
         baseline: ``mean``, ``leave_one_out``, ``median``, ``length_weighted``, ``best_other``, ``best_of_k``,
             ``log_mean_exp``, ``batch``, ``none``.
         scale: ``group``, ``leave_one_out``, ``mad``, ``batch``, ``mean``, ``nonzero``, ``none``.
-        ddof: 1 or 0.
-        eps: ε ≥ 0.
+        ddof: 1 or 0, subtracted from the count in the std.
+        eps: ε ≥ 0, added to the scale.
         eps_mode: ``add``, ``clamp``, ``skip``.
         singleton: ``zero``, ``raw``, ``raise``.
-        clip: [low, high] for the result, one of which may be null; of several rewards for the sum of their
-            advantages.
+        clip: [low, high], bounds of the advantage; one of them may be null. With several rewards they bound
+            the sum of their advantages.
         shift: δ, added to the baseline, in units of the reward.
         temperature: τ > 0 of ``log_mean_exp``, in units of the reward.
-        k: how many the best is of, for ``best_of_k``, ≥ 2.
-        dtype: of the statistics; None: float64. ``float32`` asks for the bits of the reshape formula where
-            groups of one size are contiguous, as the function says.
-        several: how the rewards of ``FanOutCollapse(columns=K)`` become one advantage: the rollout's reward
-            is compared, their weighted ``sum``; or each is (``decoupled``), and the advantages are added up.
-        weights: of the columns where each is compared, the same as FanOutCollapse's; None: all 1.
-        missing: what a NaN reward does: ``raise``, or ``skip``, which takes it out of the statistics, of its
-            own column where each is compared; a rollout with no reward at all gets 0.
-        without_ids: what follows where no row has a group id. ``raise``; ``chunks``: consecutive
-            `group_size` rollouts, the last group may be short; ``rigid_or_global``: chunks if there are
-            exactly `group_size` × `groups_per_batch` rollouts, else one global group (what miles does).
-        group_size: rollouts per group, for `without_ids`.
-        groups_per_batch: groups per batch, for ``rigid_or_global``.
-        ndim: dimensions of the advantage; 3 is (N, 1, 1), as GRPOLoss takes it.
+        k: number of rollouts of which the best counts, for ``best_of_k``, ≥ 2.
+        dtype: dtype of the statistics; None: float64. ``float32`` gives the bits of the reshape formula if
+            groups of one size are contiguous, as the function describes.
+        several: how the K rewards of ``FanOutCollapse(columns=K)`` become one advantage. ``sum`` compares
+            their weighted sum. ``decoupled`` compares each reward and adds up the weighted advantages.
+        weights: weights of the rewards for ``decoupled``, equal to those of FanOutCollapse; None: all 1.
+        missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it, which excludes it
+            from the statistics, under ``decoupled`` from those of its column. A rollout without any reward
+            gets the advantage 0.
+        without_ids: how groups are made if no row has a group id. ``raise`` an error. ``chunks``: each
+            `group_size` consecutive rollouts are a group, and the last group may be smaller.
+            ``rigid_or_global``: chunks if there are exactly `group_size` × `groups_per_batch` rollouts, else
+            one group of all rollouts (as in miles).
+        group_size: number of rollouts per group, for `without_ids`.
+        groups_per_batch: number of groups per batch, for ``rigid_or_global``.
+        ndim: number of dimensions of the advantage; 3 gives (N, 1, 1), which GRPOLoss reads.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: as the function; a repeated rollout_id without FanOutCollapse.
+        MissingKeyError: a column is missing.
+        BatchError: as the function; also if a rollout id is on two rows without FanOutCollapse.
 
     Example:
         >>> from tensordict import TensorDict
@@ -327,7 +331,9 @@ class GroupRelativeAdvantage(
         self.group_size = at_least("group_size", group_size, 1)
         self.groups_per_batch = at_least("groups_per_batch", groups_per_batch, 1)
         if without_ids != "raise" and group_size is None:
-            raise ValueError(f"without_ids={without_ids!r} needs group_size, the rollouts per group")
+            raise ValueError(
+                f"without_ids={without_ids!r} needs group_size, the number of rollouts per group"
+            )
         if without_ids == "rigid_or_global" and groups_per_batch is None:
             raise ValueError("without_ids='rigid_or_global' needs groups_per_batch")
         made = without_ids != "raise"
@@ -339,17 +345,17 @@ class GroupRelativeAdvantage(
 
     @property
     def formula(self) -> Formula:
-        """The options that are the formula's, checked."""
+        """The options of the formula, checked."""
         return Formula(*(getattr(self, option.name) for option in fields(Formula)))
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Unless baseline or scale are of the batch, or groups are made of positions in it."""
+        """False if baseline or scale use the whole batch, or if groups are made from row positions."""
         return self.formula.within_groups and self.without_ids == "raise"
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Those of ``length_weighted``."""
+        """Tokens in the loss mask, for ``length_weighted``."""
         return [(self.loss_mask_key, None)] if self.baseline == "length_weighted" else []
 
     def decide(self, rows: Rows) -> None:
@@ -360,7 +366,7 @@ class GroupRelativeAdvantage(
             rollouts = rows.rollouts
             rows.statistics.require(
                 rows.statistics.rollouts.is_first,
-                "each rollout must be one row; found {found}. They would be counted once per row: put "
+                "each rollout must be one row; found {found}. Its reward would be counted once per row: put "
                 "FanOutCollapse before GroupRelativeAdvantage",
                 lambda row: (
                     f"rollout {rows.statistics.name('rollout', row)} in "
@@ -378,7 +384,7 @@ class GroupRelativeAdvantage(
                 for factor, column in zip(factors, rewards.unbind(1), strict=True)
             ]
             credit = torch.stack(credits).sum(0)
-            if self.clip is not None:  # what is clipped is the result; who has no reward keeps 0
+            if self.clip is not None:  # rows without a reward, and excluded rows, keep 0
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
@@ -399,7 +405,7 @@ class GroupRelativeAdvantage(
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
-        """(M,) the advantage of (M,) rewards; under ``skip`` a rollout without one is in no statistic."""
+        """(M,) the advantage of (M,) rewards. Under ``skip`` missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
             return advantage_of(rows, reward, formula, low=self.dtype, length=length)
@@ -411,22 +417,23 @@ class GroupRelativeAdvantage(
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:
-        """The rollout's one reward is what the weights make of its rewards, bit by bit.
+        """Require that each rollout's reward is exactly the weighted sum of its rewards.
 
-        Else filters, shaping and the report would go by another reward than the one that is trained.
+        Otherwise filters, shaping and the report would use another reward than the advantage.
         """
         dtype = rows.dtype(REWARDS if rows.has(REWARDS) else REWARD if rows.has(REWARD) else "reward")
         expected = weighted_reward(rewards.to(dtype), self.weights).double()
         todo = {
             "sum": "Give the weights to FanOutCollapse, and none to the advantage",
-            "decoupled": "Give FanOutCollapse the same weights, and shape no reward where each is compared "
-            "by itself: what a stage adds to their sum would be lost",
+            "decoupled": "Set the weights once, pipeline.stages.advantage.weights, which the collapse of gdpo"
+            " follows (in Python give FanOutCollapse the same), and use no stage that changes the reward: "
+            "several='decoupled' would ignore the change",
         }
         ok = (reward == expected) | (reward.isnan() & expected.isnan())
         rows.require(
             ok if rows.counted is None else ok | ~rows.counted,
-            "a rollout's reward, which filters and the report go by, must be its rewards by the weights of "
-            f"the advantage; found {{found}}. {todo[self.several]}",
+            "a rollout's reward, which filters and the report read, must be the sum of its rewards with the "
+            f"weights of the advantage; found {{found}}. {todo[self.several]}",
             lambda row: (
                 f"{float(reward[row]):g} in place of {float(expected[row]):g} for rollout "
                 f"{rows.name('rollout', row)}"
@@ -434,34 +441,33 @@ class GroupRelativeAdvantage(
         )
 
     def _make_groups(self, rows: Rows) -> None:
-        """Write group ids by position, where an option asks for it and no row has one."""
+        """Write group ids from row positions, if `without_ids` allows it and no row has a group id."""
         if self.without_ids == "raise":
             return
         if rows.table.ranks is not None:
             raise BatchError(
-                f"without_ids={self.without_ids!r} makes groups of positions, which say nothing over ranks: "
-                "give rows their group_id where they are dispatched"
+                f"without_ids={self.without_ids!r} makes groups from row positions, which are not known "
+                "across ranks: stamp group_id where prompts are dispatched"
             )
-        # All rows unset is a batch without ids; some rows unset is wrong data, which is refused later.
+        # If only some rows have no id, the batch is invalid and is refused later.
         if rows.has("group") and bool((rows["group"] >= 0).any()):
             return
         rollouts = rows.on_arrival.ids("rollout", checked=False).everyone
         size = self.group_size or 1
-        number = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # by first rows
+        number = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # in order of first rows
         if self.without_ids == "rigid_or_global" and rollouts.n != size * (self.groups_per_batch or 1):
             number = torch.zeros_like(number)
         rows.put("group", rows.from_arrival(number // size), dtype=torch.int64, ndim=1, fill=-1)
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
-        """What each row would get if it were a rollout of its own: the bias that a fan-out would bring.
+        """Compute the advantage with each row as a rollout of its own, to show the bias of a fan-out.
 
         Args:
-            reward: (N,) float, the rollouts' rewards by row.
+            reward: (N,) float, the reward of each row's rollout.
             group_id: (N,) int.
 
         Returns:
-            (N,), or None where it cannot be said: under ``length_weighted`` and ``decoupled``, and where the
-            rewards cannot be compared.
+            (N,), or None under ``length_weighted`` and ``decoupled``, and if the rewards are invalid.
         """
         if self.baseline == "length_weighted" or self.several != "sum":
             return None

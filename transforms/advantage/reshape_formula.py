@@ -1,4 +1,4 @@
-"""The bits of the formula that everybody knows, for rows that lie as it needs them."""
+"""The reshape formula of the advantage in a low dtype, for groups of one size that are contiguous."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from .baselines import Formula, largest_to_square, with_eps
 
 
 def reshaped(reward: Tensor, groups: Ids, formula: Formula, dtype: torch.dtype) -> Tensor | None:
-    """The advantage in a smaller dtype than float64, with the bits of the reshape formula.
+    """Compute the advantage in a smaller dtype than float64, with the same bits as the reshape formula.
 
     ::
 
         x = r.view(P, G);  x -= x.mean(-1);  x / (x.std(-1) + eps)
 
-    It is centred first, since the std of the uncentred rewards differs in the last bit; equal rewards, of
-    which rounding leaves up to 0.9 after the division, are 0. slime and miles compute it in float32.
+    The std is that of the centred rewards, because that of the uncentred ones differs in the last bit. Equal
+    rewards get exactly 0; rounding errors would give up to 0.9 after the division. slime and miles compute
+    this in float32.
 
     Args:
-        reward: (V,) float64, one a rollout, in the order of their rows.
-        groups: of the rollouts.
+        reward: (V,) float64, one per rollout, in the order of their rows.
+        groups: group ids of the rollouts.
         formula: baseline ``mean`` with scale ``group`` or ``none``.
-        dtype: in which it is computed.
+        dtype: dtype of the computation.
 
     Returns:
-        (V,) float64; None where it is another formula, where groups of more than one rollout do not lie
-        together and have one size, and where squares of the rewards do not fit the dtype.
+        (V,) float64. None if the formula is another one, if groups are not contiguous, differ in size or have
+        one rollout, or if squares of the rewards do not fit into `dtype`.
 
     Example:
         >>> ids = Ids(torch.tensor([5, 5, 2, 2]))

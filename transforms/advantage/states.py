@@ -18,7 +18,7 @@ from headrace.transforms.stage import BatchTransform
 
 from .baselines import EpsMode, Formula, Grouped, Scale, advantage_in_groups
 from .by_turn import Alone
-from .group_relative import require_fit, require_room
+from .group_relative import require_fit, require_range
 
 StateBaseline = Literal["mean", "leave_one_out"]
 
@@ -147,7 +147,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         returns = some[RETURN]
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
         require_rewards(some, returns, siblings_agree=False)
-        require_room(some, returns, self.formula, rows.dtype(RETURN))
+        require_range(some, returns, self.formula, rows.dtype(RETURN))
         steps = Grouped(returns, states)
         within = steps.unsorted(advantage_in_groups(steps, self.formula))
         if self._asks_whose:

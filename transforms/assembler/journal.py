@@ -319,7 +319,7 @@ def _record(event: str, details: dict[str, Any]) -> pyarrow.Buffer:
     # Joined by dtype, because there may be many small tensors.
     joined = {dtype: torch.cat(flat).resolve_conj().resolve_neg() for dtype, flat in tensors.items()}
     sizes = {_name(dtype): len(numbers) for dtype, numbers in joined.items()}
-    text = f"[{json.dumps(sizes)},{tree}]"
+    text = f"[{json.dumps(sizes, allow_nan=False)},{tree}]"
     content = b"".join(numbers.view(torch.uint8).numpy() for numbers in joined.values())
     size = ipc.get_record_batch_size(_batch(event, text, content, 0, 0))
     return _batch(event, text, content, size, _checksum(event, text, content, size)).serialize()

@@ -1,4 +1,4 @@
-"""Criteria decide which rows stay; what follows for the others is three different things."""
+"""Criteria decide which rows stay. SampleFilter masks, excludes or drops the others."""
 
 from .criteria import Criterion, Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
 from .group_criteria import BestOf, GroupMeanWithin

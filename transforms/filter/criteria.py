@@ -1,9 +1,12 @@
-"""Criteria for :class:`SampleFilter`: the table in, (M,) bool out, True where the row stays.
+"""Criteria for :class:`SampleFilter`: from the table to (M,) bool, True where the row stays.
 
-A criterion implements ``decide(rows) -> keep``. Any other callable, from a batch to (N,) bool, is one too, at
-the cost of one more read. Optional attributes help: `reason`, the word under which rows that go are counted;
-`unit`, what stays or goes as one; `in_keys`, the columns it reads, by which a pipeline refuses an order that
-cannot work; `before_baseline`, by which it refuses a place behind the advantage.
+A criterion implements ``decide(rows) -> keep``. Any other callable from a batch to (N,) bool also works, but
+costs one more device read. Optional attributes:
+
+- `reason`: the name under which the ledger counts the rows that leave;
+- `unit`: what stays or leaves together;
+- `in_keys`: the columns that it reads. A pipeline uses them to refuse a wrong order of stages;
+- `before_baseline`: a pipeline refuses the filter after the advantage.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from headrace.transforms.tensordicts import flat_rows
 
 
 class Criterion(TakesColumns):
-    """A criterion with a name and declared columns. Subclasses implement :meth:`decide`.
+    """The base class of criteria. Subclasses implement :meth:`decide`.
 
     Example:
         >>> class Polite(Criterion):
@@ -48,18 +51,18 @@ class Criterion(TakesColumns):
     reason: str
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
-    before_baseline: bool = False  # a row that fails is to be judged before rewards are compared
-    within_groups: bool = False  # what it says of a row follows from the rows of its group alone
-    reads_tokens: bool = False  # and not the table alone
+    before_baseline: bool = False  # it must run before the stages that compute a baseline
+    within_groups: bool = False  # its result for a row depends only on the rows of the same group
+    reads_tokens: bool = False  # it reads token columns, not only the table
 
     def decide(self, rows: Rows) -> Tensor:
-        """(M,) bool, True where the row stays. A subclass with a ``__call__`` of its own is given a batch."""
+        """(M,) bool, True where the row stays. A subclass may implement ``__call__(batch)`` instead."""
         if type(self).__call__ is Criterion.__call__:
-            raise NotImplementedError(f"{type(self).__name__} implements decide(rows), or __call__(batch)")
+            raise NotImplementedError(f"{type(self).__name__} must implement decide(rows) or __call__(batch)")
         return rows.ask(self)
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool, of a batch by itself."""
+        """(N,) bool: apply the criterion to a batch, outside a filter."""
         rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
         return self.decide(rows)
 
@@ -68,13 +71,14 @@ class Criterion(TakesColumns):
 
 
 class RewardsVary(Criterion, columns=("reward", "group")):
-    """Groups whose rewards differ: ``max − min > tol`` over the rollouts in the statistics that have one.
+    """Keep groups whose rewards differ: ``max − min > tol``.
 
-    A group without spread has no advantage to learn from (DAPO's dynamic sampling, arXiv:2503.14476,
-    section 3.2). Reason: ``zero_variance``.
+    The maximum and minimum are over the rollouts that have a reward and are not excluded. All advantages of a
+    group with equal rewards are 0 (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2). Reason:
+    ``zero_variance``.
 
     Args:
-        tol: in units of the reward, ≥ 0.
+        tol: tolerance in units of the reward, ≥ 0.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
@@ -97,17 +101,17 @@ class RewardsVary(Criterion, columns=("reward", "group")):
         reward, groups = rows.reward, rows.groups
         missing = reward.isnan()
         low, high = (reward.masked_fill(missing, end) for end in (float("inf"), float("-inf")))
-        spread = groups.max(high) - groups.min(low)  # −∞: nobody has a reward
+        spread = groups.max(high) - groups.min(low)  # −∞ if no rollout of the group has a reward
         vary = groups.spread(spread > self.tol)
-        return vary if rows.counted is None else vary | ~rows.counted  # who has left judges nobody
+        return vary if rows.counted is None else vary | ~rows.counted
 
 
 class RewardWithin(Criterion, columns=("reward",)):
-    """Rewards in ``[low, high]``; NaN is not. Reason: ``reward_bounds``.
+    """Keep rows whose reward is in ``[low, high]``. A NaN reward leaves. Reason: ``reward_bounds``.
 
     Args:
-        low: least reward that stays; −∞: any.
-        high: greatest reward that stays; ∞: any.
+        low: lower bound of the reward; −∞: none.
+        high: upper bound of the reward; ∞: none.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
@@ -133,11 +137,11 @@ class RewardWithin(Criterion, columns=("reward",)):
 
 
 class Finite(Criterion):
-    """Rows in which every number of one column is finite. Reason: ``non_finite``.
+    """Keep rows in which all values of one column are finite. Reason: ``non_finite``.
 
     Args:
-        key: (N, ...) float, dense or ragged. The reward as collected by default: put the filter before
-            FanOutCollapse, which refuses rewards that are not finite.
+        key: key of the column, (N, ...) float, dense or ragged. The default is the collected reward. Put this
+            filter before FanOutCollapse, which refuses rewards that are not finite.
     """
 
     within_groups = True
@@ -159,10 +163,10 @@ class Finite(Criterion):
 
 
 class NotTruncated(Criterion, columns=("status", "truncated")):
-    """Rows that were not cut off at a limit. Reason: ``truncated``.
+    """Keep rows that were not cut off at a length limit. Reason: ``truncated``.
 
-    Rows that failed or were aborted stay: they are the gate's. A segment that was cut off goes alone, with
-    ``SampleFilter(unit="rollout")`` with its whole rollout.
+    Rows that failed or were aborted stay, because the gate handles them. Only the truncated segment leaves.
+    With ``SampleFilter(unit="rollout")`` its whole rollout leaves.
 
     Args:
         names: other names of columns, such as `status_key` (:class:`ColumnNames`).
@@ -182,15 +186,19 @@ class NotTruncated(Criterion, columns=("status", "truncated")):
             return ~rows.number("truncated").bool()
         if (status := rows.status) is None:
             raise rows.missing(STATUS_KEYS[0], "status_key")
+        rows.require(
+            status >= 0,
+            "NotTruncated needs to know how each rollout ended; {count} row{s} have no status: {found}",
+        )
         return status != Status.TRUNCATED
 
 
 class LengthWithin(Criterion, columns=("loss_mask",)):
-    """Rows whose loss mask counts `low` to `high` tokens. Reason: ``length``.
+    """Keep rows that have `low` to `high` tokens in the loss mask. Reason: ``length``.
 
     Args:
-        low: least number of tokens that stays; 1 takes out rows whose mask is empty.
-        high: greatest number that stays; None: no limit.
+        low: lowest number of tokens; 1 takes out rows whose loss mask is empty.
+        high: highest number of tokens; None: no limit.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
     """
 
@@ -218,13 +226,13 @@ class LengthWithin(Criterion, columns=("loss_mask",)):
 
 
 class Fresh(Criterion, columns=("version",)):
-    """Rows whose policy is at most `max_staleness` versions behind. Reason: ``stale``.
+    """Keep rows whose policy version is at most `max_staleness` versions old. Reason: ``stale``.
 
     Args:
-        current: the version that trains, or a callable that returns it; none is guessed from the rows, since
-            all of them may be old. A number is for what is collected once: a job's version moves on. In YAML
-            a callable is ``{_target_: your.module.version, _partial_: true}``.
-        max_staleness: versions, ≥ 0.
+        current: version of the policy that trains, or a callable that returns it. In training use a callable,
+            because the version changes with each update. In YAML a callable is
+            ``{_target_: your.module.version, _partial_: true}``.
+        max_staleness: number of versions, ≥ 0.
         names: other names of columns, such as `version_key` (:class:`ColumnNames`).
     """
 
@@ -249,7 +257,7 @@ class Fresh(Criterion, columns=("version",)):
         current = int(self.current() if callable(self.current) else self.current)
         rows.require(
             version <= current,
-            f"no row is newer than the version that trains, {current} (current); found {{found}}",
+            f"no row may be newer than the policy version that trains, {current} (current); found {{found}}",
             lambda row: f"{int(version[row])} at row {rows.at(row)}",
         )
         return current - version <= self.max_staleness

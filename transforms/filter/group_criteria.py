@@ -1,4 +1,4 @@
-"""Criteria for :class:`SampleFilter` that look at a rollout among those of its group."""
+"""Criteria for :class:`SampleFilter` that compare a rollout with the others of its group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ By = Literal["reward", "length", "efficiency", "variance"]
 
 
 def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Tensor | None = None) -> Tensor:
-    """Who is among the k rollouts of its group that are kept; (V,) bool.
+    """Choose k rollouts of each group: (V,) bool, True where the rollout is kept.
 
     ::
 
@@ -30,29 +30,32 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
         variance    a largest and k − a smallest R, with the a for which their variance is largest
                                                                (PODS, arXiv:2504.13818)
 
-    Of equals those with the smaller ids are kept, and under ``variance`` as many of the largest as there can
-    be. The k rewards that vary most are at the two ends (PODS, theorem 1), so that there are k + 1 choices.
+    Ties keep the smaller rollout ids. Under ``variance``, if several a give the same variance, the largest a
+    is used. The k rewards with the largest variance are at the two ends of the sorted rewards (PODS, theorem
+    1), so there are only k + 1 choices of a.
 
     Args:
-        reward: (V,) float64, one a rollout.
-        groups: of the V rollouts.
-        ids: (V,) int64, of the rollouts.
-        k: rollouts of a group, ≥ 1; one that has no more keeps all.
-        by: what is compared.
-        length: (V,) int64, tokens, for ``length`` and ``efficiency``.
+        reward: (V,) float64, one per rollout.
+        groups: group of each of the V rollouts.
+        ids: (V,) int64, rollout ids.
+        k: number of rollouts kept per group, ≥ 1. A group with k rollouts or fewer keeps all.
+        by: criterion, as above.
+        length: (V,) int64, tokens per rollout, for ``length`` and ``efficiency``.
 
     Example:
         >>> ids, reward = torch.arange(4), torch.tensor([0.0, 0.1, 0.8, 1.0], dtype=torch.float64)
-        >>> one = Ids(torch.zeros(4, dtype=torch.int64))
-        >>> best_of(reward, one, ids, 2, "reward").tolist(), best_of(reward, one, ids, 2, "variance").tolist()
-        ([False, False, True, True], [True, False, False, True])
+        >>> groups = Ids(torch.zeros(4, dtype=torch.int64))
+        >>> best_of(reward, groups, ids, 2, "reward").tolist()
+        [False, False, True, True]
+        >>> best_of(reward, groups, ids, 2, "variance").tolist()
+        [True, False, False, True]
     """
     if len(reward) == 0:
         return torch.zeros(0, dtype=torch.bool)
     value = -reward
     if by in ("length", "efficiency") and length is not None:
         value = length.double() if by == "length" else -reward / length.clamp_min(1)
-    # 1. The place of each rollout in its group, the best first.
+    # 1. The rank of each rollout in its group, the best first.
     by_id = ids.argsort(stable=True)
 
     def places(value: Tensor) -> Tensor:
@@ -62,14 +65,15 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     place = places(value)
     if by != "variance":
         return place < k
-    # 2. Sums of the first rewards and of their squares, about the largest, so that no difference is lost.
+    # 2. Cumulative sums of the sorted rewards and of their squares. The largest reward is subtracted first,
+    # so    that small differences between large rewards are not rounded away.
     table = reward.new_zeros(groups.n, int(groups.count.max()) + 1)
     table[groups.of, place + 1] = reward - groups.spread(groups.max(reward))
     sums, squares = table.cumsum(1), table.square().cumsum(1)
     count = groups.count[:, None]
     every, every_square = sums.gather(1, count), squares.gather(1, count)
-    # 3. The number of largest rewards for which the variance of the k is largest; of equals that only
-    #    rounding tells apart, the most.
+    # 3. The number a of largest rewards that maximises the variance. Among variances that are equal up to
+    #    rounding, the largest a.
     most, high = torch.full_like(every, -1.0), torch.full_like(count, k)
     for taken in range(k, -1, -1):
         head = count.clamp_max(taken)
@@ -85,14 +89,15 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
 
 
 class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
-    """The k best rollouts of each group (:func:`best_of`). Reason: ``not_best``.
+    """Keep the k best rollouts of each group (:func:`best_of`). Reason: ``not_best``.
 
-    With ``action="exclude"`` the statistics of later stages are those of the rollouts kept, as GFPO and PODS
-    have it, with ``mask`` those of all. A rollout without a reward stays. It stands after FanOutCollapse.
+    With ``action="exclude"`` later stages compute their statistics over the kept rollouts, as GFPO and PODS
+    do. With ``action="mask"`` they use all rollouts. A rollout without a reward stays. Put this filter after
+    FanOutCollapse.
 
     Args:
-        k: rollouts of a group that stay, ≥ 1; one that has no more keeps all.
-        by: ``reward``, ``length``, ``efficiency``, ``variance``.
+        k: number of rollouts kept per group, ≥ 1. A group with k rollouts or fewer keeps all.
+        by: ``reward``, ``length``, ``efficiency`` or ``variance``.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
     """
 
@@ -128,14 +133,14 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
 
 
 class GroupMeanWithin(Criterion, columns=("group", "rollout")):
-    """Groups whose mean reward is in ``[low, high]``. Reason: ``group_mean``.
+    """Keep groups whose mean reward is in ``[low, high]``. Reason: ``group_mean``.
 
-    The mean is over the rollouts in the statistics that have a reward; a group without any leaves. It stands
-    after FanOutCollapse.
+    The mean is over the rollouts that have a reward and are not excluded. A group without any reward leaves.
+    Put this filter after FanOutCollapse.
 
     Args:
-        low: least mean that stays; −∞: any.
-        high: greatest mean that stays; ∞: any.
+        low: lower bound of the mean; −∞: none.
+        high: upper bound of the mean; ∞: none.
         names: other names of columns, such as `group_key` (:class:`ColumnNames`).
     """
 
@@ -160,7 +165,7 @@ class GroupMeanWithin(Criterion, columns=("group", "rollout")):
         """(M,) bool."""
         reward, groups = rows[REWARD], rows.groups
         voters = Ids(groups.of, rows.rollouts.is_first & ~reward.isnan())
-        least = voters.min(reward)  # from which equal rewards have a distance of 0, and their mean is exact
-        mean = least + voters.sum(reward - voters.spread(least)) / voters.count
-        mean = mean.to(rows.dtype(REWARD))  # a bound is the reward that it names
+        lowest = voters.min(reward)  # subtracted first, so that the mean of equal rewards is exact
+        mean = lowest + voters.sum(reward - voters.spread(lowest)) / voters.count
+        mean = mean.to(rows.dtype(REWARD))  # rounded like the rewards, so that a bound such as 0.1 is exact
         return groups.spread((mean >= self.low) & (mean <= self.high))

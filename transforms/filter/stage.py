@@ -1,4 +1,4 @@
-"""The stage that acts on what a criterion says: out of the loss, out of the statistics, or gone."""
+"""The filter: it masks, excludes or drops the rows that fail a criterion."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "
 
 
 class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", "group")):
-    """Take rows that fail a criterion out of the loss, out of the statistics, or away.
+    """Mask, exclude or drop the rows that fail a criterion.
 
-    =========== ============ ======================== =========
-    action      in the loss  in the statistics        row there
-    =========== ============ ======================== =========
+    =========== ============ ======================== =================
+    action      in the loss  in the statistics        row in the batch
+    =========== ============ ======================== =================
     ``mask``    no           yes                      yes
     ``exclude`` no           no, its advantage is 0   yes
     ``drop``    no           no                       no
-    =========== ============ ======================== =========
+    =========== ============ ======================== =================
 
-    Statistics are those of later stages: a filter after the advantage changes no baseline. Out of the loss
-    is meant for good: the row's loss mask becomes False and its behaviour log-probabilities NaN, which
-    TorchRL's GRPOLoss takes out exactly, whichever masking strategy it uses, token count included. To the
-    statistics of later stages the row is as long as it was. (GRPOLoss's
-    ``prompt_mean`` and its KL terms divide by all rows: after the advantage, a second filter with
-    ``LengthWithin(low=1)`` and ``drop`` takes masked rows away.) A filter that leaves nothing gives an empty
-    batch.
+    Only the statistics of later stages change. A filter after the advantage changes no baseline.
 
-    Reads what its criterion reads, `rollout_key` or `group_key` by `unit`; writes `loss_mask_key`,
+    A row that is masked or excluded has False in its loss mask and NaN in its behaviour log-probabilities.
+    TorchRL's GRPOLoss then leaves it out exactly under each of its masking strategies, also from the token
+    count. Later stages still see the row's original length. GRPOLoss's ``prompt_mean`` and its KL terms
+    divide by all rows. To leave masked rows out of these too, add a second filter with
+    ``LengthWithin(low=1)`` and ``drop`` after the advantage. If no row stays, the batch is empty.
+
+    Reads the columns of its criterion, and `rollout_key` or `group_key` by `unit`. Writes `loss_mask_key`,
     `log_prob_key`, ``("headrace", "in_loss")``, ``("headrace", "length")`` and, under ``exclude``,
     ``("headrace", "counted")``.
 
     Args:
-        criterion: a :class:`Criterion`, or a callable batch → (N,) bool, True where the row stays.
-        unit: what stays or goes as one: a row that fails takes its whole ``rollout`` or ``group`` along.
-            None: the criterion's own (``group`` for RewardsVary), else ``sample``.
-        action: ``mask``, ``exclude``, ``drop``.
-        on_batch: called as ``on_batch(batch, keep)`` with every row, those that will go included, and the
-            (N,) bool that says who stays.
+        criterion: a :class:`Criterion`, or a callable from a batch to (N,) bool, True where the row stays.
+        unit: what stays or leaves together. If one row of a ``rollout`` or ``group`` fails, all its rows
+            leave. None: the criterion's own unit (``group`` for RewardsVary), else ``sample``.
+        action: ``mask``, ``exclude`` or ``drop``.
+        on_batch: called as ``on_batch(batch, keep)`` with all rows, including those that leave, and (N,)
+            bool, True where the row stays.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: the criterion returns something else than (N,) bool; rows are to be masked in a batch
-            that has neither a loss mask nor log-probabilities.
+        MissingKeyError: a column is missing.
+        BatchError: the criterion does not return (N,) bool, or rows must be masked in a batch that has
+            neither a loss mask nor log-probabilities.
 
     Example:
         >>> from tensordict import TensorDict
@@ -86,40 +86,40 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
         self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
         self._unit = own
-        function = getattr(criterion, "func", criterion)  # also behind functools.partial
+        function = getattr(criterion, "func", criterion)  # the function inside a functools.partial
         name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
         self.reasons, self.effects = (str(name),), (EFFECTS[action],)
 
     @property
     def before_baseline(self) -> bool:  # type: ignore[override]
-        """Where its criterion says so."""
+        """Whether the criterion must be before the stages that compute a baseline."""
         return getattr(self.criterion, "before_baseline", False)
 
     @property
     def takes_rows(self) -> Literal["", "drop", "exclude"]:
-        """Where it judges rows one by one, and does not leave them in the statistics."""
+        """The action, if it takes single rows of a rollout out of the statistics; else empty."""
         return "" if self._unit != "sample" or self.action == "mask" else self.action
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Where its criterion says so, and no hook sees the batch."""
+        """Whether the criterion compares rows within groups only, and no `on_batch` sees the whole batch."""
         return self.on_batch is None and getattr(self.criterion, "within_groups", False)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Those of the rows that it masks, and of its criterion."""
+        """Tokens of the rows that it masks, and tokens that its criterion counts."""
         own = getattr(self.criterion, "loss_mask_key", None)
         return [(self.loss_mask_key, self.log_prob_key)] + ([] if own is None else [(own, None)])
 
     def needs_each_rank(self) -> str:
-        """It may, for its hook or its criterion."""
+        """Needed for `on_batch`, for a user's criterion, and for a criterion that reads tokens."""
         if self.on_batch is not None or not type(self.criterion).__module__.startswith("headrace."):
             return "code of your own"
         reads_tokens = getattr(self.criterion, "reads_tokens", False)
         return "it reads tokens" if reads_tokens else super().needs_each_rank()
 
     def decide(self, rows: Rows) -> None:
-        """Judge all rows, call the hook, and act."""
+        """Apply the criterion to all rows, call `on_batch`, and take out the rows that fail."""
         decide = getattr(self.criterion, "decide", None)
         keep = (
             rows.ask(self.criterion) if decide is None else decide(rows.seen_by(self.criterion, rows.stage))
@@ -127,19 +127,21 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
             found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
             raise BatchError(
-                f"a criterion returns one bool a row, ({len(rows)},), True where it stays; "
+                f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
                 f"{self.criterion!r} returned {found}"
             )
         keep = keep.reshape(-1)
         if rows.counted is not None:
-            keep = keep | ~rows.counted  # who has left the statistics judges nobody
+            keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
         if self._unit != "sample":
             ids = rows.ids(self._unit).everyone
-            rows.require_set(ids, f"{self._unit}_id", "rows without an id would be judged as one")
+            rows.require_set(
+                ids, f"{self._unit}_id", f"rows without an id would be taken for one {self._unit}"
+            )
             keep = ids.spread(ids.all(keep))
         if self.on_batch is not None:
             batch, stays = rows.shown(keep)
-            if len(batch):  # a rank without rows has nothing to show
+            if len(batch):  # a rank may have no rows
                 self.on_batch(batch, stays)
         for view in rows.of_each_rank():
             own = view.of_rank(keep)

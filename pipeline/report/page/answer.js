@@ -1,10 +1,8 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
-import { curveOf } from "./curves.js";
+import { curveOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
-import { NONE, count, extent, isNumber, number } from "./numbers.js";
+import { count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
-const short = (value) => number(isNumber(value) ? Number(value.toPrecision(3)) : value);
-const inPercent = (share) => (isNumber(share) ? `${short(100 * share)} %` : NONE);
 const TILES = [
   { metric: /^reward\/all\/mean$/, label: "reward", unit: "mean over rollouts", text: short },
   {
@@ -14,6 +12,7 @@ const TILES = [
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
+  { metric: /^response_characters\/mean$/, label: "response text", unit: "characters per rollout", text: short },
   { metric: /^rollouts\/truncated$/, label: "truncated", unit: "of the rollouts", text: inPercent },
   { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
   { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
@@ -30,30 +29,29 @@ function valueAxis(low, high, text, width, height) {
 }
 
 function drawTile({ label, unit, text }, name, page, step, width) {
+  if (page.unsaid?.includes(name) && !isNumber(step.numbers[name]))
+    return h("div", { class: "tile" }, h("h2", {}, label), h("p", { class: "note" }, "not in this dump"));
   const values = page.curves[name] ?? [];
   const steps = page.curve_steps;
   const range = extent(values);
   const head = [
-    h("h2", {}, label),
+    h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}`)),
     h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
   ];
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
   const height = 46;
-  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter: GUTTER });
+  const gutter = Math.max(GUTTER, 7 * Math.max(...range.map((end) => text(end).length)) + 12);
+  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
   drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
-  const known = values.filter(isNumber);
-  return h(
-    "div",
-    { class: "tile" },
-    head,
-    drawing,
-    h("p", { class: "range" }, `${text(known[0])} → ${text(known.at(-1))}, steps ${count(steps[0])} to ${count(steps.at(-1))}`),
-  );
+  return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}`));
 }
 
-export function drawTiles({ page, step, width }) {
-  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers)])];
-  const tiles = TILES.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
+export const drawAnswer = (view) => drawTiles(TILES, view);
+
+// A tile for each number that the page has, at the step shown, with its curve over the steps.
+export function drawTiles(kinds, { page, step, width }) {
+  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers), ...(page.unsaid ?? [])])];
+  const tiles = kinds.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const known = tiles.filter(([, name]) => name !== undefined);
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
   const most = width < 2 * TILE ? 2 : fit;
@@ -89,8 +87,16 @@ function adviceLine(page, verdict, advisory) {
           h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
         ),
       ),
-      h("p", { class: "note" }, "Shown by ", withCode(symptom.shows)),
+      h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),
+  );
+}
+
+// What is missing on this page: steps that failed, numbers that a dump cannot have.
+export function sayNotices(page) {
+  byId("notices").hidden = !page.notices?.length;
+  byId("notices").replaceChildren(
+    ...(page.notices ?? []).map((text, i) => h("li", { class: i === 0 && text.includes("steps failed") ? "failed" : "" }, withCode(text))),
   );
 }
 
@@ -99,4 +105,10 @@ export function sayAdvice(page, step) {
   byId("verdict").hidden = !step.verdict;
   byId("advisories").hidden = !step.advisories.length;
   byId("advisories").replaceChildren(...step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory)));
+  byId("unchecked").hidden = !step.unchecked.length;
+  byId("unchecked").querySelector("summary").textContent =
+    `Not checked, for lack of data: ${plural(step.unchecked.length, "symptom")}`;
+  byId("unchecked")
+    .querySelector("ul")
+    .replaceChildren(...step.unchecked.map((text) => h("li", {}, withCode(text))));
 }

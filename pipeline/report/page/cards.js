@@ -1,4 +1,4 @@
-// What a group holds: its prompt, and its rollouts side by side, the best first.
+// What a group holds: its prompt, and its rollouts side by side, the lowest reward first.
 import { h, lazily, message, moreButton, plainTable } from "./dom.js";
 import { fate } from "./model.js";
 import { NONE, count, isNumber, number, plural, sum } from "./numbers.js";
@@ -16,7 +16,7 @@ const ROW_COLUMNS = [
   ["tokens", (row) => count(row.tokens)],
   ["weight", (row) => number(row.weight)],
   ["status", (row) => row.status ?? NONE],
-  ["where it went", (row) => (row.reason ? `left: ${row.reason}` : "in the loss")],
+  ["in the loss", (row) => (row.reason ? `no: ${row.reason}` : "yes")],
   ["staleness", (row) => count(row.staleness)],
   ["minibatch", (row) => count(row.minibatch)],
   ["micro-batch", (row) => count(row.microbatch)],
@@ -77,7 +77,18 @@ function drawResponse(row, shades, texts) {
     if (!row.response.start) return [h("p", { class: "note" }, "An empty response.")];
     return foldable(h("p", { class: "text" }, excerptText(row.response)));
   }
-  return texts ? [h("p", { class: "note" }, "Its text has no room on this page; a dump has all.")] : [];
+  return texts ? [h("p", { class: "note" }, "This page has no room for the text. A dump has it (report.dump=parquet), and headrace view shows it.")] : [];
+}
+
+const advantagesDiffer = ({ rows }) => new Set(rows.map((row) => row.advantage).filter(isNumber)).size > 1;
+
+// The ground truth, and what else the dump says of the row.
+function drawBeside(row) {
+  if (!row.beside) return null;
+  const lines = Object.entries(row.beside).map(([name, value]) =>
+    h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "boolean" ? String(value) : number(value))),
+  );
+  return h("dl", { class: "columns" }, lines);
 }
 
 function drawRollout(rollout, shades, texts) {
@@ -85,7 +96,7 @@ function drawRollout(rollout, shades, texts) {
   const statuses = [...new Set(rollout.rows.map((row) => row.status).filter(Boolean))];
   const facts = [
     `reward ${number(rollout.reward)}`,
-    `advantage ${number(rollout.advantage)}`,
+    `advantage ${number(rollout.advantage)}${advantagesDiffer(rollout) ? " (mean of its rows)" : ""}`,
     tokens.some(isNumber) ? plural(sum(tokens), "token") : null,
     ...statuses,
   ];
@@ -98,7 +109,7 @@ function drawRollout(rollout, shades, texts) {
     h("p", { class: "facts" }, facts.filter(Boolean).join(" · ")),
     h("p", { class: rollout.trained ? "fate" : "fate gone" }, fate(rollout)),
     rollout.rows.map((row, i) => {
-      const response = drawResponse(row, shades, texts);
+      const response = [...drawResponse(row, shades, texts), drawBeside(row)].filter(Boolean);
       return several && response.length ? [heading(i), ...response] : response;
     }).flat(),
     lazily(plural(rollout.rows.length, "row"), "rows", () => [rowTable(rollout)]),
@@ -109,7 +120,7 @@ export function drawGroup(group, rollouts, texts) {
   if (!rollouts.length) return message("No row of this group is recorded.");
   const shades = shadesOf(rollouts);
   if (!shades.has(shade)) shade = [...shades.keys()][0] ?? null;
-  const best = rollouts.toSorted((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+  const lowest = rollouts.toSorted((a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity));
   const box = h("div", { class: "rollouts" });
   const change = (name) => {
     shade = name;
@@ -119,10 +130,10 @@ export function drawGroup(group, rollouts, texts) {
   box.append(
     ...[
       ...(group.asked || group.label ? drawPrompt(group) : []),
-      texts ? null : h("p", { class: "note" }, "No response is known as text: the batch had tokens alone."),
+      texts ? null : h("p", { class: "note" }, "The batch has tokens and no text, and no tokenizer to decode them."),
       shade === null ? null : shadeLegend(shade, shades.get(shade), rollouts),
       shadePicker([...shades.keys()], shade, change),
-      h("div", { class: "cards" }, best.map((rollout) => drawRollout(rollout, shades, texts))),
+      h("div", { class: "cards" }, lowest.map((rollout) => drawRollout(rollout, shades, texts))),
     ].filter(Boolean),
   );
   return [box];

@@ -116,14 +116,14 @@ function sentence(pairs, named) {
   );
 }
 
-export function drawCompare({ page, model, width }) {
+export function drawCompare({ page, step, model, width }) {
   const named = namesOf(page);
   const pairs = pairsOf(model.rows);
   if (!model.rows.length) return message("There are no rows at this step, so there is nothing to compare.");
   if (!pairs.length)
-    return message("No row of this step has both advantages: none came as far as the advantage stage.");
+    return message("No row of this step has an advantage: all of them left before that stage.");
   const alone = new Set(model.rows.map((row) => String(row.rollout))).size === model.rows.length;
-  if (alone && !named.other) return message("Each rollout of this step is one row, so both are the same.");
+  if (alone && !named.other) return message("Each rollout of this step is one row, so counting by row changes nothing.");
   const marks = [
     ["same", "the same either way"],
     ["differs", "differs"],
@@ -140,7 +140,7 @@ export function drawCompare({ page, model, width }) {
     furthest(pairs, named),
   );
   const drawn = h("div", { class: "beside" }, scatter(pairs, width, named), side);
-  return [drawn, ...(named.other ? drawShares(page, model) : [])];
+  return [drawn, ...(named.other ? drawShares(page, model, step) : [])];
 }
 
 const OF_ONE_RECIPE = ["funnel", "groups", "tape", "lengths", "lag", "curves", "numbers"];
@@ -153,6 +153,6 @@ export function nameRecipes(page) {
   byId("recipe-title").textContent = `Recipe ${first}`;
   byId("compare-title").textContent = `${first} against ${second}`;
   byId("compare").querySelector(".about").textContent =
-    `Across, each row's advantage under ${first}; up, the same row's under ${second}. The other panels ` +
-    `show what ${first} does.`;
+    `Horizontal: the advantage of each row under ${first}. Vertical: the advantage of the same row under ` +
+    `${second}. The other panels show what ${first} does.`;
 }

@@ -4,6 +4,12 @@ import { legend, swatch } from "./legend.js";
 import { count, extent, isNumber, plural, scale } from "./numbers.js";
 import { measured, measuredRange } from "./units.js";
 
+// Which steps curves have: of a long run, some.
+export function stepsDrawn({ curve_steps: steps, recorded }) {
+  const ends = `steps ${count(steps[0])} to ${count(steps.at(-1))}`;
+  return recorded > steps.length ? `${count(steps.length)} of ${count(recorded)} steps, ${ends}` : ends;
+}
+
 const FIRST = 12;
 let allCurves = false;
 
@@ -93,7 +99,7 @@ export function drawCurves({ page, step, width, redraw }) {
     legend([
       [
         swatch(s("line", { class: "curve", x1: 0, x2: 18, y1: 7, y2: 7 })),
-        `the metric, steps ${count(page.curve_steps[0])} to ${count(page.curve_steps.at(-1))}`,
+        `the number at each step drawn: ${stepsDrawn(page)}; below it, the least and the greatest`,
         "curve",
       ],
       [

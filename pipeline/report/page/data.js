@@ -1,7 +1,7 @@
 // The data of the page. Other modules get objects with the fields listed here and no others.
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "run"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "notices", "unsaid", "recorded", "totals", "run"],
   PageAdvisory: ["name", "text"],
   PageRemedy: ["text", "words"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
@@ -9,7 +9,7 @@ const FIELDS = {
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
   PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "advantage", "loss"],
-  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories"],
+  Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories", "unchecked"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: [
     "reason",
@@ -55,6 +55,7 @@ const FIELDS = {
     "rank",
     "response",
     "by_token",
+    "beside",
   ],
   PageText: ["start", "missing", "end"],
   PageTokens: ["texts", "values", "at", "missing"],

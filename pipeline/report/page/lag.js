@@ -8,7 +8,7 @@ export function drawLag({ model, width }) {
   if (!model.rows.length) return message("There are no rows at this step.");
   const known = model.rows.filter((row) => isNumber(row.staleness));
   if (!known.length)
-    return message("No row has a policy version, so the staleness is not known.");
+    return message("No row has a policy version (`policy_version`), so the staleness is not known.");
   const unknown = model.rows.length - known.length;
   const bins = binsOf(known.map((row) => ({ value: row.staleness, kind: row.reason ? "masked" : "kept" })));
   const trained = (bin) => bin.counts.kept || 0;
@@ -16,7 +16,7 @@ export function drawLag({ model, width }) {
   return [
     legend([
       [rowSwatch("kept"), "in the loss", "trained"],
-      [rowSwatch("masked"), "left", "left"],
+      [rowSwatch("masked"), "not in the loss", "left"],
     ]),
     drawHistogram({
       bins,
@@ -24,11 +24,11 @@ export function drawLag({ model, width }) {
       width,
       across: "policy versions behind the newest",
       up: "rows",
-      label: `Rows by staleness: ${bins.map((bin) => `${binName(bin)}: ${trained(bin)} in the loss, ${gone(bin)} left`).join("; ")}`,
+      label: `Rows by staleness: ${bins.map((bin) => `${binName(bin)}: ${trained(bin)} in the loss, ${gone(bin)} not in the loss`).join("; ")}`,
       tipOf: (bin) => [
         `staleness ${binName(bin)}`,
         `${plural(trained(bin), "row")} in the loss`,
-        `${plural(gone(bin), "row")} left`,
+        `${plural(gone(bin), "row")} not in the loss`,
       ],
     }),
     unknown

@@ -2,13 +2,13 @@
 import { h, message, s } from "./dom.js";
 import { binName, binsOf, drawHistogram } from "./histogram.js";
 import { legend, rowSwatch, swatch } from "./legend.js";
-import { isNumber, number, plural, sum } from "./numbers.js";
+import { isNumber, plural, short, sum } from "./numbers.js";
 
 const ENDINGS = {
   kept: "in the loss",
   "kept short": "in the loss, truncated",
-  masked: "left",
-  "masked short": "left, truncated",
+  masked: "not in the loss",
+  "masked short": "not in the loss, truncated",
 };
 
 function endingOf(rollout) {
@@ -19,15 +19,15 @@ function endingOf(rollout) {
 const lengthOf = (rollout) =>
   rollout.rows.every((row) => isNumber(row.tokens)) ? sum(rollout.rows.map((row) => row.tokens)) : null;
 
-export function drawLengths({ model, width }) {
+export function drawLengths({ model, step, width }) {
   const rollouts = model.groups.flatMap((group) => group.members);
   if (!rollouts.length) return message("There are no rows at this step.");
   const items = rollouts
     .map((rollout) => ({ value: lengthOf(rollout), kind: endingOf(rollout) }))
     .filter((item) => item.value !== null);
-  if (!items.length) return message("The tokens are not known here, so no response has a length.");
-  const values = items.map((item) => item.value);
-  const [mean, most] = [sum(values) / values.length, Math.max(...values)];
+  if (!items.length) return message("The responses have no tokens here, so their lengths are not known.");
+  // Of all rollouts of the step, also where not all are drawn.
+  const [mean, most] = ["mean", "max"].map((name) => step.numbers[`response_length/${name}`] ?? null);
   const bins = binsOf(items);
   const kinds = Object.keys(ENDINGS).filter((kind) => items.some((item) => item.kind === kind));
   const said = (bin) =>
@@ -37,8 +37,8 @@ export function drawLengths({ model, width }) {
   return [
     legend([
       ...kinds.map((kind) => [rowSwatch(kind), ENDINGS[kind], kind]),
-      [line("mean"), `mean ${number(Number(mean.toPrecision(3)))} tokens`, "mean"],
-      [line("most"), `longest ${plural(most, "token")}`, "most"],
+      mean === null ? null : [line("mean"), `mean ${short(mean)} tokens`, "mean"],
+      most === null ? null : [line("most"), `longest ${plural(most, "token")}`, "most"],
     ]),
     drawHistogram({
       bins,
@@ -51,7 +51,7 @@ export function drawLengths({ model, width }) {
       marks: [
         [mean, "mean"],
         [most, "most"],
-      ],
+      ].filter(([at]) => at !== null && at < bins.at(-1).to + 1 && at >= bins[0].from),
     }),
     without
       ? h("p", { class: "note" }, `${plural(without, "rollout")} of unknown length ${without === 1 ? "is" : "are"} not drawn.`)

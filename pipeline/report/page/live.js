@@ -87,7 +87,7 @@ export function followRun(page, state, restore) {
     pause.textContent = paused ? "pause" : "follow";
   };
   if (age < DAY) timer = setTimeout(reload, wait);
-  const words = silent ? "The run goes on, or was stopped" : "The run goes on";
+  const words = silent ? "The run is slow, or was stopped" : "The run goes on";
   byId("live").hidden = false;
   byId("live").replaceChildren(`${words}: last written ${run.written}. `, silent ? "" : pause);
 }

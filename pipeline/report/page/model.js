@@ -73,14 +73,14 @@ export function chosen(model, { sort, filter, search = "" }) {
 export function whyNone({ filter, search }) {
   if (search.trim()) return `No group has “${search.trim()}” in its ids, texts or reasons.`;
   return filter === "trained"
-    ? "No rollout of this step is in the loss: all of them left."
-    : "No rollout left: all of them are in the loss.";
+    ? "No rollout of this step is in the loss."
+    : "All rollouts of this step are in the loss.";
 }
 
 export function fate(rollout) {
   if (!rollout.reasons.length) return "in the loss";
   const left = rollout.reasons.join(", ");
-  return rollout.trained ? `partly in the loss; rows left: ${left}` : `left: ${left}`;
+  return rollout.trained ? `partly in the loss; not in the loss: ${left}` : `not in the loss: ${left}`;
 }
 
 export function ofExpected(group) {

@@ -34,6 +34,19 @@ export function number(n) {
   return text.replaceAll("-", "−");
 }
 
+// Three significant digits, for a glance.
+export const short = (value) => number(isNumber(value) ? Number(value.toPrecision(3)) : value);
+
+// A share, likewise.
+export const inPercent = (share) => (isNumber(share) ? `${short(100 * share)} %` : NONE);
+
+// A share without digits, where it is not next to none or all: as sentences have it.
+export function shareInWords(share) {
+  const digits = (share >= 0.01 && share <= 0.99) || share === 0 || share === 1 ? 0 : 1;
+  const rounded = Math.floor(100 * share * 10 ** digits + 0.5) / 10 ** digits; // as reports in a terminal
+  return `${rounded.toFixed(digits)} %`;
+}
+
 // The common value where all agree, else their mean: the rows of a rollout mostly share a reward.
 export function common(values) {
   const known = values.filter(isNumber);

@@ -1,7 +1,7 @@
 // The state of the page, and the panels that draw it.
 import { drawRun } from "./about.js";
 import { readAddress, writeAddress } from "./address.js";
-import { drawTiles, sayAdvice } from "./answer.js";
+import { drawAnswer, sayAdvice, sayNotices } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
 import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
@@ -12,7 +12,8 @@ import { drawLag } from "./lag.js";
 import { drawLengths } from "./lengths.js";
 import { followRun } from "./live.js";
 import { chosen, modelOf } from "./model.js";
-import { count, plural } from "./numbers.js";
+import { andList, count, plural, shareInWords } from "./numbers.js";
+import { drawOptimiser, hasOptimiser } from "./optimiser.js";
 import { drawStrip } from "./strip.js";
 import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
@@ -20,9 +21,12 @@ import { drawTree, openGroup } from "./tree.js";
 
 const page = readPage(byId("page-data").textContent);
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
-const state = { index: 0, sort: "std", filter: "all", search: "", group: null };
+// Where the reward does not move, what scores lowest says more than what spreads widest.
+const FLAT = ["reward-flat", "advantage-all-zero"];
+const isFlat = (page.steps.at(-1)?.advisories ?? []).some(({ name }) => FLAT.includes(name));
+const state = { index: 0, sort: isFlat ? "mean" : "std", filter: "all", search: "", group: null };
 const PANELS = {
-  answer: drawTiles,
+  answer: drawAnswer,
   funnel: drawFunnel,
   strip: drawStrip,
   compare: drawCompare,
@@ -30,6 +34,7 @@ const PANELS = {
   tape: drawTape,
   lengths: drawLengths,
   lag: drawLag,
+  optimiser: drawOptimiser,
   curves: drawCurves,
   numbers: drawNumbers,
 };
@@ -58,10 +63,20 @@ function draw(names = Object.keys(PANELS)) {
 function summarise(step) {
   const [first, last] = [step.funnel[0], step.funnel.at(-1)];
   if (!first || !first.rows) return `Step ${count(step.step)}: no rows were collected.`;
-  const [rows, rollouts, groups] = UNITS.map(
-    (unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`,
-  );
-  return `Step ${count(step.step)}: ${rows} are in the loss, from ${rollouts} and ${groups}.`;
+  const [rows, ...others] = UNITS.slice(0, 3)
+    .filter((unit) => first[unit] !== null)
+    .map((unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`);
+  const from = others.length ? ` They come from ${andList(others)}.` : "";
+  return `Step ${count(step.step)}: ${rows} (${shareInWords(last.rows / first.rows)}) are in the loss.${from}`;
+}
+
+// The same over all steps of the run, whichever is shown.
+function summariseAll() {
+  const [rows, trained] = [page.totals?.["rows/in"], page.totals?.["rows/trained"]];
+  if (!rows || page.recorded < 2) return "";
+  const steps = page.curve_steps;
+  const which = `All ${count(page.recorded)} steps, ${count(steps[0])} to ${count(steps.at(-1))}`;
+  return `${which}: ${count(trained)} of ${count(rows)} rows (${shareInWords(trained / rows)}) were in the loss.`;
 }
 
 function show(index) {
@@ -69,11 +84,13 @@ function show(index) {
   const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
+  for (const label of document.querySelectorAll(".of-step")) label.textContent = `step ${count(step.step)}`;
   sayAdvice(page, step);
   const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
   byId("sampled").textContent =
-    `The panels below the funnel show ${count(shown.groups)} of ${count(shown.of)} groups.`;
+    `The funnel and the numbers are of all ${count(shown.of)} groups of this step. The drawings below the funnel ` +
+    `show ${count(shown.groups)} of them.`;
   byId("slider").value = state.index;
   byId("slider").setAttribute("aria-valuetext", `step ${step.step}`);
   byId("number").value = step.step;
@@ -142,11 +159,11 @@ function listenForSearch() {
   });
 }
 
-// Of a long run the page has some steps, and the curves more.
-function stepsOf({ steps, curve_steps }) {
+// Of a long run one can choose some steps.
+function stepsOf({ steps, curve_steps, recorded }) {
   const ends = `${count(steps[0].step)} to ${count(steps.at(-1).step)}`;
-  const some = steps.length < curve_steps.length;
-  return some ? `${count(steps.length)} of the steps ${ends}` : `${count(steps.length)} steps, ${ends}`;
+  const all = recorded ?? curve_steps.length;
+  return steps.length < all ? `${count(steps.length)} of ${count(all)} steps, ${ends}` : `${plural(steps.length, "step")}, ${ends}`;
 }
 
 // The step with the number nearest to the one typed.
@@ -159,12 +176,16 @@ function start() {
   listenForTips();
   nameRecipes(page);
   document.title = `${page.title} · headrace`;
+  sayNotices(page);
   byId("title").textContent = page.title;
   byId("recipe").append(
     ...page.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),
   );
   byId("recipe-box").hidden = !page.recipe.length;
   byId("curves").hidden = page.curve_steps.length < 2;
+  byId("optimiser").hidden = !hasOptimiser(page);
+  byId("totals").textContent = summariseAll();
+  byId("totals").hidden = !byId("totals").textContent;
   drawRun(page.run);
   byId("certificates").hidden = !page.certificates;
   if (page.certificates) byId("certificates").querySelector(".body").replaceChildren(...drawCertificates(page));

@@ -8,7 +8,7 @@ function wordsOf(group) {
     const lines = [group.id, group.label, whole(group.asked), whole(group.prompt)];
     for (const rollout of group.members) {
       lines.push(rollout.id, ...rollout.reasons, ...rollout.reasons.map((reason) => reason.replaceAll("_", " ")));
-      for (const row of rollout.rows) lines.push(whole(row.response), row.by_token?.texts?.join(""));
+      for (const row of rollout.rows) lines.push(whole(row.response), row.by_token?.texts?.join(""), ...Object.values(row.beside ?? {}));
     }
     words.set(group, lines.filter((line) => line !== null && line !== undefined).join("\n").toLowerCase());
   }

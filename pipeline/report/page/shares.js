@@ -17,21 +17,12 @@ function sharesByGroup(model) {
     .sort((a, b) => Math.abs(b.one - b.other) - Math.abs(a.one - a.other));
 }
 
-// The cosine between what rows weigh under either recipe, of shares with the signs of the advantages.
-function cosineOf(rows) {
-  const pairs = rows.map((row) => [
-    Math.sign(row.advantage || 0) * (row.share || 0),
-    Math.sign(row.advantage_by_row || 0) * (row.other_share || 0),
-  ]);
-  const dot = (i, j) => sum(pairs.map((pair) => pair[i] * pair[j]));
-  return dot(0, 1) / Math.sqrt(dot(0, 0) * dot(1, 1));
-}
-
-export function drawShares(page, model) {
+export function drawShares(page, model, step) {
   const [first, second] = page.versus;
+  if (!model.rows.some((row) => isNumber(row.share)))
+    return [h("p", { class: "note" }, "Shares of the gradient are not known: the dump has no tokens. Set source.tokenizer.")];
   const groups = sharesByGroup(model);
-  const moved = sum(groups.map(({ one, other }) => Math.abs(one - other))) / 2;
-  const cosine = cosineOf(model.rows);
+  const [moved, cosine] = ["moved", "cosine"].map((name) => step.numbers[`versus/gradient_${name}`]);
   const some = groups.slice(0, MOST_GROUPS).filter(({ one, other }) => one || other);
   const less = groups.length - some.length;
   return [
@@ -39,15 +30,15 @@ export function drawShares(page, model) {
     h(
       "p",
       { class: "sentence" },
-      `${perCent(moved)} of the gradient goes to other groups under ${second}`,
+      isNumber(moved) ? `At this step ${perCent(moved)} of the gradient goes to other groups under ${second}` : "",
       isNumber(cosine) ? `; the cosine of what rows weigh is ${number(cosine)}.` : ".",
     ),
     h(
       "p",
       { class: "about" },
-      "A row's share of the gradient is |advantage| × loss weight × tokens in the loss (where an advantage is " +
-        "per token, |advantage| summed over them), over the sum of all rows of the step. The cosine is of " +
-        "the same with its sign, by row: 1, both recipes pull at the same rows alike.",
+      "A row's share of the gradient is |advantage| × loss weight × tokens in the loss, divided by the sum over " +
+        "all rows of the step. Where the advantage is per token, |advantage| is summed over the tokens. The cosine " +
+        "compares the same numbers with their signs, row by row: at 1 both recipes weigh all rows alike.",
     ),
     some.length
       ? plainTable(

@@ -104,12 +104,12 @@ function stripLegend(lines, most) {
       ? [ramp, `advantage, −${number(most)} to ${number(most)}`, "advantage"]
       : null,
     has((rollout, group) => group.zero_variance)
-      ? [circle("flat"), "rewards all equal: nothing to learn", "flat"]
+      ? [circle("flat"), "all rewards of the group are equal: nothing to learn", "flat"]
       : null,
     has((rollout, group) => rollout.advantage === null && !group.zero_variance)
-      ? [circle("none"), "left before it had an advantage", "none"]
+      ? [circle("none"), "without an advantage: it left the loss before that stage", "none"]
       : null,
-    has((rollout) => !rollout.trained) ? [circle("plain gone"), "dashed: left the loss", "gone"] : null,
+    has((rollout) => !rollout.trained) ? [circle("plain gone"), "dashed: not in the loss", "gone"] : null,
     lines.some(({ group }) => !group.complete)
       ? [
           swatch(s("rect", { class: "incomplete", width: 24, height: 14 }), 24),

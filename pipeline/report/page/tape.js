@@ -107,8 +107,12 @@ export function drawTape({ model, width }) {
   const waits = minibatches.some(({ ranks }) =>
     ranks.some(({ size }) => size < Math.max(...ranks.map((rank) => rank.size))),
   );
+  const masked = rows.some((row) => row.reason);
   return [
-    known ? null : h("p", { class: "note" }, "The tokens are not known here, so widths are rows."),
+    known ? null : h("p", { class: "note" }, "The rows have no tokens here, so the widths are numbers of rows."),
+    masked
+      ? h("p", { class: "note" }, `Masked rows go through the model too: their ${unit} are counted here, and are not in the loss.`)
+      : null,
     legend([
       [
         swatch(
@@ -118,13 +122,13 @@ export function drawTape({ model, width }) {
           ],
           28,
         ),
-        "micro-batches, by turns",
+        "micro-batches, alternating in colour",
         "piece",
       ],
       waits
         ? [
             swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })),
-            "waiting for the longest rank",
+            "idle until the longest rank is done",
             "idle",
           ]
         : null,

@@ -13,7 +13,7 @@ function groupNode({ group, rollouts }) {
     `${ofExpected(group)} rollouts`,
     `reward mean ${number(group.reward_mean)}, std ${number(group.reward_std)}`,
     group.complete ? null : "incomplete",
-    group.zero_variance ? "rewards all equal" : null,
+    group.zero_variance ? "all rewards equal" : null,
     isNumber(group.staleness) && group.staleness ? `staleness ${count(group.staleness)}` : null,
   ]
     .filter(Boolean)
@@ -41,9 +41,10 @@ export function drawTree(view) {
   };
   const more = `show ${count(Math.min(rest, PAGE))} more of ${count(rest)}`;
   const nodes = lines.slice(0, treeShown).map(groupNode);
-  // Where most is to be learnt, in the order that the page begins with: of what left, nothing is.
-  const taught = lines.slice(0, treeShown).findIndex(({ group }) => group.members.some((rollout) => rollout.trained));
-  if (view.group === null) unfold(nodes[Math.max(taught, 0)]);
+  // By spread, the first that is in the loss: of what left, nothing is learnt.
+  const trains = ({ group }) => view.sort !== "std" || group.members.some((rollout) => rollout.trained);
+  const first = lines.slice(0, treeShown).findIndex(trains);
+  if (view.group === null) unfold(nodes[Math.max(first, 0)]);
   return [...nodes, ...(rest > 0 ? [moreButton(more, showMore)] : [])];
 }
 

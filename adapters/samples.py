@@ -1,0 +1,83 @@
+"""What slime's and miles' hooks share: their ``Sample`` as columns, and a recipe's weights as denominators.
+
+THUDM/slime at 624b824a89, slime/utils/types.py; radixark/miles at 31f1ca961a, miles/utils/types.py (both
+2026-08-21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.pipeline import Decision
+from headrace.transforms import BatchError, Status
+
+from .environment import Part, decide_here
+
+Rewards = tuple[list[float], list[float]]
+"""Those of the samples, and what the trainer takes for advantages."""
+
+
+def decide_samples(
+    args: Any, samples: list[Any], *words: str, part: Part = "advantages"
+) -> tuple[list[float], Decision]:
+    """Rewards, and what the recipe decides; samples that leave the loss are removed."""
+    masks = [
+        [0] if s.remove_sample else [1] * s.response_length if s.loss_mask is None else s.loss_mask
+        for s in samples
+    ]
+    columns = {
+        "group_id": [s.group_index for s in samples],
+        "rollout_id": rollout_ids(samples),
+        "expected_rollouts": [args.n_samples_per_prompt] * len(samples),
+        "status": [int(Status[s.status.name]) for s in samples],
+        "reward": [s.get_reward_value(args) for s in samples],
+        "tokens": [sum(map(bool, mask)) for mask in masks],
+        "length": [s.response_length for s in samples],
+    }
+    decision = decide_here("as/slime", columns, *words, part=part)
+    for sample, trains in zip(samples, decision.keep.tolist(), strict=True):
+        sample.remove_sample = not trains  # the trainer zeroes its loss mask
+    return columns["reward"], decision
+
+
+def rollout_ids(samples: list[Any]) -> list[Any]:
+    """As both trainers have it: `index` where `rollout_id` is None."""
+    return [s.index if s.rollout_id is None else s.rollout_id for s in samples]
+
+
+def weigh_samples(
+    args: Any, samples: list[Any], convert: Callable[[list[Any], Rewards], dict[str, Any]], *, whole: bool
+) -> dict[str, Any]:
+    """The trainer's data of the samples that are trained, with the weights of the recipe as denominators.
+
+    The trainer's loss is Σ mask · term / rollout_mask_sums / global_batch_size over a step, which it cuts
+    after so many rollouts. A row that weighs w has the denominator 1 / (w · global_batch_size). Of one below
+    1, which the trainer clamps, and of the part that a whole number leaves, the advantage takes the rest.
+    """
+    if args.calculate_per_token_loss:
+        raise ValueError(
+            "--calculate-per-token-loss ignores weights of rows: leave it out; weight.unit=token"
+        )
+    size = args.global_batch_size
+    cut = {"minibatches": "null", "minibatch_size": size, "unit": "rollout", "remainder": "drop"}
+    words = [f"pipeline.stages.split.{name}={value}" for name, value in (cut | {"shuffle": "false"}).items()]
+    rewards, decision = decide_samples(args, samples, *words, part="whole")
+    ids = rollout_ids(samples)
+    found = [len({ids[row] for row in step.tolist()}) for step in decision.steps]
+    if not found or set(found) != {size}:
+        raise BatchError(
+            f"the trainer cuts steps of global_batch_size={size} rollouts; found steps of {found}: leave "
+            "pipeline.stages.split as the hook sets it"
+        )
+    rows = torch.cat(decision.steps)
+    weight = decision.loss_weight[rows] * size
+    exact = torch.where(weight > 0, 1 / weight, 1.0)
+    stored = (exact.round() if whole else exact).clamp(min=1)
+    advantages = (decision.advantage[rows] * stored / exact).tolist()
+    trained = [samples[row] for row in rows.tolist()]
+    data = convert(trained, ([rewards[row] for row in rows.tolist()], advantages))
+    sums = [int(each) for each in stored] if whole else stored.tolist()
+    return data | {"rollout_ids": rollout_ids(trained), "rollout_mask_sums": sums}

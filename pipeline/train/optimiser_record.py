@@ -1,0 +1,111 @@
+"""What the optimiser did at a step: its numbers, under ``optimiser/…`` and ``seconds/…``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+
+class OptimiserRecord:
+    """Collect what :func:`optimise` does on one batch; `numbers` go into the report of that batch.
+
+    ================================ ========================================================================
+    ``optimiser/steps``              optimiser steps taken
+    ``optimiser/lr``                 learning rate, the greatest of the parameter groups, of the last step
+    ``optimiser/loss``               mean over steps of the loss, as `reduce` adds it up
+    ``optimiser/grad_norm``          mean over steps of the gradient's norm, before it is clipped
+    ``optimiser/clipped``            share of steps whose gradient was clipped, where that has a bound
+    ``optimiser/<name>``             mean of a number that the loss gives beside its ``loss_*`` terms, such as
+                                     ``entropy``, ``clip_fraction``, ``kl_approx`` and ``ESS`` of TorchRL's
+                                     losses, over micro-batches by their tokens in the loss. TorchRL's own
+                                     means are over all positions, padding included
+    ``optimiser/tokens_per_second``  tokens in the loss per second of ``seconds/optimise``
+    ``seconds/<what>``               what :meth:`add_seconds` was given: ``optimise``, and by the training job
+                                     ``collect``, ``reward`` and ``headrace``
+    ================================ ========================================================================
+
+    What nobody measured is absent, and never 0: without an optimiser step there is no loss and no norm.
+
+    Example:
+        >>> record = OptimiserRecord()
+        >>> record.numbers
+        {'optimiser/steps': 0.0}
+        >>> record.add_step(torch.tensor(0.5), lr=0.0, norm=2.0, tokens=10.0, clips=1.0)
+        >>> record.numbers["optimiser/lr"], record.numbers["optimiser/clipped"]
+        (0.0, 1.0)
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._lr: float | None = None
+        self._norms: list[float] = []
+        self._clipped: list[bool] = []
+        self._tokens = 0.0
+        self._losses: list[Tensor] = []  # on their device, which is read when the numbers are
+        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by name, values and tokens
+        self._seconds: dict[str, float] = {}
+
+    def add_step(
+        self, loss: Tensor, *, lr: float | None, norm: float, tokens: float, clips: float | None
+    ) -> None:
+        """Count an optimiser step.
+
+        Args:
+            loss: () float, of all its micro-batches.
+            lr: the greatest learning rate; None: not known.
+            norm: of the gradient, before it is clipped.
+            tokens: in the loss.
+            clips: norm above which the gradient is clipped; None: it is not.
+        """
+        self.steps += 1
+        self._lr = lr
+        self._norms.append(norm)
+        self._tokens += tokens
+        self._losses.append(loss.detach().double())
+        if clips is not None:
+            self._clipped.append(norm > clips)
+
+    def add_terms(self, terms: TensorDictBase, tokens: Tensor) -> None:
+        """Note the single numbers that a loss gives for a micro-batch, beside what is minimised.
+
+        Args:
+            terms: of the loss.
+            tokens: (n,) in the loss.
+        """
+        count = tokens.detach().sum().double()
+        for name, value in terms.items():
+            single = isinstance(value, Tensor) and value.numel() == 1 and not str(name).startswith("loss_")
+            if single:
+                self._terms.setdefault(str(name), []).append((value.detach().double().reshape(()), count))
+
+    def add_seconds(self, what: str, seconds: float) -> None:
+        """Add to ``seconds/<what>``; :func:`optimise` adds its own time as ``optimise``."""
+        self._seconds[what] = self._seconds.get(what, 0.0) + seconds
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """By name."""
+        found = {"optimiser/steps": float(self.steps)}
+        if self._lr is not None:
+            found["optimiser/lr"] = self._lr
+        if self.steps:
+            found["optimiser/grad_norm"] = sum(self._norms) / self.steps
+        if self._clipped:
+            found["optimiser/clipped"] = sum(self._clipped) / len(self._clipped)
+        if self.steps:
+            found |= self._of_losses()
+        if seconds := self._seconds.get("optimise"):
+            found["optimiser/tokens_per_second"] = self._tokens / seconds
+        return found | {f"seconds/{what}": value for what, value in self._seconds.items()}
+
+    def _of_losses(self) -> dict[str, float]:
+        sums = [torch.stack(self._losses).sum()]
+        for pairs in self._terms.values():
+            values, tokens = (torch.stack(each) for each in zip(*pairs, strict=True))
+            sums.append((values * tokens).sum() / tokens.sum())
+        total, *terms = torch.stack(sums).tolist()
+        found = {"optimiser/loss": total / self.steps}
+        return found | {f"optimiser/{name}": value for name, value in zip(self._terms, terms, strict=True)}

@@ -1,0 +1,180 @@
+// The state of the viewer, which is its address, and the parts that draw it.
+import { byId, h } from "./dom.js";
+import { count, number } from "./numbers.js";
+import { ask, columnName, link, reasonName } from "./view_api.js";
+import { drawPrompt, drawPrompts, keyOfRow } from "./view_prompts.js";
+import { rowsPanel } from "./view_rows.js";
+import { drawSteps, linesOf, markStep } from "./view_steps.js";
+
+const NAMES = ["view", "step", "sort", "order", "reason", "group", "text", "prompt", "same", "search", "by", "run", "place"];
+const CONTROLS = { steps: ["sort", "order", "reason", "group", "text"], prompts: ["search", "by", "same"] };
+const DEFAULTS = { view: "steps", order: "ascending", by: "lowest" };
+const WAIT = 250; // milliseconds after the last letter that is typed
+let runs = [];
+let lines = []; // of each run, by step
+let steps = []; // of all runs
+
+function readState() {
+  const given = new URLSearchParams(window.location.hash.slice(1));
+  const state = Object.fromEntries(NAMES.map((name) => [name, given.get(name) ?? DEFAULTS[name] ?? ""]));
+  const shared = sameBy();
+  if (!shared.includes(state.same)) state.same = shared[0] ?? "";
+  const wanted = state.step.trim() ? Number(state.step) : NaN;
+  state.number = steps.includes(wanted) ? wanted : nearest(Number.isFinite(wanted) ? wanted : Infinity);
+  return state;
+}
+
+const sameBy = () => runs[0].same.filter((name) => runs.every((run) => run.same.includes(name)));
+const nearest = (wanted) =>
+  steps.reduce((best, step) => (Math.abs(step - wanted) <= Math.abs(best - wanted) ? step : best), steps[0]);
+
+// Go to a state; what is as it is by default is not in the address.
+function go(changes) {
+  const state = { ...readState(), ...changes };
+  delete state.number;
+  for (const [name, value] of Object.entries(DEFAULTS)) if (name !== "view" && state[name] === value) state[name] = "";
+  window.location.hash = link(state);
+}
+
+function options(select, pairs, value) {
+  select.replaceChildren(...pairs.map(([name, words]) => h("option", { value: name }, words)));
+  select.value = pairs.some(([name]) => name === value) ? value : pairs[0]?.[0];
+}
+
+async function draw() {
+  const state = readState();
+  for (const [name, views] of Object.entries({ steps: ["steps"], rows: ["steps"], prompts: ["prompts"], prompt: ["prompt"] }))
+    byId(name).hidden = !views.includes(state.view);
+  for (const name of ["steps", "prompts"]) {
+    const here = state.view === name || (name === "prompts" && state.view === "prompt");
+    if (here) byId(`to-${name}`).setAttribute("aria-current", "page");
+    else byId(`to-${name}`).removeAttribute("aria-current");
+  }
+  for (const name of CONTROLS[state.view] ?? [])
+    if (byId(name).tagName === "INPUT" && byId(name) !== document.activeElement) byId(name).value = state[name];
+  if (state.view === "prompts") {
+    byId("by").value = state.by;
+    byId("by").querySelector("[value=apart]").hidden = runs.length < 2;
+    options(byId("same"), sameBy().map((name) => [name, columnName(name)]), state.same);
+    drawPrompts(runs, state);
+  } else if (state.view === "prompt") {
+    if (!state.prompt && state.place !== "") return goToPromptOf(state);
+    drawPrompt(runs, state);
+  } else drawRows(state);
+}
+
+async function goToPromptOf(state) {
+  try {
+    window.location.replace(link({ view: "prompt", prompt: await keyOfRow(state, state.same), same: state.same }));
+  } catch (error) {
+    byId("prompt").querySelector(".body").replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
+  }
+}
+
+let drawn = null; // the rows that are shown, so that another control that changes nothing asks nothing
+
+function drawRows(state) {
+  const step = state.number;
+  markStep(runs, lines, step, (chosen) => go({ step: String(chosen) }));
+  byId("rows-title").textContent = `Rows of step ${count(step)}`;
+  byId("number").value = step;
+  byId("previous").disabled = step === steps[0];
+  byId("next").disabled = step === steps.at(-1);
+  const left = [...new Set(lines.flatMap((of) => Object.keys(of.get(step)?.left ?? {})))];
+  options(
+    byId("reason"),
+    [["", "all rows"], ["trained", "rows in the loss"], ["left", "rows not in the loss"], ...left.map((name) => [name, reasonName(name)])],
+    state.reason,
+  );
+  const reason = byId("reason").value;
+  options(byId("sort"), SORTS.map((name) => [name, name ? columnName(name) : "reward"]), state.sort);
+  byId("order").value = state.order;
+  const wanted = { sort: byId("sort").value, order: state.order, reason, group: state.group, text: state.text };
+  const key = JSON.stringify([step, wanted]);
+  if (key === drawn) return;
+  drawn = key;
+  const panels = runs.map((run, i) =>
+    lines[i].has(step)
+      ? rowsPanel({ run: i, name: run.name, step, wanted, state, title: runs.length > 1 ? run.name : null })
+      : h("div", { class: "panel" }, h("h3", {}, run.name), h("p", { class: "empty" }, `${run.name} has no step ${count(step)}.`)),
+  );
+  byId("rows").querySelector(".runs").replaceChildren(...panels);
+  const numbers = byId("numbers");
+  numbers.querySelector(".body").replaceChildren();
+  if (numbers.open) drawNumbers();
+}
+
+const SORTS = ["", "advantage", "loss_weight", "tokens", "row"];
+
+async function drawNumbers() {
+  const { number: step } = readState();
+  const body = byId("numbers").querySelector(".body");
+  if (body.childElementCount) return;
+  try {
+    const found = await Promise.all(runs.map((_, run) => (lines[run].has(step) ? ask("step", { run, step }) : { numbers: {} })));
+    const names = [...new Set(found.flatMap(({ numbers }) => Object.keys(numbers)))];
+    const head = h("tr", {}, h("th", { scope: "col" }, "number"), runs.map((run) => h("th", { scope: "col" }, run.name)));
+    const table = names.map((name) =>
+      h("tr", {}, h("th", { scope: "row" }, name), found.map(({ numbers }) => h("td", {}, number(numbers[name])))),
+    );
+    body.replaceChildren(h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "All numbers" }, h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, table))));
+  } catch (error) {
+    body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
+  }
+}
+
+function listen() {
+  let timer = 0;
+  for (const name of [...CONTROLS.steps, ...CONTROLS.prompts]) {
+    const control = byId(name);
+    if (control.tagName === "SELECT") control.addEventListener("change", () => go({ [name]: control.value }));
+    else
+      control.addEventListener("input", () => {
+        clearTimeout(timer);
+        timer = setTimeout(() => go({ [name]: control.value }), WAIT);
+      });
+  }
+  const turn = (by) => go({ step: String(steps[steps.indexOf(readState().number) + by]) });
+  byId("previous").addEventListener("click", () => turn(-1));
+  byId("next").addEventListener("click", () => turn(1));
+  byId("number").addEventListener("change", (e) => go({ step: String(nearest(Number(e.target.value))) }));
+  byId("numbers").addEventListener("toggle", () => byId("numbers").open && drawNumbers());
+  window.addEventListener("hashchange", draw);
+  let wide = document.documentElement.clientWidth;
+  window.addEventListener("resize", () => {
+    const now = document.documentElement.clientWidth;
+    if (now !== wide) draw();
+    wide = now;
+  });
+}
+
+async function start() {
+  try {
+    ({ runs } = await ask("runs"));
+  } catch (error) {
+    byId("title").textContent = "The run cannot be shown";
+    byId("summary").textContent = error.message;
+    return;
+  }
+  if (runs.length > 1 && runs[0].name === runs[1].name) runs = runs.map((run) => ({ ...run, name: run.folder }));
+  lines = runs.map(linesOf);
+  steps = [...new Set(lines.flatMap((of) => [...of.keys()]))].sort((a, b) => a - b);
+  const names = runs.map((run) => run.name).join(" and ");
+  document.title = `${names} · headrace view`;
+  byId("title").textContent = names;
+  byId("summary").textContent = runs
+    .map((run, i) => `${run.folder}: ${count(lines[i].size)} steps, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
+    .join(" · ");
+  const problems = runs.flatMap((run) => run.problems.map((problem) => `${run.name}: ${problem}`));
+  byId("problems").replaceChildren(...problems.map((problem) => h("li", {}, problem)));
+  byId("problems").hidden = !problems.length;
+  byId("views").hidden = false;
+  document.querySelector("main").hidden = false;
+  if (!steps.length) return;
+  byId("steps").hidden = false;
+  drawSteps(runs, lines);
+  listen();
+  draw();
+}
+
+start();

@@ -1,0 +1,121 @@
+// Prompts: a list of all, and one of them over the steps of a run, or of two.
+import { byId, h, message } from "./dom.js";
+import { NONE, count, isNumber, number, plural } from "./numbers.js";
+import { ask, columnName, link, rangeOf } from "./view_api.js";
+import { rewardChart } from "./view_chart.js";
+import { rowsPanel } from "./view_rows.js";
+
+const COUNT = 50; // prompts at a time
+let latest = 0; // an answer that comes late does not replace a later one
+
+export async function drawPrompts(runs, state, offset = 0) {
+  const body = byId("prompts").querySelector(".body");
+  const mine = (latest += 1);
+  if (!state.same) {
+    body.replaceChildren(...message("These rows have no column by which a prompt is known again in another step."));
+    return;
+  }
+  if (!body.childElementCount) body.replaceChildren(...message("Reading the prompts of all steps…"));
+  let answer;
+  try {
+    answer = await ask("prompts", { same: state.same, text: state.search, order: state.by, offset, count: COUNT });
+  } catch (error) {
+    if (mine === latest) body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
+    return;
+  }
+  if (mine !== latest) return;
+  const two = runs.length > 1;
+  const words = runs.map((run) => ["steps", "mean reward", "first → last step"].map((word) => (two ? `${word}, ${run.name}` : word)));
+  const lines = answer.prompts.map((prompt) =>
+    h(
+      "tr",
+      { "data-key": prompt.key },
+      h(
+        "th",
+        { scope: "row", class: "text" },
+        h("a", { href: link({ view: "prompt", prompt: prompt.key, same: state.same }) }, prompt.label || "(no text)"),
+      ),
+      prompt.runs.flatMap((of, i) =>
+        of
+          ? [
+              h("td", { class: `of-run${i}`, "data-label": words[i][0] }, count(of.steps)),
+              h("td", { class: `of-run${i} reward`, "data-label": words[i][1] }, number(of.reward)),
+              h("td", { class: `of-run${i}`, "data-label": words[i][2] }, `${number(of.first[1])} → ${number(of.last[1])}`),
+            ]
+          : [h("td", { colspan: 3, class: `of-run${i}`, "data-label": words[i][0] }, "not in this run")],
+      ),
+    ),
+  );
+  const go = (text, to, off) =>
+    h("button", { type: "button", disabled: off, on: { click: () => drawPrompts(runs, state, to) } }, text);
+  const pager = h(
+    "div",
+    { class: "pager" },
+    h("output", {}, rangeOf(offset, lines.length, answer.found, "prompts")),
+    answer.found > COUNT
+      ? [go("previous prompts", Math.max(0, offset - COUNT), offset === 0), go("next prompts", offset + COUNT, offset + COUNT >= answer.found)]
+      : null,
+  );
+  const head = h("tr", {}, h("th", { scope: "col" }, columnName(state.same)), words.flat().map((word) => h("th", { scope: "col" }, word)));
+  const table = h("table", { class: "plain as-cards prompts" }, h("thead", {}, head), h("tbody", {}, lines));
+  const box = h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "List of prompts" }, table);
+  body.replaceChildren(h("div", { class: "panel" }, pager, box));
+}
+
+// The prompt of a row, if the address says the row and not the prompt.
+export async function keyOfRow({ run, step, place }, same) {
+  const { key } = await ask("key", { run, step, place, same });
+  return key;
+}
+
+export async function drawPrompt(runs, state) {
+  const body = byId("prompt").querySelector(".body");
+  const mine = (latest += 1);
+  body.replaceChildren(...message("Looking for this prompt in all steps…"));
+  let answer;
+  try {
+    answer = await ask("prompt", { key: state.prompt, same: state.same });
+  } catch (error) {
+    if (mine === latest) body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
+    return;
+  }
+  if (mine !== latest) return;
+  const of = answer.runs.map((steps) => new Map(steps.map((line) => [line[0], line])));
+  const all = [...new Set(of.flatMap((lines) => [...lines.keys()]))].sort((a, b) => a - b);
+  const text = h("p", { class: "text", tabindex: answer.text.length > 1200 ? 0 : null }, answer.text || "(empty)");
+  const names = runs.map((run) => run.name);
+  const lines = of.map((steps) => [...steps.values()].map(([step, , , reward]) => [step, reward]));
+  const chart = rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260) });
+  const told = runs.map((run, i) => `${run.name}: ${plural(of[i].size, "step")}`).join("; ");
+  const items = all.map((step) => {
+    const summary = h("summary", {}, h("span", { class: "step" }, `step ${count(step)}`), runs.map((run, i) => h("span", { class: `of-run${i}` }, lineOf(runs, run, of[i].get(step)))));
+    const details = h("details", { class: "one-step", "data-step": step }, summary);
+    details.addEventListener("toggle", () => {
+      if (!details.open || details.childElementCount > 1) return;
+      const wanted = { prompt: state.prompt, same: state.same };
+      const panels = runs.flatMap((run, i) =>
+        of[i].has(step) ? [rowsPanel({ run: i, name: run.name, step, wanted, state: {}, title: runs.length > 1 ? run.name : null, without: ["prompt"] })] : [],
+      );
+      const there = h("p", { class: "links" }, h("a", { href: link({ view: "steps", step }) }, `all rows of step ${count(step)}`));
+      details.append(there, h("div", { class: "runs" }, panels));
+    });
+    return details;
+  });
+  body.replaceChildren(
+    h("p", { class: "links" }, h("a", { href: link({ view: "prompts", same: state.same }) }, "all prompts")),
+    h("h3", {}, columnName(state.same === "prompt" ? "prompt" : state.same)),
+    text,
+    h("p", { class: "about" }, `In how many steps this prompt was drawn: ${told}. Open a step to read its rollouts, the lowest reward first.`),
+    ...(chart ? [chart] : []),
+    ...items,
+  );
+  if (items.length === 1) items[0].open = true;
+}
+
+function lineOf(runs, run, line) {
+  const where = runs.length > 1 ? `${run.name}: ` : "";
+  if (!line) return `${where}not drawn`;
+  const [, groups, rollouts, reward] = line;
+  const mean = isNumber(reward) ? number(reward) : NONE;
+  return `${where}mean reward ${mean}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
+}

@@ -1,0 +1,184 @@
+// Rows of a step as a table, some at a time. What is in a row becomes text nodes only.
+import { h, message } from "./dom.js";
+import { NONE, count, isNumber, number } from "./numbers.js";
+import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
+
+const COUNT = 50; // rows at a time
+const AT_ONCE = 20000; // characters of a text that are fetched when its row is opened
+const LINE = 180; // characters of a text in the table
+const SHOWN = ["row", "group_id", "rollout_id", "rollout_reward", "advantage", "loss_weight", "tokens", "reason"];
+const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
+const TEXTS = ["prompt", "response", "ground_truth"]; // first, when a row is opened
+
+const oneLine = (cell) => {
+  const text = cell.start.replace(/\s+/g, " ").trim();
+  return text.length > LINE || cell.characters > cell.start.length ? `${text.slice(0, LINE)}…` : text;
+};
+
+function shownValue(name, value) {
+  if (value === null) return NONE;
+  if (name === "reason") return reasonName(value.start);
+  if (value?.start !== undefined) return oneLine(value);
+  if (Array.isArray(value)) return value.map(number).join(", ");
+  return /_id$|^row$/.test(name) ? String(value) : number(value);
+}
+
+// The name of a group or rollout as people know it: its label where there is one.
+const labelled = { group_id: "group_label", rollout_id: "rollout_label" };
+
+// `run`: its place; `wanted`: what is asked of the rows; `state`: for links; `without`: columns that are left out.
+export function rowsPanel({ run, name, step, wanted, state, title = null, without = [] }) {
+  const body = h("div", { class: "body" });
+  const pager = h("div", { class: "pager" });
+  const panel = h("div", { class: "panel", role: "group", "aria-label": `Rows of ${name}, step ${step}` });
+  panel.append(...[title ? h("h3", {}, title) : null, pager, body].filter(Boolean));
+  const load = async (offset) => {
+    body.setAttribute("aria-busy", "true");
+    let answer;
+    try {
+      answer = await ask("rows", { run, step, ...wanted, offset, count: COUNT });
+    } catch (error) {
+      pager.replaceChildren();
+      body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
+      return;
+    } finally {
+      body.removeAttribute("aria-busy");
+    }
+    const go = (text, to, off) =>
+      h("button", { type: "button", disabled: off, on: { click: () => load(to) } }, text);
+    const said = rangeOf(offset, answer.rows.length, answer.found, "rows");
+    const of = answer.found < answer.of ? `, out of ${count(answer.of)} in the step` : "";
+    pager.replaceChildren(
+      h("output", {}, said + of),
+      ...(answer.found > COUNT
+        ? [
+            go("previous rows", Math.max(0, offset - COUNT), offset === 0),
+            go("next rows", offset + COUNT, offset + COUNT >= answer.found),
+          ]
+        : []),
+    );
+    if (!answer.rows.length) {
+      body.replaceChildren(...message(answer.of ? "No row of this step matches." : "This step has no rows."));
+      return;
+    }
+    body.replaceChildren(rowsTable({ run, step, answer, state, without, label: `Rows of ${name}, step ${step}` }));
+  };
+  load(0);
+  return panel;
+}
+
+function rowsTable({ run, step, answer, state, without, label }) {
+  const names = answer.columns.map(([column]) => column);
+  const has = (column) => names.includes(column);
+  const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
+  const shown = SHOWN.filter(has);
+  if (!has("rollout_reward") && has("reward")) shown.splice(3, 0, "reward");
+  const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
+  const width = shown.length + texts.length + 1;
+  const head = h(
+    "tr",
+    {},
+    h("th", { scope: "col" }, h("span", { class: "unseen" }, "open")),
+    [...shown, ...texts].map((column) => h("th", { scope: "col" }, columnName(column))),
+  );
+  const body = answer.rows.flatMap((cells) => {
+    const id = value(cells, "row") ?? cells[0];
+    const detail = h("tr", { class: "detail", hidden: true }, h("td", { colspan: width }));
+    const button = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Open row ${id}` }, "▸");
+    const toggle = () => {
+      detail.hidden = !detail.hidden;
+      button.setAttribute("aria-expanded", String(!detail.hidden));
+      button.textContent = detail.hidden ? "▸" : "▾";
+      if (!detail.firstChild.childElementCount)
+        detail.firstChild.append(...opened({ run, step, cells, columns: answer.columns, value, has, state }));
+    };
+    button.addEventListener("click", toggle);
+    const line = h(
+      "tr",
+      { class: "line", "data-row": id },
+      h("td", { class: "opens" }, button),
+      shown.map((column) => {
+        const label = has(labelled[column]) ? value(cells, labelled[column]) : null;
+        const text = label ? oneLine(label) : shownValue(column, value(cells, column));
+        const full = isNumber(value(cells, column)) ? String(value(cells, column)) : null;
+        const trained = column === "reason" && value(cells, column)?.start === "trained";
+        return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);
+      }),
+      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, shownValue(column, value(cells, column))))),
+    );
+    line.addEventListener("click", (e) => {
+      if (e.target !== button && !window.getSelection().toString()) toggle();
+    });
+    return [line, detail];
+  });
+  const table = h("table", { class: "plain as-cards row-table" }, h("thead", {}, head), h("tbody", {}, body));
+  return h("div", { class: "across", tabindex: 0, role: "region", "aria-label": label }, table);
+}
+
+// All that is known of a row: its texts, and its other columns.
+function opened({ run, step, cells, columns, value, has, state }) {
+  const kinds = new Map(columns);
+  const isText = (column) => kinds.get(column) === "text" && !["reason", "action", "status"].includes(column);
+  const texts = [...TEXTS.filter(has), ...[...kinds.keys()].filter((column) => isText(column) && !TEXTS.includes(column))];
+  const others = [...kinds.keys()].filter((column) => !texts.includes(column));
+  const same = ["prompt", "prompt_id", "group_label", "group_id"].find(has);
+  const links = [
+    has("group_id")
+      ? h("a", { href: link({ ...state, view: "steps", step, group: String(value(cells, "group_id")), reason: "", text: "" }) }, "all rows of this group")
+      : null,
+    same ? h("a", { href: link({ view: "prompt", run, step, place: cells[0] }) }, "this prompt in all steps") : null,
+  ];
+  return [
+    h("p", { class: "links" }, links),
+    texts
+      .filter((column) => value(cells, column) !== null && (column !== OTHERS || value(cells, column).characters))
+      .map((column) => [h("h4", {}, columnName(column)), (column === OTHERS ? otherColumns : wholeText)({ run, step, place: cells[0], column, cell: value(cells, column) })]),
+    h(
+      "dl",
+      {},
+      others.map((column) =>
+        h("div", {}, h("dt", {}, columnName(column)), h("dd", {}, shownValue(column, value(cells, column)))),
+      ),
+    ),
+  ].flat(3).filter(Boolean);
+}
+
+// The other columns of a dump by name; one that is no text as JSON.
+function otherColumns(where) {
+  const list = h("dl", { class: "others" });
+  const fill = (text) => {
+    let found;
+    try {
+      found = Object.entries(JSON.parse(text));
+    } catch {
+      found = [["other columns", text]];
+    }
+    const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+    list.replaceChildren(...found.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, shown(value)))));
+  };
+  if (where.cell.start.length >= where.cell.characters) fill(where.cell.start);
+  else
+    ask("text", { run: where.run, step: where.step, place: where.place, column: where.column })
+      .then(({ text }) => fill(text))
+      .catch((error) => list.replaceWith(h("p", { class: "empty", role: "alert" }, error.message)));
+  return list;
+}
+
+// A text as far as it is known; the rest comes at once where it is short, else when somebody asks for it.
+export function wholeText({ run, step, place, column, cell }) {
+  const box = h("p", { class: "text", tabindex: cell.characters > 1200 ? 0 : null }, cell.start || "(empty)");
+  const part = h("div", { class: "whole" }, box);
+  if (cell.start.length >= cell.characters) return part;
+  const load = async () => {
+    try {
+      const { text } = await ask("text", { run, step, place, column });
+      part.replaceChildren(box);
+      box.textContent = text;
+    } catch (error) {
+      part.append(h("p", { class: "empty", role: "alert" }, error.message));
+    }
+  };
+  if (cell.characters <= AT_ONCE) load();
+  else part.append(h("button", { type: "button", class: "more", on: { click: load } }, `show all ${count(cell.characters)} characters`));
+  return part;
+}

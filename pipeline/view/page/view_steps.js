@@ -1,0 +1,90 @@
+// The list of steps, of one run or of two beside one another.
+import { byId, h } from "./dom.js";
+import { NONE, count, isNumber, number } from "./numbers.js";
+import { link, reasonName } from "./view_api.js";
+import { rewardChart } from "./view_chart.js";
+
+const percent = (share) => (isNumber(share) ? `${number(100 * share)} %` : NONE);
+
+// What is shown of each run, and the words that explain it.
+const NUMBERS = [
+  ["reward", "mean reward", (line) => number(line.reward)],
+  ["flat", "groups with equal rewards", (line) => percent(line.flat)],
+  ["trained", "rows in the loss", (line) => (isNumber(line.trained) ? `${count(line.trained)} of ${count(line.rows)}` : NONE)],
+];
+const MORE = [
+  ["groups", "groups", (line) => count(line.groups)],
+  ["length", "mean length (tokens)", (line) => number(line.length)],
+  ["truncated", "truncated rollouts", (line) => percent(line.truncated)],
+  ["left", "rows not in the loss, by reason", (line) => reasons(line.left)],
+];
+
+const reasons = (left) =>
+  Object.entries(left)
+    .sort((a, b) => b[1] - a[1])
+    .map(([reason, rows]) => `${count(rows)} ${reasonName(reason)}`)
+    .join("; ") || "none";
+
+// The lines of a run by step.
+export function linesOf({ steps }) {
+  const names = Object.keys(steps);
+  return new Map((steps.step ?? []).map((step, i) => [step, Object.fromEntries(names.map((name) => [name, steps[name][i]]))]));
+}
+
+export function drawSteps(runs, lines) {
+  const two = runs.length > 1;
+  const shown = two ? NUMBERS : [...NUMBERS, ...MORE];
+  const all = [...new Set(lines.flatMap((of) => [...of.keys()]))].sort((a, b) => a - b);
+  const heads = shown.flatMap(([name, words]) =>
+    runs.map((run, i) => h("th", { scope: "col", class: `of-run${i} ${name}` }, two ? `${words}, ${run.name}` : words)),
+  );
+  const body = all.map((step) =>
+    h(
+      "tr",
+      { "data-step": step },
+      h("th", { scope: "row" }, h("a", { href: link({ view: "steps", step }) }, count(step))),
+      shown.flatMap(([name, , value]) =>
+        lines.map((of, i) => h("td", { class: `of-run${i} ${name}` }, of.has(step) ? value(of.get(step)) : "not in this run")),
+      ),
+      two ? h("td", { class: "difference" }, difference(lines, step)) : null,
+    ),
+  );
+  const last = two ? h("th", { scope: "col" }, `mean reward, ${runs[1].name} − ${runs[0].name}`) : null;
+  const head = h("tr", {}, h("th", { scope: "col" }, "step"), heads, last);
+  const table = h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, body));
+  const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "List of steps" }, table);
+  byId("steps").querySelector(".body").replaceChildren(box);
+}
+
+function difference(lines, step) {
+  const [a, b] = lines.map((of) => of.get(step)?.reward);
+  return isNumber(a) && isNumber(b) ? `${b > a ? "+" : ""}${number(b - a)}` : NONE;
+}
+
+// The step that is chosen, in the list and in the chart.
+export function markStep(runs, lines, step, choose) {
+  const section = byId("steps");
+  for (const row of section.querySelectorAll("tbody tr")) {
+    const here = row.dataset.step === String(step);
+    row.classList.toggle("chosen", here);
+    if (here) row.setAttribute("aria-current", "true");
+    else row.removeAttribute("aria-current");
+    if (here) scrollTo(section.querySelector(".scroll"), row);
+  }
+  const chart = section.querySelector(".chart");
+  const drawn = rewardChart({
+    names: runs.map((run) => run.name),
+    lines: lines.map((of) => [...of.values()].map((line) => [line.step, line.reward])),
+    chosen: step,
+    width: Math.max(chart.clientWidth, 260),
+    choose,
+  });
+  chart.replaceChildren(...(drawn ? [drawn] : []));
+}
+
+// Within its box only: the page stays where it is.
+function scrollTo(box, row) {
+  const [outer, inner] = [box.getBoundingClientRect(), row.getBoundingClientRect()];
+  if (inner.top < outer.top + 40 || inner.bottom > outer.bottom)
+    box.scrollTop += inner.top - outer.top - (outer.height - inner.height) / 2;
+}

@@ -1,0 +1,117 @@
+"""What the optimiser did at a step is recorded as it is, and what nobody measured is absent."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from headrace.pipeline import OptimiserRecord, Pipeline, make_report, optimise
+from headrace.transforms import LossWeight, ShuffleSplit
+
+pytestmark = pytest.mark.slow
+
+MASK = ("masks", "all_assistant_mask")
+
+
+class Scaled(nn.Module):
+    """A loss of a(w) = w · x per token, with two numbers beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, rows):
+        terms = self.w * rows["x"].expand(rows[MASK].shape).unsqueeze(-1)
+        return TensorDict({"loss_objective": terms, "entropy": rows["x"].mean(), "per_token": terms})
+
+
+def batch_of(x):
+    rows = len(x)
+    columns = {
+        "x": torch.tensor(x, dtype=torch.float64)[:, None],
+        MASK: torch.ones(rows, 3, dtype=torch.bool),
+    }
+    return TensorDict(columns | {"rollout_id": torch.arange(rows)}, batch_size=[rows])
+
+
+def trained(x, *, microbatches=1, minibatches=1, lr=0.1, **options):
+    loss, record = Scaled(), OptimiserRecord()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=lr)
+    split = ShuffleSplit(minibatches=minibatches, microbatches=microbatches, unit="sample")
+    run = Pipeline({"split": split, "weight": LossWeight()}).run(batch_of(x))
+    steps = optimise(run.minibatches(), loss, optimizer, log_prob_key=None, record=record, **options)
+    return steps, record, loss, run
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_the_numbers_by_hand_however_a_step_is_cut(microbatches):
+    """The loss is the mean of w · x over tokens, 2 · 2.5; its gradient the mean of x, 2.5."""
+    steps, record, loss, _ = trained([1.0, 2.0, 3.0, 4.0], microbatches=microbatches, max_grad_norm=2.0)
+    numbers = record.numbers
+    assert steps == numbers["optimiser/steps"] == 1
+    assert numbers["optimiser/lr"] == 0.1
+    assert numbers["optimiser/loss"] == pytest.approx(5.0)
+    assert numbers["optimiser/grad_norm"] == pytest.approx(2.5)
+    assert numbers["optimiser/clipped"] == 1.0
+    assert numbers["optimiser/entropy"] == pytest.approx(2.5)
+    assert "optimiser/per_token" not in numbers
+    assert numbers["optimiser/tokens_per_second"] == pytest.approx(12 / numbers["seconds/optimise"])
+    assert loss.w.item() == pytest.approx(2.0 - 0.1 * 2.0, rel=1e-5)
+
+
+def test_several_steps_are_their_mean():
+    steps, record, _, _ = trained([4.0, 4.0, 4.0, 4.0], minibatches=2, lr=0.25)
+    assert steps == 2
+    assert record.numbers["optimiser/loss"] == pytest.approx((4.0 * 2.0 + 4.0 * 1.0) / 2)
+    assert record.numbers["optimiser/grad_norm"] == pytest.approx(4.0)
+    assert "optimiser/clipped" not in record.numbers
+
+
+def test_recording_changes_no_step():
+    _, _, recorded, run = trained([1.0, 2.0, 3.0, 4.0], minibatches=2)
+    plain = Scaled()
+    optimise(run.minibatches(), plain, torch.optim.SGD(plain.parameters(), lr=0.1), log_prob_key=None)
+    assert plain.w.item() == recorded.w.item()
+
+
+def test_what_nobody_measured_is_absent_and_never_zero():
+    _, record, _, run = trained([1.0, 2.0])
+    report = make_report(run, numbers=record.numbers)
+    assert report.numbers["optimiser/loss"] == record.numbers["optimiser/loss"]
+    assert not [name for name in make_report(run).numbers if name.startswith(("optimiser/", "seconds/"))]
+    assert OptimiserRecord().numbers == {"optimiser/steps": 0.0}
+    assert "seconds/collect" not in record.numbers
+    assert all(math.isfinite(value) for value in record.numbers.values())
+
+
+@pytest.mark.parametrize(
+    ("x", "lr", "found"),
+    [([1.0, 2.0], 0.0, ["learning-rate-zero"]), ([0.0, 0.0], 0.1, ["gradient-zero"]), ([1.0, 2.0], 0.1, [])],
+)
+def test_a_learning_rate_or_gradient_of_zero_is_an_advisory(x, lr, found):
+    _, record, loss, run = trained(x, lr=lr)
+    assert [each.name for each in make_report(run, numbers=record.numbers).advisories] == found
+    assert (loss.w.item() == 2.0) == bool(found)
+
+
+def test_a_number_that_the_report_has_already_is_refused():
+    _, _, _, run = trained([1.0])
+    with pytest.raises(ValueError, match="names that the report does not have; found rows/in"):
+        make_report(run, numbers={"rows/in": 1.0})
+
+
+def test_the_command_records_each_step_and_says_that_the_rate_is_zero(tmp_path):
+    from command import headrace_here
+
+    words = ("train.steps=2", "optimizer.lr=0", "sampler.prompts_per_batch=4", f"hydra.run.dir={tmp_path}")
+    done = headrace_here(tmp_path, *words)
+    said = " ".join(done.stdout.split())  # lines are broken where the terminal ends
+    assert "learning-rate-zero: The learning rate is 0: the weights do not change (steps 0 to 1)." in said
+    head = (tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")
+    for stage in ("collect", "reward", "headrace", "optimise"):
+        assert f"seconds/{stage}" in head
+    assert {"optimiser/lr", "optimiser/loss", "optimiser/grad_norm", "optimiser/clip_fraction"} <= set(head)

@@ -1,0 +1,463 @@
+"""``headrace view``: what is shown is what the files have, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import sys
+import urllib.request
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command import headrace_here
+from stored_runs import LARGE, report_of_step, served, started, write_run
+
+from headrace.pipeline import ReportFolder, page_data, write_dump
+from headrace.pipeline.sources import open_source
+from headrace.pipeline.view import stored_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "second", steps=3, shift=0.25)
+
+
+@pytest.fixture(scope="module")
+def client(run, other):
+    with served(run, other) as client:
+        yield client
+
+
+def table_of(run, step):
+    return pq.read_table(run / "rollouts" / f"step_{step:08d}.parquet").to_pylist()
+
+
+def shown(answer):
+    """The rows of an answer by column, texts as text and large numbers as numbers."""
+    names = [name for name, _ in answer["columns"]]
+    kinds = dict(answer["columns"])
+    rows = [dict(zip(names, cells[1:], strict=True)) for cells in answer["rows"]]
+    for row in rows:
+        for name, value in row.items():
+            if kinds[name] == "text" and value is not None:
+                row[name] = value["start"]
+            if kinds[name] == "integer" and value is not None:
+                row[name] = int(value)
+    return rows
+
+
+# -- what is shown is what the files have ----------------------------------------------------------------
+
+
+def test_every_row_of_every_step_is_shown_with_every_column_as_its_file_has_it(client, run):
+    for step in range(4):
+        pages = [client.ask("rows", run=0, step=step, sort="row", offset=at, count=4) for at in (0, 4, 8)]
+        expected = [
+            {name: value for name, value in row.items() if name != "step"} for row in table_of(run, step)
+        ]
+        assert [row for page in pages for row in shown(page)] == expected
+        assert {(page["found"], page["of"]) for page in pages} == {(9, 9)}
+    assert expected[0]["group_id"] == LARGE + 9
+
+
+def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tmp_path):
+    rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=1))]
+    assert rewards == sorted(row["rollout_reward"] for row in table_of(run, 1))
+    highest = shown(client.ask("rows", run=0, step=1, order="descending", sort="advantage"))
+    assert [row["row"] for row in highest] == [
+        row["row"] for row in sorted(table_of(run, 1), key=lambda row: (-row["advantage"], row["row"]))
+    ]
+    table = pq.read_table(run / "rollouts" / "step_00000001.parquet")
+    gaps = pa.array([None, math.nan, 3.0, -1.0, *[2.0] * 5])
+    table = table.set_column(table.column_names.index("rollout_reward"), "rollout_reward", gaps)
+    (tmp_path / "rollouts").mkdir()
+    pq.write_table(table, tmp_path / "rollouts" / "step_00000001.parquet", row_group_size=2)
+    with served(tmp_path) as alone:
+        for order, first in (("ascending", 3), ("descending", 2)):
+            rows = shown(alone.ask("rows", run=0, step=1, order=order))
+            assert [row["row"] for row in rows][::8] == [first, 1]
+            assert [row["rollout_reward"] for row in rows[-2:]] == [None, None]
+
+
+def test_rows_are_found_by_reason_group_and_text_as_a_loop_finds_them(client, run):
+    rows = table_of(run, 2)
+    asked = {
+        ("reason", "trained"): lambda row: row["reason"] == "trained",
+        ("reason", "left"): lambda row: row["reason"] != "trained",
+        ("reason", "filter/zero_variance"): lambda row: row["reason"] == "filter/zero_variance",
+        ("group", str(LARGE + 7)): lambda row: row["group_id"] == LARGE + 7,
+        ("text", "żÓŁW"): lambda row: row["prompt"] == "Żółw?",
+        ("text", "SO IT IS 8"): lambda row: "So it is 8" in row["response"],
+        ("text", ".*"): lambda row: False,
+    }
+    for (name, value), wanted in asked.items():
+        answer = client.ask("rows", run=0, step=2, sort="row", **{name: value})
+        assert [row["row"] for row in shown(answer)] == [row["row"] for row in rows if wanted(row)], value
+        assert answer["of"] == 9
+
+
+def test_a_prompt_is_found_in_all_steps_of_both_runs_as_a_loop_finds_it(client, run, other):
+    expected = {}
+    for place, (folder, steps) in enumerate(((run, 4), (other, 3))):
+        for step in range(steps):
+            for row in table_of(folder, step):
+                of_step = expected.setdefault(row["prompt"], ({}, {}))[place].setdefault(step, [])
+                of_step.append(row["rollout_reward"])
+    listed = client.ask("prompts")
+    assert {line["label"] for line in listed["prompts"]} == set(expected)
+    for line in listed["prompts"]:
+        found = client.ask("prompt", key=line["key"])
+        assert found["text"] == line["label"]
+        for steps, rewards in zip(found["runs"], expected[line["label"]], strict=True):
+            assert [step for step, *_ in steps] == list(rewards)
+            for step, groups, rollouts, reward in steps:
+                assert (groups, rollouts) == (1, 3)
+                assert reward == pytest.approx(np.mean(rewards[step]), abs=1e-12)
+        for place, (told, rewards) in enumerate(zip(line["runs"], expected[line["label"]], strict=True)):
+            every = [reward for of_step in rewards.values() for reward in of_step]
+            assert told["reward"] == pytest.approx(np.mean(every), abs=1e-12)
+            rows = shown(client.ask("rows", run=place, step=0, prompt=line["key"]))
+            assert {row["prompt"] for row in rows} <= {line["label"]}
+            assert len(rows) == len(rewards.get(0, []))
+    means = [np.mean([each["reward"] for each in line["runs"]]) for line in listed["prompts"]]
+    assert means == sorted(means)
+    assert [line["label"] for line in client.ask("prompts", text="żółw")["prompts"]] == ["Żółw?"]
+    [row] = [each for each in client.ask("rows", run=1, step=2)["rows"] if each[0] == 0]
+    key = client.ask("key", run=1, step=2, place=row[0])["key"]
+    assert client.ask("prompt", key=key)["text"] == "What is 1 + 1?"
+
+
+def test_the_numbers_of_a_step_are_those_of_the_page(client):
+    report = report_of_step(2)
+    page = page_data([report], title="")["steps"][0]
+    runs = client.ask("runs")["runs"]
+    assert [each["name"] for each in runs] == ["first", "second"]
+    line = {name: values[2] for name, values in runs[0]["steps"].items()}
+    assert line["reward"] == page["numbers"]["reward/all/mean"]
+    assert line["flat"] == page["numbers"]["frac_reward_zero_std"]
+    assert (line["groups"], line["trained"]) == (page["funnel"][0]["groups"], page["funnel"][-1]["rows"])
+    assert line["left"] == {"filter/zero_variance": 3} | {
+        name: rows for name, rows in line["left"].items() if name != "filter/zero_variance"
+    }
+    assert sum(line["left"].values()) == 9 - line["trained"]
+    numbers = client.ask("step", run=0, step=2)["numbers"]
+    assert numbers == {
+        name: value for name, value in page["numbers"].items() if not name.startswith("time/")
+    } | {name: numbers[name] for name in numbers if name.startswith("time/")}
+
+
+def test_a_long_text_is_whole_when_it_is_asked_for(tmp_path):
+    text = "<b>" + "Zażółć 🐢\n" * 100_000
+    responses = [text, *["short"] * 8]
+    write_dump(report_of_step(0, response_text=responses), tmp_path / "rollouts")
+    with served(tmp_path) as client:
+        answer = client.ask("rows", run=0, step=0, sort="row")
+        cell = answer["rows"][0][1 + [name for name, _ in answer["columns"]].index("response")]
+        assert cell == {"start": text[: stored_run.EXCERPT], "characters": len(text)}
+        assert client.ask("text", run=0, step=0, place=0, column="response")["text"] == text
+
+
+def test_steps_that_are_written_while_one_looks_are_found(tmp_path):
+    write_run(tmp_path / "live", steps=1)
+    with served(tmp_path / "live") as client:
+        assert client.ask("runs")["runs"][0]["steps"]["step"] == [0]
+        write_dump(report_of_step(1), tmp_path / "live" / "rollouts")
+        write_dump(report_of_step(0, 0.5), tmp_path / "live" / "rollouts")
+        assert client.ask("runs")["runs"][0]["steps"]["step"] == [0, 1]
+        rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=0))]
+        assert 0.5 in rewards
+
+
+# -- nothing else is ---------------------------------------------------------------------------------------
+
+
+def test_no_path_leads_out_of_what_is_listed(client, run):
+    inside = (
+        *("../../../../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "..%2f..%2fetc%2fpasswd", "//etc/passwd"),
+        *(
+            "report.html",
+            "rollouts/step_00000000.parquet",
+            "server.py",
+            "page/../../server.py",
+            "api",
+            "api/",
+        ),
+        *("view.js/", "./view.js", "view.js%00", "%76iew.js", "api/../view.js", "api/__class__", "C:\\x"),
+    )
+    for path in inside:
+        status, _, body = client.send(client.path + path)
+        assert status == 404, path
+        assert json.loads(body) == {"error": "there is nothing of this name"}
+    secret = client.path.strip("/")
+    for path in (
+        "/",
+        "/view.html",
+        "/api/runs",
+        f"/{secret[:-1]}/",
+        f"/{secret}x/",
+        "/../",
+        "*",
+        "http://x/",
+    ):
+        status, _, body = client.send(path)
+        assert status in (403, 404), path
+        assert secret not in body.decode()
+    assert client.send(f"/{secret}")[0] == 404
+
+
+def test_no_value_of_a_question_is_a_path(client):
+    for values in ({"step": "../../secret"}, {"step": "-1"}, {"step": "0x1"}, {"step": "٣"}, {"step": ""}):
+        assert "step is an integer" in client.ask("rows", status=400, run=0, **values)["error"]
+    for values, words in (
+        ({"step": 99}, "no step 99"),
+        ({"step": 0, "sort": "response"}, "column of numbers"),
+        ({"step": 0, "sort": "../x"}, "column of numbers"),
+    ):
+        assert words in client.ask("rows", status=422, run=0, **values)["error"]
+    assert "run is below 2" in client.ask("rows", status=400, run=2, step=0)["error"]
+    assert "there is no 'path'" in client.ask("rows", status=400, run=0, step=0, path="/etc/passwd")["error"]
+    assert "no text" in client.ask("text", status=422, run=0, step=0, place=9, column="response")["error"]
+    assert "no text" in client.ask("text", status=422, run=0, step=0, place=0, column="reward")["error"]
+    assert client.send(f"{client.path}api/rows?run=0&run=1&step=0")[0] == 400
+    assert client.send(f"{client.path}api/rows?{'a=1&' * 100}")[0] == 400
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "pipe"])
+def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, what):
+    rows = tmp_path / "run" / "rollouts"
+    if what == "folder":
+        rows.parent.mkdir()
+        rows.symlink_to(run / "rollouts")
+        with pytest.raises(stored_run.ConfigError, match="is a link to another folder"):
+            stored_run.StoredRun(rows.parent)
+        return
+    write_run(rows.parent, steps=1)
+    if what == "file":
+        (rows / "step_00000001.parquet").symlink_to(run / "rollouts" / "step_00000001.parquet")
+    else:
+        os.mkfifo(rows / "step_00000001.parquet")
+    found = stored_run.StoredRun(rows.parent)
+    assert list(found.steps()) == [0]
+    [problem] = found.problems()
+    assert problem.startswith("step_00000001.parquet: ")
+    assert ("it is a link, which is not followed" if what == "file" else "plain file") in problem
+
+
+def test_only_this_machine_under_its_own_names_is_answered(client):
+    port = client.server.server_address[1]
+    assert client.server.socket.getsockname()[0] == "127.0.0.1"
+    for host in (f"127.0.0.1:{port}", "localhost", "localhost:9000"):  # ssh forwards another port
+        assert client.send(client.path, host=host)[0] == 200
+    for host in (
+        "",
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "localhost:x",
+        "0.0.0.0",
+    ):
+        for path in (client.path, client.path + "api/runs", "/"):
+            status, _, body = client.send(path, host=host)
+            assert status == 403, host
+            assert b"first" not in body
+
+
+def test_only_get_is_answered(client):
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "CONNECT"):
+        status, headers, _ = client.send(client.path + "api/runs", method=method, body=b"step=0")
+        assert (status, headers["Allow"]) == (405, "GET"), method
+    assert client.send(client.path, method="NONSENSE")[0] == 501
+
+
+def test_every_answer_forbids_scripts_of_others_and_is_what_it_says(client):
+    for path, kind in (
+        ("", "text/html"),
+        ("view.js", "text/javascript"),
+        ("view.css", "text/css"),
+        ("api/runs", "application/json"),
+        ("nothing", "application/json"),
+        ("api/rows?run=9&step=0", "application/json"),
+    ):
+        _, headers, _ = client.send(client.path + path)
+        assert headers["Content-Type"] == f"{kind}; charset=utf-8"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert "Access-Control-Allow-Origin" not in headers
+        rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
+        assert rules["default-src"] == "'none'"
+        assert {rules["script-src"], rules["style-src"], rules["connect-src"]} == {"'self'"}
+        assert rules["frame-ancestors"] == "'none'"
+        assert "unsafe" not in headers["Content-Security-Policy"]
+
+
+class Touch:
+    """What a pickle would run."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path):
+    rows = tmp_path / "run" / "rollouts"
+    write_run(rows.parent, steps=1)
+    whole = (rows / "step_00000000.parquet").read_bytes()
+    canary = tmp_path / "ran"
+    code = pickle.dumps(Touch(canary))
+    kind = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": code}
+    field = pa.field("evil", pa.binary(), metadata=kind)
+    plain = pq.read_table(rows / "step_00000000.parquet")
+    metadata = {**plain.schema.metadata, b"headrace.step": code, b"headrace.recipe": b'{"a": 1}'}
+    table = plain.append_column(field, pa.array([code] * 9)).replace_schema_metadata(metadata)
+    pq.write_table(table, rows / "step_00000001.parquet")
+    (rows / "step_00000002.parquet").write_bytes(code)
+    (rows / "step_00000003.parquet").write_bytes(whole[: len(whole) // 2])
+    (rows / "step_4.parquet").write_bytes(whole)
+    (rows / "step_00000004.parquet").write_bytes(whole)
+    (rows / "step_00000005.parquet.tmp").write_bytes(whole)
+    with served(rows.parent) as client:
+        found = client.ask("runs")["runs"][0]
+        assert found["steps"]["step"] == [0, 1, 4]
+        names = [problem.split(":")[0] for problem in found["problems"]]
+        assert names == ["step_00000002.parquet", "step_00000003.parquet", "step_4.parquet"]
+        answer = client.ask("rows", run=0, step=1, sort="row")
+        assert "evil" not in dict(answer["columns"])
+        assert shown(answer) == [
+            {name: value for name, value in row.items() if name != "step"} for row in plain.to_pylist()
+        ]
+        assert client.ask("step", run=0, step=1) == {"numbers": {}, "recipe": []}
+        (rows / "step_00000001.parquet").write_bytes(b"gone")
+        assert "cannot be read as Parquet" in client.ask("rows", status=422, run=0, step=1)["error"]
+    assert not canary.exists()
+
+
+def test_a_file_that_claims_more_than_there_may_be_is_not_read(run, monkeypatch):
+    for name, most in (("MAX_STEP_ROWS", 8), ("MAX_STEP_BYTES", 100)):
+        with monkeypatch.context() as patch:
+            patch.setattr(stored_run, name, most)
+            with pytest.raises(stored_run.ConfigError, match="found 9 rows and"):
+                stored_run.StoredRun(run)
+
+
+# -- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_to_do(tmp_path, run):
+    write_run(tmp_path / "sweep" / "0", steps=1)
+    write_run(tmp_path / "sweep" / "1", steps=1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "report.html").touch()
+    write_dump(report_of_step(0), tmp_path / "lines" / "rollouts", format="jsonl")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for words, message in (
+            ([], "the following arguments are required: FOLDER"),
+            (["nowhere"], "nowhere: no such folder. Give the folder of a run, which has report.html"),
+            (
+                ["page/report.html"],
+                "page/report.html is a file. Give the folder of the run: headrace view page",
+            ),
+            (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
+            (["page"], "the run was written with report.dump=null"),
+            (["lines"], "lines has its rows as JSON Lines, and Parquet is needed: headrace task=replay"),
+            (["sweep"], "headrace view sweep/0 sweep/1"),
+            ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),
+            ([str(run), "--port", port], f"--port {port}: address already in use. Take another port"),
+            ([str(run), "--port", "99999"], "a port is from 1 to 65535; got 99999"),
+            ([str(run), "--prot", "1"], "unrecognized arguments: --prot"),
+        ):
+            done = headrace_here(tmp_path, "view", *words, check=False)
+            assert (done.returncode, done.stdout) == (2, ""), words
+            assert message in done.stderr
+            assert done.stderr.startswith("headrace: ")
+            assert "Traceback" not in done.stderr
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path, run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("headrace.pipeline.view.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = headrace_here(tmp_path, "view", str(run), check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "headrace view reads rows with pyarrow, which cannot be imported" in done.stderr
+    assert "pip install pyarrow" in done.stderr
+
+
+def test_it_serves_until_ctrl_c_and_ends_quietly_without_torch(run):
+    code = (
+        "import sys\nfrom headrace.pipeline.main import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'tensordict', 'hydra.core') if name in sys.modules][:1])"
+    )
+    with started(["view", str(run)], run.parent, code=code) as (process, printed, address):
+        assert printed[0] == f"{run}: 4 steps"
+        with urllib.request.urlopen(address + "api/runs") as answer:
+            assert json.load(answer)["runs"][0]["steps"]["step"] == [0, 1, 2, 3]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "torch" not in out
+
+
+# -- the rows that a run writes ----------------------------------------------------------------------------
+
+
+def rows_on_disk(folder):
+    return [(step, *row) for step, batch in open_source(folder) for row in zip(
+        batch["rollout_id"].tolist(), batch["next", "reward"].flatten().tolist(), strict=True)]  # fmt: skip
+
+
+def test_every_row_of_every_step_is_next_to_the_page(tmp_path):
+    write_run(tmp_path / "run", steps=3)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["report.html", "rollouts"]
+    assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == [
+        f"step_{step:08d}.parquet" for step in range(3)
+    ]
+    assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
+
+
+def test_a_run_that_is_resumed_has_each_row_once(tmp_path):
+    write_run(tmp_path / "run", steps=4)
+    with pytest.raises(FileExistsError, match=r"rows of another run, 4 files.*existing='resume'"):
+        ReportFolder(tmp_path / "run")
+    with ReportFolder(tmp_path / "run", existing="resume") as again:
+        assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 36
+        again.add(report_of_step(2, 0.5))
+        assert [step for step, *_ in open_source(tmp_path / "run" / "rollouts")] == [0, 1, 2]
+        again.add(report_of_step(3, 0.5))
+    write_run(tmp_path / "whole", steps=2)
+    with ReportFolder(tmp_path / "whole", existing="resume") as whole:
+        for step in (2, 3):
+            whole.add(report_of_step(step, 0.5))
+    found = rows_on_disk(tmp_path / "run" / "rollouts")
+    assert found == rows_on_disk(tmp_path / "whole" / "rollouts")
+    assert len(found) == len({row[:2] for row in found}) == 36
+
+
+def test_a_step_that_comes_twice_is_refused_and_replaces_nothing(tmp_path):
+    folder = ReportFolder(tmp_path, every=None)
+    folder.add(report_of_step(0))
+    before = rows_on_disk(tmp_path / "rollouts")
+    with pytest.raises(ValueError, match=r"found step 0 again. Set make_report\(run, step=...\)"):
+        folder.add(report_of_step(0, 0.5))
+    assert rows_on_disk(tmp_path / "rollouts") == before
+    with pytest.raises(ValueError, match="existing must be"):
+        ReportFolder(tmp_path, existing="replace")

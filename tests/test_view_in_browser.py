@@ -1,0 +1,204 @@
+"""What ``headrace view`` shows, in a browser: rows as text, prompts over the steps, and two runs."""
+
+from __future__ import annotations
+
+import time
+
+import pages
+import pyarrow.parquet as pq
+import pytest
+from browser import CONTRAST, Page
+from stored_runs import report_of_step, served, write_run
+
+from headrace.pipeline import write_dump
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+LARGE = "</script><script>window.ran=1</script>" + "Zażółć 🐢 <b>gęślą</b>\n" * 50_000  # above 1 MB
+ENTER = "\ue007"
+OUT_OF_LINE = """
+return [...document.querySelectorAll("main table")].filter((e) => e.checkVisibility()).flatMap((table) => {
+  const [head, cells] = ["thead tr", "tbody tr"].map((row) => [...table.querySelector(row).children]);
+  const left = (e) => e.getBoundingClientRect().left;
+  return table.tHead.checkVisibility() ? cells.filter((e, i) => Math.abs(left(e) - left(head[i])) > 1) : [];
+}).map((e) => e.className);
+"""
+UNNAMED = """
+return [...document.querySelectorAll("input, select, button")].filter(
+  (e) => e.checkVisibility() && !e.labels?.length && !e.ariaLabel && !e.textContent.trim(),
+).length;
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two runs, the second without the last step; in the first, step 0 has hostile texts."""
+    folder = tmp_path_factory.mktemp("runs")
+    first, second = write_run(folder / "first"), write_run(folder / f"second{pages.HOSTILE[:1]}b>", 3, 0.25)
+    responses = [LARGE, pages.HOSTILE, "\u202eturned", "", *[pages.HOSTILE] * 5]
+    others = [f'{{"{"<img src=x onerror=window.ran=1>"}": "<i>{each}</i>"}}' for each in range(9)]
+    hostile = report_of_step(0, response_text=responses, ground_truth=[pages.HOSTILE] * 9)
+    hostile.texts["other_columns"] = others
+    write_dump(hostile, first / "rollouts")
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def client(folders):
+    with served(*folders) as client:
+        yield client
+
+
+@pytest.fixture
+def open_view(driver, client):
+    """Opens the viewer of both runs; at the end of the test its console must be empty."""
+
+    def opened(address="", *, width=1280):
+        page = Page(driver)
+        page.show_as("light", "reduce")
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        driver.get("about:blank")
+        driver.get(client.address + address)
+        settle(page)
+        return page
+
+    yield opened
+    assert driver.execute_script("return window.ran ?? null") is None
+    assert driver.get_log("browser") == []
+
+
+def settle(page, selector="tr.line, table.prompts tr, details.one-step, p.empty"):
+    """Wait until answers are drawn."""
+    for _ in range(500):
+        if page.count(f"main:not([hidden]) section:not([hidden]) :is({selector})") and not page.count(
+            "[aria-busy]"
+        ):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {selector}")
+
+
+def until(found, wanted):
+    """Wait until a function of the page returns this."""
+    for _ in range(500):
+        if (last := found()) == wanted:
+            return
+        time.sleep(0.01)
+    assert last == wanted
+
+
+def type_into(page, control, text):
+    script = "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
+    page.driver.execute_script(script + "e.dispatchEvent(new Event('input'))", control, text)
+
+
+def rows_shown(page, panel=0):
+    return page.values(f".panel:nth-child({panel + 1}) tr.line", "data-row")
+
+
+def test_both_runs_show_the_rows_of_their_files_beside_one_another(open_view, folders):
+    page = open_view("#view=steps&step=2")
+    assert page.texts("#rows .panel h3") == ["first", folders[1].name]
+    for panel, folder in enumerate(folders):
+        rows = pq.read_table(folder / "rollouts" / "step_00000002.parquet").to_pylist()
+        rows.sort(key=lambda row: (row["rollout_reward"], row["row"]))
+        assert rows_shown(page, panel) == [str(row["row"]) for row in rows]
+        shown = page.values(f".panel:nth-child({panel + 1}) td.rollout_reward", "title")
+        assert [float(text) for text in shown] == [row["rollout_reward"] for row in rows]
+        groups = page.texts(f".panel:nth-child({panel + 1}) td.group_id")
+        assert groups == [str(row["group_id"]) for row in rows]
+        assert page.texts(f".panel:nth-child({panel + 1}) td.response div") == [
+            " ".join(row["response"].split()) for row in rows
+        ]
+    assert page.texts("#steps tbody th") == ["0", "1", "2", "3"]
+    assert page.texts("#steps tr[data-step='3'] td.of-run1") == ["not in this run"] * 3
+    assert page.values("#steps tr.chosen", "data-step") == ["2"]
+    page = open_view("#view=steps&step=3")
+    assert page.texts("#rows .panel .empty") == [f"{folders[1].name} has no step 3."]
+
+
+def test_hostile_and_long_texts_are_text(open_view, folders):
+    page = open_view("#view=steps&step=0&sort=row")
+    rows = pq.read_table(folders[0] / "rollouts" / "step_00000000.parquet").to_pylist()
+    page.driver.execute_script(
+        "for (const e of document.querySelectorAll('.panel:first-child button.open')) e.click()"
+    )
+    opened = ".panel:first-child tr.detail:nth-child({}) .whole p"
+    until(lambda: page.count(".panel:first-child tr.detail .whole") >= 24, True)  # an empty one is said to be
+    assert page.texts(opened.format(4))[1] == pages.HOSTILE.replace("\u2028", r"\u2028")
+    assert page.texts(opened.format(6))[1] == r"\u202eturned"
+    assert page.texts(opened.format(8))[1] == "(empty)"
+    assert page.texts(".panel:first-child dl.others")[0] == "<img src=x onerror=window.ran=1><i>0</i>"
+    button = page.one(".panel:first-child tr.detail button.more")
+    assert button.text == f"show all {len(LARGE):,} characters"
+    button.click()
+    until(lambda: page.texts(opened.format(2))[1] == LARGE == rows[0]["response"], True)
+    assert page.count("main img, main script, main b b, .panel b, .panel i") == 0
+    assert page.one("#title").text == f"first and {folders[1].name}"
+
+
+def test_rows_are_filtered_and_the_address_says_so(open_view, client):
+    page = open_view("#view=steps&step=1")
+    type_into(page, "text", "answer 7 of step 1")
+    until(lambda: rows_shown(page), ["7"])
+    assert "text=answer+7" in page.driver.current_url
+    type_into(page, "text", "")
+    until(lambda: len(rows_shown(page)), 9)
+    page.choose("reason", "filter/zero_variance")
+    until(lambda: rows_shown(page), ["3", "4", "5"])
+    assert page.seen(".panel:first-child .pager output") == "1–3 of 3 rows, out of 9 in the step"
+    page = open_view(page.driver.current_url.removeprefix(client.address))
+    assert rows_shown(page) == ["3", "4", "5"]
+    page.choose("sort", "row")
+    page.choose("order", "descending")
+    until(lambda: rows_shown(page), ["5", "4", "3"])
+    type_into(page, "group", "nothing")
+    until(lambda: page.texts(".panel .empty"), ["No row of this step matches."] * 2)
+
+
+def test_a_row_leads_to_its_prompt_in_all_steps_of_both_runs(open_view):
+    page = open_view("#view=steps&step=2")
+    button = page.all(".panel:first-child tr.line[data-row='0'] button.open")[0]
+    button.send_keys(ENTER)
+    until(lambda: button.get_attribute("aria-expanded"), "true")
+    link = page.one(".panel:first-child tr.detail:not([hidden]) .links a:last-child")
+    assert link.text == "this prompt in all steps"
+    link.send_keys(ENTER)
+    until(lambda: page.values("details.one-step", "data-step"), ["0", "1", "2", "3"])
+    assert page.seen("#prompt .text") == "What is 1 + 1?"
+    means = page.texts("details.one-step[data-step='3'] summary span")
+    assert means[1:] == [
+        "first: mean reward 0.5333, 3 rollouts in 1 group",
+        f"{means[2].split(':')[0]}: not drawn",
+    ]
+    page.open("details.one-step[data-step='2']")
+    until(lambda: page.count("details.one-step[open] tr.line"), 6)
+    assert page.count("#prompt svg.rewards polyline") == 2
+
+
+def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
+    page = open_view("#view=prompts")
+    until(lambda: page.count("table.prompts tbody tr"), 4)
+    assert page.texts("table.prompts tbody th a")[0] == "Żółw?"
+    type_into(page, "search", "1 · 7")
+    until(lambda: page.texts("table.prompts tbody th a"), ["What is 1 · 7?"])
+    page.all("table.prompts tbody th a")[0].send_keys(ENTER)
+    until(lambda: page.values("details.one-step", "data-step"), ["1", "3"])
+
+
+@pytest.mark.parametrize(
+    "address", ["#view=steps&step=2", "#view=prompts", "#view=prompt&run=0&step=2&place=0"]
+)
+def test_it_is_read_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
+    for width in (390, 1280):
+        page = open_view(address, width=width)
+        page.driver.execute_script("document.querySelector('button.open, details.one-step summary')?.click()")
+        settle(page)
+        assert page.driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), width
+        for scheme in ("light", "dark"):
+            page.show_as(scheme, "reduce")
+            low = [pair for pair in page.driver.execute_script(CONTRAST) if pair[0] < 4.5]
+            assert not low, (width, scheme)
+        assert page.driver.execute_script(UNNAMED) == 0
+        assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
