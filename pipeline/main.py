@@ -31,6 +31,7 @@ def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
     from .tasks.audit import AuditFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
+    from .tasks.replay import StepsFailed
     from .train import TrainingInterrupted
 
     hydra_config = HydraConfig.get()
@@ -42,7 +43,7 @@ def run_task(config: DictConfig) -> float:
         number = perform(config, output, words)
     except TrainingInterrupted:
         sys.exit(130)
-    except AuditFailed as err:
+    except (AuditFailed, StepsFailed) as err:  # who have printed what they found
         failure = str(err)
         if not in_sweep:
             sys.exit(1)
@@ -108,8 +109,13 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
 def paragraph_of(err: Exception) -> str:
     """What an error says to who typed the words."""
     if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
-        words = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
+        words = [word for word in sys.argv[1:] if re.match(r"~|[^-].*=", word)]
         return explain_composition(err, words, "config")
+    if isinstance(err, FileExistsError) and err.errno is not None:
+        return (
+            f"{err.filename}: a file is there, and a folder is required. hydra.run.dir=FOLDER (with -m "
+            "hydra.sweep.dir=FOLDER) is where files go"
+        )
     if isinstance(err, OSError) and not isinstance(err, FileExistsError):
         reason = (err.strerror or str(err)).lower()
         where = f"{err.filename}: " if err.filename else ""
@@ -135,4 +141,5 @@ def in_words_to_type(text: str) -> str:
         value = "null" if found[3] == "None" else found[3]
         return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
 
-    return re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
+    text = re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
+    return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)

@@ -471,6 +471,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             weights = [weight]
         if ours and weights and len(weights) == max(len(places), 1):
             masked = masked | torch.stack([weight == 0 for weight in weights]).all(0)
+        if table.no_lengths and not bool((masked & table.here & (table.reason == 0)).any()):
+            return  # who has no token is not known, and 0 rows would be a claim
         seen = Rows(table, rows.names, stage="pipeline")
         seen.record(masked & table.here, "no_loss_tokens", "masked")
 

@@ -32,6 +32,7 @@ FORMATS = (
 )
 SYSTEM = re.compile(r"\s*<<SYS>>.*?<</SYS>>|\s*\[SYSTEM_PROMPT\].*?\[/SYSTEM_PROMPT\]", re.S)
 TOOL = "<tool_response>"  # Qwen's template hands what a tool said to the model as a turn of the user
+BARE = re.compile(r"^(system|user|assistant|tool)\n", re.M)
 ROLE = re.compile(r"^(system|developer|user|assistant|tool): ?", re.M | re.I)
 
 
@@ -40,6 +41,7 @@ def last_user_turn(prompt: str) -> str:
 
     Known are the special tokens of ChatML and Qwen, Llama 2, 3 and 4, Mistral, Gemma, DeepSeek, Phi, GLM,
     gpt-oss, Command R and Kimi, and lines of ``role: content``, as messages are read and older templates are.
+    So are lines of a role alone, which ChatML leaves where special tokens are skipped.
 
     Args:
         prompt: as the policy saw it, or as a dump has it.
@@ -49,6 +51,8 @@ def last_user_turn(prompt: str) -> str:
         '2+2?'
         >>> last_user_turn("user: 2+2?\nassistant: 4\nuser: And 3+3?")
         'And 3+3?'
+        >>> last_user_turn("system\nBe brief.\nuser\n2+2?\nassistant\n")
+        '2+2?'
     """
     found = [(at, form) for form in FORMATS if (at := prompt.find(form.mark)) >= 0]
     if ROLE.match(prompt.lstrip()):  # whatever special tokens the messages quote
@@ -62,9 +66,11 @@ def last_user_turn(prompt: str) -> str:
 
 
 def _lines(prompt: str) -> list[str]:
-    """The same of lines of ``role: content``: a chat that begins with a role, or that waits for an answer."""
+    """The same of lines that begin with a role: a chat that begins with one, or that waits for an answer."""
     starts = list(ROLE.finditer(prompt))
     chat = starts and (not prompt[: starts[0].start()].strip() or prompt.rstrip().endswith("Assistant:"))
+    if not chat and re.match(r"(system|user)\n", prompt) and "\nassistant\n" in f"{prompt.rstrip()}\n":
+        chat, starts = True, list(BARE.finditer(f"{prompt.rstrip()}\n"))
     if not chat:
         return []
     ends = [start.start() for start in starts[1:]] + [len(prompt)]

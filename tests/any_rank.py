@@ -28,7 +28,7 @@ from headrace.transforms import (
     take_rows,
 )
 
-PATIENCE = 3.0  # seconds
+PATIENCE = 2.0  # seconds
 TOGETHER = {"process_group": "world", "shared_ids": "same", "patience": 60.0}
 SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.patience=60")
 

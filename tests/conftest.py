@@ -6,10 +6,12 @@ import gc
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from io import TextIOBase
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from zlib import crc32
@@ -42,6 +44,7 @@ def is_quick(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, the others search less long."""
     settings.load_profile("quick" if is_quick(config) else "headrace")
+    os.environ.setdefault("HEADRACE_COMPOSED", mkdtemp())  # a worker has that of the process which started it
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -68,6 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=long)
     # One process has a cluster, at its beginning: what others take over from it is from its end.
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(os.environ.pop("HEADRACE_COMPOSED"))
 
 
 def pytest_collection_finish() -> None:

@@ -59,6 +59,8 @@ ADVANTAGES = (
     "reinforce_pp",
     "rloo",
 )
+# Recipes with stages that go by turns, for batches whose turns are a column.
+BY_TURN = {"gigpo": {"returns": {"turn_key": "turn"}}, "tree_grpo": {"tree": {"turn_key": "turn"}}}
 FEW = ("as/nemo_rl", "dapo", "gdpo", "mis", "tree_grpo")
 
 

@@ -8,7 +8,7 @@ from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import with_old
-from recipes import ADVANTAGES
+from recipes import ADVANTAGES, BY_TURN, pipeline_of
 
 from headrace.transforms import BatchError, TokenAdvantage
 
@@ -49,10 +49,8 @@ def collected(draw, make_batch, recipe):
 
 def credit_of(recipe, batch):
     """(N, T) the advantage of each row in the order in which it came in, or None where it is refused."""
-    by_turn = {"gigpo": "returns", "tree_grpo": "tree"}
-    words = [f"pipeline.stages.{by_turn[recipe]}.turn_key=turn"] if recipe in by_turn else []
     try:
-        out = composed(f"pipeline={recipe}", *words)(batch)
+        out = pipeline_of(recipe, **BY_TURN.get(recipe, {}))(batch)
     except BatchError as err:
         if "at least two rollouts" in str(err):
             return None

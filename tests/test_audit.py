@@ -152,9 +152,8 @@ def test_a_trl_table_with_wrong_signs(tmp_path):
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
     assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
-    share = sum(abs(advantages[i]) for i in (1, 4, 6)) / sum(map(abs, advantages))
-    assert checks["signs"]["gradient_share"] == pytest.approx(share)
-    assert f"{share:.1%}" in text
+    assert checks["signs"]["gradient_share"] is None  # which depends on lengths
+    assert "wrong sign" in text
     assert checks["counted_twice"]["state"] == "not checked"
 
 

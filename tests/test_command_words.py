@@ -74,41 +74,6 @@ def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["task=replay", "group_size=3"],
-            "(did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
-        ),
-        (["advantage.scale=none"], "(did you mean pipeline.stages.advantage.scale=none?)"),
-        (["pipeline.stages.gate.scale=mad"], "(did you mean pipeline.stages.advantage.scale=mad?)"),
-        (["task=replay", "train.steps=3"], "'train.steps' here: it is an option of task=train"),
-        (["sed=1"], "unknown option 'sed' (did you mean 'seed'?)"),
-        (
-            ["criterion@pipeline.stages.filter.criterion=rewards_varry"],
-            "no criterion 'rewards_varry' (did you",
-        ),
-        (["pipeline=as/verll"], "did you mean 'as/verl'"),
-        (["seed=1,2"], "several values. For a sweep: headrace -m seed=1,2"),
-        (["seed=[1,"], "'seed=[1,' is not NAME=VALUE"),
-        (["--verison"], "there is no flag '--verison' (did you mean '--version'"),
-        (["-m", "--cfg", "job", "seed=1,2"], "take one of them"),
-        (["grpo"], "got 'grpo' (did you mean pipeline=grpo?)"),
-        (["repaly"], "got 'repaly' (did you mean 'replay'"),
-        (["seed=1", "doctor"], "headrace doctor is a command of its own"),
-        (["stages", "gaet"], "there is no stage 'gaet' (did you mean 'gate'"),
-        (["hydra.foo=3"], "unknown option 'hydra.foo'"),
-    ],
-)
-def test_a_word_that_there_is_not_is_refused_with_the_one_that_may_be_meant(tmp_path, words, message):
-    done = headrace_here(tmp_path, *words, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.startswith("headrace: ")
-    assert not [word for word in ("Traceback", "Error", "None") if word in done.stderr]
-
-
 def test_the_hint_of_python_is_that_of_the_command():
     with pytest.raises(ConfigError, match=r"did you mean pipeline\.stages\.gate\.group_size=3 or"):
         load_pipeline("group_size=3")
@@ -196,8 +161,7 @@ def test_a_word_that_follows_another_reaches_the_task_as_it_was_typed(tmp_path):
         "hydra.run.dir=out",
         "sampler.prompts_per_batch=${group_size}",
     ]
-    assert "trained" in headrace_here(tmp_path, *words).stdout
-    assert (
-        f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in headrace_here(tmp_path, *words).stdout
-    )
+    printed = headrace_here(tmp_path, *words).stdout
+    assert "trained" in printed
+    assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in printed
     assert '"title":"grpo, 1 step"' in (tmp_path / "out" / "report.html").read_text()

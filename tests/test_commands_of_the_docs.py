@@ -52,7 +52,9 @@ def words_of(line: str) -> list[str]:
     """The words behind the command; a training run becomes a short one."""
     words = shlex.split(line)
     trains = not any(word.startswith(("task=", "--")) or word.isalpha() for word in words)
-    return [*words, *(QUICK if trains else [])]
+    # Without the start of a process, two runs begin in one second, after which folders are named.
+    alone = [] if any("hydra.run.dir" in word for word in words) else ["report.dump=null"]
+    return [*words, *([*QUICK, *alone] if trains else [])]
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
@@ -87,7 +89,7 @@ def run_view(line: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def run_line(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
-    if line.startswith("headrace view"):
+    if line.startswith("headrace view") and "--help" not in line:
         return run_view(line, folder)
     if line.startswith("headrace"):
         return headrace_here(folder, *words_of(line.removeprefix("headrace")), check=False)

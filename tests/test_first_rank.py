@@ -8,7 +8,7 @@ import pytest
 from any_rank import CASES, PATIENCE, results_of
 from composed import composed
 from first_rank import compare_ways, follow_stream, refuse_what_one_decides
-from recipes import ADVANTAGES, FEW
+from recipes import CHAINS, FEW
 
 from headrace.pipeline import Pipeline
 
@@ -41,7 +41,7 @@ VARIED = (
 CARRIED = (f"{SPLIT}.remainder=carry", f"{SPLIT}.minibatches=2")
 
 
-@pytest.mark.parametrize(("world", "recipes"), [(2, ADVANTAGES), (3, FEW)])
+@pytest.mark.parametrize(("world", "recipes"), [(2, CHAINS), (3, FEW)])
 def test_where_the_first_rank_decides_nothing_differs(world, recipes, tmp_path):
     """Of every recipe that it can decide: rows, columns, metrics, ledger, report and state."""
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in recipes if recipe not in EACH]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nothing_left import run_to_nothing
 from policies import MASK, OLD, SAMPLER, alone, clamp, log_ratios, ragged, two_policies
-from recipes import CHAINS
+from recipes import BY_TURN, CHAINS, pipeline_of
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
@@ -149,14 +149,12 @@ def test_the_order_of_rows_changes_no_bit_of_what_stages_measure(recipes):
         for kind in ("uniform", "ragged"):
             batch = collected(kind, recipe)
             order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(len(recipe)))
-            turns = {"gigpo": "returns", "tree_grpo": "tree"}
-            words = [f"pipeline.stages.{turns[recipe]}.turn_key=turn"] if recipe in turns else []
             batch["turn"] = torch.arange(len(batch))
-            pipeline = composed(f"pipeline={recipe}", *words)
+            pipeline = pipeline_of(recipe, **BY_TURN.get(recipe, {}))
             if getattr(dict(pipeline.stages.items()).get("advantage"), "dtype", None) is not None:
                 continue  # the bits of the reshape formula, which are those of an order
             before = measured_of(pipeline, batch)
-            after = measured_of(composed(f"pipeline={recipe}", *words), batch[order])
+            after = measured_of(pipeline_of(recipe, **BY_TURN.get(recipe, {})), batch[order])
             assert len(before) >= 4
             assert before == after, (recipe, kind)
 

@@ -237,5 +237,5 @@ def test_workers_that_number_alike_are_refused_and_the_error_says_what_numbers_t
         collector.shutdown()
     with pytest.raises(BatchError, match=r"Workers need their own ids: set StampIds\(worker=…\)"):
         CompletenessGate(on_incomplete="drop")(batch)
-    with pytest.raises(BatchError, match=r"ends once.*set StampIds\(worker=…\)"):
+    with pytest.raises(BatchError, match=r"end only once.*set StampIds\(worker=…\)"):
         GroupAssembler().put(batch)

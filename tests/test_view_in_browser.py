@@ -16,6 +16,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 LARGE = "</script><script>window.ran=1</script>" + "Zażółć 🐢 <b>gęślą</b>\n" * 50_000  # above 1 MB
 ENTER = "\ue007"
+OUT_OF_LINE = """
+return [...document.querySelectorAll("main table")].filter((e) => e.checkVisibility()).flatMap((table) => {
+  const [head, cells] = ["thead tr", "tbody tr"].map((row) => [...table.querySelector(row).children]);
+  const left = (e) => e.getBoundingClientRect().left;
+  return table.tHead.checkVisibility() ? cells.filter((e, i) => Math.abs(left(e) - left(head[i])) > 1) : [];
+}).map((e) => e.className);
+"""
 UNNAMED = """
 return [...document.querySelectorAll("input, select, button")].filter(
   (e) => e.checkVisibility() && !e.labels?.length && !e.ariaLabel && !e.textContent.trim(),
@@ -61,7 +68,7 @@ def open_view(driver, client):
     assert driver.get_log("browser") == []
 
 
-def settle(page, selector="tr.line, table.prompts tr, details.of-step, p.empty"):
+def settle(page, selector="tr.line, table.prompts tr, details.one-step, p.empty"):
     """Wait until answers are drawn."""
     for _ in range(500):
         if page.count(f"main:not([hidden]) section:not([hidden]) :is({selector})") and not page.count(
@@ -158,15 +165,15 @@ def test_a_row_leads_to_its_prompt_in_all_steps_of_both_runs(open_view):
     link = page.one(".panel:first-child tr.detail:not([hidden]) .links a:last-child")
     assert link.text == "this prompt in all steps"
     link.send_keys(ENTER)
-    until(lambda: page.values("details.of-step", "data-step"), ["0", "1", "2", "3"])
+    until(lambda: page.values("details.one-step", "data-step"), ["0", "1", "2", "3"])
     assert page.seen("#prompt .text") == "What is 1 + 1?"
-    means = page.texts("details.of-step[data-step='3'] summary span")
+    means = page.texts("details.one-step[data-step='3'] summary span")
     assert means[1:] == [
         "first: mean reward 0.5333, 3 rollouts in 1 group",
         f"{means[2].split(':')[0]}: not drawn",
     ]
-    page.open("details.of-step[data-step='2']")
-    until(lambda: page.count("details.of-step[open] tr.line"), 6)
+    page.open("details.one-step[data-step='2']")
+    until(lambda: page.count("details.one-step[open] tr.line"), 6)
     assert page.count("#prompt svg.rewards polyline") == 2
 
 
@@ -177,7 +184,7 @@ def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
     type_into(page, "search", "1 · 7")
     until(lambda: page.texts("table.prompts tbody th a"), ["What is 1 · 7?"])
     page.all("table.prompts tbody th a")[0].send_keys(ENTER)
-    until(lambda: page.values("details.of-step", "data-step"), ["1", "3"])
+    until(lambda: page.values("details.one-step", "data-step"), ["1", "3"])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +193,7 @@ def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
 def test_it_is_read_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
     for width in (390, 1280):
         page = open_view(address, width=width)
-        page.driver.execute_script("document.querySelector('button.open, details.of-step summary')?.click()")
+        page.driver.execute_script("document.querySelector('button.open, details.one-step summary')?.click()")
         settle(page)
         assert page.driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), width
         for scheme in ("light", "dark"):
@@ -194,3 +201,4 @@ def test_it_is_read_on_narrow_and_wide_screens_in_light_and_dark(open_view, addr
             low = [pair for pair in page.driver.execute_script(CONTRAST) if pair[0] < 4.5]
             assert not low, (width, scheme)
         assert page.driver.execute_script(UNNAMED) == 0
+        assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []

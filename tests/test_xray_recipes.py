@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from composed import composed
-from recipes import ADVANTAGES, FEW, of
+from recipes import ADVANTAGES, BY_TURN, FEW, of, pipeline_of
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.objectives.llm import GRPOLoss
@@ -23,13 +23,7 @@ SEGMENTS = (1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1)
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
 
 
-def pipeline_of(recipe: str, *more: str) -> Pipeline:
-    by_turn = {"gigpo": "returns", "tree_grpo": "tree"}
-    words = [f"pipeline.stages.{by_turn[recipe]}.turn_key=turn"] if recipe in by_turn else []
-    return composed(f"pipeline={recipe}", *words, *more)
-
-
-def measure(step, recipe: str, *more: str, **options) -> XRay:
+def measure(step, recipe: str, declares: Pipeline, **options) -> XRay:
     """A step, compared with a second pipeline of the same recipe, since running baselines move."""
 
     def prepare(batch: TensorDictBase) -> None:
@@ -52,7 +46,6 @@ def measure(step, recipe: str, *more: str, **options) -> XRay:
     rewards = torch.tensor([1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.9, 0.0, 0.5])
     if recipe == "gdpo":
         rewards = torch.stack([rewards, rewards.flip(0)], 1)
-    declares = pipeline_of(recipe, *more)
     return xray(
         step,
         declares,
@@ -76,16 +69,14 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 def test_every_recipe_trains_what_it_says(transform):
     for recipe in ADVANTAGES:
         for microbatches in (1, 3):
-            cut = [
-                f"pipeline.stages.split.{name}" for name in ("minibatches=1", f"microbatches={microbatches}")
-            ]
-            pipeline = pipeline_of(recipe, *cut)
+            cut = {"minibatches": 1, "microbatches": microbatches}
+            pipeline, second = (pipeline_of(recipe, split=cut, **BY_TURN.get(recipe, {})) for _ in range(2))
 
             def step(model, batch, _, pipeline=pipeline):
                 optimise(pipeline.minibatches(batch), loss_of(model), plain(model), transform=transform)
 
             with of(f"{recipe}, {microbatches} micro-batches"):
-                measure(step, recipe, *cut).assert_uniform(1e-9)
+                measure(step, recipe, second).assert_uniform(1e-9)
 
 
 class OneBatch:
@@ -108,8 +99,8 @@ class OneBatch:
 
 @pytest.mark.parametrize("recipe", FEW)
 def test_torchrls_trainer_trains_what_the_recipe_says(recipe):
-    cut = ("pipeline.stages.split.minibatches=1", "pipeline.stages.split.microbatches=3")
-    pipeline = pipeline_of(recipe, *cut)
+    cut = {"minibatches": 1, "microbatches": 3}
+    pipeline, second = (pipeline_of(recipe, split=cut, **BY_TURN.get(recipe, {})) for _ in range(2))
 
     def step(model, batch, _):
         trainer = Trainer(
@@ -126,7 +117,7 @@ def test_torchrls_trainer_trains_what_the_recipe_says(recipe):
         PipelineHook(pipeline).register(trainer)
         trainer.train()
 
-    measure(step, recipe, *cut).assert_uniform(1e-9)
+    measure(step, recipe, second).assert_uniform(1e-9)
 
 
 @pytest.mark.parametrize("how", ["summed", "DDP"])
@@ -134,16 +125,16 @@ def test_torchrls_trainer_trains_what_the_recipe_says(recipe):
 def test_two_ranks_train_what_the_recipe_says_of_one(recipe, how):
     ranks = ["process_group=world", "shared_ids=same"]
     ranks += ["stages.weight.gradients=mean"] * (how == "DDP")
+    ranks += ["stages.tree.turn_key=turn"] * (recipe in BY_TURN)
 
     def step(model, batch, cut):
-        split = ("split.minibatches=1", f"split.microbatches={cut}")
-        pipeline = pipeline_of(
-            recipe, *(f"pipeline.{word}" for word in ranks), *(f"pipeline.stages.{word}" for word in split)
-        )
+        words = [*ranks, "stages.split.minibatches=1", f"stages.split.microbatches={cut}"]
+        pipeline = composed(f"pipeline={recipe}", *(f"pipeline.{word}" for word in words))
         loss = loss_of(model)
         if how == "DDP":
             optimise(pipeline.minibatches(batch), nn.parallel.DistributedDataParallel(loss), plain(model))
         else:
             optimise(pipeline.minibatches(batch), loss, plain(model), process_group="world")
 
-    measure(step, recipe, ranks=(1, 2), cuts=(1, 2), gradients="reduced").assert_uniform(1e-9)
+    second = pipeline_of(recipe, **BY_TURN.get(recipe, {}))
+    measure(step, recipe, second, ranks=(1, 2), cuts=(1, 2), gradients="reduced").assert_uniform(1e-9)

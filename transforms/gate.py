@@ -71,8 +71,8 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     lost = torch.zeros(rollouts.n, dtype=torch.bool)
     if status is not None:
         rows.require(
-            (status >= min(Status)) & (status <= max(Status)),
-            f"status must be one of {NAMES}; found {{found}}",
+            (status >= -1) & (status <= max(Status)),
+            f"status must be one of {NAMES}, or -1 where it is not known; found {{found}}",
             lambda row: f"{int(status[row])} at row {rows.at(row)}",
         )
         lost = rollouts.any((status == Status.FAILED) | (status == Status.ABORTED))

@@ -38,7 +38,7 @@ from .columns import DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import FLOAT, LENGTH, REWARD, SEGMENTS, STATUS_KEYS, key_names
+from .schema import FLOAT, LENGTH, OF_LENGTHS, REWARD, SEGMENTS, STATUS_KEYS, key_names, no_lengths
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
     column_of,
@@ -452,6 +452,8 @@ class Rows:
         count = TokenCount(mask, log_prob)
         if count not in self.table.columns:
             self.table.load(tokens=[count])
+        if count not in self.table.columns and self.table.no_lengths:
+            raise self.missing("loss_mask")
         if count not in self.table.columns:
             raise MissingKeyError(
                 f"tokens in the loss are those of the mask {mask!r} (loss_mask_key), or of a response "
@@ -946,6 +948,8 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
+        if self.table.no_lengths and option in OF_LENGTHS:
+            return no_lengths(self.reader, self.stage)
         return MissingKeyError(
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"

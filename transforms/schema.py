@@ -39,6 +39,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "origin")``              (N, 5) int32      number of the row in its rollout, its worker, number
                                                           of workers, its environment in the worker, number of
                                                           environments
+``("headrace", "no_lengths")``          (N,) bool         True: the dump has neither tokens nor their number,
+                                                          and a stage that reads lengths raises
 ``("headrace", "masks")``               no tensor         token columns, stored elsewhere, in which rows out
                                                           of the loss must be masked
 ====================================== ================= ===============================================
@@ -85,6 +87,8 @@ PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
+NO_LENGTHS = ("headrace", "no_lengths")
+OF_LENGTHS = ("loss_mask_key", "tokens_key", "length_key")  # options of columns from which lengths are known
 
 STATUS_KEYS = (("next", "status"), "status")  # keys of the status; the first that is found is read
 DONE = ("next", "done")  # True on the last row of a rollout; TorchRL's collectors write it
@@ -156,12 +160,29 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
         MissingKeyError: the batch has no such column. The message lists the keys that it has.
     """
     value = batch.get(key, None) if has_key(batch, key) else None
+    if value is None and option in OF_LENGTHS and has_key(batch, NO_LENGTHS):
+        raise no_lengths(reader)
     if value is None:
         raise MissingKeyError(
             f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"
         )
     return value
+
+
+def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
+    """The error that says that a stage needs tokens or their number, and the dump has texts alone.
+
+    Args:
+        reader: who needs them.
+        stage: its name in the pipeline; empty: not known.
+    """
+    leave_out = f"; or leave the stage out: ~pipeline.stages.{stage}" if stage else ""
+    return MissingKeyError(
+        f"{reader} needs the tokens of each response, or their number, and this dump has neither. Set "
+        "source.tokenizer=PATH, a tokenizer.json or a folder of transformers (in Python "
+        f"open_source(..., tokenizer=PATH)){leave_out}"
+    )
 
 
 def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import BatchError
 from .ids import Ids, as_ids
-from .schema import COUNTED, IN_LOSS, LENGTH, ROW
+from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
 from .tensordicts import (
     ELSEWHERE,
     WIDE,
@@ -149,6 +149,7 @@ class Table:
         masks_rows: a stage has taken rows out of the loss, which the batch is to say.
         masked_columns: the columns of tokens in which it says so.
         elsewhere: the batch has no tokens; whoever has them masks them.
+        no_lengths: nor does it have how many there are: it was read from a dump of texts.
         finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
             log-probabilities are NaN.
         into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
@@ -181,7 +182,8 @@ class Table:
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}
-        self.elsewhere = batch is not None and any_row_has(batch, ELSEWHERE)
+        self.no_lengths = batch is not None and any_row_has(batch, NO_LENGTHS)
+        self.elsewhere = self.no_lengths or (batch is not None and any_row_has(batch, ELSEWHERE))
         self.finite: Tokens | None = None
         self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
         self.absent: set[Any] = set()

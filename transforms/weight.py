@@ -285,6 +285,9 @@ class LossWeight(
     ``("headrace", "token_weight")`` (N, T) when rows are gathered: a factor of the row's weight at each token
     (:func:`turn_weight`). :func:`weighted_loss` applies it, also to packed rows. `fold` cannot.
 
+    Of a dump that has neither tokens nor their number (``("headrace", "no_lengths")``) it writes nothing: a
+    weight depends on lengths, and there is no loss to weigh. Under `fold` it raises.
+
     Args:
         unit: ``token``, ``sample``, ``turn``, ``rollout``, ``group``, ``constant``, ``inverse_length``.
         length: number of tokens, for ``constant``.
@@ -390,6 +393,8 @@ class LossWeight(
                 f"these rows already have token weights, {TOKEN_WEIGHT!r}, which would be applied twice: "
                 "remove the column with batch.exclude"
             )
+        if rows.table.no_lengths and self.fold == "none":
+            return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         tokens = rows.loss_tokens
         ids = {
             unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None

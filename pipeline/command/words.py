@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import glob
 import re
 import shutil
 import textwrap
@@ -12,13 +14,31 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from omegaconf import OmegaConf
 
-from headrace.pipeline.composing import TASKS, ConfigError, recipes, without_stage
+from headrace.pipeline.composing import (
+    TASKS,
+    ConfigError,
+    compose_config,
+    options_meant,
+    recipes,
+    without_stage,
+)
 from headrace.pipeline.installed import PACKAGES, versions
 from headrace.pipeline.wording import suggest
 
+ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
 ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
+DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
+SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
+INSTEAD = {  # what flags of other commands are here
+    "resume": "no flag: the command resumes no run, and a loop of your own does, by state_dict",
+    "list": "headrace recipes",
+    "verbose": "hydra.verbose=true",
+    "v": "headrace --version",
+    "skip_bad": "source.skip_bad=true",
+}
 
 
 def answer(words: Sequence[str]) -> int | None:
@@ -70,28 +90,29 @@ def ready_words(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a flag or a bare word that means nothing; the message has what may be meant.
     """
-    for word in words:
-        if "=" not in word and word.startswith("-"):
-            _check_flag(word)
+    for at, word in enumerate(words):
+        if word.startswith("-"):
+            _check_flag(word, words, at)
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}; headrace --help says what there is")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    read, unknown = parser.parse_known_intermixed_args(list(words))
-    for word in unknown:
-        _check_flag(word)
+    read, _ = parser.parse_known_intermixed_args(list(words))
+    if read.package is not None and not read.cfg:
+        meant = f"pipeline={read.package}" if read.package in recipes() else "pipeline=NAME for a recipe"
+        raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help says what there is")
     if read.multirun and read.cfg:
         raise ConfigError("--cfg prints what one job is composed of, and -m runs several: take one of them")
-    for word in read.overrides:
+    if read.multirun and not any("=" in word for word in read.overrides):
+        raise ConfigError(
+            "-m runs a job for each value of an option, and none has a value: headrace -m seed=1,2; leave -m "
+            "out to run one job"
+        )
+    for at, word in enumerate(read.overrides):
         if "=" not in word and not word.startswith("~"):
-            meant = suggest(word, [*TASKS, *recipes(), *ALONE])
-            if word in ALONE:
-                meant = f"; headrace {word} is a command of its own, without other words before it"
-            elif word in TASKS or word in recipes():
-                meant = f" (did you mean {'task' if word in TASKS else 'pipeline'}={word}?)"
-            raise ConfigError(f"a word is NAME=VALUE; got {word!r}{meant}")
+            raise ConfigError(_of_bare_word(word, read.overrides, at))
         if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
             raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
     values = [word for word in words if word in read.overrides]
@@ -101,18 +122,82 @@ def ready_words(words: Sequence[str]) -> list[str]:
     return [*flags, *map(without_stage, values)]
 
 
-def _check_flag(word: str) -> None:
+def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
+    """What is wrong with a word without a value, and what may be meant.
+
+    Args:
+        word: without ``=``.
+        words: all, without flags.
+        at: its place among them.
+    """
+    said = f"an option is NAME=VALUE; got {word!r}"
+    before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
+    if word in ALONE:
+        return f"{said}; headrace {word} is a command of its own, without other words before it"
+    if word in TASKS or word in recipes():
+        known = f"{'task' if word in TASKS else 'pipeline'}={word}"
+        if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`
+            known = f"{before}{word}"
+        return f"{said} (did you mean {known}?)"
+    if "[" in before and word.endswith("]"):
+        return f"{said}: a value with spaces goes in quotes (did you mean '{before}{word}'?)"
+    if glob.has_magic(word) or Path(word).exists() or Path(word).suffix in DUMPS:
+        if any(other.startswith("source.path=") for other in words):
+            return (
+                f"{said}: source.path is one file, folder or glob. If your shell has made several files of "
+                "a glob, quote it: 'source.path=dump/*.jsonl'"
+            )
+        return f"{said} (did you mean 'source.path={word}'?)"
+    if word in INSTEAD:
+        return f"{said} (did you mean {INSTEAD[word]}?)"
+    name, colon, value = word.partition(":")
+    if meant := _option_of(name, words):
+        if not colon:
+            value = words[at + 2] if after == "=" and at + 2 < len(words) else after.removeprefix("=")
+        typed = " or ".join(f"{other}={value or 'VALUE'}" for other in meant)
+        return f"{said} (did you mean {typed}?)"
+    every = {name: f"headrace {name}" for name in ALONE} | {name: f"task={name}" for name in TASKS}
+    every |= {name: f"pipeline={name}" for name in recipes()}
+    close = difflib.get_close_matches(word, every, n=2, cutoff=0.5)
+    return said + (f" (did you mean {' or '.join(every[name] for name in close)}?)" if close else "")
+
+
+def _option_of(name: str, words: Sequence[str]) -> list[str]:
+    """The options, dotted, that a name without its place may mean; none where there is no such name."""
+    task = [word for word in words if re.fullmatch(r"task=\w+", word)]
+    try:
+        config = compose_config("config", *task[-1:])
+    except ConfigError:
+        return []
+    if name in ("task", "pipeline") or OmegaConf.select(config, name, default=ABSENT) is not ABSENT:
+        return [name]
+    return options_meant(name, config)
+
+
+def _check_flag(word: str, words: Sequence[str], at: int) -> None:
     """Check that Hydra knows a flag.
+
+    Args:
+        word: that begins with a dash.
+        words: all.
+        at: its place among them.
 
     Raises:
         ConfigError: it does not.
     """
     known = list(get_args_parser()._option_string_actions)
-    name = word.partition("=")[0]
-    if name not in known:
-        raise ConfigError(
-            f"there is no flag {name!r}{suggest(name, known)}; headrace --help says what there is"
-        )
+    flag, equals, value = word.partition("=")
+    if flag in known:
+        return
+    name = flag.lstrip("-").replace("-", "_")
+    after = words[at + 1] if at + 1 < len(words) else ""
+    if not equals and "=" not in after:
+        value = after
+    meant = [INSTEAD[name]] if name in INSTEAD else []
+    if len(name) > 1 and not meant:
+        meant = [f"{other}={value or 'VALUE'}" for other in _option_of(name, words)]
+    hint = f" (did you mean {' or '.join(meant)}?)" if meant else suggest(flag, SHOWN)
+    raise ConfigError(f"unknown option {flag!r}{hint}; headrace --help says what there is")
 
 
 def read_file(kind: str, name: str) -> str:
@@ -132,7 +217,7 @@ def read_file(kind: str, name: str) -> str:
         for path in sorted((CONF / folder).rglob("*.yaml"))
     }
     if name not in found:
-        raise ConfigError(f"there is no {kind} {name!r}{suggest(name, found)}; there are {', '.join(found)}")
+        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; there are {', '.join(found)}")
     return found[name].read_text(encoding="utf-8").rstrip()
 
 

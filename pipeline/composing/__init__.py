@@ -1,5 +1,21 @@
 """Compose a configuration from overrides, and build objects from it. Names listed here need no torch."""
 
-from .compose import TASKS, ConfigError, compose_config, explain_composition, recipes, without_stage
+from .compose import (
+    TASKS,
+    ConfigError,
+    compose_config,
+    explain_composition,
+    options_meant,
+    recipes,
+    without_stage,
+)
 
-__all__ = ["TASKS", "ConfigError", "compose_config", "explain_composition", "recipes", "without_stage"]
+__all__ = [
+    "TASKS",
+    "ConfigError",
+    "compose_config",
+    "explain_composition",
+    "options_meant",
+    "recipes",
+    "without_stage",
+]

@@ -17,9 +17,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.pipeline.wording import suggest
 
-TASKS = ("train", "replay", "compare", "plan", "certify", "xray")
+TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
 ABSENT = object()
+OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # those of use here
+# What other commands call an option.
+ALIASES = {
+    "recipe": "pipeline",
+    "algorithm": "pipeline",
+    "input": "source.path",
+    "output": "hydra.run.dir",
+    "output_dir": "hydra.run.dir",
+    "out": "hydra.run.dir",
+}
 
 
 class ConfigError(ValueError):
@@ -74,19 +84,31 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         listed = re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE)
         known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or listed
         wanted = f"{inner}/{absent[2]}" if inner else absent[2]
-        return f"unknown {word} {wanted!r}{suggest(wanted, known)}; choose from {', '.join(known)}"
+        hint = suggest(wanted, known) or suggest(wanted.lower(), known)
+        if word == "task" and wanted in recipes():
+            hint = f" (did you mean pipeline={wanted}?)"
+        if word == "recipe" and wanted in TASKS:
+            hint = f" (did you mean task={wanted}?)"
+        return f"unknown {word} {wanted!r}{hint}; choose from {', '.join(known)}"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is not NAME=VALUE; put values with brackets or spaces in quotes"
+        meant = f" (did you mean {error.override.replace('==', '=')}?)" if "==" in error.override else ""
+        return f"{error.override!r} is not NAME=VALUE{meant}; put values with brackets or spaces in quotes"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
+        name, _, values = ambiguous[1].partition("=")
         return (
             f"{ambiguous[1]} has several values. For a sweep: headrace -m {ambiguous[1]}. For a list: "
-            "'NAME=[A,B]', in quotes"
+            f"'{name}=[{values}]', in quotes"
         )
+    if there := re.search(r"An item is already at '([\w.]+)'", message):
+        value = next((word.partition("=")[2] for word in overrides if word.startswith(f"+{there[1]}=")), "")
+        choice = f" or {there[1].rpartition('.')[2]}@{there[1]}={value}, which names a file" if value else ""
+        return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
     if path:
-        return _unknown_option(path[1], overrides, config_name) or f"unknown option {path[1]!r}"
+        found = _unknown_option(path[1], overrides, config_name)
+        return found or f"unknown option {path[1]!r}{suggest(path[1], OF_HYDRA)}"
     place = getattr(error, "full_key", None)  # of an interpolation, or of a required value
     message = re.sub(r"Interpolation key '(.*)' not found", r"it refers to ${\1}, which is unknown", message)
     return f"{place}: {message.splitlines()[0]}" if place else message
@@ -104,13 +126,15 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
     typed, equals, value = next(
         (word for word in split if f"{word[0]}.".startswith(f"{path}.")), (path, "", "")
     )
-    groups = [word for word in overrides if re.fullmatch(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+", word)]
+    chooses_file = re.compile(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+")
+    # Without the option itself, which composes nowhere.
+    groups = [word for word in overrides if chooses_file.fullmatch(word) and word.partition("=")[0] != typed]
     try:
         base = compose_config(config_name, *groups)
     except ConfigError:
         return None
-    known = leaves(OmegaConf.to_container(base))
-    found = deeper(typed, known)
+    sign = "~" if f"~{typed}" in overrides else ""
+    found = options_meant(typed, base)
     if not found and config_name == "config":
         composed = {f"task={task}": compose_config("config", f"task={task}") for task in TASKS}
         known_to = {word: OmegaConf.select(node, typed, default=ABSENT) for word, node in composed.items()}
@@ -122,14 +146,29 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         parent = parent.get(key) if isinstance(parent, DictConfig) else None
     names = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
     name, last = path.split(".")[-1], typed.split(".")[-1]
+    known = leaves(OmegaConf.to_container(base))
     if not found and not suggest(name, names):
         last_names = {other.split(".")[-1] for other in known}
         nearest = difflib.get_close_matches(last, last_names, n=1, cutoff=0.75) or [last]
         found = deeper(last, known) or deeper(nearest[0], known)
     if found:
-        words = " or ".join(f"{other}{equals}{value}" for other in found)
+        words = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
         return f"unknown option {typed!r} (did you mean {words}?)"
     return f"unknown option {path!r}{suggest(name, names)}; choose from {', '.join(names)}" if names else None
+
+
+def options_meant(name: str, config: DictConfig) -> list[str]:
+    """The options of a composed configuration that a name without its place, or of another command, means.
+
+    Example:
+        >>> options_meant("filter", compose_config("load")), options_meant("recipe", compose_config("load"))
+        (['pipeline.stages.filter'], ['pipeline'])
+    """
+    if name in ALIASES:
+        return [ALIASES[name]]
+    stages = OmegaConf.select(config, "pipeline.stages") or {}
+    known = dict.fromkeys(f"pipeline.stages.{stage}" for stage in stages)
+    return deeper(name, leaves(OmegaConf.to_container(config)) | known)
 
 
 def recipes() -> list[str]:

@@ -57,7 +57,7 @@ class Bound(NamedTuple):
     zero: bool = False
     """Whether exactly 0 is worth a sentence, of a number that is never below."""
     also: str = ""
-    """Behind it, where a group is solved by all of its rollouts, or by none."""
+    """A sentence behind it, where a group is solved by all of its rollouts, or by none."""
     least_groups: int = 0
     """Steps of fewer groups are not judged."""
 
@@ -119,7 +119,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     Example:
         >>> for advisory in advise({"rows/in": 8.0, "rows/trained": 4.0, "rollouts/truncated": 0.5}):
         ...     print(f"{advisory.name}: {advisory.text}")
-        rollouts-truncated: 50 % of the rollouts were cut off before their end.
+        rollouts-truncated: 50 % of the rollouts were truncated.
     """
     history = history or [(0, numbers)]
     found = []
@@ -222,16 +222,19 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     }
     if rule.number not in means or not rule.fires(means[rule.number].value):
         return None
-    value, window = means[rule.number].value, means[rule.number].window
-    words = rule.says.format(share=percent(value), value=f"{value:.3g}")
-    solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
-    if any(solved.values()):
-        words += rule.also.format(**{key: percent(share) for key, share in solved.items()})
-    steps = [step for step, each in history if rule.holds(each) and rule.fires(each[rule.number])]
+    value = means[rule.number].value
+    window = ""
     if len(history) > 1:
-        words += f" ({window})" if rule.zero or len(recent) == 1 else f" (mean of {window})"
-    where = said_at(steps, len(history))
-    text = f"{words}.{BEYOND}{rule.words} {where}." if where else f"{words}."
+        window = means[rule.number].window
+        window = f" ({window})" if rule.zero or len(recent) == 1 else f" (mean of {window})"
+    steps = [step for step, each in history if rule.holds(each) and rule.fires(each[rule.number])]
+    text = f"{rule.says.format(share=percent(value), value=f'{value:.3g}')}{window}."
+    if where := said_at(steps, len(history)):
+        text += f"{BEYOND}{rule.words} {where}."
+    solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
+    if rule.also and any(solved.values()):
+        also = rule.also.format(**{key: percent(share) for key, share in solved.items()})
+        text += f" {also}{window}."
     return Advisory(rule.name, text, rule.number, tuple(steps))
 
 

@@ -69,6 +69,7 @@ class Comparison:
         have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
         and ``sign_flips``; and as means over steps ``gradient_moved``, the share of the gradient that goes
         to another group, ½ Σ |s₁ − s₂|, and ``gradient_cosine``, of what rows weigh in the two gradients.
+        Those two are NaN for a dump without tokens or their number.
         """
         n, x, y, xx, yy, xy = self.moments
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -90,7 +91,7 @@ class Comparison:
 
         Returns:
             What the step adds to the means of :attr:`numbers`: ``gradient_moved``, and where both recipes
-            train something ``gradient_cosine``.
+            train something ``gradient_cosine``. Nothing where lengths are not known.
 
         Raises:
             BatchError: they are not of the same rows.
@@ -118,6 +119,9 @@ class Comparison:
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
+        if "no_lengths" in first.columns:  # what a row weighs is not known
+            self.moved = float("nan")
+            return {}
         share = [gradient_share(report.columns) for report in (first, second)]
         if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
             self.cosines.append(cosine)

@@ -56,6 +56,10 @@ class ReportFolder:
         words: overrides that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
 
+    Attributes:
+        notices: sentences that the page has above all else, about steps that failed say; to be set.
+        unsaid: names of numbers that the dump of a replay cannot have; to be set.
+
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
             whose rows were written before.
@@ -101,6 +105,8 @@ class ReportFolder:
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
+        self.notices: list[str] = []
+        self.unsaid: list[str] = []
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
@@ -219,6 +225,8 @@ class ReportFolder:
             "words": [printable(word) for word in self.words],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
+        data["unsaid"] = self.unsaid
+        data["notices"] = [printable(notice) for notice in self.notices]
         if self.versus is not None:
             data["versus"] = list(self.versus)
         path = self.folder / "report.html"

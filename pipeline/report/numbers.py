@@ -38,10 +38,13 @@ def numbers_of(
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
     ``staleness/mean``, ``staleness/max``   versions behind the newest, over rollouts
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
-    ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted
+    ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
+                                            The first only where it is known how each row ended
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
+    ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
+                                            nobody knows their tokens (of :attr:`StepReport.numbers`)
     ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)
     ======================================= =================================================================
 
@@ -81,11 +84,12 @@ def numbers_of(
             none, every = groups["reward_max"][scored] < solved, groups["reward_min"][scored] >= solved
             numbers |= {"solve_none": float(none.mean()), "solve_all": float(every.mean())}
             numbers["solve_partial"] = float((~none & ~every).mean())
-        if (share := gradient_share(columns)).any():
+        if "no_lengths" not in columns and (share := gradient_share(columns)).any():
             _, group = np.unique(columns["group_id"], return_inverse=True)
             numbers["groups/largest_gradient_share"] = float(np.bincount(group.reshape(-1), share).max())
     if "status" in columns and len(rollouts["failed"]):
-        numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in ("truncated", "failed")}
+        names = ("truncated", "failed") if (columns["status"] >= 0).all() else ("failed",)
+        numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in names}
     if "tokens" in columns:
         numbers |= _statistics("response_length", rollouts["tokens"], ("mean", "max"))
         if len(rollouts["tokens"]):
@@ -151,10 +155,12 @@ def gradient_share(columns: Columns) -> np.ndarray:
         columns: (N,) of a :class:`StepReport`, with `reason`, and where they are known `advantage`,
             `advantage_size` (the sum of |advantage| over the row's tokens, where it is per token),
             `trained_tokens` (in the loss of the step), else `tokens`, and `loss_weight`. Without tokens each
-            row has one, without weights each weighs 1.
+            row has one, without weights each weighs 1. With `no_lengths` rows have tokens, and nobody knows
+            how many.
 
     Returns:
-        (N,) float64 that sums to 1, or to 0 where no row trains or every advantage is 0.
+        (N,) float64 that sums to 1, or to 0 where no row trains or every advantage is 0; NaN with
+        `no_lengths`.
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "advantage": np.array([-1.0, 0.5, 9.0])}
@@ -176,9 +182,11 @@ def row_weight(columns: Columns) -> np.ndarray:
         columns: as for :func:`gradient_share`; an `advantage` per token is its mean.
 
     Returns:
-        (N,) float64, 0 where a row is not trained.
+        (N,) float64, 0 where a row is not trained; NaN with `no_lengths`.
     """
     rows = len(columns["reason"])
+    if "no_lengths" in columns:
+        return np.full(rows, np.nan)
     tokens = np.maximum(columns.get("trained_tokens", columns.get("tokens", np.ones(rows))), 0)
     weight = columns.get("advantage", np.zeros(rows)) * _loss_weight(columns, rows) * tokens
     return np.where((columns["reason"] == 0) & np.isfinite(weight), weight, 0.0)

@@ -148,7 +148,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
     def column(name: str) -> list:
         return or_none(columns[name][rows]) if name in columns else unknown
 
-    statuses = report.statuses or ["completed"] * len(report)
+    statuses: Sequence[str | None] = report.statuses or [None] * len(report)
     return {
         "row": rows.tolist(),
         "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
@@ -159,7 +159,7 @@ def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
         "advantage_by_row": column("advantage_by_row"),
         "tokens": column("tokens"),
         "weight": column("loss_weight"),
-        "share": gradient_share(columns)[rows].tolist(),
+        "share": or_none(gradient_share(columns)[rows]),
         "other_share": column("other_share"),
         "status": [statuses[row] for row in rows.tolist()],
         "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],

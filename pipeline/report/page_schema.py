@@ -95,7 +95,7 @@ class ShownRows(TypedDict):
     weight: list[float | None]  # loss weight
     share: list[float | None]  # of the step's gradient: |advantage| · loss weight · tokens, over the sum
     other_share: list[float | None]  # the same under the other recipe of `versus`
-    status: list[str]  # how its rollout ended
+    status: list[str | None]  # how its rollout ended
     reason: list[str]  # `stage/reason` if it left the loss, else empty
     staleness: list[int | None]  # policy versions behind the newest in the batch
     minibatch: list[int | None]  # index
@@ -191,6 +191,8 @@ class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
     symptoms: list[PageSymptom]  # of the advisories
+    notices: list[str]  # what is missing on this page, steps that failed say: sentences, above all else
+    unsaid: list[str]  # names of numbers that a tile would show, and that the dump cannot have
     recorded: int  # steps of the run, of which `curve_steps` are all or some
     totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how

@@ -123,6 +123,8 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["reward"] = now.double().reshape(-1)
     if (logged := first("logged_advantage")) is not None and logged.numel() == table.size:
         found["logged_advantage"] = logged.double().reshape(-1)
+    if table.no_lengths:
+        found["no_lengths"] = torch.ones(table.size, dtype=torch.int64)
     if (tokens := table.columns.get("collected tokens")) is not None:
         found["tokens"] = tokens = table.with_merged(tokens)
         now = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob), tokens)

@@ -142,11 +142,14 @@ class StepReport:
         return staleness_of(self.columns)
 
     @cached_property
-    def statuses(self) -> list[str] | None:
-        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none."""
+    def statuses(self) -> list[str | None] | None:
+        """N names of :class:`~headrace.transforms.Status` in lower case; None where the batch had none.
+
+        So is that of a row of which it is not known.
+        """
         if "status" not in self.columns:
             return None
-        names = {int(status): status.name.lower() for status in Status}
+        names = {int(status): status.name.lower() for status in Status} | {-1: None}
         return [names.get(value, str(value)) for value in self.columns["status"].tolist()]
 
     @cached_property
@@ -162,8 +165,27 @@ class StepReport:
         return {
             **self.metrics,
             **left,
+            **self._characters(),
             **numbers_of(self.columns, self.rollouts, self.groups, self.solved, compared=compared),
         }
+
+    @property
+    def unsaid(self) -> list[str]:
+        """Numbers that a page shows first and that this batch cannot have: lengths, how rollouts ended."""
+        found = ["response_length/mean"] if "no_lengths" in self.columns else []
+        known = "status" in self.columns and bool((self.columns["status"] >= 0).all())
+        return found if known else [*found, "rollouts/truncated"]
+
+    def _characters(self) -> dict[str, float]:
+        """Characters of a rollout's response, where nobody knows its tokens."""
+        responses = self.texts.get("response")
+        if responses is None or "no_lengths" not in self.columns or not len(self):
+            return {}
+        rollouts = self.columns.get("rollout_id", self.columns["row"])
+        _, of = np.unique(rollouts, return_inverse=True)
+        characters = np.bincount(of.reshape(-1), [len(text) for text in responses])
+        numbers = {"mean": characters.mean(), "max": characters.max()}
+        return {f"response_characters/{name}": float(value) for name, value in numbers.items()}
 
 
 @takes_options

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NonTensorData, TensorDict
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
-from headrace.transforms.schema import FLOAT
+from headrace.transforms.schema import FLOAT, IN_LOSS, NO_LENGTHS
 from headrace.transforms.tensordicts import as_texts
 
 from .record import SourceError, quote
@@ -30,8 +30,8 @@ class Sample:
     """One sample: a rollout, or one of its segments.
 
     Tokens are one sequence, prompt first. The response is its end, from the first token that the policy
-    produced on, including what tools wrote in between. A sample without `tokens` and `response_length` counts
-    as one token.
+    produced on, including what tools wrote in between. Of a sample without `tokens`, `response_length`,
+    `loss_mask` and `log_probs` nobody knows how long it is (:mod:`~headrace.pipeline.sources.tokenizing`).
 
     Args:
         group: label of the group, unique within its step.
@@ -40,9 +40,11 @@ class Sample:
         rollout_label: the same of the rollout.
         reward: None where there is none.
         rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
-        status: how the rollout ended.
+        status: how the rollout ended; None where the dump does not say.
         prompt: text.
         response: text.
+        response_parts: the same as the contents of messages, each with whether the policy wrote it; None
+            where the response is one text.
         ground_truth: what the response is graded by, as text.
         other_columns: what else the record has, as a JSON object; empty: nothing. None: what its format's
             reader has not asked for.
@@ -59,6 +61,8 @@ class Sample:
         expected_rollouts: rollouts that the group was dispatched with.
         record: label of the record that the sample was in, unique within its step, in formats that have one:
             a record that is there twice is an error.
+        place: of the sample in the order of arrival, where its dump has that order: the rollouts of one draw
+            of a prompt have consecutive ones. None: the dump does not have it.
         where: ``file:line``, for messages.
 
     Example:
@@ -70,9 +74,10 @@ class Sample:
     rollout: Label
     reward: float | None = None
     rewards: dict[str, float] | None = None
-    status: Status = Status.COMPLETED
+    status: Status | None = Status.COMPLETED
     prompt: str | None = None
     response: str | None = None
+    response_parts: list[tuple[bool, str]] | None = None
     ground_truth: str | None = None
     other_columns: str | None = None
     tokens: list[int] | None = None
@@ -89,6 +94,7 @@ class Sample:
     group_label: str | None = None
     rollout_label: str | None = None
     record: Label | None = None
+    place: int | None = None
     where: str = "a sample"
 
     @property
@@ -96,15 +102,14 @@ class Sample:
         """Whether the rollout failed or was aborted; its reward, if it has one, means nothing."""
         return self.status in (Status.FAILED, Status.ABORTED)
 
-    def extent(self) -> tuple[int, int]:
-        """How many tokens the row has, and how many of them are the response."""
+    def extent(self) -> tuple[int, int] | None:
+        """How many tokens the row has, and how many of them are the response; None: not known."""
         response = self.response_length
         for values in (self.log_probs, self.loss_mask):
             if response is None and values is not None:
                 response = len(values)
         if self.tokens is None:
-            response = 1 if response is None else response
-            return response, response
+            return None if response is None else (response, response)
         length = len(self.tokens)
         return length, length if response is None else response
 
@@ -114,7 +119,7 @@ class Sample:
         Raises:
             SourceError: lengths that do not fit one another, or no reward where there must be one.
         """
-        length, response = self.extent()
+        length, response = self.extent() or (0, 0)
         if length > MAX_TOKENS:
             raise self._fail(f"a sample has at most {MAX_TOKENS} tokens", length)
         if response > length:
@@ -136,7 +141,7 @@ class Sample:
         if self.scored and not has_reward and not self.lost:
             raise self._fail(
                 "a rollout that neither failed nor was aborted needs a reward",
-                f"none, with the status {self.status.name.lower()}",
+                "none" if self.status is None else f"none, with the status {self.status.name.lower()}",
             )
         return self
 
@@ -158,8 +163,11 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``group_label``, ``rollout_label``      N strings         the same as text (:func:`label_text`)
     ``("next", "reward")``                  (N, 1) float64    NaN where a lost row has none; (N, K) of K
     ``reward_names``                        K strings         where there are K, in order of the columns
-    ``status``                              (N,) int64        :class:`~headrace.transforms.Status`
-    ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; T = 1 without lengths
+    ``status``                              (N,) int64        :class:`~headrace.transforms.Status`, −1 where
+                                                              it is not known; absent: of no row is
+    ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; rows have tokens or lengths
+    ``("headrace", "no_lengths")``          (N,) bool         they have neither: True on every row
+    ``("headrace", "in_loss")``             (N,) bool         the same, where a row is out of the loss
     ``("tokens", "full")``                  (N, T) int64      rows have tokens; 0 is padding
     ``("masks", "all_attention_mask")``     (N, T) bool       with the tokens
     ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
@@ -191,7 +199,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     batch = TensorDict({}, batch_size=[len(rows)])
     for name in ("group", "rollout"):
         batch[f"{name}_id"] = label_ids([getattr(row, name) for row in rows])
-    batch["status"] = torch.tensor([int(row.status) for row in rows])
+    if any(row.status is not None for row in rows):
+        batch["status"] = torch.tensor([-1 if row.status is None else int(row.status) for row in rows])
     by_name = column(rows, "rewards", default={})
     if by_name is None or not any(by_name):
         rewards = [[math.nan if row.reward is None else row.reward] for row in rows]
@@ -206,7 +215,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         rewards = [[values.get(name, math.nan) for name in names] for values in by_name]
         batch["reward_names"] = NonTensorData(names, batch_size=batch.batch_size)
     batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
-    _add_tokens(batch, rows)
+    put_tokens(batch, rows)
     if (version := column(rows, "policy_version", default=-1)) is not None:
         batch["next", "policy_version"] = torch.tensor(version)
     if (expected := column(rows, "expected_rollouts", default=None)) is not None:
@@ -289,8 +298,73 @@ def check_groups(rows: Sequence[Sample]) -> None:
             raise SourceError(
                 f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected_rollouts} "
                 f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
-                "Was its prompt drawn twice, or is group_size another?"
+                "Was its prompt drawn twice, or is source.group_size another?"
             )
+
+
+def separate_draws(samples: Sequence[Sample]) -> tuple[list[Sample], Draws]:
+    """Tell the draws of a prompt apart that was drawn several times in one step.
+
+    A group that was made of its prompt has 16 rollouts where 8 were dispatched. Where the dump has the order
+    of arrival, each run of 8 consecutive places is one draw, and a group of its own: the first keeps its
+    label, to that of the others their number is added. Where it has not, or the runs are not of 8, the group
+    is left out.
+
+    Where every group of the step is too large, so is none of them: `expected_rollouts` is wrong, and
+    :func:`to_batch` says so.
+
+    Args:
+        samples: of one step.
+
+    Returns:
+        The samples that stay, in their order; and what has become of such groups.
+
+    Example:
+        >>> rows = [Sample(("q",), i, 1.0, expected_rollouts=2, place=i) for i in range(4)]
+        >>> rows.append(Sample(("p",), 4, 1.0, expected_rollouts=2, place=4))
+        >>> found, draws = separate_draws(rows)
+        >>> [row.group for row in found], draws
+        ([('q',), ('q',), ('q', 2), ('q', 2), ('p',)], Draws(split=1, groups_left_out=0, rows_left_out=0))
+    """
+    groups: dict[Label, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    excess: dict[Label, int] = {}  # how many were dispatched, of groups that have more
+    for label, members in groups.items():
+        size = members[0].expected_rollouts
+        if size is not None and len({member.rollout for member in members}) > size:
+            excess[label] = size
+    if not excess or len(excess) == len(groups):
+        return list(samples), Draws()
+    drawn: dict[int, Label] = {}  # the new groups of samples, by identity
+    for label, size in excess.items():
+        members = groups[label]
+        places = sorted((member.place, id(member)) for member in members if member.place is not None)
+        runs = [places[start : start + size] for start in range(0, len(places), size)]
+        if len(places) == len(members) and all(
+            len(run) == size and run[-1][0] - run[0][0] == size - 1 for run in runs
+        ):
+            parts = label if isinstance(label, tuple) else (label,)
+            for number, run in enumerate(runs, start=1):
+                drawn |= {who: label if number == 1 else (*parts, number) for _, who in run}
+    stay = [
+        replace(sample, group=drawn.get(id(sample), sample.group))
+        for sample in samples
+        if sample.group not in excess or id(sample) in drawn
+    ]
+    left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
+    return stay, Draws(len(excess) - len(left), len(left), len(samples) - len(stay))
+
+
+class Draws(NamedTuple):
+    """Of a step, what became of the groups of prompts that were drawn several times."""
+
+    split: int = 0
+    """Groups that were told apart into their draws."""
+    groups_left_out: int = 0
+    """Groups that could not be."""
+    rows_left_out: int = 0
+    """Their rows."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:
@@ -326,19 +400,38 @@ def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> floa
     return values.pop() if len(values) == 1 else math.nan
 
 
-def _add_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
+def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
     """Write the loss mask, and tokens and log-probabilities where rows have them, padded on the left.
 
+    Where no row says how long it is, nothing stands for its length: ``("headrace", "no_lengths")``.
+
+    Args:
+        batch: TensorDict ``[N]``, to write to.
+        rows: N samples, in the order of its rows.
+
     Raises:
-        SourceError: rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
+        SourceError: some rows have a length, and a row that is not lost has none;
+            rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
             times those.
     """
     column(rows, "response_length", default=0)
     tokens = column(rows, "tokens", default=[])
     log_probs = column(rows, "log_probs", default=[])
-    known = tokens is not None or any(row.response_length is not None for row in rows)
-    empty = [row.lost and known and row.tokens is None and row.response_length is None for row in rows]
-    extents = [(0, 0) if none else row.extent() for none, row in zip(empty, rows, strict=True)]
+    known = [row.extent() for row in rows]
+    if all(extent is None for extent in known):
+        batch[NO_LENGTHS] = torch.ones(len(rows), dtype=torch.bool)
+        if not all(row.in_loss for row in rows):
+            batch[IN_LOSS] = torch.tensor([row.in_loss for row in rows])
+        return
+    if lacking := [
+        row.where for row, extent in zip(rows, known, strict=True) if extent is None and not row.lost
+    ]:
+        raise SourceError(
+            f"a response's length must be on all samples of a step or on none; {len(lacking)} of {len(rows)} "
+            f"have none: {listing(lacking)}"
+        )
+    empty = [extent is None for extent in known]
+    extents = [extent or (0, 0) for extent in known]
     width = max(1, *(length for length, _ in extents))
     # How much memory padding takes is known before it is taken.
     most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * sum(map(len, tokens))))

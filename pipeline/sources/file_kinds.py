@@ -25,7 +25,7 @@ import torch
 from tensordict import TensorDictBase
 
 from .batch import MAX_ROWS, Label, Sample
-from .record import Record, Skipped, SourceError, first_line, quote
+from .record import Record, Skipped, SourceError, as_whole, first_line, quote
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
@@ -49,6 +49,7 @@ class Reading:
         reward_keys: the names of the rewards to read; empty: the format's own.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
         group_size: rollouts that each group was dispatched with.
+        encode: from texts to token ids, for dumps that do not say how many tokens responses have.
         skipped: counts malformed records, or raises for them.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
@@ -58,6 +59,7 @@ class Reading:
     reward_keys: tuple[str, ...] = ()
     group_by: str | None = None
     group_size: int | None = None
+    encode: Callable[[list[str]], list[list[int]]] | None = None
     skipped: Skipped = field(default_factory=lambda: Skipped(allowed=False))
     file: int = 0
     done_bytes: int = 0
@@ -70,7 +72,7 @@ class Reading:
 
     def restarted(self) -> Reading:
         """A new pass with the same options."""
-        skipped = Skipped(allowed=self.skipped.allowed)
+        skipped = Skipped(allowed=self.skipped.allowed, deferred=self.skipped.deferred)
         return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
 
     def group_of_prompt(self, prompt: Any, where: str) -> Label:
@@ -87,8 +89,8 @@ class Reading:
         if self.group_by != "prompt":
             raise SourceError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
-                "like one group. If each prompt was drawn once a step, set group_by='prompt', best with "
-                "group_size, which is then checked"
+                "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
+                "(group_by='prompt' in Python), best with source.group_size, which is then checked"
             )
         text = json.dumps(prompt, sort_keys=True, default=repr)
         return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -104,7 +106,7 @@ class Format:
         files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
             between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
         keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
-        options: of ``group_by``, ``group_size``, ``reward_key``, those that it reads.
+        options: of ``group_by``, ``group_size``, ``reward_key``, ``tokenizer``, those that it reads.
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
         rewards: names that `reward_key` may have; empty: any.
         ignored: names of files that are not read in a folder, as a regular expression.
@@ -155,7 +157,8 @@ def parse_records(
                     )
                 places[label] = samples[0].where
         except SourceError as err:
-            reading.skipped.note(err)
+            named = (as_whole(record.data.get(key)) for key in ("step", "iteration"))
+            reading.skipped.note(err, next((number for number in named if number is not None), step))
         else:
             yield from samples
 

@@ -2,7 +2,8 @@
 
 Schema: :func:`headrace.pipeline.report.report_table`, version 1. Rows that a step carried in from the one
 before are not read: they are in that step's file. A dump has the number of a row's tokens and not the tokens;
-so a row has a loss mask of that length, and no tokens. Its advantage and weight when it was trained are
+so a row has a loss mask of that length, and no tokens; without that number a tokenizer makes them of the
+texts. A status that is null, or in no column, is not known. Its advantage and weight when it was trained are
 ``logged_advantage`` and ``logged_weight``. Of a Parquet file its minibatch is ``logged_minibatch``: −1 where
 it was in none, and on all rows of a step that carried rows in, of whose minibatches some rows are not read.
 
@@ -25,14 +26,16 @@ from tensordict import TensorDict
 from headrace.transforms import Status
 from headrace.transforms.tensordicts import as_texts
 
-from .batch import MAX_CELLS, MAX_TOKENS, Sample
+from .batch import MAX_CELLS, MAX_TOKENS, Sample, put_tokens
 from .file_kinds import Format, Reading, read_jsonl, read_table
-from .record import Record, SourceError, as_number_or_gap, first_line, quote_some
+from .record import Record, SourceError, as_number_or_gap, as_text, first_line, quote_some
+from .tokenizing import Encode, add_tokens
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
 TEXTS = {"prompt": "prompt_text", "response": "response_text"}
 TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth", "other_columns")}
+TEXTS_OF_TOKENS = ("prompt", "response")
 STATUSES = {status.name.lower(): status for status in Status}
 VERSION = "1"
 UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
@@ -46,7 +49,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[Sample | tuple[
             type, an id or a reward that is null.
     """
     if path.suffix == ".parquet":
-        if (step := read_step(path)) is not None:
+        if (step := read_step(path, reading.encode)) is not None:
             yield step
         return
     places: dict[int, str] = {}
@@ -77,7 +80,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """
     if record.whole("carried_in", optional=True):
         return []
-    status = record.choice("status", STATUSES, default="completed")
+    status = None if record.get("status", optional=True) is None else record.choice("status", STATUSES)
     if (record.text("reason", optional=True) or "").endswith(UNFINISHED):
         status = Status.ABORTED
     if record.whole("schema", optional=True) not in (None, int(VERSION)):
@@ -116,8 +119,12 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     ]
 
 
-def read_step(path: Path) -> tuple[int, TensorDict] | None:
+def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict] | None:
     """The step of a Parquet file and its batch ``[N]``; None where it has no rows but carried ones.
+
+    Args:
+        path: of the file.
+        encode: from texts to token ids, for a dump that does not say how many tokens its rows have.
 
     Raises:
         SourceError: the file is damaged or of another version, or a column is missing or of another type.
@@ -145,7 +152,7 @@ def read_step(path: Path) -> tuple[int, TensorDict] | None:
         steps = pc.unique(table["step"]).to_pylist()
         if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
             raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {quote_some(steps, most=5)}")
-        return steps[0], _batch(table, path)
+        return steps[0], _batch(table, path, encode)
     except SourceError:
         raise
     except Exception as err:  # a column of an unexpected type makes the conversion raise anything
@@ -176,22 +183,25 @@ def check_no_gaps(rows: np.ndarray, path: Path) -> None:
         )
 
 
-def _batch(table: pa.Table, path: Path) -> TensorDict:
+def _batch(table: pa.Table, path: Path, encode: Encode | None) -> TensorDict:
     batch = TensorDict({}, batch_size=[len(table)])
     for name in ("group_id", "rollout_id"):
         batch[name] = torch.from_numpy(_integers(table, name, path))
-    status = np.full(len(table), int(Status.COMPLETED))
+    status = np.full(len(table), -1)
     left = np.zeros(len(table), dtype=bool)  # rows out of the loss
     if "status" in table.column_names:
         words = table["status"].to_pylist()
-        if unknown := [word for word in words if word not in STATUSES]:
-            raise SourceError(f"{path}: 'status' must be one of {', '.join(STATUSES)}; found {unknown[0]!r}")
-        status = np.array([int(STATUSES[word]) for word in words])
+        if unknown := [word for word in words if word is not None and word not in STATUSES]:
+            raise SourceError(
+                f"{path}: 'status' must be one of {', '.join(STATUSES)}, or null; found {unknown[0]!r}"
+            )
+        status = np.array([-1 if word is None else int(STATUSES[word]) for word in words])
     if "reason" in table.column_names:
         unfinished = pc.fill_null(pc.ends_with(table["reason"], UNFINISHED), False).to_numpy()
         status = np.where(unfinished, int(Status.ABORTED), status)  # of such a rollout the step had a part
         left = np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
-    batch["status"] = torch.from_numpy(status)
+    if (status >= 0).any():
+        batch["status"] = torch.from_numpy(status)
     # A filter may have taken rows out because they had no reward, or their rollout was trained without one.
     unscored = np.isin(status, (Status.ABORTED, Status.FAILED)) | left
     if "rollout_reward" in table.column_names:
@@ -202,7 +212,6 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
     for name, key in COUNTS.items():
         if _has_values(table, name):
             batch[key] = torch.from_numpy(_integers(table, name, path))
-    tokens = np.ones(len(table), dtype=np.int64)  # one where it is not known how many
     if _has_values(table, "tokens"):
         tokens = _integers(table, "tokens", path)
         if tokens.max() > MAX_TOKENS or tokens.max() * len(table) > MAX_CELLS:
@@ -210,9 +219,11 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
                 f"{path}: a row has at most {MAX_TOKENS} tokens, and a step {MAX_CELLS} in rows × the "
                 f"longest; found {tokens.max()} tokens in one of {len(table)} rows"
             )
-    width = int(max(tokens.max(), 1))
-    in_loss = torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(1)
-    batch["masks", "all_assistant_mask"] = in_loss
+        width = int(max(tokens.max(), 1))
+        in_loss = torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(1)
+        batch["masks", "all_assistant_mask"] = in_loss
+    else:
+        put_tokens(batch, _samples_of_texts(table, path, encode))
     if "advantage" in table.column_names:
         batch["logged_advantage"] = torch.from_numpy(_floats(table, "advantage", path)).float()
     if "loss_weight" in table.column_names:
@@ -226,6 +237,20 @@ def _batch(table: pa.Table, path: Path) -> TensorDict:
                 raise SourceError(f"{path}: {name!r} must be text; found {table.schema.field(name).type}")
             batch[key] = as_texts(table[name].to_pylist())
     return batch
+
+
+def _samples_of_texts(table: pa.Table, path: Path, encode: Encode | None) -> list[Sample]:
+    """Samples that have the texts of rows, and by a tokenizer their tokens."""
+    none = [None] * len(table)
+    texts = [table[name].to_pylist() if name in table.column_names else none for name in TEXTS_OF_TOKENS]
+    where = (f"{path}, row {row}" for row in range(len(table)))
+    rows = [
+        Sample(0, row, prompt=as_text(prompt), response=as_text(response), where=place)
+        for row, (prompt, response, place) in enumerate(zip(*texts, where, strict=True))
+    ]
+    if encode is not None:
+        add_tokens(rows, encode)
+    return rows
 
 
 def _has_values(table: pa.Table, name: str) -> bool:
@@ -287,4 +312,5 @@ FORMAT = Format(
     read_headrace_dump,
     files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
     keys=frozenset(REQUIRED),
+    options=("tokenizer",),
 )

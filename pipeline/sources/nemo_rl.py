@@ -11,8 +11,9 @@ ignored: that it always is one is not confirmed.
 Rows are padded on the right; ``input_lengths`` is their length without the padding. The response begins at
 the first token that trains. Advantages are logged for each token: where they differ within a sample, its
 advantage is read as NaN. ``idx`` is the sample's number in the batch: there twice, it is an error. Groups
-are not dumped: set ``group_by="prompt"``, which compares the tokens before the response. Statuses are not
-dumped: every rollout counts as completed.
+are not dumped: set ``group_by="prompt"``, which compares the tokens before the response; ``idx`` has the
+order of arrival, in which the rollouts of one draw are next to one another. Statuses are not
+dumped: no rollout is known to have failed, or to have been cut off.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
             group=reading.group_of_prompt(tokens[:begin], record.where),
             rollout=row.whole("idx"),
             reward=row.number(reward),
+            status=None,
             response=as_text(row.data.get("content")),
             tokens=tokens[:length],
             loss_mask=mask[begin:],
@@ -76,6 +78,7 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
             in_loss=record.bits("sample_loss_mask") == [1],
             expected_rollouts=reading.group_size,
             record=row.whole("idx"),
+            place=row.whole("idx"),
             where=record.where,
         )
     ]

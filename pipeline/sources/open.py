@@ -14,13 +14,16 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from headrace.pipeline.wording import suggest
 from headrace.transforms.options import at_least, one_of
 
-from .batch import MAX_ROWS, Sample, to_batch
+from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
 from .file_kinds import Format, Reading, read_lines, read_schema
 from .record import Skipped, SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
+from .tokenizing import add_tokens, load_tokenizer
 
+MANY = 1000  # files of a folder that a misspelt name is compared with
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
@@ -40,6 +43,7 @@ def open_source(
     reward_key: str | Sequence[str] | None = None,
     group_by: Literal["prompt", "uid"] | None = None,
     group_size: int | None = None,
+    tokenizer: str | Path | None = None,
     regrade: Grade | None = None,
 ) -> Source:
     """Open training rollouts that a framework has dumped.
@@ -47,12 +51,16 @@ def open_source(
     Args:
         path: a file, a folder or a glob pattern.
         format: a name in :data:`READERS`, or ``auto``: by the suffix and the keys of the first record.
-        skip_bad: skip malformed records and count them, instead of raising.
+        skip_bad: skip malformed records, and steps that cannot be read, and count them, instead of raising.
         reward_key: which reward to read, in formats with more than one; for TRL, a sequence of them.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats that keep no group's id;
             ``uid`` reads verl's uid as the group's id, and each row as one rollout.
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
-            with more is an error.
+            with more is an error, but where its prompt was drawn several times in the step
+            (:func:`~headrace.pipeline.sources.batch.separate_draws`).
+        tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved, for dumps of texts: it
+            makes tokens of them (:mod:`~headrace.pipeline.sources.tokenizing`). Nothing is downloaded. Where
+            the dump says how many tokens responses have, that counts.
         regrade: grades each rollout by its texts (:func:`headrace.pipeline.sources.regrade`), in place of the
             rewards that the dump has. The rows of a rollout share its reward.
 
@@ -78,7 +86,12 @@ def open_source(
     at_least("group_size", group_size, 1)
     name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
     kind = READERS[name]
-    given = {"reward_key": reward_key, "group_by": group_by, "group_size": group_size}
+    given = {
+        "reward_key": reward_key,
+        "group_by": group_by,
+        "group_size": group_size,
+        "tokenizer": tokenizer,
+    }
     for option, value in given.items():
         if value is not None and option not in kind.options:
             known = ", ".join(kind.options) or "none"
@@ -90,8 +103,13 @@ def open_source(
         raise ValueError(f"reward_key must be one of {', '.join(kind.rewards)}; got {unknown[0]!r}")
     if group_by == "uid" and name != "verl":
         raise ValueError(f"group_by='uid' is for the format verl; this is {name}")
-    skipped = Skipped(allowed=skip_bad)
-    options = Reading(reward_keys=keys, group_by=group_by, group_size=group_size, skipped=skipped)
+    options = Reading(
+        reward_keys=keys,
+        group_by=group_by,
+        group_size=group_size,
+        encode=None if tokenizer is None else load_tokenizer(tokenizer),
+        skipped=Skipped(allowed=skip_bad, deferred=True),
+    )
     return Source(name, find_files(path, kind), options, regrade)
 
 
@@ -103,11 +121,15 @@ class Source:
         files: in the order in which they are read.
         total_bytes: of all files, on disk.
         regraded: what another grader has changed in this pass; None where there is none.
+        draws: of the last step, what became of prompts that were drawn several times.
+        skipped_steps: of this pass, the steps that were skipped under `skip_bad`, and why.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
         self.format, self.files, self._options, self._grade = format, files, options, grade
         self.regraded: Regraded | None = None
+        self.draws = Draws()
+        self.skipped_steps: list[tuple[int | None, str]] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
 
@@ -125,7 +147,12 @@ class Source:
     @property
     def skipped(self) -> int:
         """Malformed records that were skipped in this pass."""
-        return self._pass.skipped.count
+        return self._pass.skipped.count if self.skips else 0
+
+    @property
+    def skips(self) -> bool:
+        """Whether malformed records, and steps that cannot be read, are skipped."""
+        return self._options.skipped.allowed
 
     @property
     def messages(self) -> list[str]:
@@ -136,16 +163,40 @@ class Source:
         """Yield ``(step, batch)``, steps ascending, one step in memory.
 
         Raises:
-            SourceError: a malformed record where none may be skipped; a step that is smaller than the one
-                before, or continues in another file; columns that do not agree; no records at all; rewards
-                of another grader that are not one for each rollout, or not finite.
+            SourceError: a malformed record, or a step that cannot be read, where none may be skipped; and
+                what :meth:`outcomes` raises.
+        """
+        for step, found in self.outcomes():
+            if isinstance(found, SourceError):
+                if not self.skips:
+                    raise found
+                self.skipped_steps.append((step, str(found)))
+            elif step is not None:
+                yield step, found
+
+    def outcomes(self) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
+        """Yield each step with its batch, or with what is wrong with it: the steps behind it are read all the
+        same.
+
+        Wrong with a step are a malformed record, where none may be skipped; columns that do not agree; a
+        rollout in two groups; rewards of another grader that are not one for each rollout, or not finite. The
+        step is None where a file does not say of which one it is.
+
+        Raises:
+            SourceError: a step that is smaller than the one before, or continues in another file; no records
+                at all.
         """
         self.regraded = None if self._grade is None else Regraded()
         self._pass = self._options.restarted()
-        last, file = -1, self.files[0]
+        self.skipped_steps = []
+        last, file, bad = -1, self.files[0], False
         for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
             rows: list[Any] = []  # samples, or the batch that a file is
+            fault: SourceError | None = None
             for _, item, path in items:
+                if isinstance(item, SourceError):
+                    fault = fault or item
+                    continue
                 if rows and path != file:
                     raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
                 if step <= last or (rows and not isinstance(item, Sample)):
@@ -158,30 +209,48 @@ class Source:
                     raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; step {step} has more")
                 rows.append(item)
                 file = path
-            rows, batch = [], self._batch(step, rows)
-            yield step, batch
-            last = step
-        if last < 0:
+            if fault is None:
+                try:
+                    found: TensorDictBase | SourceError = self._batch(step, rows)
+                except SourceError as err:
+                    fault = err
+            rows = []
+            bad = bad or fault is not None
+            yield step, found if fault is None else fault
+            last = last if step is None else max(step, last)
+        if last < 0 and not bad:
             place = self.files[0].parent if len(self.files) > 1 else self.files[0]
             skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
             raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
 
-    def _items(self, reading: Reading) -> Iterator[tuple[int, Sample | TensorDictBase, Path]]:
-        """Samples or batches, each with its step and its file."""
+    def _items(self, reading: Reading) -> Iterator[tuple[Any, Sample | TensorDictBase | SourceError, Path]]:
+        """Samples or batches, and what is wrong with others, each with its step and its file."""
         for number, path in enumerate(self.files):
             reading.file = number
+            last: int | None = None  # step of this file
             try:
                 for item in READERS[self.format].read(path, reading):
                     step, item = item if isinstance(item, tuple) else (item.step or 0, item)
+                    for named, fault in reading.skipped.take():
+                        yield next(each for each in (named, last, step) if each is not None), fault, path
                     yield step, item, path
+                    last = step
             except SourceError as err:  # of the file, and not of one of its records
                 reading.skipped.note(err)
+            for named, fault in reading.skipped.take():
+                yield last if named is None else named, fault, path
             reading.done_bytes += path.stat().st_size
             reading.position = 0
 
     def _batch(self, step: int, rows: list[Any]) -> TensorDictBase:
         """The batch of a step, graded anew where there is another grader."""
         try:
+            self.draws = Draws()
+            if isinstance(rows[0], Sample):
+                if self._options.group_by == "prompt":
+                    rows, self.draws = separate_draws(rows)
+                if self._options.encode is not None:
+                    add_tokens(rows, self._options.encode)
             batch = to_batch(rows) if isinstance(rows[0], Sample) else rows[0]
             if self._grade is not None:
                 batch, changed = regrade(batch, self._grade)
@@ -242,7 +311,11 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
         SourceError: no format fits, or more than one.
     """
     if not Path(path).exists() and not glob.has_magic(str(path)):
-        raise SourceError(f"{path}: there is no such file or folder")
+        beside = Path(path).parent
+        names = [str(each) for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
+        raise SourceError(f"{path}: there is no such file or folder{suggest(str(path), names)}")
+    if not Path(path).exists() and not glob.glob(str(path), recursive=True):
+        raise SourceError(f"{path}: no file matches this pattern")
     fitting, seen = [], ""
     keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():
@@ -266,7 +339,7 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     if len(fitting) != 1:
         raise SourceError(
             f"{path}: the format must be clear from the suffix and the first record; found "
-            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set format to "
-            f"one of {', '.join(READERS)}"
+            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set "
+            f"source.format to one of {', '.join(READERS)}"
         )
     return fitting[0]

@@ -30,7 +30,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Format, Reading, read_jsonl
-from .record import Record, as_number, read_text
+from .record import Record, as_number, read_parts, read_text
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 
@@ -112,6 +112,7 @@ class _Node(NamedTuple):
     parent: int | None
     sampled: bool
     text: str
+    content: str
     tokens: list[int]
     mask: list[int]
     log_probs: list[float]
@@ -155,15 +156,17 @@ def _node(record: Record, index: int) -> _Node:
     links = [
         (link.text("type"), link.whole("node")) for link in record.records("semantic_parents", optional=True)
     ]
-    text = read_text(Record({"m": [record.record("message").data]}, record.where, record.line), "m") or ""
-    return _Node(parent, record.flag("sampled", default=False), text, tokens, mask, log_probs, links)
+    message = Record({"m": [record.record("message").data]}, record.where, record.line)
+    [(_, content)], text = read_parts(message, "m") or [], read_text(message, "m") or ""
+    return _Node(parent, record.flag("sampled", default=False), text, content, tokens, mask, log_probs, links)
 
 
 def _segment(row: Sample, path: list[_Node], *, in_loss: bool) -> Sample:
     """The row of one branch, split at the policy's first token; without tokens, its texts only."""
     first = next(i for i, node in enumerate(path) if node.sampled)
     prompt, response = ("\n".join(node.text for node in part) for part in (path[:first], path[first:]))
-    segment = replace(row, prompt=prompt, response=response, in_loss=in_loss)
+    parts = [(node.sampled, node.content) for node in path[first:]]
+    segment = replace(row, prompt=prompt, response=response, response_parts=parts, in_loss=in_loss)
     mask = [bit for node in path for bit in node.mask]  # 1: the policy sampled the token
     if 1 not in mask:
         return segment
@@ -180,5 +183,5 @@ FORMAT = Format(
     read_prime_rl,
     files=("traces.jsonl", "step_*/train/effective/traces.jsonl", "traces/stream.jsonl", "stream.jsonl"),
     keys=frozenset({"id", "task", "traces"}),
-    options=("group_by", "group_size", "reward_key"),
+    options=("group_by", "group_size", "reward_key", "tokenizer"),
 )

@@ -42,10 +42,11 @@ def _cut(text: str) -> str:
 
 
 class Skipped:
-    """Counts records that were malformed, and keeps the first few messages.
+    """What becomes of malformed records: they raise, are skipped and counted, or are kept for their step.
 
     Args:
         allowed: True skips a malformed record, False raises for it.
+        deferred: where none is allowed, keep the errors for :meth:`take`, and raise nothing.
 
     Example:
         >>> skipped = Skipped(allowed=True)
@@ -54,22 +55,34 @@ class Skipped:
         (1, ['a.jsonl:3: no reward'])
     """
 
-    def __init__(self, *, allowed: bool):
-        self.allowed = allowed
+    def __init__(self, *, allowed: bool, deferred: bool = False):
+        self.allowed, self.deferred = allowed, deferred
         self.count = 0
         self.messages: list[str] = []
+        self._kept: list[tuple[int | None, SourceError]] = []
 
-    def note(self, error: SourceError) -> None:
+    def note(self, error: SourceError, step: int | None = None) -> None:
         """Count an error, or raise it.
+
+        Args:
+            error: of a record or a file.
+            step: that the record says it is of; None: not known.
 
         Raises:
             SourceError: nothing may be skipped.
         """
-        if not self.allowed:
+        if not self.allowed and not self.deferred:
             raise error
         self.count += 1
+        if not self.allowed and len(self._kept) < MESSAGES_KEPT:
+            self._kept.append((step, error))
         if len(self.messages) < MESSAGES_KEPT:
             self.messages.append(str(error))
+
+    def take(self) -> list[tuple[int | None, SourceError]]:
+        """The errors since the last call, with the steps that their records name."""
+        kept, self._kept = self._kept, []
+        return kept
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -320,7 +333,7 @@ class Record:
             elif not math.isfinite(value) or abs(value) > FLOAT32_MAX:
                 continue
             kept[key] = value
-        return json.dumps(kept) if kept else ""
+        return json.dumps(kept, allow_nan=False) if kept else ""
 
 
 def read_text(record: Record, key: str, *, optional: bool = False) -> str | None:
@@ -339,6 +352,22 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
     if isinstance(value, str):
         return record.text(key)
     return "\n".join(f"{m.text('role')}: {_content(m)}" for m in record.records(key))
+
+
+def read_parts(record: Record, key: str) -> list[tuple[bool, str]] | None:
+    """The contents of messages, each with whether an assistant wrote it; None where they are a string.
+
+    Raises:
+        SourceError: the value is neither.
+
+    Example:
+        >>> read_parts(Record({"completion": [{"role": "tool", "content": "4"}]}, "a:1"), "completion")
+        [(False, '4')]
+    """
+    value = record.get(key, optional=True)
+    if value is None or isinstance(value, str):
+        return None
+    return [(m.text("role") == "assistant", _content(m)) for m in record.records(key)]
 
 
 def read_json(record: Record, key: str) -> str | None:

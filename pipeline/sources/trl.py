@@ -6,10 +6,12 @@ Schema: trl 1.16.0, ``trl/trainer/grpo_trainer.py`` (``log``), ``log_completions
 
 Nothing marks the columns of rewards: columns of numbers between ``completion`` and ``advantage`` are taken
 for them. Where reward functions logged other numbers too, name the rewards with ``reward_key``. The reward
-of a function that gave none is NaN; a row without any reward (TRL: unscorable) failed. Groups are not
+of a function that gave none is NaN; a row without any reward (TRL: unscorable) failed. Whether others were
+cut off is not dumped, and tokens are not. Groups are not
 dumped: set ``group_by="prompt"``. A file holds the last generated batch; where TRL logs more often than it
 generates, two files hold the same rollouts. Nothing names a row: one that is there twice looks like two
-rollouts that are alike, which ``group_size`` may find out.
+rollouts that are alike, which ``group_size`` may find out. Rows are in the order in which prompts were
+repeated, before TRL shuffles them: the rollouts of one draw lie next to one another.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Format, Reading, parse_records, read_rows, read_schema
-from .record import Record, SourceError, as_number_or_gap, read_text
+from .record import Record, SourceError, as_number_or_gap, read_parts, read_text
 
 FIXED = ("step", "prompt", "completion", "advantage")
 
@@ -61,12 +63,14 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
             rollout=record.line,
             reward=values[rewards[0]] if len(values) == 1 and not unscorable else None,
             rewards=values if len(values) > 1 and not unscorable else None,
-            status=Status.FAILED if unscorable else Status.COMPLETED,
+            status=Status.FAILED if unscorable else None,
             prompt=prompt,
             response=read_text(record, "completion"),
+            response_parts=read_parts(record, "completion"),
             step=record.whole("step"),
             advantage=record.number("advantage"),
             expected_rollouts=reading.group_size,
+            place=record.line,
             where=record.where,
         )
     ]
@@ -98,7 +102,7 @@ FORMAT = Format(
     read_trl,
     files=("*.parquet", "completions/*.parquet"),
     keys=frozenset({"step", "prompt", "completion", "advantage"}),
-    options=("group_by", "group_size", "reward_key"),
+    options=("group_by", "group_size", "reward_key", "tokenizer"),
     reward_keys="many",
     unsaid=("rollouts", "masks", "tokens"),
 )

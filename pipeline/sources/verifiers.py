@@ -7,7 +7,8 @@ with the metrics beside them. Later releases (0.4.0) save episodes, in ``traces.
 format ``prime_rl``.
 
 A group is an example, or where ``task`` is set an example of that task: an evaluation draws each once. A
-rollout with an ``error`` failed, one that ``is_truncated`` was truncated. Steps are not saved: a file is
+rollout with an ``error`` failed, one that ``is_truncated`` was truncated; releases that do not write that
+leave it open. Steps are not saved: a file is
 one step, numbered in the order of the files. Tokens are not saved.
 
 Nothing names a rollout. But its times are measured, ``timing`` or ``generation_ms``: two lines that are
@@ -24,7 +25,7 @@ from headrace.transforms import Status
 
 from .batch import Sample
 from .file_kinds import Format, Reading, read_jsonl
-from .record import Record, read_json, read_text
+from .record import Record, read_json, read_parts, read_text
 
 MEASURED = frozenset({"timing", "generation_ms"})
 
@@ -37,8 +38,9 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
     """
     example, task = record.label("example_id"), record.text("task", optional=True)
     failed = record.get("error", optional=True) is not None
-    cut = not failed and record.flag("is_truncated", default=False)
-    status = Status.FAILED if failed else Status.TRUNCATED if cut else Status.COMPLETED
+    status: Status | None = Status.FAILED if failed else None
+    if not failed and record.get("is_truncated", optional=True) is not None:
+        status = Status.TRUNCATED if record.flag("is_truncated") else Status.COMPLETED
     # Lines that measure their time are alike where they are one line twice, and by chance never.
     digest = None
     if MEASURED & record.data.keys():
@@ -53,6 +55,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             status=status,
             prompt=read_text(record, "prompt", optional=failed),
             response=read_text(record, "completion", optional=failed),
+            response_parts=read_parts(record, "completion"),
             ground_truth=read_json(record, "answer"),
             step=reading.file,
             expected_rollouts=reading.group_size,
@@ -66,6 +69,6 @@ FORMAT = Format(
     partial(read_jsonl, parse=parse_row),
     files=("results.jsonl", "*/results.jsonl"),
     keys=frozenset({"example_id", "prompt", "completion", "reward"}),
-    options=("group_size", "reward_key"),
+    options=("group_size", "reward_key", "tokenizer"),
     unsaid=("rollouts", "masks", "tokens"),
 )

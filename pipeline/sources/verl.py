@@ -10,7 +10,12 @@ the same on each of its rows, set ``group_by="uid"``: each row is then a rollout
 A key names one row: there twice, it is an error. Without keys a row that is there twice looks like two
 rollouts that are alike, which ``group_size`` may find out.
 
-A score of ``NaN`` is an error. Neither statuses nor tokens are dumped: every rollout counts as completed.
+``v1`` and a trainer without ``trainer.balance_batch`` write the rollouts of one draw next to one another;
+under ``balance_batch`` rows are permuted before they are dumped. So a prompt that was drawn twice, under
+``group_by="prompt"``, is split where its rows lie in runs of ``group_size``, and else left out.
+
+A score of ``NaN`` is an error. Neither statuses nor tokens are dumped: no rollout is known to have failed, or
+to have been cut off, and how long a response is needs a tokenizer.
 """
 
 from __future__ import annotations
@@ -42,12 +47,14 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             group=group,
             rollout=rollout,
             reward=record.number(reading.reward_key or "score"),
+            status=None,
             prompt=prompt,
             response=record.text("output"),
             ground_truth=read_json(record, "gts"),
             step=record.whole("step"),
             expected_rollouts=reading.group_size,
             record=None if reading.group_by == "uid" else uid,
+            place=record.line,
             where=record.where,
         )
     ]
@@ -67,7 +74,7 @@ def split_key(record: Record, key: str) -> tuple[str, str]:
     if len(numbers) != 2 or not uid or not all(n.isascii() and n.isdecimal() for n in numbers):
         raise record.fail(
             "'uid' must be a key {uid}_{session}_{index} with two numbers at its end; if it is the group's "
-            "own, on each of its rows, set group_by='uid'",
+            "own, on each of its rows, set source.group_by=uid",
             key,
         )
     return uid, f"{uid}_{numbers[0]}"
@@ -77,6 +84,6 @@ FORMAT = Format(
     partial(read_jsonl, parse=parse_row),
     files=("*.jsonl",),
     keys=frozenset({"input", "output", "score", "step"}),
-    options=("group_by", "group_size", "reward_key"),
+    options=("group_by", "group_size", "reward_key", "tokenizer"),
     unsaid=("masks", "tokens"),
 )

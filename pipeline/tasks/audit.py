@@ -147,9 +147,17 @@ def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
     reward = batch["next", "reward"].reshape(len(batch), -1)
     if step.logged is None or reward.shape[1] > 1:
         return []
-    columns = (step.logged, step.by_recipe, reward[:, 0].double(), reward[:, 0].double(), batch["group_id"])
-    both = step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
-    return [LoggedRows(*(each[both].numpy() for each in (*columns, batch["rollout_id"], step.tokens)))]
+    rewards, both = reward[:, 0].double(), step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
+    columns = (
+        step.logged,
+        step.by_recipe,
+        rewards,
+        rewards,
+        batch["group_id"],
+        batch["rollout_id"],
+        step.tokens,
+    )
+    return [LoggedRows(*(None if each is None else each[both].numpy() for each in columns))]
 
 
 def _summary(results: dict[str, CheckResult], steps: int, title: str) -> FittedTable:

@@ -29,13 +29,14 @@ from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
 from headrace.transforms import BatchError, Ids, Status, loss_weight
 from headrace.transforms.errors import listing
-from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, STEP_WEIGHT
+from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
 
 from .logged import tolerance
 
 ROWS, MASKED = "each row counts as a rollout", "rollouts out of the loss count"
 BOTH = f"{ROWS}, and {MASKED}"
 NO_ADVANTAGES = "the dump has no advantages"
+NO_TOKENS = "the dump has no tokens: source.tokenizer=PATH makes them of its texts"
 UNKNOWN_SIZE = "the size of groups is not known; set it, as source.group_size=8"
 
 
@@ -134,7 +135,10 @@ class AuditedStep:
         self.groups, self.rollouts = Ids(batch["group_id"]), Ids(batch["rollout_id"])
         self.group_names, self.rollout_names = (self._names(batch, unit) for unit in ("group", "rollout"))
         self.prompts = strings(batch["prompt_text"], self.size) if "prompt_text" in batch.keys() else None
-        self.tokens = batch["masks", "all_assistant_mask"].sum(1)
+        mask = batch.get(("masks", "all_assistant_mask"), None)
+        self.tokens: Tensor | None = None if mask is None else mask.sum(1)  # None: the dump has no lengths
+        in_loss = torch.ones(self.size, dtype=torch.bool) if self.tokens is None else self.tokens > 0
+        self.in_loss = in_loss & batch.get(IN_LOSS, torch.ones_like(in_loss))
         nothing = torch.zeros(self.size, dtype=torch.int64)
         status = batch.get("status", nothing)
         self.lost = self.rollouts.spread(
@@ -149,7 +153,7 @@ class AuditedStep:
             self.logged = self.logged.double()
         self.weight: Tensor | None = batch.get("logged_weight", None)
         self.minibatch: Tensor | None = batch.get("logged_minibatch", None)
-        self.trains = (self.tokens > 0) & ~self.lost
+        self.trains = self.in_loss & ~self.lost
         if self.weight is not None:
             self.trains &= self.weight > 0  # NaN for rows that were not trained
 
@@ -162,7 +166,7 @@ class AuditedStep:
     @cached_property
     def out_of_loss(self) -> Tensor:
         """(N,) bool: rollouts with a reward that failed or have no token in the loss."""
-        silent = self.rollouts.spread(self.rollouts.all(self.tokens == 0))
+        silent = self.rollouts.spread(self.rollouts.all(~self.in_loss))
         return (silent | self.lost) & self.rewarded
 
     @cached_property
@@ -249,7 +253,7 @@ class AuditedStep:
             place = torch.arange(self.size) // max(size, 1)
             tried[f"groups are cut by position, {size} rows each"] = {"group": place, **every}
         if self.groups.n > 1:
-            tried["the whole step is one group"] = {"group": torch.zeros_like(self.tokens), **every}
+            tried["the whole step is one group"] = {"group": torch.zeros_like(self.rollouts.of), **every}
         for name, how in tried.items():
             try:
                 found[name] = self.expected(**how)
@@ -304,7 +308,7 @@ class AuditedStep:
     def declared_weight(self) -> Tensor | None:
         """(N,) float64 weight of each token by the recipe's mean over the rows that train; None: unknown."""
         stage = self.declared.weight
-        if stage is None or stage.unit == "turn":
+        if stage is None or stage.unit == "turn" or self.tokens is None:
             return None
         known = self.minibatch is not None and bool((self.minibatch >= 0).any())
         weighed = loss_weight(
@@ -328,6 +332,8 @@ class AuditedStep:
                 advantage = self.by_recipe
             except BatchError:
                 return None
+        if self.tokens is None:
+            return None
         weight = self.declared_weight if self.weight is None else self.weight
         if weight is None:
             weight = torch.ones(self.size, dtype=torch.float64)
@@ -576,6 +582,8 @@ def wrong_weights(step: AuditedStep) -> CheckOutcome:
         return CheckOutcome([], "the dump has no loss weights")
     if step.minibatch is None or not bool((step.minibatch >= 0).any()):
         return CheckOutcome([], "the dump does not have all rows of each minibatch")
+    if step.tokens is None:
+        return CheckOutcome([], NO_TOKENS)
     declared = step.declared_weight
     if declared is None:
         return CheckOutcome([], "the recipe's mean is not over rows, rollouts, groups or tokens")

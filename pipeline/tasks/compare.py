@@ -34,6 +34,10 @@ SHARE = (
     "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
     "all rows."
 )
+NO_SHARES = (
+    "Shares of the gradient are not known: the dump has no tokens. "
+    "source.tokenizer=PATH makes them of its texts."
+)
 
 
 def compare(
@@ -123,6 +127,9 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         table.add(labels[key], "–" if math.isnan(value) else format(value, FORMATS.get(key, ",.0f")))
     console.print(table)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
+    if math.isnan(comparison.moved):
+        console.print(Text(f"\n{NO_SHARES}"), soft_wrap=True)
+        return
     console.print(Text("\n" + SHARE), soft_wrap=False)
     movers = FittedTable(
         [FittedColumn("step", right=True), FittedColumn("group", right=True), *recipes],

@@ -17,7 +17,7 @@ from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport
 from headrace.pipeline.report.numbers import AGREE
 from headrace.transforms import BatchError, group_relative_advantage, whiten
-from headrace.transforms.schema import MINIBATCH
+from headrace.transforms.schema import MINIBATCH, NO_LENGTHS
 
 MOST = 2**14  # rows that are compared: those of whole steps, from the first one on
 SHOWN = 4  # matching recipes that are named
@@ -118,13 +118,17 @@ def advantage_as(name: str) -> Callable[[LoggedRows], np.ndarray]:
     pipeline = Pipeline(computing)
 
     def advantage(rows: LoggedRows) -> np.ndarray:
-        width = max(int(rows.tokens.max()), 1)
-        mask = torch.arange(width) < torch.from_numpy(rows.tokens).unsqueeze(1)
         columns = {"group_id": rows.group, "rollout_id": rows.rollout, ("next", "reward"): rows.collected}
         batch = TensorDict(
-            {key: torch.from_numpy(column) for key, column in columns.items()}, batch_size=[len(mask)]
+            {key: torch.from_numpy(column) for key, column in columns.items()}, batch_size=[len(rows.group)]
         )
-        batch["masks", "all_assistant_mask"] = mask
+        if rows.tokens is None:
+            batch[NO_LENGTHS] = torch.ones(len(batch), dtype=torch.bool)
+        else:
+            width = max(int(rows.tokens.max()), 1)
+            batch["masks", "all_assistant_mask"] = (
+                torch.arange(width) < torch.from_numpy(rows.tokens)[:, None]
+            )
         return pipeline.run(batch).batch["advantage"].reshape(-1).double().numpy()
 
     return advantage
@@ -145,8 +149,8 @@ class LoggedRows(NamedTuple):
     """(N,) int64."""
     rollout: np.ndarray
     """(N,) int64."""
-    tokens: np.ndarray
-    """(N,) int64, number of tokens in the loss."""
+    tokens: np.ndarray | None
+    """(N,) int64, number of tokens in the loss; None where the dump has no lengths."""
 
 
 class Convention(NamedTuple):
@@ -164,15 +168,19 @@ class Convention(NamedTuple):
         """Compute the (N,) advantages by this convention.
 
         Raises:
-            BatchError: segments of a rollout have different rewards.
+            BatchError: segments of a rollout have different rewards; lengths are needed and not known.
         """
         reward = torch.from_numpy(rows.reward if self.rewards == "shaped" else rows.collected)
         group, rollout = torch.from_numpy(rows.group), torch.from_numpy(rows.rollout)
         voters = rollout if self.votes == "rollouts" else None
         how = {"baseline": self.baseline, "scale": self.scale, "ddof": self.ddof, "eps": self.eps}
         credit = group_relative_advantage(reward, group, voters, **how)  # type: ignore[arg-type]
+        if self.whitened == "token" and rows.tokens is None:
+            raise BatchError("advantages that are whitened by token need the lengths of responses")
         if self.whitened:
-            each = torch.from_numpy(rows.tokens) if self.whitened == "token" else torch.ones_like(credit)
+            each = torch.ones_like(credit)
+            if self.whitened == "token" and rows.tokens is not None:
+                each = torch.from_numpy(rows.tokens)
             credit = whiten(credit, each)
         return credit.numpy()
 
@@ -193,10 +201,12 @@ def logged_rows(report: StepReport) -> LoggedRows | None:
     rows &= np.isfinite(columns.get("collected_reward", columns["reward"]))
     if not rows.any():
         return None
-    every = {"rollout_id": np.arange(len(report)), "tokens": np.ones(len(report), np.int64)} | dict(columns)
-    names = ("reward", "collected_reward", "group_id", "rollout_id", "tokens")
-    ours = columns.get("advantage", unknown)[rows]
-    return LoggedRows(columns["logged_advantage"][rows], ours, *(every[name][rows] for name in names))
+    every = {"rollout_id": np.arange(len(report))} | dict(columns)
+    names = ("reward", "collected_reward", "group_id", "rollout_id")
+    ours, tokens = columns.get("advantage", unknown)[rows], columns.get("tokens")
+    reward, collected, group, rollout = (every[name][rows] for name in names)
+    known = None if tokens is None else tokens[rows]
+    return LoggedRows(columns["logged_advantage"][rows], ours, reward, collected, group, rollout, known)
 
 
 def difference(steps: Sequence[LoggedRows], advantage: Callable[[LoggedRows], np.ndarray]) -> float:
@@ -288,7 +298,7 @@ def relation(steps: Sequence[LoggedRows]) -> str:
     both = []  # rows with both advantages
     for rows in steps:
         known = np.isfinite(rows.ours)
-        both += [LoggedRows(*(column[known] for column in rows))] if known.any() else []
+        both += [LoggedRows(*(None if each is None else each[known] for each in rows))] if known.any() else []
     if not both:
         return ""
     groups = [_by_group(rows) for rows in both]

@@ -1,8 +1,15 @@
-"""The task ``replay``: rollouts of a dump through a recipe."""
+"""The task ``replay``: rollouts of a dump through a recipe.
+
+A step that fails, since its records are malformed or a stage refuses it, ends nothing: it is in no number,
+and the terminal, the top of the page and the exit status say so. A column that is missing from the start on,
+and the first three steps if all of them fail, end the replay: then it is the recipe, and not a step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -11,11 +18,31 @@ from rich.text import Text
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.report import ReportFolder, show_advisories, show_report, tree_words
+from headrace.pipeline.report.advice import LENGTH
+from headrace.pipeline.sources import SourceError
+from headrace.pipeline.sources.batch import Draws
 from headrace.pipeline.train import history_table
 from headrace.pipeline.wording import printable
+from headrace.transforms import BatchError, MissingKeyError
+from headrace.transforms.errors import listing
 
 from .logged import LoggedAdvantages
-from .source import each_step, open_configured, report_of
+from .source import each_outcome, open_configured, report_of
+
+GIVE_UP = 3  # steps: where so many fail and none has passed, the others would, too
+NAMED = 20  # failed steps whose reason is said
+
+
+class StepsFailed(RuntimeError):
+    """Steps of a dump failed; the others were replayed, and the page is written."""
+
+
+class FailedStep(NamedTuple):
+    """A step that is in no number of a replay."""
+
+    step: int | None
+    """None where its file does not say which."""
+    why: str
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -31,8 +58,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
 
     Raises:
         ConfigError: no path, or an unknown stage or option.
-        SourceError: a file that cannot be read.
-        BatchError: a stage refused a step's batch.
+        SourceError: a dump that cannot be read.
+        BatchError: a stage refused the first steps.
+        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All is written by then.
     """
     console = console or Console()
     pipeline = build_pipeline(config.pipeline)
@@ -41,14 +69,32 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
-    history, report, logged = [], None, LoggedAdvantages()
+    history, failed = list[dict[str, float]](), list[FailedStep]()
+    report, logged = None, LoggedAdvantages()
+    draws, first = Draws(), None
     with folder:
-        for step, batch in each_step(source, console):
-            how = {"batch": batch, "parameters": config.report.parameters}
-            report = report_of(pipeline, step, batch, config, **how)
+        for step, found in each_outcome(source, console):
+            try:
+                if isinstance(found, SourceError):
+                    raise found
+                how = {"batch": found, "parameters": config.report.parameters}
+                report = report_of(pipeline, step or 0, found, config, **how)
+            except (SourceError, BatchError) as err:
+                first = first or err
+                failed.append(FailedStep(step, str(err).removeprefix(f"step {step}: ")))
+                folder.notices = said_of(failed, len(history), draws)
+                if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
+                    raise first from None
+                continue
+            draws = Draws(*(a + b for a, b in zip(draws, source.draws, strict=True)))
             history.append(dict(report.numbers))
             logged.add(report)
+            folder.unsaid = report.unsaid
+            folder.notices = said_of(failed, len(history), draws)
             folder.add(report)
+        if first is not None and not history:
+            raise first
+        folder.notices = [*said_of(failed, len(history), draws), *said_of_dump(folder)]
     page = folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report))
@@ -59,7 +105,50 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         if words := tree_words(in_all):
             console.print(Text(f"{words}, all {len(history):,} steps"))
         console.print(*show_advisories(folder.advisories, folder.verdict, folder.unchecked), sep="\n")
+    for notice in folder.notices:
+        console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():
         console.print(Text(words))
     console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
+    if failed and not source.skips:
+        raise StepsFailed(f"{len(failed):,} of {len(failed) + len(history):,} steps failed")
     return sum(numbers["rows/trained"] for numbers in history)
+
+
+def said_of(failed: Sequence[FailedStep], passed: int, draws: Draws) -> list[str]:
+    """Which steps failed and why, and what became of prompts that were drawn several times; a sentence each.
+
+    Example:
+        >>> said_of([FailedStep(7, "group 3 has 7 of 8")], 49, Draws(split=2))[0]
+        '1 of 50 steps failed, and is in no number here: step 7.'
+    """
+    said = []
+    if failed:
+        steps = ["a step without a number" if each.step is None else f"step {each.step}" for each in failed]
+        of, verb = len(failed) + passed, "is" if len(failed) == 1 else "are"
+        named = listing(steps, most=NAMED)
+        said = [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}."]
+        said += [f"{step}: {each.why}" for step, each in zip(steps, failed[:NAMED], strict=False)]
+    if draws.split:
+        said.append(
+            f"Groups whose prompt was drawn several times in one step: {draws.split:,}. They were split into "
+            "their draws, by the order of the dump."
+        )
+    if draws.groups_left_out:
+        said.append(
+            f"Left out: {draws.groups_left_out:,} groups, {draws.rows_left_out:,} rows. Their prompt was "
+            "drawn several times in one step, and the order that tells the draws apart is not in the dump."
+        )
+    return said
+
+
+def said_of_dump(folder: ReportFolder) -> list[str]:
+    """What the dump does not have, and which advisories cannot fire for that; a sentence each."""
+    said = []
+    if LENGTH in folder.unsaid:
+        said.append(
+            "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares "
+            "of the gradient are left out. Set `source.tokenizer=PATH`, a tokenizer.json or a folder of "
+            "transformers, to count them."
+        )
+    return said

@@ -18,6 +18,7 @@ from headrace.pipeline.load import ConfigError
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import Source, SourceError, open_source
+from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
@@ -78,14 +79,35 @@ def grader_of(node: Any) -> Callable[..., Any]:
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
-    """Yield ``(step, batch)`` under a progress bar; at the end print how many records were skipped.
+    """Yield ``(step, batch)`` under a progress bar; at the end print what was skipped.
 
     Args:
         source: of the batches.
         console: where to show the bar.
 
     Raises:
-        SourceError: a file that cannot be read.
+        SourceError: a step that cannot be read, where none may be skipped.
+    """
+    for step, found in each_outcome(source, console):
+        if isinstance(found, SourceError):
+            if not source.skips:
+                raise found
+            console.print(Text(f"skipped: {printable(str(found))}", style="yellow"), soft_wrap=True)
+        else:
+            yield step or 0, found
+
+
+def each_outcome(
+    source: Source, console: Console
+) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
+    """Yield each step with its batch, or with what is wrong with it (:meth:`Source.outcomes`), likewise.
+
+    Args:
+        source: of the batches.
+        console: where to show the bar.
+
+    Raises:
+        SourceError: steps that do not ascend, or none at all.
     """
     columns = (
         TextColumn("reading"),
@@ -95,9 +117,9 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
     )
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("", total=source.total_bytes, step="–")
-        for step, batch in source:
-            progress.update(task, completed=source.read_bytes, step=step)
-            yield step, batch
+        for step, found in source.outcomes():
+            progress.update(task, completed=source.read_bytes, step="?" if step is None else step)
+            yield step, found
     if source.regraded is not None:
         console.print(Text(str(source.regraded)), soft_wrap=True)
     if source.skipped:

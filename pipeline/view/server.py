@@ -326,7 +326,7 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     lines = []
     for key in dict.fromkeys(key for found in of_runs for key in found):
         label = next(run.labels[key] for run in runs if key in run.labels)
-        of_each = [told(found[key].items()) if key in found else None for found in of_runs]
+        of_each = [prompt_summary(found[key].items()) if key in found else None for found in of_runs]
         lines.append({"key": key, "label": label, "runs": of_each})
 
     def place(line: dict[str, Any]) -> tuple[float, str]:
@@ -342,7 +342,7 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     return {"prompts": lines[offset : offset + count], "found": len(lines)}
 
 
-def told(steps: Any) -> dict[str, Any]:
+def prompt_summary(steps: Any) -> dict[str, Any]:
     """What became of a prompt in a run: its steps, its mean reward in all, the first and the last of them."""
     each = sorted(steps)
     rewards = [(seen.reward, seen.rollouts) for _, seen in each if seen.reward is not None]

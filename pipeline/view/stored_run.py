@@ -126,7 +126,7 @@ class StoredRun:
                     if step in found:
                         raise UnreadableRows(f"step {step} has two files; {found[step].path.name} is shown")
                     is_known = known is not None and known.path == path and known.stamp == stamp_of(path)
-                    found[step] = known if known is not None and is_known else read_step(path, step)
+                    found[step] = known if known is not None and is_known else read_footer(path, step)
                 except UnreadableRows as err:
                     problems.append(printable(f"{path.name}: {err}"))
             self._steps, self._problems = dict(sorted(found.items())), problems
@@ -398,7 +398,7 @@ def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
         raise UnreadableRows(f"it cannot be read as Parquet: {str(err).splitlines()[0][:200]}") from None
 
 
-def read_step(path: Path, number: int) -> StoredStep:
+def read_footer(path: Path, number: int) -> StoredStep:
     """What the end of a file says of its rows; no row is read.
 
     Raises:

@@ -425,7 +425,8 @@ class GroupRelativeAdvantage(
         expected = weighted_reward(rewards.to(dtype), self.weights).double()
         todo = {
             "sum": "Give the weights to FanOutCollapse, and none to the advantage",
-            "decoupled": "Give FanOutCollapse the same weights, and use no stage that changes the reward: "
+            "decoupled": "Set the weights once, pipeline.stages.advantage.weights, which the collapse of gdpo"
+            " follows (in Python give FanOutCollapse the same), and use no stage that changes the reward: "
             "several='decoupled' would ignore the change",
         }
         ok = (reward == expected) | (reward.isnan() & expected.isnan())

@@ -186,6 +186,10 @@ class NotTruncated(Criterion, columns=("status", "truncated")):
             return ~rows.number("truncated").bool()
         if (status := rows.status) is None:
             raise rows.missing(STATUS_KEYS[0], "status_key")
+        rows.require(
+            status >= 0,
+            "NotTruncated needs to know how each rollout ended; {count} row{s} have no status: {found}",
+        )
         return status != Status.TRUNCATED
 
 

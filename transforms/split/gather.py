@@ -23,6 +23,7 @@ from headrace.transforms.schema import (
     MASKS,
     MICROBATCH,
     MINIBATCH,
+    NO_LENGTHS,
     PADDING,
     RANK,
     ROW,
@@ -415,7 +416,7 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
         BatchError: the batch has no loss mask and no log-probabilities, or the loss mask is not bool.
     """
     mask, log_prob, _ = columns
-    if has_key(batch, ELSEWHERE):
+    if has_key(batch, ELSEWHERE) or has_key(batch, NO_LENGTHS):
         return
     if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
         other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"

@@ -1,7 +1,7 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
 import { curveOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
-import { count, extent, inPercent, plural, short } from "./numbers.js";
+import { count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
 const TILES = [
   { metric: /^reward\/all\/mean$/, label: "reward", unit: "mean over rollouts", text: short },
@@ -12,6 +12,7 @@ const TILES = [
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
+  { metric: /^response_characters\/mean$/, label: "response text", unit: "characters per rollout", text: short },
   { metric: /^rollouts\/truncated$/, label: "truncated", unit: "of the rollouts", text: inPercent },
   { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
   { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
@@ -28,6 +29,8 @@ function valueAxis(low, high, text, width, height) {
 }
 
 function drawTile({ label, unit, text }, name, page, step, width) {
+  if (page.unsaid?.includes(name) && !isNumber(step.numbers[name]))
+    return h("div", { class: "tile" }, h("h2", {}, label), h("p", { class: "note" }, "not in this dump"));
   const values = page.curves[name] ?? [];
   const steps = page.curve_steps;
   const range = extent(values);
@@ -37,7 +40,8 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   ];
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
   const height = 46;
-  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter: GUTTER });
+  const gutter = Math.max(GUTTER, 7 * Math.max(...range.map((end) => text(end).length)) + 12);
+  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
   drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
   return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}`));
 }
@@ -46,7 +50,7 @@ export const drawAnswer = (view) => drawTiles(TILES, view);
 
 // A tile for each number that the page has, at the step shown, with its curve over the steps.
 export function drawTiles(kinds, { page, step, width }) {
-  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers)])];
+  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers), ...(page.unsaid ?? [])])];
   const tiles = kinds.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const known = tiles.filter(([, name]) => name !== undefined);
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
@@ -85,6 +89,14 @@ function adviceLine(page, verdict, advisory) {
       ),
       h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),
+  );
+}
+
+// What is missing on this page: steps that failed, numbers that a dump cannot have.
+export function sayNotices(page) {
+  byId("notices").hidden = !page.notices?.length;
+  byId("notices").replaceChildren(
+    ...(page.notices ?? []).map((text, i) => h("li", { class: i === 0 && text.includes("steps failed") ? "failed" : "" }, withCode(text))),
   );
 }
 

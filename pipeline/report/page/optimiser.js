@@ -2,8 +2,7 @@
 import { drawTiles } from "./answer.js";
 import { h, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
-import { isNumber, inPercent, short, sum } from "./numbers.js";
-import { measured } from "./units.js";
+import { inPercent, isNumber, shareInWords, short, sum } from "./numbers.js";
 
 const MEASURED = [
   { metric: /^optimiser\/lr$/, label: "learning rate", unit: "greatest of the parameter groups", text: short },
@@ -24,7 +23,7 @@ export const hasOptimiser = (page) => Object.keys(page.curves).some((name) => /^
 function drawSeconds(step) {
   const known = Object.entries(step.numbers)
     .filter(([name, value]) => name.startsWith("seconds/") && isNumber(value))
-    .map(([name, value]) => [name.slice("seconds/".length), value, name]);
+    .map(([name, value]) => [name.slice("seconds/".length), value]);
   const place = ([name]) => (PARTS.includes(name) ? PARTS.indexOf(name) : PARTS.length);
   const parts = known.sort((a, b) => place(a) - place(b));
   const whole = sum(parts.map(([, value]) => value));
@@ -40,12 +39,13 @@ function drawSeconds(step) {
     from += value;
     return piece;
   });
-  const said = parts.map(([name, value, metric]) => `${name} ${measured(metric, value)} (${inPercent(value / whole)})`);
+  const time = (value) => (value < 0.1 ? `${short(1000 * value)} ms` : `${short(value)} s`);
+  const said = parts.map(([name, value]) => `${name} ${time(value)} (${shareInWords(value / whole)})`);
   const mark = (k) => swatch(s("rect", { class: `part part-${k % 4}`, width: 18, height: 14 }));
   return h(
     "div",
     { class: "seconds" },
-    h("h3", {}, `Seconds of the step: ${short(whole)} s`),
+    h("h3", {}, `Time of the step: ${time(whole)}`),
     s("svg", { class: "seconds", height: 16, role: "img", "aria-label": said.join(", ") }, pieces),
     legend(said.map((text, k) => [mark(k), text, parts[k][0]])),
   );

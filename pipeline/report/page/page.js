@@ -1,7 +1,7 @@
 // The state of the page, and the panels that draw it.
 import { drawRun } from "./about.js";
 import { readAddress, writeAddress } from "./address.js";
-import { drawAnswer, sayAdvice } from "./answer.js";
+import { drawAnswer, sayAdvice, sayNotices } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
 import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
@@ -176,6 +176,7 @@ function start() {
   listenForTips();
   nameRecipes(page);
   document.title = `${page.title} · headrace`;
+  sayNotices(page);
   byId("title").textContent = page.title;
   byId("recipe").append(
     ...page.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),

@@ -19,6 +19,8 @@ function sharesByGroup(model) {
 
 export function drawShares(page, model, step) {
   const [first, second] = page.versus;
+  if (!model.rows.some((row) => isNumber(row.share)))
+    return [h("p", { class: "note" }, "Shares of the gradient are not known: the dump has no tokens. Set source.tokenizer.")];
   const groups = sharesByGroup(model);
   const [moved, cosine] = ["moved", "cosine"].map((name) => step.numbers[`versus/gradient_${name}`]);
   const some = groups.slice(0, MOST_GROUPS).filter(({ one, other }) => one || other);

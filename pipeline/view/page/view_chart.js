@@ -22,7 +22,7 @@ export function rewardChart({ names, lines, chosen, width, choose }) {
   if (!rewards || steps[0] === steps[1]) return null;
   const x = scale(steps, [MARGIN.left, width - MARGIN.right]);
   const y = scale(rewards, [HEIGHT - MARGIN.bottom, MARGIN.top]);
-  const wide = Math.max(2, Math.floor(width / 140));
+  const wide = Math.max(2, Math.floor(width / 80));
   const svg = s(
     "svg",
     { class: "rewards", width, height: HEIGHT, role: "img", "aria-label": `Mean reward by step: ${spoken(names, lines)}` },

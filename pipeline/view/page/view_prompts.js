@@ -57,7 +57,7 @@ export async function drawPrompts(runs, state, offset = 0) {
       : null,
   );
   const head = h("tr", {}, h("th", { scope: "col" }, columnName(state.same)), words.flat().map((word) => h("th", { scope: "col" }, word)));
-  const table = h("table", { class: "plain cards prompts" }, h("thead", {}, head), h("tbody", {}, lines));
+  const table = h("table", { class: "plain as-cards prompts" }, h("thead", {}, head), h("tbody", {}, lines));
   const box = h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "List of prompts" }, table);
   body.replaceChildren(h("div", { class: "panel" }, pager, box));
 }
@@ -89,7 +89,7 @@ export async function drawPrompt(runs, state) {
   const told = runs.map((run, i) => `${run.name}: ${plural(of[i].size, "step")}`).join("; ");
   const items = all.map((step) => {
     const summary = h("summary", {}, h("span", { class: "step" }, `step ${count(step)}`), runs.map((run, i) => h("span", { class: `of-run${i}` }, lineOf(runs, run, of[i].get(step)))));
-    const details = h("details", { class: "of-step", "data-step": step }, summary);
+    const details = h("details", { class: "one-step", "data-step": step }, summary);
     details.addEventListener("toggle", () => {
       if (!details.open || details.childElementCount > 1) return;
       const wanted = { prompt: state.prompt, same: state.same };

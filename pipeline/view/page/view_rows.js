@@ -111,7 +111,7 @@ function rowsTable({ run, step, answer, state, without, label }) {
     });
     return [line, detail];
   });
-  const table = h("table", { class: "plain cards rows" }, h("thead", {}, head), h("tbody", {}, body));
+  const table = h("table", { class: "plain as-cards row-table" }, h("thead", {}, head), h("tbody", {}, body));
   return h("div", { class: "across", tabindex: 0, role: "region", "aria-label": label }, table);
 }
 

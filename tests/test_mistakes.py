@@ -1,0 +1,125 @@
+"""Mistakes on the command line: each is refused in one paragraph that has the words to type instead."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from command import headrace_here
+
+pytestmark = pytest.mark.slow  # most compose a configuration
+
+REPLAY = "task=replay source.path=dump"
+OF_PROMPT = "source.group_by=prompt source.group_size=2"
+MISTAKES = {
+    # -- the recipe
+    "grpo": "did you mean pipeline=grpo?",
+    "-p grpo": "unknown option '-p' (did you mean pipeline=grpo?)",
+    "pipeline": "did you mean pipeline=VALUE?",
+    "pipeline grpo": "did you mean pipeline=grpo?",
+    "pipeline = grpo": "did you mean pipeline=grpo?",
+    "pipeline= grpo": "pipeline=: a name is required",
+    "pipeline:grpo": "did you mean pipeline=grpo?",
+    "pipeline==grpo": "did you mean pipeline=grpo?",
+    "--pipeline=grpo": "unknown option '--pipeline' (did you mean pipeline=grpo?)",
+    "--pipeline grpo": "did you mean pipeline=grpo?",
+    "pipeline=gprpo": "unknown recipe 'gprpo' (did you mean 'grpo'",
+    "pipeline=GRPO": "did you mean 'grpo'",
+    "pipeline=verl": "did you mean 'as/verl'",
+    "pipeline=replay": "did you mean task=replay?",
+    "recipe=grpo": "did you mean pipeline=grpo?",
+    "pipeline=grpo,dapo": "headrace -m pipeline=grpo,dapo",
+    "recipes grop": "unknown recipe 'grop' (did you mean 'grpo'",
+    # -- the task
+    "replay": "did you mean task=replay?",
+    "repaly": "did you mean task=replay",
+    "audit": "did you mean task=audit?",
+    "task replay": "did you mean task=replay?",
+    "--task replay": "did you mean task=replay?",
+    "-task=replay": "did you mean task=replay?",
+    "task=repaly": "unknown task 'repaly' (did you mean 'replay'",
+    "task=grpo": "did you mean pipeline=grpo?",
+    # -- flags of other commands
+    "-m": "-m runs a job for each value of an option, and none has a value: headrace -m seed=1,2",
+    "--resume": "unknown option '--resume' (did you mean no flag: the command resumes no run",
+    "--list": "did you mean headrace recipes?",
+    "--verison": "unknown option '--verison' (did you mean '--version'",
+    "-seed=1": "did you mean seed=1?",
+    "--lr 0.1": "did you mean optimizer.lr=0.1?",
+    f"{REPLAY} --skip-bad": "did you mean source.skip_bad=true?",
+    "task=replay --source.path=dump": "did you mean source.path=dump?",
+    "-m --cfg job seed=1,2": "take one of them",
+    # -- names of options
+    "sed=1": "unknown option 'sed' (did you mean 'seed'?)",
+    "seed 1": "did you mean seed=1?",
+    "lr=1e-4": "did you mean optimizer.lr=1e-4?",
+    "train.step=3": "unknown option 'train.step' (did you mean 'steps'?)",
+    "output=x": "did you mean hydra.run.dir=x?",
+    "hydra.run.dri=x": "did you mean 'hydra.run.dir'",
+    "xray=trl": "unknown option 'xray' here: it is an option of task=xray",
+    "task=replay train.steps=3": "unknown option 'train.steps' here: it is an option of task=train",
+    f"{REPLAY} group_by=prompt": "did you mean source.group_by=prompt?",
+    f"{REPLAY} source.groupby=prompt": "did you mean 'group_by'",
+    "gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
+    "hydra.foo=3": "unknown option 'hydra.foo'",
+    "seed=1 doctor": "headrace doctor is a command of its own",
+    "task=replay group_size=3": "did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
+    # -- stages
+    "advantage.scale=none": "did you mean pipeline.stages.advantage.scale=none?",
+    "pipeline.gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
+    "pipeline.stages.gaet.group_size=8": "unknown option 'pipeline.stages.gaet' (did you mean 'gate'?)",
+    "pipeline.stages.gate.scale=mad": "did you mean pipeline.stages.advantage.scale=mad?",
+    "~filter": "did you mean ~pipeline.stages.filter?",
+    "~pipeline.stages.fliter": "did you mean 'filter'",
+    "stages gaet": "unknown stage 'gaet' (did you mean 'gate'?)",
+    "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
+    "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_tr",
+    # -- values
+    "train.steps=abc": "train.steps must be an integer; got 'abc'",
+    "train.steps=-1": "train.steps must be an integer ≥ 1; got -1",
+    "seed=[1,": "'seed=[1,' is not NAME=VALUE",
+    "seed=1,2": "headrace -m seed=1,2",
+    "pipeline.stages.advantage.scale=stdev": "must be one of 'group', 'leave_one_out'",
+    "report.html=flase": "report.html must be true or false; got 'flase'",
+    f"{REPLAY} source.group_by=prompts": "did you mean 'prompt'?",
+    f"{REPLAY} source.format=velr": "format must be auto or one of headrace, nemo_rl",
+    f"{REPLAY} source.tokenizer=Qwen/Qwen3-8B": "tokenizer must be a tokenizer.json, or a folder",
+    "task=compare source.path=dump pipelines=as/verl,grpo": "list: 'pipelines=[as/verl,grpo]', in quotes",
+    "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl,grpo]'?",
+    # -- files
+    "task=replay": "source.path=FILE, FOLDER or a glob in quotes",
+    "task=replay dump": "did you mean 'source.path=dump'?",
+    "task=replay path=dump": "did you mean source.path=dump?",
+    "task=replay 'dump/*.jsonl'": "did you mean 'source.path=dump/*.jsonl'?",
+    "task=replay source.path=dump/1.jsonl dump/2.jsonl": "quote it: 'source.path=dump/*.jsonl'",
+    "task=replay source.path=dmup": "dmup: there is no such file or folder (did you mean 'dump'?)",
+    "task=replay 'source.path=nothing/*.jsonl'": "nothing/*.jsonl: no file matches",
+    REPLAY: "set source.group_by=prompt",
+    f"{REPLAY} source.group_by=prompt": "set pipeline.stages.gate.group_size",
+    f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: a file is there",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "file.txt").write_text("a file\n")
+    (folder / "dump").mkdir()
+    for step in (1, 2):
+        rows = [{"input": "1+1?", "output": "2", "gts": "2", "score": float(i), "step": step} for i in (0, 1)]
+        (folder / "dump" / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
+    done = headrace_here(folder, *shlex.split(typed), check=False)
+    assert done.returncode == 2
+    assert MISTAKES[typed] in done.stderr
+    assert done.stderr.startswith("headrace: ")
+    assert not [word for word in ("Traceback", "Error", "None", "Errno") if word in done.stderr]
+
+
+def test_there_are_mistakes_of_every_kind():
+    assert len(MISTAKES) >= 54

@@ -1,0 +1,310 @@
+"""A dump of texts: no number depends on a length, and with a tokenizer it is a dump with tokens.
+
+And what one fault in one step does to a replay of many.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+
+import pytest
+from command import headrace_here
+from composed import composed
+from dumps import (
+    episode,
+    nemo_row,
+    node,
+    slime_dump,
+    slime_sample,
+    trl_dump,
+    verifiers_row,
+    verl_row,
+    write_lines,
+)
+
+from headrace.pipeline import make_report
+from headrace.pipeline.composing import recipes
+from headrace.pipeline.report import write_dump
+from headrace.pipeline.sources import Sample, SourceError, open_source, to_batch
+from headrace.pipeline.sources.tokenizing import add_tokens
+from headrace.transforms import BatchError, MissingKeyError
+from headrace.transforms.schema import NO_LENGTHS
+
+pytestmark = pytest.mark.slow
+
+GATE, BY_PROMPT = "pipeline.stages.gate.group_size=4", {"group_by": "prompt", "group_size": 4}
+MASK = ("masks", "all_assistant_mask")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Two tokenizers: a character is a token, or a word is."""
+    package = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for name, pattern in (("characters", r"[\s\S]"), ("words", r"\w+|\W")):
+        vocabulary = {"?": 0} | {chr(code): code for code in range(32, 127) if chr(code) != "?"}
+        tokenizer = package.Tokenizer(package.models.WordLevel(vocabulary, unk_token="?"))
+        tokenizer.pre_tokenizer = package.pre_tokenizers.Split(package.Regex(pattern), "isolated")
+        (folder / name).mkdir()
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+    return {name: folder / name for name in ("characters", "words")}
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """(prompt, response, score) of four groups of four, of very different lengths."""
+    draw = random.Random(0)
+    return [
+        (f"{group}+{group}?", "so " * draw.randint(1, 40) + str(score), float(score))
+        for group in range(4)
+        for score in ((0, 1, 1, 0), (1, 1, 0, 1), (0, 0, 0, 0), (0, 0, 1, 0))[group]
+    ]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory, rollouts):
+    rows = [
+        {"input": prompt, "output": response, "gts": "2", "score": score, "step": 1}
+        for prompt, response, score in rollouts
+    ]
+    return write_lines(tmp_path_factory.mktemp("texts") / "1.jsonl", rows).parent
+
+
+def only(*arguments, **options):
+    ((_, batch),) = list(open_source(*arguments, **options))
+    return batch
+
+
+def numbers_of(recipe, batch, *words):
+    report = make_report(composed(f"pipeline={recipe}", *words).run(batch), batch=batch)
+    timed = ("time/", "response_characters/")  # characters are no tokens, and known of texts alone
+    return {name: value for name, value in report.numbers.items() if not name.startswith(timed)}
+
+
+def same(found, expected):
+    return {name: value for name, value in found.items() if not _equal(value, expected.get(name))}
+
+
+def _equal(one, other):
+    return other is not None and (one == other or (math.isnan(one) and math.isnan(other)))
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_no_number_of_a_dump_of_texts_depends_on_a_length(recipe, texts, tokenizers):
+    """Else it would differ between two tokenizers, or from what no tokenizer says."""
+    try:
+        found = numbers_of(recipe, only(texts, **BY_PROMPT))
+    except MissingKeyError as err:
+        if "source.tokenizer=PATH" not in str(err):
+            pytest.skip("it needs columns that a dump of texts does not have")
+        return
+    except BatchError:
+        assert recipe == "gdpo"  # of several rewards
+        return
+    assert not [name for name in found if re.search("length|token|truncated|^weight/", name)]
+    for tokenizer in tokenizers.values():
+        assert not same(found, numbers_of(recipe, only(texts, **BY_PROMPT, tokenizer=tokenizer)))
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "dapo", "gr3", "as/areal", "tree_grpo", "opo"])
+def test_with_a_tokenizer_every_number_is_that_of_a_dump_with_tokens(
+    recipe, texts, rollouts, tokenizers, tmp_path
+):
+    samples = [
+        slime_sample(
+            number // 4,
+            number,
+            score,
+            tokens=[ord(letter) if letter != "?" else 0 for letter in prompt + response],
+            response_length=len(response),
+            rollout_log_probs=None,
+            weight_versions=None,
+        )
+        for number, (prompt, response, score) in enumerate(rollouts)
+    ]
+    dump = slime_dump(tmp_path / "1.pt", 1, samples)
+    long = ("pipeline.stages.overlong.max_length=90", "pipeline.stages.overlong.cache=30")
+    words = long if recipe == "dapo" else ()
+    found = numbers_of(recipe, only(texts, **BY_PROMPT, tokenizer=tokenizers["characters"]), *words)
+    expected = numbers_of(recipe, only(dump, group_size=4), *words)
+    assert not same(found, expected)
+    assert expected.keys() - found.keys() <= {"rollouts/truncated", "rollouts/failed"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pipeline=dapo"],
+        ["pipeline=gr3"],
+        ["pipeline=opo"],
+        ["pipeline=reinforce_pp_baseline"],
+        ["pipeline=tree_grpo"],
+        [
+            "pipeline=grpo",
+            "pipeline.stages.split.max_tokens=100",
+            "pipeline.stages.split.microbatch_size=null",
+        ],
+        ["pipeline=grpo", "pipeline.stages.weight.fold=sum"],
+        ["pipeline=grpo", "criterion@pipeline.stages.filter.criterion=length_within"],
+    ],
+)
+def test_a_recipe_that_decides_by_lengths_is_refused_with_what_to_set(words, texts, tokenizers):
+    with pytest.raises(MissingKeyError, match=r"stage '\w+'.* Set source\.tokenizer=PATH, a tokenizer\.json"):
+        composed(*words).run(only(texts, **BY_PROMPT))
+    composed(*words).run(only(texts, **BY_PROMPT, tokenizer=tokenizers["words"]))
+
+
+def test_no_format_invents_a_length(texts, tmp_path):
+    text = [node(None, "user", [], []), node(0, "assistant", [], [], sampled=True)]
+    for each in text:
+        each["logprobs"] = []
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": text})]
+    of = {
+        "verl": only(texts, **BY_PROMPT),
+        "trl": only(trl_dump(tmp_path / "c.parquet"), group_by="prompt"),
+        "verifiers": only(write_lines(tmp_path / "results.jsonl", [verifiers_row(0, 1.0)])),
+        "prime_rl": only(write_lines(tmp_path / "traces.jsonl", rows)),
+    }
+    report = make_report(composed("pipeline=grpo", GATE).run(of["verl"].exclude("expected_rollouts")))
+    for kind in ("parquet", "jsonl"):
+        write_dump(report, tmp_path / kind, format=kind)
+        of[f"headrace {kind}"] = only(tmp_path / kind)
+    for name, batch in of.items():
+        assert batch[NO_LENGTHS].all(), name
+        assert not [key for key in batch.keys(True) if key in (MASK, "masks", "tokens", "log_probs")], name
+    assert report.unsaid == ["response_length/mean", "rollouts/truncated"]
+    for name in ("verl", "headrace parquet", "headrace jsonl"):  # a replay of a replay says no more
+        assert "status" not in of[name].keys()
+    rows = [nemo_row(0, 1.0), nemo_row(1, 0.0)]
+    batch = only(write_lines(tmp_path / "train_data_step3.jsonl", rows), group_by="prompt")
+    assert NO_LENGTHS not in batch.keys(True)
+
+
+def test_what_a_tool_wrote_is_not_in_the_loss_and_characters_are_called_so(texts, rollouts):
+    parts = [(True, "2+2"), (False, "tool: 4"), (True, "4")]
+    sample = Sample("a", 0, 1.0, prompt="?", response="as text", response_parts=parts)
+    add_tokens([sample], lambda texts: [[ord(letter) for letter in text] for text in texts])
+    assert sample.loss_mask == [1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert bytes(sample.tokens).decode() == "?2+2tool: 44"
+    with pytest.raises(SourceError, match=r"found none\. Leave source\.tokenizer out"):
+        add_tokens([Sample("a", 0, 1.0)], lambda texts: [])
+    report = make_report(composed("pipeline=grpo").run(only(texts, **BY_PROMPT)))
+    lengths = [len(response) for _, response, _ in rollouts]
+    assert report.numbers["response_characters/max"] == max(lengths)
+    assert report.numbers["response_characters/mean"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_a_tokenizer_is_a_file_or_folder_of_this_machine(texts, tokenizers, tmp_path):
+    file = tokenizers["words"] / "tokenizer.json"
+    one, other = (only(texts, **BY_PROMPT, tokenizer=path) for path in (file, file.parent))
+    assert one[MASK].equal(other[MASK])
+    with pytest.raises(ValueError, match="Nothing is downloaded"):
+        open_source(texts, tokenizer="Qwen/Qwen3-8B")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read as one"):
+        open_source(texts, tokenizer=tmp_path)
+    with pytest.raises(ValueError, match="the format slime does not read tokenizer"):
+        open_source(slime_dump(tmp_path / "5.pt"), tokenizer=file)
+
+
+# -- one fault in one step ------------------------------------------------------------------------------
+
+
+def verl_steps(folder, steps, fault=None, *, permuted=False):
+    """A file for each step, of three groups of two; of a `fault`, what is done to the rows of step 2."""
+    for step in range(steps):
+        rows = [verl_row(None, float(i), step, prompt) for prompt in ("a", "b", "c") for i in (0, 1)]
+        if fault is not None and step == 2:
+            rows = fault(rows)
+        if permuted:
+            random.Random(step).shuffle(rows)
+        write_lines(folder / f"{step}.jsonl", rows)
+    return folder
+
+
+def drawn_twice(rows):
+    return [*rows, *(row | {"output": "again"} for row in rows[:2])]
+
+
+def test_the_draws_of_a_prompt_are_told_apart_by_their_order_or_left_out(tmp_path):
+    how = {"group_by": "prompt", "group_size": 2}
+    source = open_source(verl_steps(tmp_path / "kept", 4, drawn_twice), **how)
+    batches = {step: (batch, source.draws) for step, batch in source}
+    batch, draws = batches[2]
+    assert draws.split == 1
+    assert draws.rows_left_out == 0
+    assert batch["group_id"].unique(return_counts=True)[1].tolist() == [2] * 4
+    assert set(batches[1][0]["group_label"]) < set(batch["group_label"])  # the first draws keep their labels
+    source = open_source(verl_steps(tmp_path / "permuted", 4, drawn_twice, permuted=True), **how)
+    batches = {step: (batch, source.draws) for step, batch in source}
+    batch, draws = batches[2]
+    assert draws == (0, 1, 4)
+    assert len(batch) == 4
+    with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # of all groups: no draw
+        list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
+
+
+def nan_score(rows):
+    return [rows[0] | {"score": float("nan")}, *rows[1:]]
+
+
+def lost_row(rows):
+    return rows[1:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [(nan_score, "2.jsonl:1: .*NaN, which is no JSON"), (lost_row, "'gate'.* has 1 of 2")]
+)
+def test_a_step_that_fails_ends_nothing_and_is_said_everywhere(fault, why, tmp_path):
+    verl_steps(tmp_path / "dump", 6, fault)
+    words = ["task=replay", "source.path=dump", "source.group_by=prompt", "source.group_size=2"]
+    words += ["report.dump=parquet"]
+    done = headrace_here(tmp_path, *words, "hydra.run.dir=out", check=False)
+    shown = " ".join(done.stdout.split())
+    assert done.returncode == 1
+    assert not done.stderr
+    assert "1 of 6 steps failed, and is in no number here: step 2." in shown
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "1 of 6 steps failed" in page
+    notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
+    assert notices[1].startswith("step 2: ")
+    assert re.search(why, notices[1])
+    assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 5
+    done = headrace_here(tmp_path, *words, "hydra.run.dir=skipped", "source.skip_bad=true", check=False)
+    assert done.returncode == 0
+    assert "1 of 6 steps failed" in done.stdout
+
+
+def test_a_replay_ends_where_the_first_three_steps_fail_and_none_has_passed(tmp_path):
+    verl_steps(tmp_path / "dump", 9)
+    words = ["task=replay", "source.path=dump", "source.group_by=prompt", "source.group_size=3"]
+    done = headrace_here(tmp_path, *words, "hydra.run.dir=out", check=False)
+    assert done.returncode == 2
+    assert "headrace: step 0: stage 'gate'" in done.stderr
+    assert "3 of 3 steps failed" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_python_reads_all_steps_or_raises_at_the_one_that_fails(tmp_path):
+    source = open_source(verl_steps(tmp_path, 4, nan_score), group_by="prompt")
+    outcomes = dict(source.outcomes())
+    assert list(outcomes) == [0, 1, 2, 3]
+    assert [step for step, found in outcomes.items() if isinstance(found, SourceError)] == [2]
+    with pytest.raises(SourceError, match=r"2\.jsonl:1"):
+        list(source)
+    source = open_source(tmp_path, group_by="prompt", skip_bad=True)
+    assert [len(batch) for _, batch in source] == [6, 6, 5, 6]
+    assert source.skipped == 1
+
+
+def test_a_status_that_is_not_known_of_a_row_makes_no_share_of_truncated():
+    samples = [
+        Sample("a", i, float(i), status=status, response_length=1) for i, status in enumerate((None, 3))
+    ]
+    batch = to_batch(samples)
+    assert batch["status"].tolist() == [-1, 3]
+    numbers = make_report(composed("pipeline=grpo", "pipeline.stages.gate=null").run(batch)).numbers
+    assert "rollouts/truncated" not in numbers
+    assert numbers["rollouts/failed"] == 0.5
