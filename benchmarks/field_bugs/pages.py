@@ -37,7 +37,7 @@ function. The same runner runs headrace.
 {missing}slime, miles, prime-rl, rLLM, NeMo RL, SkyRL and torchtitan were not run: they are not on the Python
 index, or not for this Python. verifiers 0.4.0 scores rollouts and leaves advantages to its trainer.
 agentlightning 1.0.2 requires Python 3.12, and was run with the installed Python. OpenRLHF imports
-`flash_attn` and `vllm`, which need a GPU: empty modules replace them, and the functions here do not call them.
+`flash_attn` and `vllm`, which need a GPU: empty modules replace them; these functions do not call them.
 `MCAdvantage` gets `prompt_key` and `trajectory_return="max"`, which its docstring documents. With its
 default key, the prompt's text, it mixes the [prompt drawn twice](field-bugs/prompt-drawn-twice.md).
 headrace's weights are those of its table, which has the rows of all micro-batches and ranks.
