@@ -59,7 +59,7 @@ def test_recipes_and_stages_are_listed_with_what_they_are(tmp_path):
     shown = headrace_here(tmp_path, "stages").stdout
     for word in ("gate ", "rewards_vary ", "log_ratio "):
         assert f"  {word}" in shown
-    assert "group_size: null # rollouts that" in headrace_here(tmp_path, "stages", "gate").stdout
+    assert "group_size: null # number of rollouts" in headrace_here(tmp_path, "stages", "gate").stdout
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
 
 

@@ -359,7 +359,7 @@ def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
         StepQueue(f"{name}/steps", ranks=1).put(pipeline.minibatches(thin))
     with pytest.raises(MissingKeyError, match=r"RolloutQueue needs the key \('headrace', 'elsewhere'\)"):
         source.fetch(rows)
-    with pytest.raises(TypeError, match="assemblers and pipelines decide; got dict"):
+    with pytest.raises(TypeError, match="decided_by takes GroupAssemblers and pipelines; got dict"):
         RolloutQueue(name, decided_by=[{}])
 
 
@@ -379,7 +379,7 @@ def test_tokens_that_were_lost_or_differ_in_width_are_an_error_of_the_rank(name)
     assembler.put(next(iter(source)))
     steps = StepQueue(f"{name}/steps", ranks=1, rollouts=name)
     steps.put(pipeline.minibatches(assembler.take()))
-    with pytest.raises(BatchError, match="dense rows have one width"):
+    with pytest.raises(BatchError, match="dense rows must have one width"):
         next(steps.minibatches(0))
     transfer_queue.kv_clear(keys_in(name)[:1], name)
     with pytest.raises(BatchError, match=r"all rows that were put in partition.*found 1 of 2"):

@@ -220,7 +220,7 @@ def test_a_rank_without_rows_takes_part_in_each_step(name):
 
 def test_rows_of_no_rank_are_refused_before_anything_is_sent(name):
     queue, steps = StepQueue(name, ranks=2), minibatches(3)
-    with pytest.raises(BatchError, match="ranks 0 to 1; found some for rank 2"):
+    with pytest.raises(BatchError, match="ranks 0 to 1; found rank 2"):
         queue.put(steps)
     with pytest.raises(MissingKeyError, match=r"StepQueue needs the column.*written by ShuffleSplit"):
         queue.put([steps[0].exclude(("headrace", "rank"))])
