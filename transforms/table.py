@@ -336,7 +336,7 @@ class Table:
         self.counted = None if bool(counted.all()) else counted.clone()
 
     def of_all(self, values: Tensor) -> Tensor:
-        """Map (B, ...) values of the batch to a (N, ...) of the table; rows that left get NaN, False or −1."""
+        """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
         if self.ranks is None and len(values) == self.size:
             return values
         kept = self.of_ranks(self.kept)
