@@ -166,7 +166,7 @@ def test_a_tree_reads_three_times_and_unpacking_never_however_many_rows_there_ar
 def test_what_is_no_tree_says_so():
     batch = dense([[1, 2], [1, 3]])
     packed = pack(batch, tree=True)
-    with pytest.raises(BatchError, match=r"\(1, 3, ...\), of the 3 nodes of a tree .* got \(1, 4\)"):
+    with pytest.raises(BatchError, match=r"\(1, 3, ...\), for the 3 nodes of a tree .* got \(1, 4\)"):
         unpack_tokens(packed[FULL], packed)
     with pytest.raises(BatchError, match=r"\(1, 4, ...\), of the 4 tokens .* got \(1, 3\)"):
         unpack_tokens(torch.zeros(1, 3), pack(batch))
