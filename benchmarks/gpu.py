@@ -1,4 +1,4 @@
-"""The pipeline on a GPU, where there is one.
+"""The pipeline on a GPU.
 
 python benchmarks/gpu.py [--rounds 20]
 """
@@ -18,8 +18,8 @@ from timing import measure, median_ms, ratio
 
 from headrace.pipeline import load_pipeline
 
-NOTE = f"""Wall time, with the device waited for. A copy is of the whole batch, from the device to the
-device. Columns that differ: between two runs of pipelines alike, bit for bit, in all {MINIBATCHES}
+NOTE = f"""Wall time, including the wait for the device. A copy is of the whole batch, from the device to the
+device. Columns that differ: columns that are not bit-equal between two equal pipelines, in all {MINIBATCHES}
 minibatches."""
 NO_GPU = "Not measured: no GPU was at hand."
 

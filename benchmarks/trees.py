@@ -1,4 +1,4 @@
-"""Tokens that rows share, computed once: how many fewer, what that saves, and what it costs to find them.
+"""Prefix trees: shared tokens computed once, the time that saves, and the cost of finding them.
 
     python benchmarks/trees.py [--rounds 5]
 
@@ -25,10 +25,11 @@ from headrace.transforms import pack, tree_mask, unpack
 
 VOCABULARY = 32_000
 WIDTH = 512
-NOTE = f"""Tokens of the rows, nodes of their tree, and how many times fewer these are. Then forward and
-backward of 4 layers of width {WIDTH}, packing included: wall time on one core, and how many times as long
-packed rows take as the tree."""
-FINDING = """The time of packing, a token of the rows. As a tree it includes sorting the rows as bytes."""
+NOTE = f"""Tokens of the rows, nodes of their tree, and the ratio of the two. Then forward and backward
+passes of 4 layers of width {WIDTH}, including packing: wall time on one core, and the time of packed rows
+over that of the tree."""
+FINDING = """The time of packing, for each token of the rows. For a tree it includes sorting the rows as
+bytes."""
 Rows = list[list[int]]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from assembly import Line, batch_of_lines, faulty_stream
+from assembly import Line, batch_of_lines, faulty_stream, same_rows
 from composed import composed
 from recipes import CHAINS
 from tensordict import TensorDictBase, lazy_stack
@@ -91,20 +91,6 @@ def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:
             pieces.append(rows_of(lines, start, **options))
         start += len(lines)
     return pieces
-
-
-def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
-    assert len(found) == len(expected)
-    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
-        keys = set(other.keys(True, True))
-        assert set(row.keys(True, True)) == keys
-        for key in keys:
-            value, wanted = row.get(key), other.get(key)
-            if isinstance(wanted, torch.Tensor):
-                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
-                assert torch.equal(value.nan_to_num(-99), wanted.nan_to_num(-99)), key
-            else:
-                assert value == wanted, key
 
 
 def metrics_of(run: Any) -> dict[str, float]:

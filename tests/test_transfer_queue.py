@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from any_rank import join, results_of
-from assembly import Line, batch_of_lines
+from assembly import Line, batch_of_lines, same_rows
 from batches import batch_of
 from composed import composed
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
@@ -44,20 +44,6 @@ def send(queue: RolloutQueue, batches: Sequence[TensorDictBase]) -> None:
     for batch in batches:
         queue.put(batch)
     queue.end()
-
-
-def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
-    assert len(found) == len(expected)
-    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
-        keys = set(other.keys(True, True))
-        assert set(row.keys(True, True)) == keys
-        for key in keys:
-            value, wanted = row.get(key), other.get(key)
-            if isinstance(wanted, torch.Tensor):
-                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
-                assert torch.equal(value, wanted), key
-            else:
-                assert value == wanted, key
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------
