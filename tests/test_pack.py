@@ -164,7 +164,7 @@ def test_what_cannot_be_packed_says_why():
         pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
-    with pytest.raises(BatchError, match=r"first token has nothing before it.*rows \[0, 1\]"):
+    with pytest.raises(BatchError, match=r"first token of a row has no context.*rows \[0, 1\]"):
         pack(first)
     with pytest.raises(
         BatchError, match=r"\(2, 3, ...\), as wide as the attention mask; 'rollout_id' is \(2,\)"
@@ -193,8 +193,8 @@ def with_row(number, key, value) -> TensorDict:
     ("rows", "message"),
     [
         (with_row(2, ATTENTION, torch.zeros(2, dtype=torch.bool)), r"rows \[2\] have none"),
-        (with_row(1, LOSS, torch.tensor([True, False, False])), r"in the loss in rows \[1\]: take it out"),
-        (with_row(1, ATTENTION, torch.tensor([True, False, False])), r"a real one; in rows \[1\]"),
+        (with_row(1, LOSS, torch.tensor([True, False, False])), r"in the loss in rows \[1\]: remove it"),
+        (with_row(1, ATTENTION, torch.tensor([True, False, False])), r"must be real; in rows \[1\]"),
         (with_row(0, LOSS, torch.zeros(3, dtype=torch.bool)), r"in rows \[0\] the loss mask has another"),
         (with_row(1, FULL, torch.zeros(2, dtype=torch.int64)), r"\(3, 3, ...\).*is \(3, 2\) at row 1"),
         (with_row(1, FULL, torch.zeros(3, dtype=torch.int32)), "one dtype; found torch.int32, torch.int64"),
