@@ -124,7 +124,7 @@ def test_a_width_pads_further_cuts_padding_and_nothing_else(rows):
             assert read(DenseRows(pad_id=PAD, width=width)(batch)) == by_hand(rows, width)
     if longest > 1:
         with pytest.raises(
-            BatchError, match=rf"no row has more tokens than width={longest - 1}; found more in row"
+            BatchError, match=rf"no row may have more tokens than width={longest - 1}; found more in row"
         ):
             DenseRows(pad_id=PAD, width=longest - 1)(ragged(rows))
 
@@ -289,9 +289,7 @@ def test_ragged_rows_of_two_dtypes_are_refused_not_cast():
 def test_a_column_as_wide_as_tokens_that_move_is_refused():
     batch = as_written_padded([([5], [6, 7, 8]), ([5], [6])])
     batch["token_reward"] = batch[FULL].float()
-    with pytest.raises(
-        BatchError, match="moved to their ends, and 'token_reward' as wide as they would stay"
-    ):
+    with pytest.raises(BatchError, match=r"moved to the end of the rows.*'token_reward'"):
         DenseRows(pad_id=PAD)(batch)
 
 

@@ -177,7 +177,7 @@ def test_what_cannot_be_packed_says_why():
         pack(batch, token_keys=["rollout_id"])
     outside = batch.clone()
     outside[LOSS][0, 0] = True
-    with pytest.raises(BatchError, match=r"a token in the loss is a real one; in rows \[0\]"):
+    with pytest.raises(BatchError, match=r"tokens in the loss must be real; in rows \[0\]"):
         pack(outside)
     with pytest.raises(BatchError, match="a loss mask is bool"):
         pack(batch.clone().set(LOSS, batch[LOSS].float()))

@@ -349,13 +349,13 @@ def test_a_token_in_the_loss_that_is_padding_is_refused_with_its_row(rows):
         out = MergeTurns()(batch)
         assert torch.equal(out[MASK], loss)
         return
-    with pytest.raises(BatchError, match="a token in the loss is a real one") as refused:
+    with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         MergeTurns()(batch)
     assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong
     with pytest.raises(BatchError):
         pack(batch)
     batch["group_id"], batch["next", "reward"] = batch["rollout_id"], torch.ones(len(rows))
-    with pytest.raises(BatchError, match="a token in the loss is a real one") as refused:
+    with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         TreeAdvantage()(batch)
     assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong
     batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss train nothing
@@ -428,5 +428,5 @@ def test_a_parent_that_is_not_in_the_batch_is_refused_and_only_of_those_in_the_t
     with pytest.raises(BatchError, match=r"in the batch; found parent 9 of rollout 1 \(row 0\)"):
         stage(batch)
     batch["parent_id"] = torch.tensor([2, 1, -1])
-    with pytest.raises(BatchError, match="in a circle are parent 2 of rollout 1"):
+    with pytest.raises(BatchError, match="a cycle of parent 2 of rollout 1"):
         stage(batch)

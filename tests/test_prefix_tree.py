@@ -178,7 +178,7 @@ def test_what_is_no_tree_says_so():
     with pytest.raises(MissingKeyError, match="input_keys"):
         pack(batch, tree=True, input_keys=["kind"])
     batch["image"] = ["a", "b"]
-    with pytest.raises(BatchError, match="'image' is no tensor that could be compared"):
+    with pytest.raises(BatchError, match="'image' is no tensor, so it cannot be compared"):
         pack(batch, tree=True, row_input_keys=["image"])
     with pytest.raises(BatchError, match="'image' is no tensor"):
         pack(lazy_stack(list(batch.unbind(0))), tree=True, row_input_keys=["image"])

@@ -151,7 +151,7 @@ def test_a_writer_waits_on_whole_groups_that_nobody_took_and_on_no_others():
     whole = pieces(size=4)
     for piece in [*begun, whole[0]]:  # twenty groups that wait for more, and one that is whole
         assembler.put(piece, patience=LONGEST)
-    with pytest.raises(StalledError, match=r"Nobody has made room for 0.1 s.*24 arrived, 24 held"):
+    with pytest.raises(StalledError, match=r"The trainer has taken no batch for 0.1 s.*24 arrived, 24 held"):
         assembler.put(whole[1], patience=0.1)
     assert (assembler.ready, assembler.held) == (1, 24)
     assert len(assembler.take()) == 4
@@ -530,7 +530,9 @@ def test_what_a_writer_was_refused_and_what_the_actor_did_reach_the_trainer():
     assert account.ledger.counts()["trained"] == 12
     with pytest.raises(Exception, match=r"end only once.*found again rollout 0"):
         buffer.extend(collected()[:1])  # of another writer that numbers alike
-    with pytest.raises(Exception, match=r"refused on their way into the buffer.*found again rollout 0"):
+    with pytest.raises(
+        Exception, match=r"refused when they were written into the buffer.*found again rollout 0"
+    ):
         buffer.sample()
     again = ray_buffer(LazyStackStorage, transform_factory=factory)
     again.load_state_dict(buffer.state_dict())

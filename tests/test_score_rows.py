@@ -185,7 +185,7 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
     for place in (0, 1):  # padding, and the first token
         first = dense([([1], [2, 3]), ([4], [5])])
         first[LOSS_MASK][1, place] = True
-        with pytest.raises(BatchError, match=r"nothing before it to predict it from.*in row 1 \(rollout 1\)"):
+        with pytest.raises(BatchError, match=r"no context to predict it from.*in row 1 \(rollout 1\)"):
             ScoreRows(actor=Bigram())(first)
     with pytest.raises(MissingKeyError, match=r"all_assistant_mask'\) \(loss_mask_key\)"):
         ScoreRows(actor=Bigram())(batch.exclude(LOSS_MASK))

@@ -34,8 +34,14 @@ function. The same runner runs headrace.
 |---|---|---|
 {projects}
 
-{missing}slime, miles, prime-rl, rLLM, NeMo RL, SkyRL and torchtitan were not run: they are not on the Python
-index, or not for this Python. verifiers 0.4.0 scores rollouts and leaves advantages to its trainer.
+{missing}| not run | why |
+|---|---|
+| miles, prime-rl, rLLM | not on the Python index |
+| slime, NeMo RL | on the Python index only as 0.0.0; NeMo RL asks for Python 3.13 |
+| SkyRL | 0.3.0 on the index; its import fails before Python 3.12, where pydantic refuses its TypedDicts |
+| torchtitan | 0.3.0 on the index; its std has the divisor n, and the answers here have n − 1 |
+| verifiers | 0.4.0 scores rollouts, and leaves advantages to its trainer |
+
 agentlightning 1.0.2 requires Python 3.12, and was run with the installed Python. OpenRLHF imports
 `flash_attn` and `vllm`, which need a GPU: empty modules replace them; these functions do not call them.
 `MCAdvantage` gets `prompt_key` and `trajectory_return="max"`, which its docstring documents. With its

@@ -77,7 +77,7 @@ function drawResponse(row, shades, texts) {
     if (!row.response.start) return [h("p", { class: "note" }, "An empty response.")];
     return foldable(h("p", { class: "text" }, excerptText(row.response)));
   }
-  return texts ? [h("p", { class: "note" }, "This page has no room for the text. A dump has it (report.dump=parquet), and headrace view shows it.")] : [];
+  return texts ? [h("p", { class: "note" }, "This page has no room for the text: headrace view shows every row of the run.")] : [];
 }
 
 const advantagesDiffer = ({ rows }) => new Set(rows.map((row) => row.advantage).filter(isNumber)).size > 1;
