@@ -1,10 +1,10 @@
-"""Run the benchmarks, one after the other, and write docs/benchmarks.md from what they find.
+"""Run the benchmarks one after the other, and write docs/benchmarks.md from their results.
 
     python benchmarks [--only advantage pipeline] [--quick] [--render]
 
-Each is a process of its own and leaves a file in `benchmarks/results/`. What is not run again stays on the
-page as it was. `--quick` is to see that all works: it imports once for all, and writes to
-`build/benchmarks/`.
+Each benchmark is a process of its own and writes a file to `benchmarks/results/`. The page keeps the
+results of benchmarks that do not run. `--quick` checks that all benchmarks work: it imports once for all,
+and writes to `build/benchmarks/`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(script: Path, *words: str) -> None:
 
 
 def run_in_fork(script: Path, *words: str) -> None:
-    """Run a benchmark in a fork of this process, which has imported what takes longer than a quick run."""
+    """Run a benchmark in a fork of this process, which has done the slow imports."""
     import torchrl.objectives.llm  # noqa: F401
 
     import headrace.pipeline.tasks.replay  # noqa: F401
@@ -53,14 +53,14 @@ def run_in_fork(script: Path, *words: str) -> None:
 
 
 def main() -> None:
-    """Run, and write the page."""
+    """Run the benchmarks, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--quick", action="store_true", help="tiny; the numbers mean nothing")
-    parser.add_argument("--render", action="store_true", help="run none: only write the page")
-    parser.add_argument("--results", type=Path, help="the folder of JSON")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; the numbers mean nothing")
+    parser.add_argument("--render", action="store_true", help="run nothing, only write the page")
+    parser.add_argument("--results", type=Path, help="folder of the JSON files")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     build = ROOT / "build" / "benchmarks"

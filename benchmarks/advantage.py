@@ -2,8 +2,8 @@
 
     python benchmarks/advantage.py [--rounds 20]
 
-The formula has no ids and no checks, and computes in float32: it is the limit. `group_relative_advantage` has
-the ids of rollouts and groups, all checks, and float64 statistics, as by default.
+The formula has no ids and no checks, and computes in float32; it is the lower bound.
+`group_relative_advantage` has rollout and group ids, all checks, and float64 statistics, the defaults.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ QUICK = (64, 128, 256, 512)
 UNIFORM = {8: (None, 2.6, 1.7, 1.6), 16: (None, 3.2, 1.9, 1.8)}
 OTHERS = (None, 3.5, 2.2, 2.2)
 GROWTH = 9.0
-NOTE = """The first line is the time of the formula, in milliseconds; the others are
-`group_relative_advantage` over it, by how rows lie: uniform (one row a rollout, groups one after the
-other), fan-out (four rows a rollout), the same where the last group lacks a rollout, ragged (groups of
-random size), interleaved (group ids 0 to P − 1, again and again), and shuffled. The last column is how many
-times longer the largest batch takes than the one before, which has an eighth of its rows."""
+NOTE = """The first line is the time of the formula, in milliseconds. The others are the time of
+`group_relative_advantage` over it, by layout of the rows: uniform (one row for each rollout, groups one
+after the other), fan-out (four rows for each rollout), the same with a last group that lacks a rollout,
+ragged (groups of random size), interleaved (group ids 0 to P − 1, repeated), and shuffled. The last column
+is the time of the largest batch over that of the one before, which has an eighth of its rows."""
 
 
 def reshape_formula(reward: Tensor, group_size: int) -> Tensor:

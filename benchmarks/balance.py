@@ -2,9 +2,9 @@
 
     python benchmarks/balance.py [--rounds 15]
 
-Both give rows to bins of equal count. The oracle is `largest_differencing` of the tests: plain Python that
-joins lists and compares floats. What trainers run has an object per set and moves items one by one, which
-takes longer.
+Both assign rows to bins of equal count. The reference is `largest_differencing` of the tests: plain Python
+that joins lists and compares floats. Implementations in trainers have an object for each set and move items
+one by one, which takes longer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from karmarkar_karp import imbalance, largest_differencing, lengths_of
 BINS = (8, 64, 256)
 KINDS = ("lognormal", "bimodal", "uniform")
 TARGET = 3.0
-NOTE = """How many times as long Karmarkar and Karp's method takes as `balance_evenly`, by how lengths are
-distributed and the number of bins; and by how much the fullest bin is over the mean, for each."""
+NOTE = """The time of Karmarkar and Karp's method over that of `balance_evenly`, by the distribution of
+lengths and the number of bins; and for each the excess of the fullest bin over the mean."""
 
 
 def compare(costs: Tensor, bins: int, rounds: int) -> list[Cell]:

@@ -3,8 +3,8 @@
     python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
 
 Writers send the same pieces of 32 rows, four whole groups of 8, through RayAssembler and a plain Ray queue,
-and through RolloutQueue and plain puts and gets of TransferQueue. What comes out of the plain ones is what
-was put: no groups, no counts, and nothing is refused.
+and through RolloutQueue and plain puts and gets of TransferQueue. The plain ones return rows as they were
+put: they form no groups, count nothing, and refuse nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from headrace.transforms import GroupAssembler
 GROUP_SIZE, PIECE = 8, 32
 MOST_BYTES = 200
 RECIPE = ("pipeline=grpo", "pipeline.stages.split.minibatches=2", "pipeline.stages.split.ranks=2")
-NOTE = f"""Rows per second, medians of rounds that take turns: {PIECE} rows a piece, dense or in lazy stacks
+NOTE = f"""Rows per second, medians of alternating rounds, with {PIECE} rows a piece, dense or in lazy stacks
 of ragged rows. Bytes are those of one row through the assembler's actor, in and out."""
-QUEUE_NOTE = f"""The same rows until they are there whole, in groups but for the plain puts and gets. Of
-those by key the tokens are fetched when their groups are whole. Bytes are those of all messages of the
-process that runs assembler and pipeline and says to two ranks what is theirs, {PIECE * 8} rows a batch."""
+QUEUE_NOTE = f"""The same rows until they have arrived, in whole groups except for the plain puts and gets.
+For those by key the tokens are fetched when their groups are whole. Bytes are those of all messages of the
+process that runs assembler and pipeline and sends two ranks their rows, {PIECE * 8} rows a batch."""
 
 
 def collected(count: int, writer: int, tokens: int, *, ragged: bool) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, from what benchmarks wrote."""
+"""Make docs/benchmarks.md from the results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tables import Table
 
 HEAD = """# Benchmarks
 
-Written by `make bench` from the files in `benchmarks/results/`; `python benchmarks/NAME.py` measures one
-again, wherever you are. What more processes cost is in [scale.md](scale.md).
+Written by `make bench` from the files in `benchmarks/results/`. `python benchmarks/NAME.py` runs one
+benchmark again, on your machine. The costs of several processes are in [scale.md](scale.md).
 """
 HOW = """
-Times are CPU time of one thread, unless a table says otherwise. Candidates take turns in random
-order after a round to warm up, with an allocator that gives no memory back, since page faults would hide
-all else. A ratio is the median over the rounds of one time over the other's in the same round, so that it
-depends on the machine less than milliseconds do; still it moves by a tenth or so from run to run. A number
-with a target in brackets is bold where it misses that.
+Times are CPU times of one thread, unless a table says otherwise. In each round the candidates run once, in
+random order, after a warm-up round. The allocator does not return memory to the system, because page faults
+would dominate the times. A ratio is the median over the rounds of one time over the other in the same
+round. It depends less on the machine than milliseconds do, but still varies by about a tenth from run to
+run. A number with a target in brackets is bold if it misses the target.
 """
 
 
 def page(results: Mapping[str, dict]) -> str:
-    """The page of results by name of the benchmark, in their order."""
+    """Make the page from results by name of the benchmark, in order."""
     tables = {name: [Table.of(plain) for plain in result["tables"]] for name, result in results.items()}
     parts = [HEAD, *_machines(results), HOW, _targets([table for some in tables.values() for table in some])]
     for name, result in results.items():
@@ -33,13 +33,13 @@ def page(results: Mapping[str, dict]) -> str:
 
 
 def read_results(folder: Path, names: list[str]) -> dict[str, dict]:
-    """What is there, by name."""
+    """Read the existing results, by name."""
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def _machines(results: Mapping[str, dict]) -> list[str]:
-    """On what they were measured: a line for each machine, set of versions and day."""
+    """The machines of the results: a line for each machine, set of versions and day."""
     if not results:
         return ["Nothing was measured."]
     lines: dict[str, list[str]] = {}
@@ -56,14 +56,14 @@ def _machines(results: Mapping[str, dict]) -> list[str]:
     parts = [
         f"Measured on {line}." if one else f"{', '.join(names)}: {line}." for line, names in lines.items()
     ]
-    parts.append(f"\nThe load before a benchmark began was at most {load:g}.")
+    parts.append(f"\nThe load of the machine before a benchmark was at most {load:g}.")
     if any(result["quick"] for result in results.values()):
-        parts.append("\n**A quick run, to see that benchmarks work: these numbers mean nothing.**")
+        parts.append("\n**A quick run, to check that benchmarks work: these numbers mean nothing.**")
     return parts
 
 
 def _targets(tables: list[Table]) -> str:
-    """How many targets are met, and which are not."""
+    """The number of targets that are met, and a list of the others."""
     cells = [
         (f"{table.title}: {row.name}, {column}", cell)
         for table in tables
@@ -72,5 +72,5 @@ def _targets(tables: list[Table]) -> str:
         if cell.target is not None and cell.value is not None
     ]
     missed = [f"- {where}: {cell}" for where, cell in cells if cell.missed]
-    words = f"{len(cells) - len(missed)} of {len(cells)} targets are met{'; not these:' if missed else '.'}"
+    words = f"{len(cells) - len(missed)} of {len(cells)} targets are met{'. Missed:' if missed else '.'}"
     return "\n".join(["## Targets\n", words, *([""] if missed else []), *missed, ""])

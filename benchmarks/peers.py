@@ -1,10 +1,10 @@
-"""The validated advantage against what other frameworks ship: a reshape, sums by group, and loops.
+"""The validated advantage against other frameworks: a reshape, sums by group, and loops.
 
     python benchmarks/peers.py [--rounds 3]
 
-What TRL, verl, miles and rllm do is stated here in our own words, from how they describe and document it,
-with the containers they use. Nothing is copied from them, and their other work (tokens, masks, metrics,
-moving to devices) is left out, in their favour. MCAdvantage is TorchRL's own. What was looked up:
+The implementations of TRL, verl, miles and rllm are our own, from their documentation, with the containers
+that they use. No code is copied. Their other work (tokens, masks, metrics, device copies) is left out,
+which makes them faster. MCAdvantage is TorchRL's own. The sources are:
 
 - TRL, `trl/trainer/grpo_trainer.py` at d2b69d769dab6f77acbfd33252bcd7d22765571b;
 - verl, its estimator `grpo_vectorized` in `verl/trainer/ppo/core_algos.py` and `verl/utils/groupwise.py` at
@@ -29,19 +29,19 @@ from torchrl.objectives.llm import MCAdvantage
 from headrace.transforms import group_relative_advantage
 
 GROUP_SIZE, EPS = 8, 1e-6
-NOTE = """The first line is `group_relative_advantage` with ids and all checks, in milliseconds, of shuffled
-rows, one a rollout, in groups of 8. The others say how many times as long others take for the same numbers;
-below 1 they are faster. All are statements of our own of what each framework documents, without the rest of
-its work. Faster than headrace are two: TRL takes mean and std along a view of groups, for which rows must
-lie in the order of their groups, all of one size; and verl's vectorised estimator, where uids are small
-integers, adds up rewards and their squares by uid. Neither sorts, knows which rows are one rollout or
-checks any of that, and squares in float32 lose digits where rewards are large. Slower is verl's vectorised
-estimator where uids are text, as its own trainer makes them: they are sorted as Python objects first, which
-takes longer than all of headrace. The others are loops: verl's default gathers rewards into lists by a
-string, and takes mean and std of a tensor for each; miles keeps a rollout's reward by group and rollout,
-and centres group by group; rllm makes a group an object with its trajectories, and takes mean and std by
-NumPy. TorchRL's MCAdvantage collects rows by prompt until a group is whole, and does more than the others
-do; it was not waited for where there are many rows."""
+NOTE = """The first line is the time of `group_relative_advantage` with ids and all checks, in milliseconds,
+for shuffled rows, one for each rollout, in groups of 8. The others are the times of other implementations
+over it, for the same numbers; those below 1 are faster. All implementations are our own, from each
+framework's documentation, without the rest of its work. Two are faster than headrace. TRL computes mean and
+std along a view of groups, which needs rows in the order of their groups, all of one size. verl's vectorised
+estimator with small integer uids sums rewards and their squares by uid. Neither sorts, identifies the rows
+of a rollout, or checks this, and squares in float32 lose digits for large rewards. verl's vectorised
+estimator is slower with text uids, which its own trainer makes: it first sorts them as Python objects, which
+takes longer than all of headrace. The others are loops. verl's default collects rewards into lists by a
+string, and computes mean and std of a tensor for each. miles keeps a rollout's reward by group and rollout,
+and centres group by group. rllm makes a group an object with its trajectories, and computes mean and std
+with NumPy. TorchRL's MCAdvantage collects rows by prompt until a group is whole, and does more than the
+others; it was not run with many rows."""
 
 
 def trl(rewards: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         ratios = [ratio(each, name, "headrace") if name in each else None for each in times]
         rows.append(Row(name, [Cell(each, ",.2f" if (each or 0) < 10 else ",.0f") for each in ratios]))
     yield Table(
-        "What others ship over the validated advantage",
+        "Other implementations over the validated advantage",
         NOTE,
         ["rows", *(f"{size:,}" for size in sizes)],
         rows,

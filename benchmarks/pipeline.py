@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline.py [--rounds 9]
 
-Rows have tokens, masks and log-probabilities, and a tenth of the groups is without variance, which the filter
-silences. A gather takes all rows in random order, column by column: who shuffles does no less.
+Rows have tokens, masks and log-probabilities. A tenth of the groups have equal rewards, which the filter
+masks. A gather copies all rows in random order, column by column. This is the least work of any shuffle.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
 PEAK = 0.15  # of the batch
 WITH_TEXTS = 3.5
 NOTE = f"""The first column is the time in which `take_rows` gathers the batch in random order, in
-milliseconds; the others are over that. In pieces: the same in {MINIBATCHES} gathers. `td[perm]` is
-TensorDict's own. The pipeline is the grpo recipe in one piece, `pipeline(batch)`, and the next the loop
-over its {MINIBATCHES} minibatches, which lets go of each. The last is the most memory that this loop takes
-beside the batch, in batches. Targets are for 4,000 rows of 2,048 tokens."""
+milliseconds. The others are times over it. In pieces: the same in {MINIBATCHES} gathers. `td[perm]` is
+TensorDict's own gather. Then the grpo recipe in one piece, `pipeline(batch)`, and the loop over its
+{MINIBATCHES} minibatches, which deletes each. The last column is the peak memory of this loop in addition to
+the batch, in batches. Targets are for 4,000 rows of 2,048 tokens."""
 TEXTS = (
-    """Rows of 16 tokens, with a prompt and a text each, over `pipeline(batch)` of the same rows without."""
+    """Rows of 16 tokens with a prompt and a text, over `pipeline(batch)` of the same rows without texts."""
 )
 
 

@@ -1,8 +1,8 @@
-"""What sharing a batch costs, over one process.
+"""Ranks that share a batch, over one process.
 
     python benchmarks/ranks.py [--ranks 2] [--rounds 10]
 
-The grpo recipe on ranks with rows of their own. More ranks than cores wait for a core.
+The grpo recipe on ranks that each have their own rows. With more ranks than cores, ranks wait for a core.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tables import Cell, Row, Table
 SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
 TARGET = 1.5  # of the smallest
 NOTE = f"""CPU time of one thread, and wall time, in ms. The loop over {MINIBATCHES} minibatches of the grpo
-recipe: on a rank that has its share of the rows, and in one process that has all of them. The ratio is of CPU
-time, of rank 0."""
+recipe: on a rank that has its share of the rows, and in one process that has all of them. The ratio is of
+CPU time, of rank 0."""
 # What a process group is asked for; those that this version has.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce
@@ -40,7 +40,7 @@ def join_ranks(rank: int, ranks: int, port: int) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

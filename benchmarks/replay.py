@@ -1,4 +1,4 @@
-"""A dump through `task=replay`: its time, and how much memory it takes beyond the imports.
+"""A dump through `task=replay`: time, and memory in addition to the imports.
 
 python benchmarks/replay.py [--rows 1000000]
 """
@@ -22,10 +22,10 @@ from tables import Cell, Row, Table
 
 PER_STEP, GROUP_SIZE = 8192, 8
 TARGET = 40_000  # rows a second
-NOTE = f"""A Parquet dump with a prompt and a response each row, {PER_STEP:,} rows a step, through the task:
-read, checked, run through the default recipe, with report, page and dump written. Wall time, in a process
-of its own; over reading: how many times as long as Arrow takes to read the files. Peak memory is that of
-the process, of which the last column is what it had before it began, with all imports."""
+NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,} rows a step, through the
+task: it is read, checked, and run through the default recipe, and report, page and dump are written. Wall
+time, in a process of its own. Over reading: over the time in which Arrow reads the files. Peak memory is
+that of the process; the last column is its memory after all imports, before it begins."""
 
 
 def write(folder: Path, rows: int) -> int:

@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py [--rounds 9]
 
-Each stage gets what the stage before it made. Operator calls are those that reach a TorchDispatchMode.
+Each stage gets the output of the stage before it. Operator calls are those that reach a TorchDispatchMode.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ OF_TOKENS = {
 GATHER_BY_TOKEN = "gather, by token"
 LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
 OPERATORS, MILLISECONDS = 400, 3.0
-NOTE = """The stages of the grpo recipe in order, then others that recipes have, each called alone on a
-batch that it finds in a pipeline. Over a gather: of that batch, as in the tables of rows. A stage that is
-called alone pays for what a pipeline does once for all, the look at its rules and a new TensorDict; and the
-filter alone silences rows in copies, where in a pipeline the split writes into what it gathers. "split, by
-token" is the split of a batch whose advantage and weights are by token, over a gather of that batch: its
-columns move once, as all do. The last two columns are what it costs where there is next to nothing to do."""
-FIXED = f"""The grpo recipe over 64 rows of 16 tokens, cut into {MINIBATCHES}: the loop over all
-minibatches, and the same in one piece. On a GPU each call of an operator is a launch."""
+NOTE = """The stages of the grpo recipe in order, then other stages of recipes. Each is called alone, on its
+batch in a pipeline. Over a gather: over a gather of that batch, as in the tables of rows. A stage that is
+called alone pays for checks of its rules and a new TensorDict, which a pipeline pays once for all stages.
+The filter alone masks rows in copies; in a pipeline the split masks what it gathers. "split, by token" is
+the split of a batch with advantages and weights for each token, over a gather of that batch: these columns
+move once, as all others. The last two columns are the costs of a tiny batch."""
+FIXED = f"""The grpo recipe on 64 rows of 16 tokens, in {MINIBATCHES} minibatches: the loop over all
+minibatches, and the same in one piece. On a GPU each operator call is a launch."""
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:

@@ -1,10 +1,11 @@
-"""Groups out of a stream, against TorchRL's MCAdvantage; and what a journal costs.
+"""Groups from a stream, against TorchRL's MCAdvantage, and the cost of a journal.
 
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
-Rows come in pieces of 1,000, each within 4,000 rows of its place, and groups of 8 go out: as dense batches,
-and as the lazy stacks of ragged rows that LLMCollector yields, a tenth as many. MCAdvantage also computes an
-advantage, which costs little; it knows no failed, late, repeated or missing rollouts, and no state.
+Rows arrive in pieces of 1,000, each within 4,000 rows of its original position, and leave in groups of 8:
+as dense batches, and, with a tenth of the rows, as the lazy stacks of ragged rows of LLMCollector.
+MCAdvantage also computes an advantage, which costs little. It does not handle failed, late, repeated or
+missing rollouts, and has no saved state.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from headrace.transforms import GroupAssembler
 
 PIECE, NEAR = 1000, 4000
 TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
-NOTE = f"""How many times as long MCAdvantage takes as `GroupAssembler`, of rows that come in pieces of
-{PIECE:,}, each within {NEAR:,} rows of its place: dense batches, and lazy stacks of ragged rows.
-MCAdvantage also computes an advantage, which costs little; it knows no failed, late, repeated or missing
-rollouts, and no state."""
+NOTE = f"""The time of MCAdvantage over that of `GroupAssembler`, for rows in pieces of {PIECE:,}, each
+within {NEAR:,} rows of its original position: dense batches, and lazy stacks of ragged rows. MCAdvantage
+also computes an advantage, which costs little. It does not handle failed, late, repeated or missing
+rollouts, and has no saved state."""
 
 
-JOURNAL_NOTE = """Rows per second of CPU time that go through `GroupAssembler`, without and with a `journal`,
-of the same streams. Each batch of 128 groups that is taken is committed."""
+JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`, for the
+same streams. Each batch of 128 groups that is taken is committed."""
 
 
 def dense_rows(count: int) -> TensorDict:
@@ -117,7 +118,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         Row(f"{len(each):,} {kind}", cost(each, options.rounds + 2)) for kind, (each, _) in kinds.items()
     ]
     head = ["rows", "rows a second", "with a journal", "time, with / without"]
-    yield Table("What a journal costs", JOURNAL_NOTE, head, costs)
+    yield Table("The cost of a journal", JOURNAL_NOTE, head, costs)
 
 
 if __name__ == "__main__":

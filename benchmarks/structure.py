@@ -1,4 +1,4 @@
-"""What a GRPO batch runs through, and how much code there is to read.
+"""The code that a GRPO batch runs through, and the size of the code.
 
     python benchmarks/structure.py
 
@@ -30,13 +30,13 @@ from headrace.transforms import BatchTransform
 ROOT = Path(__file__).parent.parent
 SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each
 ASKED_BY_TORCHRL = {"requires_shared_write_state"}
-NOTE_RUN = f"""The loop over the minibatches of the grpo recipe: {SMALL[0]} rows in {MINIBATCHES}
-minibatches where nothing else is said, after a run to warm up. Files and functions are those of headrace that
-are entered, comprehensions and lambdas included; calls are those of Python and C functions. An operator call
-is one that reaches a TorchDispatchMode: on a GPU each is a launch. Collectives are calls of the process group
-by one of two ranks; all_gather_object makes two."""
+NOTE_RUN = f"""The loop over the minibatches of the grpo recipe: {SMALL[0]} rows in {MINIBATCHES} minibatches
+unless the line has others, after a warm-up run. Files and functions are those of headrace that are entered,
+including comprehensions and lambdas. Calls are those of Python and C functions. An operator call is one that
+reaches a TorchDispatchMode: on a GPU each is a launch. Collectives are calls of the process group by one of
+two ranks; all_gather_object makes two."""
 NOTE_READ = """Lines of code without docstrings, comments and empty lines. Traits are the public attributes
-of BatchTransform that say what a stage is for others."""
+of BatchTransform that a stage declares for others."""
 
 
 class Operators(TorchDispatchMode):
@@ -137,12 +137,12 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         "collectives of a rank": (collectives, 3),
     }
     lines = [Row(name, [Cell(count, ",d", goal)]) for name, (count, goal) in numbers.items()]
-    yield Table("What a GRPO batch runs through", NOTE_RUN, ["what", "number"], lines)
+    yield Table("Code that a GRPO batch runs through", NOTE_RUN, ["what", "number"], lines)
 
     goals = {"transforms": 7000, "pipeline": 8500, "tests": 18_000}
     lines = [Row(f"lines of {name}", [Cell(code_lines(name), ",d", goal)]) for name, goal in goals.items()]
     lines.append(Row("traits of a stage", [Cell(len(traits()), ",d", 8)]))
-    yield Table("What there is to read", NOTE_READ, ["what", "number"], lines)
+    yield Table("Size of the code", NOTE_READ, ["what", "number"], lines)
 
 
 if __name__ == "__main__":

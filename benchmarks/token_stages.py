@@ -1,4 +1,4 @@
-"""Stages that work on tokens, each over its formula in plain torch, which is written out here."""
+"""Token-level stages, each over its formula in plain torch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from headrace.transforms.schema import REWARD
 LARGE, SMALL = (4000, 2048), (32, 16)  # rows, tokens of each
 OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
 RATIO, KL, FACTOR, EPS = 1.005, 1e-4, 0.1, 1e-8
-NOTE = """Of a stage what it does itself, as in a pipeline: the table is read before, and is new to it in each
-round; what it leaves to the gathering of rows is done for all rows at once. The formula has no checks, and
-computes in float32 what headrace computes in float64 and rounds once; it has the same tokens, out of the loss
-0, or what they were. Stages that count tokens, whitening
-and shaping, pay for the reading of the counts, as their formula does."""
+NOTE = """The work of a stage itself, as in a pipeline: the table is read before, and is new in each round;
+the work that it leaves to the gathering of rows is done for all rows at once. The formula has no checks, and
+computes in float32, where headrace computes in float64 and rounds once. It has the same tokens; outside the
+loss it has 0 or the input. Stages that count tokens, whitening and shaping include the reading of the
+counts, as their formulas do."""
 
 
 # -- the formulas ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What works on tokens, over its formula in plain torch; and what a step costs around them.
+"""Token-level stages over their formulas in plain torch, and other costs of a step.
 
     python benchmarks/tokens.py [--rounds 9]
 
@@ -17,12 +17,12 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-WHY = """ Missed, and why: of pack and of a tree with few tokens small calls of tensors are left, of which
-the plain formula has 90 µs; MergeTurns reads its table and compares tokens as bytes, where the formula copies
-them once; DenseRows checks that prompt and response are the whole of a row, one column more than the formula
-has."""
-AROUND = """The first column is the time of the formula, in ms, where there is one; the second is headrace
-over it, unless the name says another unit."""
+WHY = """ Reasons for missed targets: pack and a tree with few tokens consist of small tensor calls, for
+which the plain formula takes 90 µs. MergeTurns reads its table and compares tokens as bytes, where the
+formula copies them once. DenseRows checks that prompt and response make up the whole row, which needs one
+column more than the formula."""
+AROUND = """The first column is the time of the formula, in ms, if there is one; the second is headrace over
+it, unless the name has another unit."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

@@ -1,9 +1,9 @@
-"""Tokens that rows share, computed once: how many fewer, what that saves, and what it costs to find them.
+"""Prefix trees: shared tokens computed once, the time that saves, and the cost of finding them.
 
     python benchmarks/trees.py [--rounds 5]
 
-The model is a transformer in float32. Of packed rows each attends by itself, as variable-length kernels have
-it; a tree goes through with a mask of who sees whom, of which nothing is skipped.
+The model is a transformer in float32. Each packed row is a separate attention, as in variable-length
+kernels. A tree runs with a dense attention mask, without skipping masked blocks.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from headrace.transforms import pack, tree_mask, unpack
 
 VOCABULARY = 32_000
 WIDTH = 512
-NOTE = f"""Tokens of the rows, nodes of their tree, and how many times fewer these are. Then forward and
-backward of 4 layers of width {WIDTH}, packing included: wall time on one core, and how many times as long
-packed rows take as the tree."""
-FINDING = """The time of packing, a token of the rows. As a tree it includes sorting the rows as bytes."""
+NOTE = f"""Tokens of the rows, nodes of their tree, and the ratio of the two. Then forward and backward
+passes of 4 layers of width {WIDTH}, including packing: wall time on one core, and the time of packed rows
+over that of the tree."""
+FINDING = """The time of packing, for each token of the rows. For a tree it includes sorting the rows as
+bytes."""
 Rows = list[list[int]]
 
 
@@ -44,7 +45,7 @@ def answers(prompts: int, prompt: int, count: int, length: int) -> Rows:
 
 
 def turns(rollouts: int, prompt: int, count: int, length: int) -> Rows:
-    """One group, whose rollouts have a row for each turn, with all that came before."""
+    """One group, whose rollouts have a row for each turn, with all earlier turns as its prompt."""
     stem = draw(prompt)
     wholes = [stem + draw(count * length) for _ in range(rollouts)]
     return [whole[: prompt + length * (turn + 1)] for whole in wholes for turn in range(count)]

@@ -31,11 +31,11 @@ ROWS, GROUP_SIZE, PROMPTS, ROUNDS = 1024, 8, 2000, 5
 WORDS = "the of and so then first next 12 answer is therefore we have x equals compute"
 TARGET = 1.0  # seconds
 NOTE = f"""{ROWS:,} rows a step, each with one of {PROMPTS:,} prompts and a response of about 1,000
-characters. Wall time from the start of the command, in a process of its own, to the answers with all steps
-and with the first rows of the last step, which is when a browser shows the run; and the CPU time that the
-process has used until then. Next, the first question for the list of prompts, which reads the prompts of all
-steps, and a text that is searched in the rows of a step. The least of {ROUNDS} starts, since other programs
-only add to it. Peak memory is that of the process."""
+characters. From the start of the command, in a process of its own, to the answers with all steps and with the
+first rows of the last step, which is when a browser shows the run: CPU time of the process, and wall time,
+which depends on what else the machine does. Next, the wall time of the first question for the list of
+prompts, which reads the prompts of all steps, and of a text that is searched in the rows of a step. The least
+of {ROUNDS} starts, since other programs only add to it. Peak memory is that of the process."""
 
 
 def write(folder: Path, steps: int) -> int:
@@ -70,7 +70,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def seconds_of(folders: list[Path], step: int) -> list[float]:
-    """Seconds to the first rows, of CPU time until then, of the list of prompts, of a search; MiB at most."""
+    """Seconds to the first rows, CPU seconds until then, of the list of prompts, of a search; MiB at most."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "headrace.pipeline", "view", *map(str, folders)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
@@ -104,10 +104,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             folders = [Path(folder) / "run"] * runs
             times = [seconds_of(folders, options.steps - 1) for _ in range(ROUNDS)]
             rows, cpu, prompts, search, peak = map(min, zip(*times, strict=True))
-            seconds = [Cell(rows, target=TARGET), Cell(cpu), Cell(prompts), Cell(search)]
+            seconds = [Cell(cpu, target=TARGET), Cell(rows), Cell(prompts), Cell(search)]
             cells = [*seconds, Cell(peak, ",.0f")]
             lines.append(Row(f"{name}, {options.steps:,} steps, {size * runs / 2**20:,.0f} MiB", cells))
-    head = ["", "first rows, s", "of CPU, s", "all prompts, s", "search, s", "peak, MiB"]
+    head = ["", "first rows, CPU s", "first rows, s", "all prompts, s", "search, s", "peak, MiB"]
     yield Table("Rows of a run in a browser", NOTE, head, lines)
 
 

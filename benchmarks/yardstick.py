@@ -1,9 +1,9 @@
-"""What the library costs over the same work in plain Python and NumPy.
+"""The library over the same work in plain Python and NumPy.
 
     python benchmarks/yardstick.py [--rounds 9] [--huge 1]
 
-`--huge 1` adds ten million rows, which take two minutes and some gigabytes. What a rank costs is in
-`ranks.py`, the gather and the memory of long rows in `pipeline.py`, and what is counted in `structure.py`.
+`--huge 1` adds ten million rows, which take two minutes and some gigabytes. `ranks.py` measures ranks,
+`pipeline.py` the gather and the memory of long rows, and `structure.py` counts calls and lines.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SMALL, LARGE, HUGE = (64, 512), (100_000, 1_000_000), 10_000_000  # rows
 RAGGED, STREAMED, WAITING = 512, 512, (700, 100_000)
 GROWTH = 13  # at most, where there are ten times as many rows
 NOTE = f"""NumPy: the loop over the {MINIBATCHES} minibatches of the grpo recipe, over the same decisions in
-plain NumPy with the same gathers (`benchmarks/numpy_grpo.py`). Rows have {TOKENS} tokens, or 2 where there
-are 100,000 and more. Ragged rows, in a lazy stack, are over reading each column that the recipe needs once,
-and indexing the stack. In a stream, slices of one row are put into a `GroupAssembler` and whole groups taken
-out, over a dict of lists that are concatenated when they are whole; and one row is put while others wait."""
+plain NumPy with the same gathers (`benchmarks/numpy_grpo.py`). Rows have {TOKENS} tokens, or 2 for 100,000
+rows and more. Ragged rows, in a lazy stack, are over reading each needed column once and indexing the stack.
+In a stream, slices of one row are put into a `GroupAssembler` and whole groups are taken, over a dict of
+lists that are concatenated when they are whole; and one row is put while others wait."""
 HEAD = ["what, over what", "ms", "over, ms", "ratio"]
 
 measure = partial(measure_by, clock=time.thread_time)

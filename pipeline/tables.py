@@ -1,4 +1,4 @@
-"""Tables of texts: for a terminal, where little room breaks no word of them, and for a notebook."""
+"""Tables of texts for a terminal, which do not break words in narrow windows, and for a notebook."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rich.text import Text
 
 from .wording import printable
 
-GAP = 2  # between columns
-LONGEST_WORD = 28  # a longer one may be broken: a reason is made of words, and only data are as long as that
-SHORTEST_CUT = 10  # of a cell that is cut, with its ellipsis
+GAP = 2  # blanks between columns
+LONGEST_WORD = 28  # longer words may be broken; only data, not reasons, have such words
+SHORTEST_CUT = 10  # least width of a cell that is cut, with its ellipsis
 CELL = "padding:.1em .7em;border:0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 
 Give = Literal["nothing", "wrap", "cut"]
@@ -24,14 +24,14 @@ Give = Literal["nothing", "wrap", "cut"]
 
 @dataclass
 class FittedColumn:
-    """A column, and what it does where there is too little room.
+    """A column, and how it shrinks in a narrow window.
 
     Attributes:
-        name: in the table's head.
-        gives: ``nothing``, to ``wrap`` between words, or to be ``cut``, with an ellipsis.
-        right: whether it stands on the right, as numbers do.
-        leaves: where the others still do not fit, the column with the greatest number is left out first;
-            0: it stays.
+        name: title of the column.
+        gives: ``nothing`` if it does not shrink, ``wrap`` between words, or ``cut`` with an ellipsis.
+        right: whether it is aligned to the right, as numbers are.
+        leaves: if the columns still do not fit, the column with the greatest number is removed first; 0: it
+            is never removed.
     """
 
     name: str
@@ -43,7 +43,7 @@ class FittedColumn:
         self.name = printable(self.name)
 
     def widths(self, cell: Text) -> tuple[int, int]:
-        """The least width at which no word of a cell is broken, and that at which nothing wraps."""
+        """The least width at which no word of a cell is broken, and the width at which nothing wraps."""
         widest = max(map(cell_len, cell.plain.splitlines()), default=0)
         if self.gives == "nothing":
             return widest, widest
@@ -51,13 +51,13 @@ class FittedColumn:
         return min(widest, SHORTEST_CUT if self.gives == "cut" else min(longest, LONGEST_WORD)), widest
 
     def lines(self, cell: Text, width: int, indent: int, console: Console) -> list[str]:
-        """A cell in lines of so many letters, behind an indentation."""
-        room, lines = max(width - indent, 0), [cell.plain.rstrip() if self.right else cell.plain]
-        if "\n" in cell.plain or cell_len(cell.plain) > room:
+        """Return a cell as lines of `width` letters, including the indentation."""
+        free, lines = max(width - indent, 0), [cell.plain.rstrip() if self.right else cell.plain]
+        if "\n" in cell.plain or cell_len(cell.plain) > free:
             overflow: OverflowMethod = "fold" if self.gives == "wrap" else "ellipsis"
-            wrapped = cell.wrap(console, max(room, 1), overflow=overflow)
+            wrapped = cell.wrap(console, max(free, 1), overflow=overflow)
             lines = [line.plain.rstrip() if self.right else line.plain for line in wrapped] or [""]
-        blanks = [" " * (room - cell_len(line)) for line in lines]
+        blanks = [" " * (free - cell_len(line)) for line in lines]
         filled = (
             blank + line if self.right else line + blank for line, blank in zip(lines, blanks, strict=True)
         )
@@ -66,12 +66,12 @@ class FittedColumn:
 
 @dataclass
 class FittedTable:
-    """A table of texts. A terminal lays it out when its width is known, a notebook in its own colours.
+    """A table of texts for Rich and for notebooks. Rich lays it out for the width of the terminal.
 
     Attributes:
-        columns: in order.
-        title: above it; empty: none.
-        caption: below it; empty: none.
+        columns: columns in order.
+        title: text above the table; empty: none.
+        caption: text below the table; empty: none.
         rows: cells, style and indentation of each row.
 
     Example:
@@ -91,7 +91,7 @@ class FittedTable:
     rows: list[tuple[list[Text], str, int]] = field(default_factory=list)
 
     def add(self, *cells: str, style: str = "", indent: int = 0) -> None:
-        """Add a row, the first cell `indent` letters from the left. Nothing in a cell is obeyed."""
+        """Add a row, with the first cell indented by `indent` letters. Markup in cells is shown as text."""
         one_line = (column.gives == "cut" for column in self.columns)
         texts = [Text(printable(cell), no_wrap=cut) for cell, cut in zip(cells, one_line, strict=True)]
         self.rows.append((texts, style, indent))
@@ -111,7 +111,7 @@ class FittedTable:
             height = max(map(len, lines), default=0)
             for own, width in zip(lines, widths, strict=True):
                 blank = [" " * width] * (height - len(own))
-                own[:] = blank + own if number == 0 else own + blank  # heads stand on their line
+                own[:] = blank + own if number == 0 else own + blank  # titles are aligned to the bottom
             for line in zip(*lines, strict=True):
                 yield Segment((" " * GAP).join(line), console.get_style(style))
                 yield Segment.line()
@@ -122,7 +122,7 @@ class FittedTable:
             yield Text(self.caption, "dim italic")
 
     def _repr_html_(self) -> str:
-        lines = []  # no text in it is read as HTML
+        lines = []  # all texts are escaped
         head = ([Text(column.name) for column in self.columns], "", 0)
         for tag, (texts, style, _) in [("th", head), *(("td", row) for row in self.rows)]:
             cells = ""
@@ -136,10 +136,10 @@ class FittedTable:
         return f'<div style="overflow-x:auto">{table}</div>{caption}'
 
     def bounds(self, k: int) -> tuple[int, int]:
-        """The least width of column `k` at which no word is broken, and that at which nothing wraps."""
+        """The least width of column `k` at which no word is broken, and the width at which nothing wraps."""
         column = self.columns[k]
         least, most = column.widths(Text(column.name))
-        most = least if column.gives == "wrap" else most  # a name may wrap where its cells need no more room
+        most = least if column.gives == "wrap" else most  # a title may wrap if the cells are narrower
         for texts, _, indent in self.rows:
             within = column.widths(texts[k])
             least, most = (max(a, b + indent * (k == 0)) for a, b in zip((least, most), within, strict=True))
@@ -147,12 +147,12 @@ class FittedTable:
 
 
 def columns_that_fit(columns: Sequence[FittedColumn], least: Sequence[int], width: int) -> list[int]:
-    """The indices of the columns that are shown, in order.
+    """Return the indices of the columns that are shown, in order.
 
     Args:
-        columns: of the table.
-        least: widths.
-        width: of the terminal.
+        columns: columns of the table.
+        least: least width of each column.
+        width: width of the terminal.
 
     Example:
         >>> columns = [FittedColumn("id"), FittedColumn("prompt", leaves=2), FittedColumn("rows", leaves=1)]
@@ -169,11 +169,11 @@ def columns_that_fit(columns: Sequence[FittedColumn], least: Sequence[int], widt
 
 
 def widths_within(bounds: Sequence[tuple[int, int]], width: int) -> list[int]:
-    """Widths of columns: what each needs, and of the rest as much as it can use, the widest last.
+    """Distribute a width over columns: each gets its least width, and then a share of the rest.
 
     Args:
-        bounds: the least and the greatest width of each.
-        width: of all together.
+        bounds: the least and the greatest width of each column.
+        width: total width.
 
     Example:
         >>> widths_within([(5, 5), (4, 30), (3, 8)], 30)
@@ -181,7 +181,7 @@ def widths_within(bounds: Sequence[tuple[int, int]], width: int) -> list[int]:
     """
     widths = [least for least, _ in bounds]
     rest = width - sum(widths)
-    if rest < 0:  # there is no room for all words
+    if rest < 0:  # the words do not fit
         while sum(widths) > max(width, len(widths)):
             widths[widths.index(max(widths))] -= 1
         return widths

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 
 class Line(NamedTuple):
@@ -246,3 +246,18 @@ class SlowAssembler:
     @property
     def held(self) -> int:
         return sum(map(len, self.rows.values()))
+
+
+def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
+    """Each row has the columns of the other, with their dtypes, shapes and values; NaN is equal to NaN."""
+    assert len(found) == len(expected)
+    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
+        keys = set(other.keys(True, True))
+        assert set(row.keys(True, True)) == keys
+        for key in keys:
+            value, wanted = row.get(key), other.get(key)
+            if isinstance(wanted, torch.Tensor):
+                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
+                assert torch.equal(value.nan_to_num(-99), wanted.nan_to_num(-99)), key
+            else:
+                assert value == wanted, key

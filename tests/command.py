@@ -84,3 +84,12 @@ def headrace_here(folder: Path, *words: str, check: bool = True) -> subprocess.C
     done = subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
     assert not check or code == 0, done.stdout + done.stderr
     return done
+
+
+def refused(folder: Path, *words: str) -> str:
+    """The one paragraph with which the command refuses its words."""
+    done = headrace_here(folder, *words, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("headrace: ")
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())

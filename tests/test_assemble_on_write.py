@@ -118,7 +118,7 @@ def test_wrong_places_are_refused_with_the_right_one():
     plain.append_transform(AssembleOnWrite(GroupAssembler()))
     rows = next(of_one_process(60)).reshape(-1)
     plain.extend(rows)
-    with pytest.raises(TypeError, match=right.format("rows that are sampled")):
+    with pytest.raises(TypeError, match=right.format("sampled rows")):
         plain.sample()
     with pytest.raises(RuntimeError, match="keeps replay-buffer write state"):
         ReplayBuffer(storage=LazyTensorStorage(9), shared=True).append_transform(transform)
@@ -186,7 +186,7 @@ def test_what_was_refused_at_a_writer_is_raised_once_where_the_buffer_is_sampled
     with pytest.raises(BatchError, match="end only once"):
         buffer.extend(rows.reshape(-1)[:3].clone())
     assert "end only once" in buffer_account(buffer).error
-    with pytest.raises(BatchError, match=r"refused on their way into the buffer: .*end only once"):
+    with pytest.raises(BatchError, match=r"refused when they were written into the buffer: .*end only once"):
         buffer.sample()
     assert len(buffer.sample()) == 4
 

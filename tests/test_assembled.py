@@ -39,7 +39,7 @@ def test_leftovers_are_yielded_dropped_or_refused():
     assembler = GroupAssembler(groups=2)
     assert len(list(assembled(rows(5), assembler, leftovers="drop"))) == 2
     assert assembler.counts["unfinished"] == 4
-    with pytest.raises(BatchError, match="1 whole groups are left over, fewer than the 2 of a batch"):
+    with pytest.raises(BatchError, match="1 whole groups are left over, fewer than a batch of 2 groups"):
         list(assembled(rows(5), GroupAssembler(groups=2), leftovers="raise"))
     assert len(list(assembled(rows(4), GroupAssembler(groups=2), leftovers="raise"))) == 2
     with pytest.raises(ValueError, match="leftovers must be one of"):
@@ -47,7 +47,7 @@ def test_leftovers_are_yielded_dropped_or_refused():
 
 
 def test_a_source_that_ends_with_nothing_is_an_error_with_the_rows_in_it():
-    with pytest.raises(StalledError, match=r"ended, and nothing has come out.*group 100 has 0 of 2.*2 held"):
+    with pytest.raises(StalledError, match=r"ended, and no group became whole.*group 100 has 0 of 2.*2 held"):
         list(assembled(rows(0, torn=2), GroupAssembler()))
     with pytest.raises(StalledError, match="none arrived"):
         list(assembled([], GroupAssembler()))
@@ -186,7 +186,7 @@ def test_the_state_of_both_goes_on_where_it_was(at):
     again = assembled(Counted(), GroupAssembler(groups=2))
     again.load_state_dict(torch.load(file, weights_only=True))
     assert begun + numbers(again) == expected
-    with pytest.raises(ValueError, match="has that of a source"):
+    with pytest.raises(ValueError, match="has a source state"):
         assembled([], GroupAssembler(groups=2)).load_state_dict(stream.state_dict())
 
 

@@ -303,7 +303,7 @@ def test_a_column_that_is_missing_or_new_or_of_another_kind_is_named():
         (batch.exclude("text"), "only some have text"),
         (batch.clone().set("number", torch.zeros(1)), r"same dtypes and widths; 'number' is"),
         (wide, r"same dtypes and widths; \('tokens', 'full'\) is .*pad all rows to one width"),
-        (lazy_stack(list(batch.unbind(0))), "lazy stacks all or dense all"),
+        (lazy_stack(list(batch.unbind(0))), "all be lazy stacks or all be dense"),
     ):
         assembler = make_begun()
         before = state_of(assembler)

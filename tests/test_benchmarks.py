@@ -92,7 +92,7 @@ def test_a_target_that_is_missed_is_said_to_be_missed(tmp_path):
     (tmp_path / "advantage.json").write_text(json.dumps(kept | {"tables": [table]}))
     run("--render", "--results", tmp_path, "--page", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "2 of 4 targets are met; not these:\n\n- T: b, x: 1.91 (≤ 1.9: missed)\n- T: d, x: 49.00" in page
+    assert "2 of 4 targets are met. Missed:\n\n- T: b, x: 1.91 (≤ 1.9: missed)\n- T: d, x: 49.00" in page
     assert re.findall(r"^\| (\w) \| (\*\*)?[\d.]+", page, re.MULTILINE) == [
         ("a", ""),
         ("b", "**"),

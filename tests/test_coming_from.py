@@ -70,7 +70,7 @@ def test_the_environment_names_a_recipe_once_for_all(recipe):
     assert "split" not in found.stages
     assert "weight" not in found.stages
     recipe("rae")
-    with pytest.raises(ValueError, match=r"stages running remember"):
+    with pytest.raises(ValueError, match=r"stages running have a state"):
         recipe_of_environment("as/slime")
 
 
@@ -82,7 +82,7 @@ def test_a_misspelt_recipe_is_an_error_before_any_rollout(monkeypatch, recipe):
     recipe("grop")
     for name in ("slime", "prime_rl", "skyrl", "rllm", "torchtitan"):
         sys.modules.pop(f"headrace.adapters.{name}", None)
-        with pytest.raises(ValueError, match=r"no recipe 'grop' \(did you mean 'grpo'"):
+        with pytest.raises(ValueError, match=r"unknown recipe 'grop' \(did you mean 'grpo'"):
             importlib.import_module(f"headrace.adapters.{name}")
 
 

@@ -122,5 +122,5 @@ def test_a_pipeline_without_an_advantage_is_refused():
 
 def test_a_batch_of_two_dimensions_is_refused():
     batch = rows(9).reshape(5, 4)
-    with pytest.raises(BatchError, match=r"a batch of shape \[N\]; got \[5, 4\]"):
+    with pytest.raises(BatchError, match=r"a batch of shape \[N\] is required; got \[5, 4\]"):
         advantages_of(of_four("grpo"), batch)

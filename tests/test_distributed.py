@@ -45,7 +45,7 @@ def test_an_id_on_more_than_one_rank_is_refused_with_all_that_are(rows):
     if not twice:
         assert torch.equal(tell_apart(ids, rank, "raise", "group_id"), ids)
         return
-    message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: say shared_ids='same'"
+    message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: set pipeline.shared_ids=same"
     with pytest.raises(BatchError, match=message):
         tell_apart(ids, rank, "raise", "group_id")
 
@@ -84,7 +84,9 @@ def test_the_first_rank_does_not_decide_what_is_asked_of_each(stage, why):
 
 
 def test_one_rank_decides_only_for_others():
-    with pytest.raises(ValueError, match="decide_on='first_rank' is for ranks that share a batch: set proc"):
+    with pytest.raises(
+        ValueError, match=r"decide_on='first_rank' needs ranks that share a batch: set pipeline\.proc"
+    ):
         Pipeline({"collapse": FanOutCollapse()}, decide_on="first_rank")
 
 

@@ -56,7 +56,7 @@ def test_each_row_comes_out_once_in_the_order_of_writing_or_is_said_to_be_lost(k
             buffer.extend(numbered(written, count))
             written += count
         elif written - len(seen) > size:
-            message = f"{len(seen)} rows of the buffer were read, and {written} are written.*holds {size}"
+            message = f"{len(seen)} rows of the buffer were read, and {written} were written.*holds {size}"
             with pytest.raises(BatchError, match=message):
                 read(drain)
             return
@@ -77,10 +77,10 @@ def test_a_state_goes_on_behind_what_was_read_and_knows_another_buffer():
     assert read(second) == [3, 4]
     other = drained(ReplayBuffer(storage=LazyTensorStorage(5)))
     other.load_state_dict(first.state_dict())
-    with pytest.raises(BatchError, match="3 rows of the buffer were read, and 0 are written"):
+    with pytest.raises(BatchError, match="3 rows of the buffer were read, and 0 were written"):
         read(other)
     buffer.empty()
-    with pytest.raises(BatchError, match="If it was emptied, or is a new one"):
+    with pytest.raises(BatchError, match="If it was emptied or is new"):
         read(second)
 
 
@@ -150,7 +150,7 @@ def test_strings_in_a_shared_buffer_are_refused_since_they_stay_where_they_were_
     rows = numbered(0, 2).set("text", ["a", "b"])
     buffer = shared(4)
     buffer.extend(rows)
-    with pytest.raises(BatchError, match="columns that are no tensors, text"):
+    with pytest.raises(BatchError, match="columns that are no tensors: text"):
         read(drained(buffer))
     own = ReplayBuffer(storage=LazyTensorStorage(4))
     own.extend(rows)
@@ -163,7 +163,7 @@ def test_a_write_that_failed_is_noticed_and_never_read_as_rows():
     drain = drained(buffer)
     assert read(drain) == [0, 1]
     for width in (1, 4):  # the first would be repeated
-        with pytest.raises(BatchError, match="these are of another width in tokens"):
+        with pytest.raises(BatchError, match="these rows have another width in tokens"):
             buffer.extend(numbered(2, 2).set("tokens", torch.zeros(2, width)))
     with pytest.raises(BatchError, match="2 writes to the buffer failed, and those rows are lost"):
         read(drain)
@@ -174,11 +174,11 @@ def test_a_column_that_is_not_written_is_refused_and_not_read_as_what_was_there(
     buffer = shared(6)
     buffer.extend(numbered(0, 2).set("group_id", torch.zeros(2)))
     rows = numbered(2, 2)
-    with pytest.raises(BatchError, match="all columns of the storage, as wide as there; these lack group_id"):
+    with pytest.raises(BatchError, match="the columns and widths of the storage; these rows lack group_id"):
         buffer.add(rows[0]) if one else buffer.extend(rows)
     rows = numbered(2, 2).set("group_id", torch.zeros(2)).set("status", torch.ones(2))
     with pytest.raises(
-        BatchError, match="these have also status"
+        BatchError, match="these rows also have status"
     ):  # which would be there in no other process
         buffer.add(rows[0]) if one else buffer.extend(rows)
     with pytest.raises(BatchError, match="2 writes to the buffer failed"):
@@ -262,7 +262,7 @@ def test_writers_that_lap_the_reader_are_noticed():
     with told_writers(buffer, 2) as writers:
         for writer in (0, 1, 0):
             writers.tell(writer, rows[:2])
-        with pytest.raises(BatchError, match=r"0 rows .* read, and 6 are written, of which it holds 4"):
+        with pytest.raises(BatchError, match=r"0 rows .* read, and 6 were written, of which it holds 4"):
             next(iter(drained(buffer)))
 
 

@@ -97,5 +97,5 @@ def test_a_rollout_that_was_trained_without_a_reward_is_read_back_so(make_batch,
 def test_an_advantage_that_is_not_finite_is_not_whitened(make_batch):
     batch = make_batch([0.0] * 3, [0] * 3)
     batch["advantage"] = torch.tensor([1.0, NAN, 2.0]).view(3, 1, 1)
-    with pytest.raises(BatchError, match=r"must be finite to be whitened, .* found nan at row 1$"):
+    with pytest.raises(BatchError, match=r"needs finite advantages .* found nan at row 1$"):
         BatchWhitening(per="sample")(batch)

@@ -74,7 +74,7 @@ def test_it_asks_so_often_and_no_more():
 
     stream = iter(informative(source(), groups=2, max_batches=4))
     with pytest.raises(
-        StalledError, match=r"4 batches have brought 4 groups, of which 1 are informative; 2 are"
+        StalledError, match=r"4 batches had 4 groups, of which 1 are informative; a batch needs 2"
     ):
         next(stream)
     assert len(asked) == 4
@@ -115,9 +115,9 @@ def test_groups_that_are_cut_or_incomplete_are_refused():
     cut = [whole[[0, 1, 2]], whole[[3]]]
     stages = load_pipeline("pipeline=grpo", "~pipeline.stages.gate").stages
     keep_all = [stages["collapse"]]
-    with pytest.raises(BatchError, match=r"in two batches came 1\. Put assembled\(\) between"):
+    with pytest.raises(BatchError, match=r"in two batches: 1\. Put assembled\(\) between"):
         list(informative(cut, groups=3, stages=keep_all))
-    with pytest.raises(BatchError, match=r"in two batches came 1\."):  # though nobody waits for it any more
+    with pytest.raises(BatchError, match=r"in two batches: 1\."):  # though nobody waits for it any more
         list(informative(cut, groups=1, stages=keep_all))
     with pytest.raises(ValueError, match="groups must be an integer; got None"):
         informative([], groups=None)

@@ -280,7 +280,7 @@ def test_an_unset_id_in_the_loss_is_refused_and_out_of_it_is_not():
         ({"fold": "mean"}, "fold must be one of"),
         ({"gradients": "max"}, "gradients must be one of"),
         ({"ranks": 0}, "ranks must be an integer ≥ 1"),
-        ({"ranks": 2, "process_group": "world"}, "give ranks where"),
+        ({"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
     ],
 )
 def test_options_that_make_no_sense_raise(options, message):

@@ -234,12 +234,12 @@ def test_what_cannot_be_merged_says_why():
     batch["score"] = torch.full((3, 1), torch.nan)
     assert len(MergeTurns()(batch)) == 2  # NaN is itself
     batch["entropy", "full"] = torch.zeros(3, 3)
-    with pytest.raises(BatchError, match=r"as wide as the tokens, \d+; \('entropy', 'full'\) is \(3,\)"):
+    with pytest.raises(BatchError, match=r"the width of the tokens, \d+; \('entropy', 'full'\) has \(3,\)"):
         MergeTurns()(batch)
     batch = batch_of(rows)
     with pytest.raises(BatchError, match="put MergeTurns before ShuffleSplit"):
         MergeTurns()(ShuffleSplit(minibatches=1)(batch))
     with pytest.raises(BatchError, match="must have different turns"):
         MergeTurns(turn_key="turn")(batch.set("turn", torch.zeros(3).long()))
-    with pytest.raises(BatchError, match=r"a mask is as wide as the tokens, \(3, 10\); .* is \(3, 2\)"):
+    with pytest.raises(BatchError, match=r"the shape of the tokens, \(3, 10\); .* has \(3, 2\)"):
         MergeTurns()(batch.set(LOSS, batch[LOSS][:, :2]))

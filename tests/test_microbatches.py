@@ -440,7 +440,7 @@ def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
         ({"max_tokens": 0}, "max_tokens must be an integer ≥ 1"),
         ({"ranks": 2, "rank": 2}, "rank must be below ranks"),
         ({"rank": -1}, "rank must be an integer ≥ 0"),
-        ({"ranks": 2, "process_group": "world"}, "give ranks where"),
+        ({"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
         ({"ranks": 2, "max_tokens": 9}, "set remainder='pad' to fill it up with masked rows, or 'drop'"),
         ({"process_group": "world", "max_tokens": 9, "remainder": "carry"}, "got remainder='carry'"),
         ({"balance": "length"}, "balance must be one of"),

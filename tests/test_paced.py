@@ -48,7 +48,7 @@ def test_where_nobody_makes_room_it_is_said_in_time():
     assembler = GroupAssembler(groups=1, max_staleness=0)
     draws = paced(RepeatSampler(4, group_size=2).draws(), assembler, patience=0.1)
     assert next(draws)["group_id"].tolist() == [0, 0]
-    with pytest.raises(StalledError, match=r"no room for 1 groups for 0.1 s.*group 0 has 0 of 2"):
+    with pytest.raises(StalledError, match=r"No capacity to dispatch 1 groups for 0.1 s.*group 0 has 0 of 2"):
         next(draws)
     with pytest.raises(ValueError, match="finite and > 0"):
         paced([], assembler, patience=-1)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import cut_rows
 from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 
 from headrace.transforms import BatchError, MissingKeyError, pack, unpack, unpack_tokens
 
@@ -52,13 +53,7 @@ def test_unpacking_gives_back_the_rows(lengths, side):
 
 def ragged(dense, lengths) -> TensorDict:
     """The same rows without what lies behind their first entries."""
-    rows = []
-    for row, length in zip(dense.unbind(0), lengths, strict=True):
-        row = row.clone()
-        for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
-            row[key] = row[key][:length]
-        rows.append(row)
-    return lazy_stack(rows)
+    return cut_rows(dense, map(slice, lengths), (FULL, ATTENTION, LOSS, ("log_probs", "full")))
 
 
 def test_ragged_rows_pack_as_padded_ones():
@@ -169,7 +164,7 @@ def test_what_cannot_be_packed_says_why():
         pack(batch_of([3, 0]))
     first = batch.clone()
     first[LOSS] = first[ATTENTION].clone()
-    with pytest.raises(BatchError, match=r"first token has nothing before it.*rows \[0, 1\]"):
+    with pytest.raises(BatchError, match=r"first token of a row has no context.*rows \[0, 1\]"):
         pack(first)
     with pytest.raises(
         BatchError, match=r"\(2, 3, ...\), as wide as the attention mask; 'rollout_id' is \(2,\)"
@@ -177,7 +172,7 @@ def test_what_cannot_be_packed_says_why():
         pack(batch, token_keys=["rollout_id"])
     outside = batch.clone()
     outside[LOSS][0, 0] = True
-    with pytest.raises(BatchError, match=r"a token in the loss is a real one; in rows \[0\]"):
+    with pytest.raises(BatchError, match=r"tokens in the loss must be real; in rows \[0\]"):
         pack(outside)
     with pytest.raises(BatchError, match="a loss mask is bool"):
         pack(batch.clone().set(LOSS, batch[LOSS].float()))
@@ -198,8 +193,8 @@ def with_row(number, key, value) -> TensorDict:
     ("rows", "message"),
     [
         (with_row(2, ATTENTION, torch.zeros(2, dtype=torch.bool)), r"rows \[2\] have none"),
-        (with_row(1, LOSS, torch.tensor([True, False, False])), r"in the loss in rows \[1\]: take it out"),
-        (with_row(1, ATTENTION, torch.tensor([True, False, False])), r"a real one; in rows \[1\]"),
+        (with_row(1, LOSS, torch.tensor([True, False, False])), r"in the loss in rows \[1\]: remove it"),
+        (with_row(1, ATTENTION, torch.tensor([True, False, False])), r"must be real; in rows \[1\]"),
         (with_row(0, LOSS, torch.zeros(3, dtype=torch.bool)), r"in rows \[0\] the loss mask has another"),
         (with_row(1, FULL, torch.zeros(2, dtype=torch.int64)), r"\(3, 3, ...\).*is \(3, 2\) at row 1"),
         (with_row(1, FULL, torch.zeros(3, dtype=torch.int32)), "one dtype; found torch.int32, torch.int64"),

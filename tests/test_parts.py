@@ -315,7 +315,7 @@ def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
 
 def test_no_difficulty_of_what_is_no_share():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
-    with pytest.raises(BatchError, match=r"must be in \[0, 1\]; found 1.5 at row 1 \(rollout 1\)"):
+    with pytest.raises(BatchError, match=r"needs rewards in \[0, 1\], .*; found 1.5 at row 1 \(rollout 1\)"):
         DifficultyWeight()(batch)
 
 
@@ -388,7 +388,7 @@ def test_what_an_earlier_stage_refuses_does_not_count():
         pipeline(batch_of([1.0, NAN], [0, 1]))
     assert len(running.memory.after.keys) == 0
     wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
-    with pytest.raises(BatchError, match=r"have one baseline_key; found 2 at row 1 \(rollout 3\)"):
+    with pytest.raises(BatchError, match=r"have the same baseline_key; found 2 at row 1 \(rollout 3\)"):
         Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
 
 
@@ -424,7 +424,7 @@ def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():
 
 def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
     """Equal rewards in every batch would else look as if the batch came again, and never count."""
-    with pytest.raises(ValueError, match="needs a rollout_key, of ids that no two batches share"):
+    with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
         RunningBaseline(rollout_key=None)
     stage = RunningBaseline(decay=0.5)
     found = [float(stage(groups_of_one([1.0], [0], start))["advantage"]) for start in range(3)]
@@ -435,7 +435,7 @@ def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
     ("options", "message"),
     [
         ({"decay": 1.5}, "decay must be in"),
-        ({"decay": 1.0}, "give start_weight"),
+        ({"decay": 1.0}, "needs start_weight"),
         ({"start_weight": 0.0}, "start_weight must be finite and > 0"),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_token_in_the_loss_that_is_padding_is_refused_with_its_row(rows):
         out = MergeTurns()(batch)
         assert torch.equal(out[MASK], loss)
         return
-    with pytest.raises(BatchError, match="a token in the loss is a real one") as refused:
+    with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         MergeTurns()(batch)
     assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong
     with pytest.raises(BatchError):
@@ -425,8 +425,8 @@ def test_a_parent_that_is_not_in_the_batch_is_refused_and_only_of_those_in_the_t
     batch["parent_id"] = torch.tensor([9, -1, -1])  # nobody in the tree goes on from it
     stage(batch)
     batch["parent_id"] = torch.tensor([9, 1, -1])
-    with pytest.raises(BatchError, match=r"in the batch; found parent 9 of rollout 1 \(row 0\)"):
+    with pytest.raises(BatchError, match=r"in the same group; found parent 9 of rollout 1 \(row 0\)"):
         stage(batch)
     batch["parent_id"] = torch.tensor([2, 1, -1])
-    with pytest.raises(BatchError, match="in a circle are parent 2 of rollout 1"):
+    with pytest.raises(BatchError, match="a cycle of parent 2 of rollout 1"):
         stage(batch)

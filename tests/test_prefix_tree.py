@@ -166,9 +166,9 @@ def test_a_tree_reads_three_times_and_unpacking_never_however_many_rows_there_ar
 def test_what_is_no_tree_says_so():
     batch = dense([[1, 2], [1, 3]])
     packed = pack(batch, tree=True)
-    with pytest.raises(BatchError, match=r"\(1, 3, ...\), of the 3 nodes of a tree .* got \(1, 4\)"):
+    with pytest.raises(BatchError, match=r"\(1, 3, ...\), for the 3 nodes of a tree .* got \(1, 4\)"):
         unpack_tokens(packed[FULL], packed)
-    with pytest.raises(BatchError, match=r"\(1, 4, ...\), of the 4 tokens .* got \(1, 3\)"):
+    with pytest.raises(BatchError, match=r"\(1, 4, ...\), for the 4 tokens .* got \(1, 3\)"):
         unpack_tokens(torch.zeros(1, 3), pack(batch))
     for function in (tree_mask, tree_mask_mod, lambda rows: tree_log_probs(torch.zeros(1, 4, 9), rows)):
         with pytest.raises(MissingKeyError, match=r"written by pack\(..., tree=True\)"):
@@ -178,7 +178,7 @@ def test_what_is_no_tree_says_so():
     with pytest.raises(MissingKeyError, match="input_keys"):
         pack(batch, tree=True, input_keys=["kind"])
     batch["image"] = ["a", "b"]
-    with pytest.raises(BatchError, match="'image' is no tensor that could be compared"):
+    with pytest.raises(BatchError, match="'image' is no tensor, so it cannot be compared"):
         pack(batch, tree=True, row_input_keys=["image"])
     with pytest.raises(BatchError, match="'image' is no tensor"):
         pack(lazy_stack(list(batch.unbind(0))), tree=True, row_input_keys=["image"])

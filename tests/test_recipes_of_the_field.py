@@ -148,7 +148,7 @@ def test_every_convention_says_where_it_was_read_and_when():
         text = (CONF / "as" / f"{name}.yaml").read_text()
         head = " ".join(line.removeprefix("# ") for line in text.splitlines()[1:] if line.startswith("#"))
         assert re.match(where, head), head
-        assert " Ours: " in head, name
+        assert " Difference: " in head, name
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 REFUSED = {
     "gate": r"stage 'gate', .*1 incomplete group: group \d+ has 3 of 4",
     "rule": r"stage 'collapse', .*every reward must be finite; found nan at row \d+",
-    "column": r"ranks must have the same columns, of one dtype and shape; rank 1 lacks group_id",
+    "column": r"ranks must have the same columns, with equal dtypes and shapes; rank 1 lacks group_id",
     "stage": r"stage 'own', fails: the reward model is gone",
     "last rule": r"stage 'filter', .*every row needs a group_id ≥ 0; found -1 at row \d+",
     "criterion": r"stage 'filter', .*the reward model is gone",
@@ -26,7 +26,7 @@ REFUSED = {
     "skipped": r"rank 1 did not come to a batch within",
     "options": r"ranks must do the same with a batch: rank \d has advantage: .*, rank \d has advantage: ",
     "epochs": r"ranks must do the same with a batch: rank \d has epochs=\d, rank \d has epochs=\d",
-    "ids": r"group_id .* on more than one rank: say shared_ids='same'",
+    "ids": r"group_id .* on more than one rank: set pipeline.shared_ids=same",
     "torn": r"groups .* have rows on more than one rank. Each rank cuts its own minibatches",
 }
 

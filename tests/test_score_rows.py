@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from alone import said_by
+from batches import cut_rows
 from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch import nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
@@ -75,13 +76,7 @@ def dense(rows) -> TensorDict:
 
 def ragged(rows) -> TensorDict:
     batch = dense(rows)
-    stack = []
-    for row in batch.unbind(0):
-        there = row[ATTENTION]
-        for key in (FULL, ATTENTION, LOSS_MASK):
-            row[key] = row[key][there]
-        stack.append(row)
-    return lazy_stack(stack)
+    return cut_rows(batch, batch[ATTENTION], (FULL, ATTENTION, LOSS_MASK))
 
 
 def expected(rows, actor) -> list[list[float]]:
@@ -185,7 +180,7 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
     for place in (0, 1):  # padding, and the first token
         first = dense([([1], [2, 3]), ([4], [5])])
         first[LOSS_MASK][1, place] = True
-        with pytest.raises(BatchError, match=r"nothing before it to predict it from.*in row 1 \(rollout 1\)"):
+        with pytest.raises(BatchError, match=r"no context to predict it from.*in row 1 \(rollout 1\)"):
             ScoreRows(actor=Bigram())(first)
     with pytest.raises(MissingKeyError, match=r"all_assistant_mask'\) \(loss_mask_key\)"):
         ScoreRows(actor=Bigram())(batch.exclude(LOSS_MASK))

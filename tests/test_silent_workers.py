@@ -150,7 +150,7 @@ def test_what_a_worker_raised_is_said_or_where_to_look(kind):
     finally:
         close(source)
     words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert "What its workers raised is on stderr" in words
+    assert "The errors of its workers are on stderr" in words
     assert "Waiting: group" in words
 
 

@@ -104,12 +104,15 @@ class Repeating(Transform):
 @pytest.mark.parametrize(
     ("chain", "message"),
     [
-        ([Repeating(4), StampIds(2)], r"StampIds\(repeats=2\): Repeating has each prompt 4 times in a row"),
+        (
+            [Repeating(4), StampIds(2)],
+            r"StampIds\(repeats=2\): Repeating repeats each prompt 4 times in a row",
+        ),
         (
             [StampIds(4), Repeating(4)],
-            r"append StampIds\(repeats=4\) behind Repeating, which draws the prompts",
+            r"append StampIds\(repeats=4\) after Repeating, which draws the prompts",
         ),
-        ([StampIds(4), StampIds(4)], "'group_id' is stamped once"),
+        ([StampIds(4), StampIds(4)], "the environment has 'group_id' already"),
     ],
 )
 def test_an_environment_that_cannot_be_stamped_is_refused(chain, message):

@@ -416,7 +416,9 @@ def test_an_assembler_behind_another_generator_is_named_and_another_number_of_gr
         assert len(batch) == 4
         assembler.version += 1
     assert assembler.version == 4
-    with pytest.raises(ValueError, match=r"the same groups.*got groups=3 and GroupAssembler\(groups=2\)"):
+    with pytest.raises(
+        ValueError, match=r"the same number of groups.*got groups=3 and GroupAssembler\(groups=2\)"
+    ):
         informative(assembled([], assembler), groups=3)
 
 
@@ -466,7 +468,9 @@ def test_rows_newer_than_the_version_are_refused_or_wait_for_it(on_stale):
     ):
         put_all(waiting, pieces)
     ending = assembled(rows.split(4), GroupAssembler(max_staleness=0, on_newer="wait"))
-    with pytest.raises(StalledError, match=r"1 whole groups are of policy versions newer than 0"):
+    with pytest.raises(
+        StalledError, match=r"1 whole groups have policy versions newer than assembler.version=0"
+    ):
         list(ending)
 
 
@@ -477,7 +481,11 @@ def test_rows_newer_than_the_version_of_a_sampler_are_refused_where_it_has_a_lim
         buffer = ReplayBuffer(storage=LazyTensorStorage(9), **options)
         rows = batch_of_lines([Line(0, r, 0, True) for r in (0, 1)]).exclude("text")
         buffer.extend(rows.set("version", torch.tensor([50, 50])))
-        with pytest.raises(BatchError, match=r"trains, 0; found 50\. Call") if refused else nullcontext():
+        with (
+            pytest.raises(BatchError, match=r"consumer_version=0; found 50\. Call")
+            if refused
+            else nullcontext()
+        ):
             buffer.sample()
         sampler.consumer_version = 50
         assert len(buffer.sample()) == 2

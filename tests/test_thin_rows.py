@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from assembly import Line, batch_of_lines, faulty_stream
+from assembly import Line, batch_of_lines, faulty_stream, same_rows
+from batches import cut_rows
 from composed import composed
 from recipes import CHAINS
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from headrace.pipeline import Pipeline, RolloutQueue, StepQueue, assembled
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
@@ -76,11 +77,8 @@ def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = Fa
     rows[LOG_PROB] = log_prob.masked_fill(torch.rand(size, generator=draw) < 0.05, float("nan"))
     if not ragged:
         return rows
-    singles = [row.clone() for row in rows.unbind(0)]
-    for number, row in enumerate(singles):
-        for key in (("tokens", "full"), MASK, ("masks", "all_attention_mask"), LOG_PROB):
-            row[key] = row[key][: tokens - number % 3].clone()
-    return lazy_stack(singles)
+    keys = (("tokens", "full"), MASK, ("masks", "all_attention_mask"), LOG_PROB)
+    return cut_rows(rows, [slice(tokens - number % 3) for number in range(len(rows))], keys)
 
 
 def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:
@@ -91,20 +89,6 @@ def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:
             pieces.append(rows_of(lines, start, **options))
         start += len(lines)
     return pieces
-
-
-def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
-    assert len(found) == len(expected)
-    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
-        keys = set(other.keys(True, True))
-        assert set(row.keys(True, True)) == keys
-        for key in keys:
-            value, wanted = row.get(key), other.get(key)
-            if isinstance(wanted, torch.Tensor):
-                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
-                assert torch.equal(value.nan_to_num(-99), wanted.nan_to_num(-99)), key
-            else:
-                assert value == wanted, key
 
 
 def metrics_of(run: Any) -> dict[str, float]:
@@ -375,7 +359,7 @@ def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
         StepQueue(f"{name}/steps", ranks=1).put(pipeline.minibatches(thin))
     with pytest.raises(MissingKeyError, match=r"RolloutQueue needs the key \('headrace', 'elsewhere'\)"):
         source.fetch(rows)
-    with pytest.raises(TypeError, match="assemblers and pipelines decide; got dict"):
+    with pytest.raises(TypeError, match="decided_by takes GroupAssemblers and pipelines; got dict"):
         RolloutQueue(name, decided_by=[{}])
 
 
@@ -395,7 +379,7 @@ def test_tokens_that_were_lost_or_differ_in_width_are_an_error_of_the_rank(name)
     assembler.put(next(iter(source)))
     steps = StepQueue(f"{name}/steps", ranks=1, rollouts=name)
     steps.put(pipeline.minibatches(assembler.take()))
-    with pytest.raises(BatchError, match="dense rows have one width"):
+    with pytest.raises(BatchError, match="dense rows must have one width"):
         next(steps.minibatches(0))
     transfer_queue.kv_clear(keys_in(name)[:1], name)
     with pytest.raises(BatchError, match=r"all rows that were put in partition.*found 1 of 2"):

@@ -132,7 +132,7 @@ def test_a_token_that_is_newer_than_the_trainer_is_named(batch):
 
 def test_entropies_and_groups_that_mean_nothing_are_named(batch):
     batch[MASK][3, 1], batch[ENTROPY][3, 1] = True, -0.5
-    with pytest.raises(BatchError, match="no entropy is negative; found negative ones in row 3"):
+    with pytest.raises(BatchError, match="entropies must be ≥ 0; found negative ones in row 3"):
         TokenAdvantage(**TERMS["share"]())(batch)
     batch[ENTROPY][3, 1], batch["group_id"][2] = 0.0, -1
     with pytest.raises(BatchError, match="group_id ≥ 0; found -1 at row 2"):
@@ -201,7 +201,7 @@ def test_a_term_that_returns_something_else_is_refused(batch, term, found):
 
 
 def test_of_ragged_rows_a_term_says_what_it_reads(batch):
-    with pytest.raises(BatchError, match="columns of its in_keys"):
+    with pytest.raises(BatchError, match="needs in_keys, the columns that are padded"):
         TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
 
 
@@ -215,7 +215,7 @@ def test_what_a_term_reads_of_rows_is_finite_too(batch):
 def test_a_column_of_another_shape_is_refused(batch):
     batch[TEACHER] = torch.zeros(6, 5)
     with pytest.raises(
-        BatchError, match=r"number a token in .*\(numerator_key\), \(6, 7\), or one a row; found"
+        BatchError, match=r"one number per token in .*\(numerator_key\), \(6, 7\), or one per row; found"
     ):
         TokenAdvantage(term=LogRatio())(batch)
     batch["advantage"] = torch.zeros(6, 3, 1)

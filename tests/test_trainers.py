@@ -149,7 +149,7 @@ def test_a_trainers_own_stepper_takes_what_is_folded_in():
         ),
         ({"stepper": "trainer"}, {}, "ignores the weights that the pipeline writes"),
         ({}, {"optimizer": None, "optimization_stepper": DefaultOptimizationStepper()}, "pass optimizer="),
-        ({}, {"gradient_accumulation_steps": 2}, "takes the place of MixedPrecisionOptimizationStepper"),
+        ({}, {"gradient_accumulation_steps": 2}, "replaces MixedPrecisionOptimizationStepper"),
     ],
 )
 def test_a_trainer_that_does_not_fit_is_refused_when_it_is_hooked(hook, options, message):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from any_rank import join, results_of
-from assembly import Line, batch_of_lines
+from assembly import Line, batch_of_lines, same_rows
 from batches import batch_of
 from composed import composed
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
@@ -44,20 +44,6 @@ def send(queue: RolloutQueue, batches: Sequence[TensorDictBase]) -> None:
     for batch in batches:
         queue.put(batch)
     queue.end()
-
-
-def same_rows(found: TensorDictBase, expected: TensorDictBase) -> None:
-    assert len(found) == len(expected)
-    for row, other in zip(found.unbind(0), expected.unbind(0), strict=True):
-        keys = set(other.keys(True, True))
-        assert set(row.keys(True, True)) == keys
-        for key in keys:
-            value, wanted = row.get(key), other.get(key)
-            if isinstance(wanted, torch.Tensor):
-                assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape), key
-                assert torch.equal(value, wanted), key
-            else:
-                assert value == wanted, key
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------
@@ -234,7 +220,7 @@ def test_a_rank_without_rows_takes_part_in_each_step(name):
 
 def test_rows_of_no_rank_are_refused_before_anything_is_sent(name):
     queue, steps = StepQueue(name, ranks=2), minibatches(3)
-    with pytest.raises(BatchError, match="ranks 0 to 1; found some for rank 2"):
+    with pytest.raises(BatchError, match="ranks 0 to 1; found rank 2"):
         queue.put(steps)
     with pytest.raises(MissingKeyError, match=r"StepQueue needs the column.*written by ShuffleSplit"):
         queue.put([steps[0].exclude(("headrace", "rank"))])

@@ -298,7 +298,9 @@ def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
     rows[1]["rollout_id"] = torch.tensor(10)
     for row, counts in zip(rows, (False, True, True), strict=True):
         row[COUNTED] = torch.tensor(counts)
-    with pytest.raises(BatchError, match="first rows out of the statistics, and others in, of rollout 10"):
+    with pytest.raises(
+        BatchError, match="found excluded first rows, while other rows are not excluded, of rollout 10"
+    ):
         TreeAdvantage()(lazy_stack(rows))
     rows[1][COUNTED] = torch.tensor(False)
     assert not TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)[2].any()
@@ -307,15 +309,15 @@ def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({"parent_id": 11}, {"forks": "parent"}, "in a circle are parent 11 of rollout 11"),
+        ({"parent_id": 11}, {"forks": "parent"}, "a cycle of parent 11 of rollout 11"),
         ({"reward": float("nan")}, {}, r"every reward must be finite; found nan at row 1 \(rollout 11\)"),
         ({"group_id": -1}, {}, "group_id ≥ 0; found -1 at row 1"),
         ({"rollout_id": -3}, {}, "rollout_id ≥ 0; found -3 at row 1"),
         ({"rollout_id": 10}, {}, "all segments of a rollout must have the same reward; found rollout 10"),
         ({"parent_id": 77}, {"forks": "parent"}, r"found parent 77 of rollout 11 \(row 1\)"),
-        ({"parent_id": 12}, {"forks": "parent"}, r"one of its group.*parent 12 of rollout 11"),
-        ({"parent_id": 10}, {"forks": "parent"}, "in a circle are parent 11 of rollout 10.*of rollout 11"),
-        ({WORDS: [0.5, 1.0]}, {}, r"holds integers; found torch.float32"),
+        ({"parent_id": 12}, {"forks": "parent"}, r"in the same group.*parent 12 of rollout 11"),
+        ({"parent_id": 10}, {"forks": "parent"}, "a cycle of parent 11 of rollout 10.*of rollout 11"),
+        ({WORDS: [0.5, 1.0]}, {}, r"must hold integers; found torch.float32"),
         ({REAL: [True]}, {}, "tokens_key and attention_key must have one number for each token"),
     ],
 )

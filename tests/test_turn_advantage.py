@@ -172,7 +172,7 @@ def test_a_turn_that_is_out_of_the_statistics_keeps_its_place():
 
 
 def test_spreads_of_single_steps_do_not_add_up_over_those_of_a_rollout():
-    with pytest.raises(ValueError, match="scale='leave_one_out' differs from step to step of a rollout"):
+    with pytest.raises(ValueError, match="needs one scale for all steps of a rollout in a state"):
         StateAdvantage(baseline="leave_one_out", scale="leave_one_out")
 
 
@@ -318,25 +318,25 @@ def inside(**columns):
         (
             {"turn_reward": [[0.0, 0, 0], [2.0, 0, 0], [0, 0, 0]]},
             {"turn_rewards": "token"},
-            r"a reward belongs to a turn of its row.*in row 1 \(rollout 5\)",
+            r"must belong to a turn of its row.*in row 1 \(rollout 5\)",
         ),
         (
             {"turn_reward": [[0.0, 0, 0], [0, 2.0, 0], [0, 0, 0]]},
             {"turn_rewards": "turn"},
-            r"a reward belongs to a turn of its row.*in row 1 \(rollout 5\)",
+            r"must belong to a turn of its row.*in row 1 \(rollout 5\)",
         ),
         ({"turn_reward": [[0.0]] * 3}, {"turn_rewards": "turn"}, "below the number of rewards.*row 0"),
         (
             {"turn_reward": [[0.0, float("nan"), 0], [0, 0, 0], [0, 0, 0]]},
             {"turn_rewards": "token"},
-            r"every turn's reward must be finite; found \[nan, 0.0\] at row 0 \(rollout 4\)",
+            r"the reward of every turn must be finite; found \[nan, 0.0\] at row 0 \(rollout 4\)",
         ),
         ({"rollout_id": [4, 4, 6]}, {"outcome": "none", "turn_rewards": "token"},
          "turn 0 of rollout 4 also on a row other than 0"),
         ({"rollout_id": [4, -5, 6]}, {}, "rollout_id ≥ 0; found -5"),
         ({"group_id": [0, -1, 1]}, {}, "group_id ≥ 0; found -1"),
-        ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "holds integers; found torch.float32"),
-        ({"turn_index": [0, 1, 2]}, {}, r"needs one number a token, \(N, T\), in 'turn_index'"),
+        ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "must hold integers; found torch.float32"),
+        ({"turn_index": [0, 1, 2]}, {}, r"needs one number per token, \(N, T\), in 'turn_index'"),
         ({"turn_index": [[0, 1]] * 3}, {}, "one number for each token of a row; found 2 and 3"),
     ],
 )  # fmt: skip
@@ -349,8 +349,8 @@ def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
     ("options", "message"),
     [
         ({"outcome": "none"}, "without turn_rewards and outcome there is no reward"),
-        ({"turn_key": "turn"}, "turn_key is for rows that are turns"),
-        ({"turn_index_key": None, "turn_rewards": "turn"}, "each brings its own reward"),
+        ({"turn_key": "turn"}, "turn_key is only read if rows are turns"),
+        ({"turn_index_key": None, "turn_rewards": "turn"}, "each has its own reward"),
         ({"baseline": "median"}, "baseline must be one of 'leave_one_out', 'mean'"),
         ({"alone": "keep"}, "alone must be one of"),
         ({"discount": 2.0}, "discount must be in"),

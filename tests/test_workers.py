@@ -201,7 +201,7 @@ def test_the_state_of_workers_that_collect_is_refused_since_asking_for_it_loses_
     with collecting("async", makers(2)) as collector:
         stream = assembled(collector, GroupAssembler(), patience=PATIENCE)
         next(iter(stream))
-        with pytest.raises(TypeError, match=r"throws away the rows.*stream.own_state\(\)"):
+        with pytest.raises(TypeError, match=r"drops the rows.*stream.own_state\(\)"):
             stream.state_dict()
     assembler = GroupAssembler()
     with collecting("sync", makers(2)) as collector:

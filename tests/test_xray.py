@@ -187,10 +187,10 @@ def test_a_batch_has_no_pair_twice_whatever_its_rows_and_padding():
 @pytest.mark.parametrize(
     ("spoil", "error", "says"),
     [
-        (lambda model, batch: None, ValueError, "no gradient has reached the table"),
+        (lambda model, batch: None, ValueError, "the table has no gradient"),
         (lambda model, batch: (terms(model, batch).sum() * 0).backward(), ValueError, "0 everywhere"),
         (lambda model, batch: (terms(model, batch).sum() * torch.nan).backward(), ValueError, "not finite"),
-        (lambda model, batch: with_a_shifted_mask(model, batch, 1), BatchError, "mask shifted by one"),
+        (lambda model, batch: with_a_shifted_mask(model, batch, 1), BatchError, "mask is shifted by one"),
         (lambda model, batch: model.table[-1, 0].backward(), BatchError, "no token explains"),
     ],
 )
@@ -205,15 +205,15 @@ def test_pairs_that_occur_twice_and_models_without_a_table_are_refused():
     model, batch = small()
     mean_of_step(model, batch, 1)
     again = batch.clone().set(FULL, batch[FULL][:1].expand_as(batch[FULL]).clone())
-    with pytest.raises(BatchError, match=r"each pair of tokens occurs once.*found \d+ then \d+"):
+    with pytest.raises(BatchError, match=r"each pair of tokens must occur once.*found \d+ then \d+"):
         token_weights(model, again)
-    with pytest.raises(ValueError, match="is a TokenTable, or has one in it; found 0"):
+    with pytest.raises(ValueError, match="must contain one TokenTable; found 0"):
         token_weights(torch.nn.Linear(2, 2), batch)
     shaky = torch.nn.Sequential(model, torch.nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"has dropout.*model.eval\(\)"):
         token_weights(shaky, batch)
     assert torch.equal(token_weights(shaky.eval(), batch), token_weights(model, batch))
-    with pytest.raises(ValueError, match="take a vocabulary of 5; got 4"):
+    with pytest.raises(ValueError, match="need a vocabulary of at least 5; got 4"):
         xray_batch([2, 3], [0.0, 1.0], 2, vocabulary=4)
 
 
@@ -293,9 +293,7 @@ def test_weights_of_another_recipe_and_rows_that_should_not_train_are_seen():
     whole = "pipeline.stages.split.minibatches=1"
     says, does = load_pipeline("grpo", whole), load_pipeline("dr_grpo", whole)
     found = xray(through(does), says, cuts=(1,))
-    assert re.search(
-        "with 1 micro-batch, tokens get .* times the weight that the pipeline says", found.verdict
-    )
+    assert re.search("with 1 micro-batch, tokens get .* times the weight of the pipeline", found.verdict)
     some = "pipeline.stages.filter.criterion"
     fewer = load_pipeline(
         "grpo",
@@ -307,7 +305,7 @@ def test_weights_of_another_recipe_and_rows_that_should_not_train_are_seen():
     found = xray(through(load_pipeline("grpo", whole)), fewer, cuts=(1,))
     assert found.spread["1 micro-batch"][1] == math.inf
     for wrong in (xray(through(does), says), found):
-        with pytest.raises(AssertionError, match="times the weight that the pipeline says"):
+        with pytest.raises(AssertionError, match="times the weight of the pipeline"):
             wrong.assert_uniform()
 
 
@@ -362,8 +360,8 @@ EQUAL = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.3, 0.3, 0.3)
 @pytest.mark.parametrize(
     ("step", "options", "says"),
     [
-        (up_the_loss, {}, r"^the step goes up the loss: each weight is negative, in 3 of 3 runs"),
-        (whitened_by_part, {}, r"with 2 micro-batches.*the step's own advantages are others than with 1"),
+        (up_the_loss, {}, r"^the step increases the loss: each weight is negative, in 3 of 3 runs"),
+        (whitened_by_part, {}, r"with 2 micro-batches.*the step's own advantages differ from those with 1"),
         (masked_by_cut, {}, r"63 tokens are in the loss, and with 1 micro-batch 66 are"),
         (with_a_bonus, {"rewards": EQUAL}, r"^\d+ tokens without an advantage have a weight"),
         (without_the_first_tokens, {}, r"^the first token of each response has no weight"),
@@ -385,9 +383,9 @@ def test_no_wrong_step_is_called_uniform(step, options, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"cuts": ()}, "cuts is a list of different values"),
-        ({"cuts": (2, 2)}, "cuts is a list of different values"),
-        ({"pad": "left"}, r"pad is a list of different values.*got 'left'"),
+        ({"cuts": ()}, "cuts must be a list of distinct values"),
+        ({"cuts": (2, 2)}, "cuts must be a list of distinct values"),
+        ({"pad": "left"}, r"pad must be a list of distinct values.*got 'left'"),
         ({"ranks": (1, 4)}, r"each rank needs a group.*3 groups and 12 rows"),
         ({"cuts": (13,)}, "each micro-batch a row"),
     ],
@@ -398,16 +396,16 @@ def test_cuts_that_cannot_be_made_are_refused(options, says):
 
 
 def test_a_pipeline_that_says_no_weights_and_a_step_that_moves_the_table_are_refused():
-    with pytest.raises(ValueError, match=r"writes no weights \(loss_weight\).*add LossWeight"):
+    with pytest.raises(ValueError, match=r"writes no loss weights \(loss_weight\).*Add LossWeight"):
         xray(mean_of_step, load_pipeline("grpo", "pipeline.stages.weight=null"))
 
     def moves(model, batch, cut):
         mean_of_step(model, batch, cut)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    with pytest.raises(ValueError, match=r"has changed 'advantage' of the batch in place.*change a clone"):
+    with pytest.raises(ValueError, match=r"has changed 'advantage' of the batch in place.*Change a clone"):
         xray(whitened_in_place)
-    with pytest.raises(ValueError, match=r"has changed the table: leave out optimizer.step\(\)"):
+    with pytest.raises(ValueError, match=r"has changed the table: remove optimizer.step\(\)"):
         xray(moves)
 
 

@@ -150,13 +150,13 @@ PLACES = ("Collector", "MultiSyncCollector", "MultiAsyncCollector", "Ray")
 
 
 def _worker(code: int) -> Cell:
-    words = f"worker 1 (exit code {code}) … What its workers raised is on stderr … Waiting: group"
+    words = f"worker 1 (exit code {code}) … The errors of its workers are on stderr … Waiting: group"
     return Cell("RuntimeError", words)
 
 
 def _writer(words: str) -> Cell:
     return Cell(
-        "StalledError", f"1 of 2 writers lost ({words}…). To go on without, set on_lost … Waiting: group"
+        "StalledError", f"1 of 2 writers lost ({words}…). Set on_lost='go_on' to continue … Waiting: group"
     )
 
 

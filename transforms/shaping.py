@@ -1,4 +1,4 @@
-"""Rewards shaped before anything is measured against them."""
+"""Reward shaping: stages that change the reward before the advantage is computed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Form = Literal["bonus", "rescale"]
 
 @takes_options
 def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
-    """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+    """Compute the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
     ::
 
-        0                          L ≤ L_max − L_cache
-        (L_max − L_cache − L)/L_cache    up to L_max
-        −1                         beyond
+        0                                L ≤ L_max − L_cache
+        (L_max − L_cache − L)/L_cache    L_max − L_cache < L ≤ L_max
+        −1                               L > L_max
 
     Args:
-        length: (N,) tokens.
-        max_length: L_max, tokens.
-        cache: L_cache, tokens, in (0, L_max].
+        length: (N,) L, number of tokens.
+        max_length: L_max, number of tokens.
+        cache: L_cache, number of tokens, in (0, L_max].
 
     Returns:
-        (N,) float in [−1, 0], to be added to the reward; float64 where lengths are integers.
+        (N,) float in [−1, 0], to be added to the reward; float64 if lengths are integers.
 
     Example:
         >>> overlong_punishment(torch.tensor([8, 10, 12]), max_length=10, cache=4).tolist()
@@ -50,15 +50,15 @@ def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tenso
 
 @takes_options
 def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tensor:
-    """A penalty that grows linearly: ``−c · max(L − free, 0)``.
+    """Compute a linear length penalty: ``−c · max(L − free, 0)``.
 
     Args:
-        length: (N,) tokens.
+        length: (N,) L, number of tokens.
         coefficient: c, reward per token, ≥ 0.
-        free: tokens that cost nothing.
+        free: number of tokens without a penalty.
 
     Returns:
-        (N,) float ≤ 0, to be added to the reward; float64 where lengths are integers.
+        (N,) float ≤ 0, to be added to the reward; float64 if lengths are integers.
 
     Example:
         >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5, free=3).tolist()
@@ -79,28 +79,27 @@ def relative_length(
     coefficient: float = 1.0,
     success: float | None = None,
 ) -> Tensor:
-    """A factor for each reward, by the rollout's length among those of its group.
+    """Compute a factor for each reward, from the rollout's length relative to its group.
 
-    With L the lengths, and R the rewards, of a group::
+    With the lengths L of a group::
 
-        bonus    1 + c · min(max(1 − L_i/mean(L of successes), 0), 1) for a success, 1 for any other
+        bonus    1 + c · min(max(1 − L_i/mean(L of successes), 0), 1) for a success, else 1
         rescale  1 / (1 + c · L_i/mean(L))                  (GR³, arXiv:2603.10535)
 
-    ``bonus`` is the shaping of prime-rl (``orchestrator/algo/advantage.py``): of those that succeed, the
-    shorter ones get up to 1 + c times their reward, and nobody gets less than before. ``rescale`` takes
-    from whoever is long, in proportion to its reward: where that is 0 nothing is to be had by being short.
+    ``bonus`` is the shaping of prime-rl (``orchestrator/algo/advantage.py``). Short successes get up to 1 + c
+    times their reward, and no reward becomes smaller. ``rescale`` reduces the reward of long rollouts in
+    proportion to the reward. A reward of 0 does not change.
 
-    Lengths are added up as integers; a rollout counts once. NaN is a reward that is missing, and in no
-    statistic.
+    Lengths are added up as integers. A rollout counts once. A missing reward (NaN) is not counted.
 
     Args:
-        reward: (N,) float, the rollout's, on each of its rows.
+        reward: (N,) float, the reward of each row's rollout.
         length: (N,) int64, tokens of the row's rollout.
         group_id: (N,) int64.
-        rollout_id: (N,) int64; None: each row is one.
-        form: which factor.
+        rollout_id: (N,) int64; None: each row is a rollout.
+        form: ``bonus`` or ``rescale``.
         coefficient: c ≥ 0.
-        success: least reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
+        success: lowest reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
 
     Returns:
         (N,) float64 > 0.
@@ -130,10 +129,10 @@ def relative_length(
 
 
 class _RewardShaping(BatchTransform):
-    """What shaping stages have in common: after FanOutCollapse, they rewrite the rollout's reward.
+    """Base class of the shaping stages, which change the rollout's reward after FanOutCollapse.
 
-    Reads and writes ``("headrace", "reward")`` (N,), so that every segment keeps its rollout's one reward. A
-    pipeline refuses one after the advantage.
+    Reads and writes ``("headrace", "reward")`` (N,), so all segments of a rollout keep the same reward. A
+    pipeline refuses such a stage after the advantage.
     """
 
     def __init__(self, in_keys: Sequence[NestedKey | None] = ()):
@@ -141,17 +140,17 @@ class _RewardShaping(BatchTransform):
 
     @abstractmethod
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
-        """(M,) float64: shaped rewards, of (M,) float64."""
+        """(M,) float64: the shaped rewards of (M,) float64 `reward`."""
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the reward."""
         reward = rows[REWARD]
-        # Rounded here: rewards that are equal as they are written are equal to every stage.
+        # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
         for view in rows.of_each_rank():
             before, after = view.of_rank(reward), view.of_rank(shaped)
-            known = ~before.isnan()  # a reward that is missing stays so
+            known = ~before.isnan()  # a missing reward stays missing
             rewarded = known.double().sum().clamp_min(1)
             view.metric("changed", (known & (after != before)).sum() / rewarded)
             view.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
@@ -163,13 +162,13 @@ class RewardScale(_RewardShaping):
     Reads and writes ``("headrace", "reward")``.
 
     Args:
-        scale: factor.
+        scale: factor of the reward.
         bias: added after scaling.
-        low: least result; −∞: open.
-        high: greatest result; ∞: open.
+        low: lower bound of the result; −∞: none.
+        high: upper bound of the result; ∞: none.
 
     Raises:
-        MissingKeyError: FanOutCollapse is not before it.
+        MissingKeyError: there is no FanOutCollapse before it.
 
     Example:
         >>> RewardScale(scale=2.0, bias=-1.0)
@@ -197,7 +196,7 @@ class RewardScale(_RewardShaping):
 
 
 class _LengthShaping(_RewardShaping):
-    """Shaping by a rollout's tokens, over all its segments, those that a filter masked included."""
+    """Base class of shaping by length: the tokens of all segments of a rollout, also of masked ones."""
 
     def __init__(self, names: ColumnNames) -> None:
         self.name_columns(names)
@@ -205,15 +204,15 @@ class _LengthShaping(_RewardShaping):
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Those of the mask."""
+        """Tokens in the loss mask."""
         return [(self.loss_mask_key, None)]
 
     def rollout_lengths(self, rows: Rows) -> Tensor:
-        """(M,) int64, over all rows of each row's rollout."""
+        """(M,) int64: tokens of each row's rollout, over all its rows."""
         rollouts = rows.ids("rollout", checked=False).everyone
         rows.require(
             rollouts.labels >= 0,
-            "every row needs a rollout_id ≥ 0; found {found}: their lengths would be added up"
+            "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up"
             + who_stamps("rollout_id"),
             lambda row: f"{int(rollouts.labels[row])} at row {rows.at(row)}",
         )
@@ -223,17 +222,17 @@ class _LengthShaping(_RewardShaping):
 class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
 
-    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    Reads `loss_mask_key`, ``("headrace", "length")`` if it exists, and `rollout_key`. Reads and writes
     ``("headrace", "reward")``.
 
     Args:
         max_length: L_max, tokens in the loss over all segments of a rollout.
-        cache: L_cache, tokens, in (0, L_max].
+        cache: L_cache, number of tokens, in (0, L_max].
         weight: factor of the punishment, in units of the reward.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
+        MissingKeyError: a column is missing.
 
     Example:
         >>> OverlongPunishment(max_length=10, cache=4)
@@ -266,16 +265,16 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
 class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
     """Add :func:`length_penalty` of the rollout's tokens to its reward.
 
-    Reads `loss_mask_key`, ``("headrace", "length")`` if there, `rollout_key`; reads and writes
+    Reads `loss_mask_key`, ``("headrace", "length")`` if it exists, and `rollout_key`. Reads and writes
     ``("headrace", "reward")``.
 
     Args:
         coefficient: reward per token, ≥ 0.
-        free: tokens that cost nothing.
+        free: number of tokens without a penalty.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
+        MissingKeyError: a column is missing.
 
     Example:
         >>> LengthPenalty(coefficient=0.01)
@@ -303,18 +302,18 @@ class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
 class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
     """Multiply the reward by :func:`relative_length` of the rollout's tokens in its group.
 
-    Rows that are out of the statistics keep their reward. Reads `loss_mask_key`, ``("headrace", "length")``
-    if there, `rollout_key`, `group_key`; reads and writes ``("headrace", "reward")``.
+    Excluded rows keep their reward. Reads `loss_mask_key`, ``("headrace", "length")`` if it exists,
+    `rollout_key` and `group_key`. Reads and writes ``("headrace", "reward")``.
 
     Args:
         form: ``bonus``, ``rescale``.
         coefficient: c ≥ 0.
-        success: least reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
+        success: lowest reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a negative reward under ``rescale``, which being long would make larger.
+        MissingKeyError: a column is missing.
+        BatchError: a reward is negative under ``rescale``, which would make it larger for long rollouts.
 
     Example:
         >>> RelativeLength(form="rescale", coefficient=0.33)
@@ -344,7 +343,7 @@ class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
         if self.form == "rescale":
             rows.require(
                 ~(compared < 0),
-                "form='rescale' needs rewards ≥ 0, since a negative one is less bad where a rollout is long; "
+                "form='rescale' needs rewards ≥ 0, because it raises negative rewards of long rollouts; "
                 "found {found}. Put RewardScale with a bias before it, or use form='bonus'",
                 lambda row: f"{float(reward[row])} at row {rows.at(row)}",
             )

@@ -1,8 +1,8 @@
-"""Bugs that recur in the field: for each the rows, the correct answer by hand, and the threads it comes from.
+"""Bugs that recur in trainers: the rows, the correct answer computed by hand, and the threads of each.
 
 A row is one training sample. Answers are GRPO's advantages, (R − mean) / std of the group with the divisor
 n − 1, to two thousandths, since peers add 0 to 1e-4 to the std; or the weight of each token of a row in the
-loss. None: the row does not train. Where the field knows several correct answers, all are listed.
+loss. None: the row does not train. If there are several correct answers, all are listed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Answer = list[float | None]
 
 @dataclass(frozen=True)
 class Thread:
-    """An issue or pull request, by the date of what it is cited for."""
+    """An issue or pull request, with the date of the cited message."""
 
     project: str
     number: int
@@ -29,9 +29,9 @@ class Case:
     """One bug.
 
     Attributes:
-        asks: the advantage of each row; the weight of its tokens; or that two paths agree on advantages.
-        accepted: the correct answers, any of which is right.
-        columns: what the rows have besides ``tokens`` (3 each unless said) and ``prompt`` (the group).
+        asks: the advantage of each row; the weight of its tokens; or equal advantages by two paths.
+        accepted: the correct answers.
+        columns: columns of the rows other than the defaults: 3 ``tokens`` each, and the group as ``prompt``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Case:
 
 
 def rows(*columns: tuple[str, str]) -> dict[str, list]:
-    """Columns as text, so that they stand under one another; ids stay text."""
+    """Columns as aligned text. Ids stay text, other values become numbers."""
     ids = ("group", "rollout", "prompt")
     return {name: [one if name in ids else float(one) for one in text.split()] for name, text in columns}
 
@@ -71,11 +71,12 @@ CASES = [
             [1.789, -0.447, -0.447, -0.447, -0.447, 0.577, 0.577, -1.155],
             [1.5, -0.5, -0.5, -0.5, None, None, None, None],
         ],
-        "Prompt a has five rollouts and prompt b three; eight rows are two times four all the same. Each is "
-        "compared with its own prompt. Of a the mean is 1/5 and the std √(4/5 / 4) = 0.447: 0.8 / 0.447 = "
-        "1.789 and −0.447. Of b they are 2/3 and 0.577: 0.577, 0.577, −1.155. Who trains groups of exactly "
-        "four takes the first four of a (mean 1/4, std 1/2) and lets the others wait. By position the fifth "
-        "rollout of a is the first of b, and a failure of a makes the winners of b look better.",
+        "Prompt a has five rollouts and prompt b three, eight rows in all, which is also two times four. "
+        "Each rollout is compared with those of its own prompt. For a the mean is 1/5 and the std √(4/5 / "
+        "4) = 0.447: 0.8 / 0.447 = 1.789 and −0.447. For b they are 2/3 and 0.577: 0.577, 0.577, −1.155. A "
+        "trainer with groups of exactly four takes the first four of a (mean 1/4, std 1/2) and keeps the "
+        "others for later. By position, the fifth rollout of a counts as the first of b, and a failure of "
+        "a makes the successes of b look better.",
         [
             Thread("THUDM/slime", 2062, "2026-06-12", "uneven rollouts fall through to one global mean"),
             Thread("radixark/miles", 1325, "2026-06-12", "a flat vector is reshaped by position"),
@@ -91,9 +92,9 @@ CASES = [
             ("reward", "1 1 1 1 1 0 0 0 1 1 0 0"),
         ),
         [[1.5] * 5 + [-0.5] * 3 + [0.866, 0.866, -0.866, -0.866]],
-        "Rollout 0 became five rows (turns, sub-agents, compacted stretches). It is one attempt, with one "
-        "reward: of 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so that all five rows have 1.5 and the "
-        "others −0.5. Counted by row the mean is 5/8, and a long success lowers its own advantage to 0.725.",
+        "Rollout 0 became five rows (turns, sub-agents, compacted segments). It is one rollout with one "
+        "reward. For 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so all five rows get 1.5 and the others "
+        "−0.5. Counted by row the mean is 5/8, and a long success lowers its own advantage to 0.725.",
         [
             Thread("radixark/miles", 1325, "2026-06-12", "a rollout counts once per segment in the baseline"),
             Thread("microsoft/agent-lightning", 462, "2026-01-21", "more turns, more weight in mean and std"),
@@ -106,9 +107,9 @@ CASES = [
         4,
         rows(("group", "a a a a b"), ("rollout", "0 1 2 3 4"), ("reward", "1 0 0 0 1")),
         [[1.5, -0.5, -0.5, -0.5, None]],
-        "Of prompt b one rollout of four is left. It has nothing to be compared with: R − mean is 0, and a "
-        "std of one number is not defined. It trains nothing. With its reward as advantage, whatever the "
-        "last survivor said is reinforced.",
+        "Prompt b has one rollout of four left. It cannot be compared with others: R − mean is 0, and the "
+        "std of one number is not defined. It must not train. If its reward is used as its advantage, its "
+        "response is reinforced without a comparison.",
         [
             Thread("Tencent-Hunyuan/UniRL", 330, "2026-08-05", "a singleton should produce 0, not NaN"),
             Thread("huggingface/trl", 7176, "2026-09-10", "a group with a single survivor is dropped"),
@@ -124,9 +125,9 @@ CASES = [
             ("reward", "1000.1 " * 8),
         ),
         [[0.0] * 8],
-        "Equal rewards say nothing: R − mean = 0. In float32 the mean of eight 1000.1 may differ from 1000.1 "
-        "by one rounding, 6e-5, and their std is as small: the quotient is of the order of 1. All eight are "
-        "pushed in the same direction by a rounding error.",
+        "Equal rewards carry no information: R − mean = 0. In float32 the mean of eight 1000.1 may differ "
+        "from 1000.1 by one rounding, 6e-5, and their std is as small, so the quotient is of the order of "
+        "1. All eight are pushed in the same direction by a rounding error.",
         [
             Thread("NVIDIA-NeMo/RL", 4158, "2026-09-16", "an advantage of −2075 from a std of rounding"),
             Thread("modelscope/twinkle", 288, "2026-09-17", "near ties become strong advantages"),
@@ -141,10 +142,10 @@ CASES = [
             [1.155, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
             [None, None, None, 0.866, 0.866, -0.866, -0.866],
         ],
-        "Four rollouts of a were asked for and three came back. Either the three are compared with one "
-        "another (mean 1/3, std 0.577: 1.155 and −0.577), or the group is left out or waits; a run that "
-        "stops and names the group is right, too. What is wrong is a fourth reward of 0 that nobody earned, "
-        "or a rollout of b in its place. b is 1, 1, 0, 0: mean 1/2, std 0.577.",
+        "Four rollouts of a were dispatched and three were returned. Either the three are compared with "
+        "one another (mean 1/3, std 0.577: 1.155 and −0.577), or the group is dropped or waits. A run that "
+        "stops and names the group is right, too. Wrong are a fourth reward of 0, or a rollout of b in its "
+        "place. b is 1, 1, 0, 0: mean 1/2, std 0.577.",
         [
             Thread("NVIDIA-NeMo/RL", 3589, "2026-08-12", "failed rollouts are committed with reward zero"),
             Thread("NVIDIA-NeMo/RL", 2394, "2026-05-04", "fewer rollouts return than were requested"),
@@ -158,9 +159,9 @@ CASES = [
         rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 1 0 0"))
         | whole("tokens", "3 0 3 3"),
         [[1.155, None, -0.577, -0.577]],
-        "The second response is masked as a whole: it was cut off, or its environment broke, and its reward "
-        "is not to be learnt from. The others are 1, 0, 0: mean 1/3, std 0.577. With its reward in the "
-        "baseline they get 0.866, −0.866, −0.866: what was excluded still decides.",
+        "The second response is masked completely: it was truncated, or its environment failed, and its "
+        "reward must not be learned from. The others are 1, 0, 0: mean 1/3, std 0.577. With its reward in "
+        "the baseline they get 0.866, −0.866, −0.866: an excluded row then changes the others.",
         [
             Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "these rewards, and these numbers"),
             Thread("NVIDIA-NeMo/RL", 4160, "2026-09-17", "loss-masked rows vote in the baseline"),
@@ -175,9 +176,9 @@ CASES = [
         | whole("tokens", "3 0 3 3")
         | {"rejected": [False, True, False, False]},
         [[1.155, None, -0.577, -0.577]],
-        "Rejection sampling threw the second response out, and with it its reward of 100. Left are 1, 0, 0: "
-        "mean 1/3, std 0.577. With the 100 in the baseline the mean is 25.25, and the one success of the "
-        "group is pushed down: (1 − 25.25) / 49.84 = −0.487.",
+        "Rejection sampling removed the second response, and with it its reward of 100. The others are 1, "
+        "0, 0: mean 1/3, std 0.577. With the 100 in the baseline the mean is 25.25, and the only success "
+        "of the group gets a negative advantage: (1 − 25.25) / 49.84 = −0.487.",
         [
             Thread("verl-project/verl", 6375, "2026-05-17", "a reward of 100 stays in the group"),
             Thread("verl-project/verl", 6452, "2026-05-23", "the same, reopened"),
@@ -193,9 +194,10 @@ CASES = [
         | whole("micro", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
         "One optimiser step of four rows and eight tokens, in two micro-batches. A mean over tokens gives "
-        "each 1/8, however the step is cut. A mean over rows gives each row 1/4, its tokens 1/4 and 1/20. "
-        "The mean of the two micro-batches' token means gives 1/2 · 1/2 = 1/4 to tokens of the first and "
-        "1/2 · 1/6 = 1/12 to those of the second: another cut of the same rows is another gradient.",
+        "each token 1/8, for any micro-batches. A mean over rows gives each row 1/4, and its tokens 1/4 "
+        "and 1/20. The mean of the two micro-batches' token means gives 1/2 · 1/2 = 1/4 to tokens of the "
+        "first and 1/2 · 1/6 = 1/12 to those of the second: other micro-batches of the same rows give "
+        "another gradient.",
         [
             Thread("verl-project/verl", 5625, "2026-03-16", "token-mean over each micro-batch"),
             Thread(
@@ -213,9 +215,9 @@ CASES = [
         | whole("tokens", "1 1 1 5")
         | whole("rank", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
-        "The same rows on two ranks, whose gradients are averaged. Each token still has 1/8 of the step, or "
-        "each row 1/4. A mean over each rank's own tokens gives 1/4 and 1/12: a token counts for more where "
-        "its rank has few.",
+        "The same rows on two ranks, whose gradients are averaged. Each token must still have 1/8 of the "
+        "step, or each row 1/4. A mean over each rank's own tokens gives 1/4 and 1/12: a token has more "
+        "weight on a rank with fewer tokens.",
         [
             Thread("verl-project/verl", 5366, "2026-02-24", "global counts are required with dp_size > 1"),
             Thread("huggingface/trl", 3231, "2025-04-04", "equal weights inside one device only"),
@@ -229,8 +231,9 @@ CASES = [
         rows(("group", "a a a a b b b b"), ("rollout", "0 1 2 3 4 5 6 7"), ("reward", "1 0 0 0 1 1 0 0"))
         | whole("version", "3 3 3 3 8 8 8 8"),
         [[None] * 4 + [0.866, 0.866, -0.866, -0.866]],
-        "The policy is at version 8 and at most one behind is allowed; group a was sampled by version 3. It "
-        "is out as a whole. b is 1, 1, 0, 0 (mean 1/2, std 0.577) and does not notice.",
+        "The policy is at version 8, and rows may be at most one version old. Group a was sampled by "
+        "version 3, so the whole group is dropped. b is 1, 1, 0, 0 (mean 1/2, std 0.577) and is not "
+        "affected.",
         [
             Thread("huggingface/trl", 7176, "2026-09-10", "groups past max_staleness are never trained"),
             Thread("PrimeIntellect-ai/prime-rl", 3313, "2026-08-21", "which rows of a stale group leave"),
@@ -248,9 +251,9 @@ CASES = [
         )
         | whole("tokens", "3 0 3 3 3 3 3 3 3 3 3 3"),
         [],
-        "The same rows by the other path of the same trainer: its vectorised, multi-turn or streaming one. "
-        "Whatever a masked row and a group of equal rewards mean, they mean it on both; the two columns of "
-        "advantages are equal.",
+        "The same rows through the other path of the same trainer: its vectorised, multi-turn or streaming "
+        "path. A masked row and a group of equal rewards must have the same effect on both paths, so the "
+        "two columns of advantages must be equal.",
         [
             Thread("NVIDIA-NeMo/RL", 4061, "2026-09-09", "one controller passes the mask, two loops do not"),
             Thread("NVIDIA-NeMo/Automodel", 3796, "2026-09-03", "one loss of four guards against 0 tokens"),
@@ -263,8 +266,8 @@ CASES = [
         2,
         rows(("group", "a a b b"), ("rollout", "0 1 0 1"), ("reward", "1 0 0 0.5")),
         [[0.707, -0.707, -0.707, 0.707]],
-        "Two workers number their rollouts from 0. Either the ids are read within their group (1, 0 and "
-        "0, 0.5: mean and std of each give ±0.707), or the batch is refused. By the rollout's id alone, "
+        "Two workers number their rollouts from 0. Either ids are unique within their group (1, 0 and 0, "
+        "0.5: the mean and std of each give ±0.707), or the batch is refused. By the rollout id alone, "
         "rows of two prompts become one rollout.",
         [
             Thread("InternLM/xtuner", 1923, "2026-06-17", "rollout ids of several samplers collide"),
@@ -280,10 +283,10 @@ CASES = [
             [1.155, None, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
             [None, None, None, None, 0.866, 0.866, -0.866, -0.866],
         ],
-        "A grader failed. Its row has no reward, so the others are compared without it (1, 0, 0: mean 1/3, "
-        "std 0.577), or the group is out, or the batch is refused with the row named. Wrong are a NaN for "
-        "its siblings, and a reward of 0 in its place: 1, 0, 0, 0 would give 1.5 and −0.5, and the row "
-        "that was never graded would be pushed down.",
+        "A grader failed, so its row has no reward. Either the others are compared without it (1, 0, 0: "
+        "mean 1/3, std 0.577), or the group is dropped, or the batch is refused with the row. Wrong are a "
+        "NaN for the other rollouts, and a reward of 0 for this one: 1, 0, 0, 0 would give 1.5 and −0.5, "
+        "and the ungraded row would be pushed down.",
         [
             Thread("huggingface/trl", 5902, "2026-06-01", "an unscored row became 0 in the baseline"),
             Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "one NaN poisoned the whole tensor"),
@@ -295,9 +298,9 @@ CASES = [
         2,
         rows(("group", "a a"), ("rollout", "0 1"), ("reward", "1 0")) | whole("tokens", "0 0"),
         [[None, None]],
-        "Every row of the step is masked. There is nothing to learn: the gradient is 0, or the step is "
-        "skipped or refused. A mean over no tokens is 0 / 0, and one NaN in the gradient is a NaN in every "
-        "weight.",
+        "Every row of the step is masked. There is nothing to train: the gradient is 0, or the step is "
+        "skipped or refused. A mean over no tokens is 0 / 0, and one NaN in the gradient makes every "
+        "parameter NaN.",
         [
             Thread("pytorch/torchtitan", 4247, "2026-08-20", "batches without valid tokens still step"),
             Thread("NVIDIA-NeMo/Automodel", 3797, "2026-09-03", "0 / 0 through backward into every weight"),
@@ -311,10 +314,10 @@ CASES = [
         rows(("group", "a a a a a"), ("rollout", "0 0 1 2 3"), ("reward", "1 1 0 0 0"))
         | whole("tokens", "3 0 3 3 3"),
         [[1.5, None, -0.5, -0.5, -0.5]],
-        "Session 0 has two outputs; the last was cut off and is masked, the first has three tokens in the "
-        "loss. The session has a reward and counts once: of 1, 0, 0, 0 the mean is 1/4, the std 1/2, and its "
-        "first output gets 1.5. Where the advantage is taken from the masked output, it is 0 for the whole "
-        "session: the one success of the group trains nothing.",
+        "Session 0 has two outputs. The last was truncated and is masked; the first has three tokens in "
+        "the loss. The session has one reward and counts once: for 1, 0, 0, 0 the mean is 1/4, the std "
+        "1/2, and its first output gets 1.5. If the advantage is taken from the masked output, it is 0 for "
+        "the whole session, and the only success of the group does not train.",
         [
             Thread("NovaSky-AI/SkyRL", 1492, "2026-04-10", "earlier steps get the last step's masked tensor"),
             Thread("verl-project/verl", 7580, "2026-08-27", "the final row of a session is broadcast"),
@@ -331,9 +334,9 @@ CASES = [
             ("reward", "0 10 1 10"),
         ),
         [[-0.707, 0.0, 0.707, 0.0]],
-        "The prompt 2+2 was drawn twice, and the rollouts of both draws arrive in turn. The first draw "
-        "earned 0 and 1 (mean 1/2, std 0.707), the second 10 and 10, which are equal. By the prompt's text "
-        "0 is compared with 10, and what another draw earned decides.",
+        "The prompt 2+2 was dispatched twice, as two groups, and their rollouts arrive alternately. The "
+        "first group has the rewards 0 and 1 (mean 1/2, std 0.707), the second 10 and 10, which are equal. "
+        "With groups by the prompt's text, 0 is compared with 10, the reward of another group.",
         [
             Thread("NVIDIA-NeMo/RL", 3882, "2026-08-27", "distinct prompts can have identical text tokens"),
             Thread("huggingface/trl", 3045, "2025-03-10", "not all prompts are always different"),

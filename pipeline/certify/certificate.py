@@ -1,4 +1,4 @@
-"""What the exact expectation of a recipe's gradient says of the recipe."""
+"""Certificates: the exact expectation of a recipe's gradient, compared with the true gradient."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .small_task import ROUNDING, GroupSizeError, SmallTask
 
 @dataclass(frozen=True)
 class Judgement:
-    """A gradient's expectation beside the true gradient; what cannot be divided is None.
+    """The expectation of a gradient, E g, compared with the true gradient ∇J; None for a division by 0.
 
     Attributes:
-        ratio: of each parameter, what is expected over what is true.
+        ratio: E g / ∇J, of each parameter.
         relative_bias: ‖E g − ∇J‖ / ‖∇J‖.
-        cosine: of the angle between the two.
+        cosine: cosine of the angle between E g and ∇J.
         variance: trace of the covariance, for one group.
-        scale: ⟨E g, ∇J⟩ / ⟨∇J, ∇J⟩, how long it is in the true direction.
+        scale: ⟨E g, ∇J⟩ / ⟨∇J, ∇J⟩, the length in the true direction.
     """
 
     ratio: tuple[float | None, ...]
@@ -40,15 +40,16 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of one recipe on one task at one size of groups.
+    """The result for one recipe on one task with one group size.
 
     Attributes:
-        recipe: its name.
-        task: its name.
+        recipe: name of the recipe.
+        task: name of the task.
         group_size: rollouts of a group.
-        outcomes: of a group, all of which were gone through.
-        advantage: of the advantage alone, each rollout 1/n.
-        loss: of the loss with the recipe's own weights, one group a step; None where it writes no weights.
+        outcomes: number of outcomes of a group, all of which were run.
+        advantage: the gradient of the advantage alone, with the weight 1/n for each rollout.
+        loss: the gradient with the recipe's loss weights, for one group in each step; None if the recipe
+            writes no weights.
     """
 
     recipe: str
@@ -59,7 +60,7 @@ class Certificate:
     loss: Judgement | None
 
     def plain(self) -> dict[str, Any]:
-        """As ``certificate.json`` has it."""
+        """Return the data for ``certificate.json``."""
         found = asdict(self)
         del found["advantage"]["scale"]
         return found
@@ -67,7 +68,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Refused:
-    """A recipe that refuses a task's rows, as when they lack a column, and what it says of them."""
+    """A recipe that refuses a task's rows, for example because a column is missing, with its message."""
 
     recipe: str
     task: str
@@ -76,12 +77,12 @@ class Refused:
 
 
 def judge_gradient(probability: Tensor, gradient: Tensor, true: Tensor) -> Judgement:
-    """What the expectation of a gradient is beside the true one.
+    """Compare the expectation of a gradient with the true gradient.
 
     Args:
-        probability: (outcomes,) float64, adding up to 1.
-        gradient: (outcomes, P) float64, of each outcome.
-        true: (P,) float64.
+        probability: (outcomes,) float64, with sum 1.
+        gradient: (outcomes, P) float64, the gradient of each outcome.
+        true: (P,) float64, the true gradient.
 
     Example:
         >>> import torch
@@ -106,24 +107,24 @@ def _over(number: float, divisor: float) -> float | None:
 
 
 def count_outcomes(task: SmallTask, task_name: str, group_size: int, most: int) -> int:
-    """How many outcomes a group of a task has.
+    """Count the outcomes of a group of a task.
 
     Args:
-        task: of which.
-        task_name: its name.
+        task: the task.
+        task_name: name of the task.
         group_size: rollouts of a group.
-        most: how many it may have.
+        most: greatest number of outcomes that is allowed.
 
     Raises:
-        ConfigError: it has more.
-        GroupSizeError: it has no groups of that size.
+        ConfigError: there are more outcomes.
+        GroupSizeError: the task has no groups of that size.
     """
     outcomes = task.outcomes(group_size)
     if outcomes > most:
         many = f"{outcomes:,}" if outcomes < 10**15 else f"more than 10^{int(log10(outcomes))}"
         raise ConfigError(
             f"a group of {group_size} of task {task_name!r} has {many} outcomes, and certify.most is "
-            f"{most:,}: take smaller groups (certify.group_sizes), or raise it"
+            f"{most:,}: set smaller certify.group_sizes, or a greater certify.most"
         )
     return outcomes
 
@@ -138,23 +139,23 @@ def certify_recipe(
     words: Sequence[str] = (),
     most: int = 100_000,
 ) -> Certificate | Refused:
-    """The certificate of one recipe on one task.
+    """Compute the certificate of one recipe on one task.
 
     Args:
         config: the recipe's composed ``pipeline`` node.
-        recipe: its name.
-        task: on which it is judged.
-        task_name: its name.
+        recipe: name of the recipe.
+        task: the task.
+        task_name: name of the task.
         group_size: rollouts of a group.
-        words: overrides of the command line, which no setting of the task changes.
-        most: outcomes that are gone through at most.
+        words: overrides of the command line. The task's settings do not change what they set.
+        most: greatest number of outcomes.
 
     Returns:
-        The certificate; where the recipe refuses the task's rows, as when they lack a column, or the task
-        has no groups of that size, why.
+        The certificate; or the reason why there is none, if the recipe refuses the task's rows or the task
+        has no groups of that size.
 
     Raises:
-        ConfigError: the task has more outcomes; a misspelt option.
+        ConfigError: the task has more outcomes, or an option is unknown.
     """
     try:
         outcomes = count_outcomes(task, task_name, group_size, most)

@@ -1,4 +1,4 @@
-"""The gradient that a pipeline makes of every outcome of a group, each of which is written as rows."""
+"""Enumerate all outcomes of a group as rows, and compute the gradient that a pipeline makes of each."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ CUT = {
     "rank": None,
     "shuffle": False,
 }
-"""Options of the stage that cuts the batch: each group is a step, in order, on one rank."""
+"""Options of the split: each group is an optimiser step, in order, on one rank."""
 
 
 def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] = ()) -> Pipeline:
-    """Build a composed ``pipeline`` node for the groups of a task, one group an optimiser step.
+    """Build a composed ``pipeline`` node for the groups of a task, with one group in each optimiser step.
 
-    What is changed is how a batch is cut, by ShuffleSplit; that the gate learns the size of
-    groups from their column, as the gate has it; that weights are written and not folded into the
-    advantage, which is the same loss; how many rewards there are; and what the task itself needs (its
-    `settings`), where the recipe leaves it at its default. Everything else is the recipe's.
+    It changes these options: those of ShuffleSplit; the gate's `group_size`, which is read from its column;
+    `fold`, so that weights are written and not folded into the advantage, which is the same loss; the number
+    of rewards; and the task's `settings`, if the recipe has them at their defaults. All other options are the
+    recipe's.
 
     Args:
-        config: composed; it is left alone.
-        task: whose rows are to pass.
-        words: overrides of the command line; what they set, no setting of the task changes.
+        config: the composed node; it is not changed.
+        task: the task whose rows the pipeline runs.
+        words: overrides of the command line. The task's settings do not change what they set.
 
     Raises:
-        ConfigError: as :func:`build_pipeline`.
+        ConfigError: see :func:`build_pipeline`.
     """
     node = copy.deepcopy(config)
     stages = node.get("stages") or {}
     settings: dict[str, Any] = {"collapse.columns": task.columns, **task.settings}
     with open_dict(node):
         if "process_group" in node:
-            node["process_group"] = None  # all outcomes are here
+            node["process_group"] = None  # one process has all outcomes
         for name, stage in stages.items():
             if stage is None or "_target_" not in stage:
                 continue
             made_by: Any = None
-            with suppress(Exception):  # `build_pipeline` says that it cannot be imported
+            with suppress(Exception):  # `build_pipeline` raises if it cannot be imported
                 made_by = get_object(str(stage["_target_"]))
             defaults = {}
             if callable(made_by):
@@ -93,19 +93,19 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
 
 
 def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) -> tuple[TensorDict, Tensor]:
-    """Every outcome of a group of a task as a group of its own, and the probability of each.
+    """Return every outcome of a group of a task as a group of its own, and the probability of each.
 
-    Rows carry what the rows of a collector do: ids, the reward, the status, tokens with their masks, and
-    log-probabilities of the policies that the task has, with the entropy of the one that trains. A row is a
-    token of its prompt and a token for each action. ``("certify", "outcome")`` says of which outcome a row
-    is, ``("certify", "actions")`` (N, T) the number of each action, −1 where there is none, and ``node_id``
-    (N, T) labels tokens by what was drawn, for trees whose branches may be equal by chance.
+    Rows have the columns of a collector: ids, reward, status, tokens with their masks, log-probabilities of
+    the task's policies, and the entropy of the training policy. A row has one token for its prompt and one
+    for each action. ``("certify", "outcome")`` (N,) is the row's outcome, ``("certify", "actions")`` (N, T)
+    the number of each action, −1 for none. ``node_id`` (N, T) identifies tokens that were sampled once, for
+    trees whose branches may have equal tokens by chance.
 
     Args:
-        task: whose outcomes.
+        task: the task.
         group_size: rollouts of a group.
-        turns_paid_apart: the rewards of turns are in ``turn_reward`` alone; else the reward of the rollout
-            has them too.
+        turns_paid_apart: whether turn rewards are in ``turn_reward`` alone. If not, the rollout's reward
+            includes them.
 
     Returns:
         TensorDict ``[N]``, and (outcomes,) float64.
@@ -134,7 +134,7 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
     batch[OUTCOME] = batch["group_id"] = torch.tensor(outcome)
     batch["rollout_id"] = torch.tensor(rollout)
     batch["expected_rollouts"] = torch.full((len(batch),), group_size)
-    # A label for what was drawn once: 0 is the prompt; then come actions that a family of rollouts shares.
+    # Tokens that were sampled once have one label: 0 for the prompt, then actions that a family shares.
     of_rollout, place = 1 + batch["rollout_id"][:, None], torch.arange(batch[ACTIONS].shape[1])
     of_family = 1 + (batch["rollout_id"] // sampled_together * sampled_together)[:, None]
     batch["node_id"] = torch.where(place == 0, 0, torch.where(place <= task.shared, of_family, of_rollout))
@@ -144,12 +144,12 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
 def rows_of_trajectories(
     task: SmallTask, prompts: Sequence[Prompt], *, turns_paid_apart: bool
 ) -> tuple[TensorDict, list[list[int]]]:
-    """The rows of every trajectory of every prompt, once, and which of them are whose.
+    """Return the rows of all trajectories of all prompts, and the row indices of each trajectory.
 
     Args:
-        task: that the prompts are of.
-        prompts: all of them.
-        turns_paid_apart: as for :func:`all_outcomes`.
+        task: the task.
+        prompts: all prompts of the task.
+        turns_paid_apart: see :func:`all_outcomes`.
     """
     trajectories = [
         (number, trajectory) for number, prompt in enumerate(prompts) for trajectory in prompt.trajectories
@@ -165,7 +165,7 @@ def rows_of_trajectories(
         starts += len(trajectory.rows)
     log_probs = task.log_probs(task.theta)
     choices, width = log_probs.shape[1], 1 + max(len(trajectory.rows[place]) for _, trajectory, place in rows)
-    # An action's number is decision · choices + action, behind a token of the prompt; −1: no action is there.
+    # An action's number is decision · choices + action; −1 for no action, as at the prompt's token.
     numbered = [[d * choices + a for d, a in trajectory.rows[place]] for _, trajectory, place in rows]
     actions = torch.tensor([[-1, *row] + [-1] * (width - 1 - len(row)) for row in numbered])
     mask, at = actions >= 0, actions.clamp_min(0)
@@ -179,7 +179,7 @@ def rows_of_trajectories(
             LOSS_MASK: mask,
             ("masks", "all_attention_mask"): tokens < kinds + len(prompts),
             ("next", "status"): torch.tensor([int(trajectory.status) for _, trajectory, _ in rows]),
-            "role": torch.zeros(len(rows), dtype=torch.int64),  # one agent does all there is to do
+            "role": torch.zeros(len(rows), dtype=torch.int64),  # a single agent
         },
         batch_size=[len(rows)],
     )
@@ -208,31 +208,31 @@ def rows_of_trajectories(
 
 
 class Gradients(NamedTuple):
-    """The gradient of each outcome, in the direction in which the reward grows; (outcomes, P) float64."""
+    """The gradient of each outcome, in the direction of greater reward; (outcomes, P) float64."""
 
     advantage: Tensor
-    """Σ A ∇log π over the tokens in the loss of the group, over its rollouts."""
+    """Σ A ∇log π over the tokens in the loss of the group, divided by its number of rollouts."""
     loss: Tensor | None
-    """Σ w A ∇log π with the recipe's own weights; None where it writes none."""
+    """Σ w A ∇log π with the recipe's loss weights; None if it writes none."""
 
 
 def gradients_of(
     pipeline: Pipeline, batch: TensorDictBase, score: Tensor, outcomes: int, group_size: int
 ) -> Gradients:
-    """Run a pipeline over all outcomes, and add up what it makes of each::
+    """Run a pipeline on all outcomes, and compute the gradient of each::
 
         advantage  g = 1/n Σ_rows Σ_t A_t ∇log π_t       n rollouts in the group
-        loss       g =     Σ_rows w Σ_t A_t ∇log π_t     w the row's loss weight, times the token's if there
+        loss       g =     Σ_rows w Σ_t A_t ∇log π_t     w the row's loss weight × the token's, if it has one
 
-    An outcome of which nothing is trained has no gradient. All outcomes are groups of one batch where every
-    stage keeps `within_groups` and a cut makes a step of each; else each is a batch, of a pipeline that
-    remembers nothing of another.
+    The gradient of an outcome without trained rows is 0. If each stage declares `within_groups` and each
+    group is an optimiser step, all outcomes are one batch. Otherwise each outcome is a batch of its own, and
+    a pipeline with a state is reset before each.
 
     Args:
-        pipeline: with one group an optimiser step (:func:`one_group_a_step`).
-        batch: TensorDict ``[N]``, as :func:`all_outcomes` makes it.
+        pipeline: a pipeline with one group in each optimiser step (:func:`one_group_a_step`).
+        batch: TensorDict ``[N]`` of :func:`all_outcomes`.
         score: (actions, P) ∇ log π of each action.
-        outcomes: how many there are.
+        outcomes: number of outcomes.
         group_size: n.
 
     Raises:
@@ -242,7 +242,7 @@ def gradients_of(
     cutting = [each for each in stages if MINIBATCH in getattr(each, "out_keys", ())]
     how = [(getattr(each, "unit", None), getattr(each, "minibatch_size", None)) for each in cutting]
     together = _keep_within(stages) and ("group", 1) in how
-    # A stage that is none of ours may have a state that it does not declare.
+    # A stage of other code may have a state that it does not declare.
     remembers = any(
         getattr(each, "stateful", False) or not type(each).__module__.startswith("headrace.")
         for each in stages
@@ -275,7 +275,7 @@ def gradients_of(
 
 
 def _keep_within(stages: list[nn.Module]) -> bool:
-    """Whether each stage keeps `within_groups`, and what it takes for a group is within an outcome."""
+    """Whether each stage declares `within_groups`, with groups that are within an outcome."""
     within: set[NestedKey | None] = {None, "group_id", "rollout_id", OUTCOME}
     for stage in stages:
         if not getattr(stage, "within_groups", False):
@@ -284,6 +284,6 @@ def _keep_within(stages: list[nn.Module]) -> bool:
             for option in ("group_key", "rollout_key"):
                 if getattr(part, option, None) not in within:
                     return False
-        if within.intersection(getattr(stage, "keys", ())):  # an id of several, one of which is the group's
+        if within.intersection(getattr(stage, "keys", ())):  # a combined id that includes the group's
             within.add(getattr(stage, "into", None))
     return True

@@ -1,4 +1,4 @@
-"""Tasks of which everything is known: one turn, several rewards, fan-out, forks, and turns as rows or not."""
+"""Small tasks: one turn, several rewards, fan-out, forks, and turns inside rows or as rows."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from headrace.transforms.schema import Status
 
 from .small_task import Family, Prompt, SmallTask, Trajectory
 
-NEVER = -1e9  # a log-probability whose exponential is 0, as is its share of an entropy
+NEVER = -1e9  # a log-probability whose exponential and whose entropy term are 0
 
 
 class OneTurn(SmallTask):
-    """Each prompt is answered wrong (action 0) or right (action 1), and that is all.
+    """Each rollout has one turn, with a wrong answer (action 0) or a right answer (action 1).
 
-    θ_p is the logit of a right answer to prompt p. Answers may have further tokens, which follow by
-    themselves: they count in every length and the policy has no choice in them. A rollout that failed has a
-    reward of 0 in its row. Where it failed with an answer, its return is what that would have been paid;
-    where it failed before it had one, nothing.
+    θ_p is the logit of a right answer to prompt p. Answers may have further tokens with probability 1, which
+    count in all lengths. A rollout that failed has the reward 0 in its row. If it failed with an answer, its
+    return is the reward of the answer; if it failed before it had an answer, its return is 0.
 
     Args:
-        theta: logits of a right answer, one a prompt.
-        shares: how often each prompt is asked, adding up to 1; None: all as often.
-        rewards: of a wrong and of a right answer.
-        lengths: their tokens, ≥ 1.
-        fails: how likely a rollout with a wrong, and with a right answer fails, in [0, 1).
-        dies: how likely one fails before it has an answer, in [0, 1).
-        sampler: as for :class:`SmallTask`.
-        teacher: likewise.
-        reference: likewise.
+        theta: logits of a right answer, one for each prompt.
+        shares: probabilities of the prompts, with sum 1; None: equal.
+        rewards: rewards of a wrong and of a right answer.
+        lengths: tokens of a wrong and of a right answer, ≥ 1.
+        fails: probabilities that a rollout with a wrong, and with a right answer fails, in [0, 1).
+        dies: probability that a rollout fails before it has an answer, in [0, 1).
+        sampler: see :class:`SmallTask`.
+        teacher: see :class:`SmallTask`.
+        reference: see :class:`SmallTask`.
 
     Example:
         >>> [trajectory.returns for trajectory in OneTurn(theta=[0.0]).prompts()[0].trajectories]
@@ -62,7 +61,7 @@ class OneTurn(SmallTask):
         pairs = {name: (getattr(self, name), 2) for name in ("rewards", "lengths", "fails")}
         self._check_lengths(shares=(self.shares, len(self.theta)), **pairs)
         if abs(sum(self.shares) - 1) > 1e-9:
-            raise ValueError(f"shares must add up to 1; got {self.shares}")
+            raise ValueError(f"shares must have the sum 1; got {self.shares}")
         chances = (*self.fails, dies)
         if min(self.lengths) < 1 or min(chances) < 0 or max(chances) >= 1:
             raise ValueError(
@@ -70,11 +69,11 @@ class OneTurn(SmallTask):
             )
 
     def log_policy(self, theta: Tensor) -> Tensor:
-        """One decision a prompt, and behind them that of tokens which follow by themselves."""
+        """One decision for each prompt, and a last one for the tokens with probability 1."""
         return torch.cat([super().log_policy(theta), theta.new_tensor([[0.0, NEVER]])])
 
     def prompts(self) -> Sequence[Prompt]:
-        """Each with a wrong and a right answer, graded or failed."""
+        """Prompts with a wrong and a right answer, each graded or failed."""
         prompts = []
         for number, share in enumerate(self.shares):
             trajectories = []
@@ -94,12 +93,12 @@ class OneTurn(SmallTask):
 
 
 class FailingRollouts(OneTurn):
-    """One turn, where some rollouts fail, and groups that lack one are dropped by the gate.
+    """One turn with failing rollouts. The gate drops incomplete groups.
 
     Args:
-        theta: as for :class:`OneTurn`.
-        fails: likewise.
-        dies: likewise.
+        theta: see :class:`OneTurn`.
+        fails: see :class:`OneTurn`.
+        dies: see :class:`OneTurn`.
     """
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"gate.on_incomplete": "drop"})
@@ -115,13 +114,13 @@ class FailingRollouts(OneTurn):
 
 
 class SeveralRewards(SmallTask):
-    """One action of three, each with two rewards, (N, 2); its return is their weighted sum.
+    """One of three actions, each with two rewards, (N, 2); the return is their weighted sum.
 
-    θ₀ and θ₁ are the logits of the second and third action, that of the first is 0.
+    θ₀ and θ₁ are the logits of the second and third action; that of the first is 0.
 
     Args:
         theta: θ₀ and θ₁.
-        rewards: of each action.
+        rewards: the two rewards of each action.
 
     Example:
         >>> SeveralRewards().columns, SeveralRewards().outcomes(2)
@@ -153,14 +152,14 @@ class SeveralRewards(SmallTask):
 
 
 class FanOut(SmallTask):
-    """The policy answers, or hands on to a second segment, which answers wrong or right.
+    """The policy answers at once, or in a second segment with a wrong or right answer.
 
-    θ₀ is the logit of handing on, θ₁ that of a right answer then. Rollouts that hand on are two rows with
-    the same reward: whoever gives each row a vote counts them twice.
+    θ₀ is the logit of a second segment, θ₁ that of a right answer in it. Rollouts with a second segment are
+    two rows with equal rewards: statistics over rows count them twice.
 
     Args:
         theta: θ₀ and θ₁.
-        rewards: of answering at once, of a wrong and of a right answer in the second segment.
+        rewards: rewards of an answer at once, and of a wrong and a right answer in the second segment.
 
     Example:
         >>> [len(trajectory.rows) for trajectory in FanOut().prompts()[0].trajectories]
@@ -189,14 +188,14 @@ class FanOut(SmallTask):
 
 
 class Forks(SmallTask):
-    """Two actions, of which the first is sampled once for two rollouts.
+    """Two actions, the first of which is sampled once for two rollouts.
 
-    θ₀ is the logit of the first action, θ₁ and θ₂ those of the second after the one and the other. Each
-    rollout is a row with both its tokens, so that the shared one is in two rows.
+    θ₀ is the logit of the first action. θ₁ and θ₂ are the logits of the second action, after the first action
+    0 and 1. Each rollout is one row with both tokens, so the shared token is in two rows.
 
     Args:
         theta: the three logits.
-        rewards: of the four leaves, in order.
+        rewards: rewards of the four leaves, in order.
 
     Example:
         >>> Forks().outcomes(4)
@@ -224,31 +223,31 @@ class Forks(SmallTask):
         return [Prompt(1.0, tuple(trajectories))]
 
     def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
-        """Pairs with one first action: P(first) · P(second | first) · P(other second | first)."""
+        """Pairs with a common first action: P(first) · P(second | first) · P(other second | first)."""
         below = defaultdict(list)
         for number, trajectory in enumerate(trajectories):
             below[trajectory.actions[0]].append(number)
         return [
-            Family((one, other), probability[one] * probability[other] / fsum(probability[n] for n in leaves))
+            Family((a, b), probability[a] * probability[b] / fsum(probability[n] for n in leaves))
             for leaves in below.values()
-            for one in leaves
-            for other in leaves
+            for a in leaves
+            for b in leaves
         ]
 
 
 class StopOrContinue(SmallTask):
-    """At each turn the policy stops or goes on; a turn taken pays, and so does where it ended.
+    """At each turn the policy stops or continues. Each turn and the end have a reward.
 
-    θ_k is the logit of going on at turn k; after the last turn there is no decision. One row a rollout, a
-    token an action, with the turn of each and what it was paid for it (``turn_index``, ``turn_reward``).
+    θ_k is the logit of continuing at turn k; after the last turn there is no decision. A rollout is one row
+    with a token for each action, and the columns ``turn_index`` and ``turn_reward``.
 
     Args:
-        theta: logits of going on, one a turn.
-        turn: what each turn taken pays.
-        ends: what ending after 0, 1, … turns pays, one more than turns.
-        sampler: as for :class:`SmallTask`.
-        teacher: likewise.
-        reference: likewise.
+        theta: logits of continuing, one for each turn.
+        turn: reward of each turn.
+        ends: rewards of ending after 0, 1, … turns; one more than turns.
+        sampler: see :class:`SmallTask`.
+        teacher: see :class:`SmallTask`.
+        reference: see :class:`SmallTask`.
 
     Example:
         >>> trajectories = StopOrContinue().prompts()[0].trajectories
@@ -271,11 +270,11 @@ class StopOrContinue(SmallTask):
         self._check_lengths(ends=(self.ends, len(self.theta) + 1))
 
     def prompts(self) -> Sequence[Prompt]:
-        """One prompt, whose rollouts take 0, 1, … turns."""
+        """One prompt, with a trajectory for each number of turns."""
         return [Prompt(1.0, tuple(self.trajectory(turns) for turns in range(len(self.ends))))]
 
     def trajectory(self, turns: int) -> Trajectory:
-        """That of a rollout that takes so many turns."""
+        """The trajectory with this number of turns."""
         actions = [(turn, 1) for turn in range(turns)] + [(turns, 0)] * (turns < len(self.theta))
         rewards = [self.turn * action for _, action in actions]
         return Trajectory(
@@ -286,12 +285,12 @@ class StopOrContinue(SmallTask):
 
 
 class TurnsAsRows(StopOrContinue):
-    """The same with each turn a row, its own reward on it, and the state that it started from.
+    """As :class:`StopOrContinue`, with one row for each turn, with its reward and its first state.
 
     Args:
-        theta: as for :class:`StopOrContinue`.
-        turn: likewise.
-        ends: likewise.
+        theta: see :class:`StopOrContinue`.
+        turn: see :class:`StopOrContinue`.
+        ends: see :class:`StopOrContinue`.
     """
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"collapse.reward": "sum"})
@@ -306,7 +305,7 @@ class TurnsAsRows(StopOrContinue):
         super().__init__(theta=theta, turn=turn, ends=ends)
 
     def trajectory(self, turns: int) -> Trajectory:
-        """That of a rollout that takes so many turns."""
+        """The trajectory with this number of turns."""
         inside = super().trajectory(turns)
         rewards = list(inside.turn_rewards or ())
         rewards[-1] += self.ends[turns]

@@ -1,4 +1,4 @@
-"""Tasks so small that all outcomes of a group can be written down."""
+"""Tasks so small that all outcomes of a group can be enumerated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headrace.pipeline.load import ConfigError
 from headrace.transforms.schema import Status
 
 ROUNDING = 1e-14
-"""Of the greatest reward: a gradient that is less is 0, but for rounding."""
+"""Relative to the greatest return: smaller gradients are rounding errors, and are set to 0."""
 
 Action = tuple[int, int]
-"""A decision, by its number, and which of its actions was taken: one token."""
+"""The number of a decision, and the action that was taken: one token."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Trajectory:
     Args:
         rows: the actions of each row (segment) of the rollout.
         returns: one number for each reward column. The objective is their mean.
-        paid: the reward column of each row. None: `returns`, on each row.
-        turn_rewards: what each of its actions was paid for by itself, for a rollout of one row; together they
-            are a part of `returns`, the rest of which is the outcome.
-        states: of each row, the state that it started from; None: there are none.
-        chance: how likely it is given its actions, where not only the policy decides.
-        status: how it ended.
+        paid: the reward column of each row. None: `returns` on each row.
+        turn_rewards: the reward of each action, for a rollout of one row. They are included in `returns`; the
+            rest of `returns` is the outcome.
+        states: the state from which each row starts; None: no states.
+        chance: probability of the trajectory given its actions, if it does not depend on the policy alone.
+        status: how the rollout ended.
     """
 
     rows: tuple[tuple[Action, ...], ...]
@@ -47,7 +47,7 @@ class Trajectory:
 
     @property
     def actions(self) -> list[Action]:
-        """All of them, in order."""
+        """The actions of all rows, in order."""
         return [action for row in self.rows for action in row]
 
 
@@ -56,14 +56,14 @@ class GroupSizeError(ValueError):
 
 
 class Prompt(NamedTuple):
-    """A prompt, how often it is asked, and all trajectories that a rollout of it can take."""
+    """A prompt, its probability, and all trajectories of its rollouts."""
 
     probability: float
     trajectories: tuple[Trajectory, ...]
 
 
 class Family(NamedTuple):
-    """Rollouts that are sampled together: one, or several that share their beginning."""
+    """Rollouts that are sampled together: one, or several with a common beginning."""
 
     trajectories: tuple[int, ...]
     probability: float
@@ -72,19 +72,19 @@ class Family(NamedTuple):
 class SmallTask:
     """A task of which all outcomes of a group can be enumerated.
 
-    A subclass says its `prompts`; each decision is a choice between going on (action 1) and not (action 0),
-    whose logit is the parameter of the decision's number, unless `log_policy` says otherwise.
+    A subclass implements `prompts`. Decision k is a choice between action 0 and action 1 with the logit θ_k,
+    unless the subclass overrides `log_policy`.
 
     Args:
-        theta: θ, the parameters of the policy that trains, π.
-        sampler: those of the policy that samples, μ; None: θ.
-        teacher: those of a teacher, whose log-probabilities become columns; None: there is none.
-        reference: those of a reference policy, likewise.
+        theta: θ, the parameters of the training policy, π.
+        sampler: parameters of the sampling policy, μ; None: θ.
+        teacher: parameters of a teacher, whose log-probabilities become columns; None: no teacher.
+        reference: parameters of a reference policy, likewise.
 
     Attributes:
-        settings: options of stages, as ``stage.option``, without which no recipe could take its rows: they
-            are set where the recipe has the stage, unless the user's words set them.
-        shared: how many first actions rollouts that are sampled together have in common.
+        settings: options of stages, as ``stage.option``, that recipes need for the task's rows. They are set
+            if the recipe has the stage, unless an override sets them.
+        shared: number of first actions that rollouts of one family share.
 
     Example:
         >>> from headrace.pipeline.certify import StopOrContinue
@@ -115,10 +115,10 @@ class SmallTask:
                 )
 
     def _check_lengths(self, **lengths: tuple[Sequence[Any], int]) -> None:
-        """Check that options have as many entries as they must have, given with that number by their names.
+        """Check the lengths of options, given as (value, required length) by name.
 
         Raises:
-            ValueError: one has not.
+            ValueError: an option has another length.
         """
         for name, (given, needed) in lengths.items():
             if len(given) != needed:
@@ -126,7 +126,7 @@ class SmallTask:
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts; their probabilities add up to 1, and so do those of the trajectories of each."""
+        """The prompts. Their probabilities sum to 1, and so do those of the trajectories of each prompt."""
 
     def log_policy(self, theta: Tensor) -> Tensor:
         """The log-probability of each action.
@@ -140,23 +140,23 @@ class SmallTask:
         return torch.stack([logsigmoid(-theta), logsigmoid(theta)], 1)
 
     def families(self, trajectories: Sequence[Trajectory], probability: Sequence[float]) -> Sequence[Family]:
-        """What is sampled together, all of one number of rollouts: here each rollout by itself.
+        """The families, all with the same number of rollouts; by default each rollout is a family.
 
         Args:
-            trajectories: of one prompt.
-            probability: of each, under the policy that samples.
+            trajectories: trajectories of one prompt.
+            probability: probability of each under the sampling policy.
         """
         return [Family((number,), each) for number, each in enumerate(probability)]
 
-    # -- what follows from it ---------------------------------------------------------------------------
+    # -- derived quantities -----------------------------------------------------------------------------
 
     @property
     def columns(self) -> int:
-        """How many rewards a rollout has."""
+        """Number of rewards of a rollout."""
         return len(self.prompts()[0].trajectories[0].returns)
 
     def log_probs(self, theta: Sequence[float]) -> Tensor:
-        """(decisions, actions) float64, of the policy with these parameters."""
+        """(decisions, actions) float64 log-probabilities of the policy with these parameters."""
         return self.log_policy(torch.tensor(list(theta), dtype=torch.float64))
 
     def score(self) -> Tensor:
@@ -165,12 +165,12 @@ class SmallTask:
         return torch.autograd.functional.jacobian(self.log_policy, theta).reshape(-1, len(theta))
 
     def true_gradient(self, weights: Sequence[float] | None = None) -> Tensor:
-        """(P,) the gradient of the mean return, under the policy that trains::
+        """(P,) the gradient of the mean return under the training policy::
 
             ∇J = ∇ Σ_prompts p Σ_trajectories π(trajectory) · return
 
         Args:
-            weights: of several rewards; None: all 1.
+            weights: weights of several rewards; None: all 1.
         """
         theta = torch.tensor(self.theta, dtype=torch.float64, requires_grad=True)
         size = 0.0
@@ -187,10 +187,10 @@ class SmallTask:
         return torch.where(found.abs() > ROUNDING * size, found, 0.0)
 
     def sampled_families(self, prompt: Prompt) -> Sequence[Family]:
-        """The families of a prompt, under the policy that samples.
+        """The families of a prompt with their probabilities under the sampling policy.
 
         Raises:
-            ConfigError: their probabilities do not add up to 1: a trajectory is missing, or there twice.
+            ConfigError: the probabilities do not sum to 1: a trajectory is missing, or there twice.
         """
         log_probs = self.log_probs(self.sampler).tolist()
         each = [
@@ -207,17 +207,17 @@ class SmallTask:
         return families
 
     def outcomes(self, group_size: int) -> int:
-        """How many outcomes a group has, over all prompts.
+        """Count the outcomes of a group, over all prompts.
 
         Raises:
-            GroupSizeError: groups of that size cannot be made of what is sampled together.
-            ConfigError: the probabilities of the prompts do not add up to 1.
+            GroupSizeError: the group size is not a multiple of the families' size.
+            ConfigError: the probabilities of the prompts do not sum to 1.
         """
         total, prompts = 0, self.prompts()
         asked = fsum(prompt.probability for prompt in prompts)
         if abs(asked - 1) > 1e-9 or min(prompt.probability for prompt in prompts) < 0:
             raise ConfigError(
-                f"the prompts of {type(self).__name__} must have probabilities ≥ 0 that add up to 1; "
+                f"the prompts of {type(self).__name__} must have probabilities ≥ 0 with the sum 1; "
                 f"found {asked:.6g}"
             )
         for prompt in prompts:

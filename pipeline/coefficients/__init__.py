@@ -1,4 +1,4 @@
-"""By which coefficient a training step multiplies the gradient of each token's log-probability."""
+"""Measure the coefficient of the gradient of each token's log-probability in a training step."""
 
 from .causal_lm import table_as_causal_lm
 from .measure import XRay, xray

@@ -1,4 +1,4 @@
-"""The table of logits as a causal language model of transformers, for trainers that take nothing else."""
+"""The table of logits as a causal language model of transformers, for trainers that need one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
-    """A model of transformers whose logits are those of a table, for trainers such as TRL's.
+    """Return a model of transformers whose logits are those of a table, for trainers such as TRL's.
 
-    Its hidden states are the logits, and its head is the identity, without a gradient: trainers that compute
-    log-probabilities from ``base_model`` and the weight of the head find what the model itself returns. It
-    has no other parameters, no dropout and no positions; attention masks change nothing.
+    Its hidden states are the logits, and its head is the identity, without a gradient. So trainers that
+    compute log-probabilities from ``base_model`` and the weight of the head get the model's own. It has no
+    other parameters, no dropout and no positions, and ignores attention masks.
 
     Args:
-        table: its gradient is the table's own, :func:`token_weights` takes the model or the table.
+        table: the table, which gets the gradient. :func:`token_weights` takes the model or the table.
 
     Returns:
-        A ``PreTrainedModel``, in the table's dtype; ``vocab_size`` is V.
+        A ``PreTrainedModel`` in the table's dtype, with ``vocab_size`` V.
 
     Raises:
         ImportError: the extra ``llm`` is not installed.
@@ -70,7 +70,7 @@ def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
             return outputs.CausalLMOutput(logits=self.lm_head(hidden[:, -logits_to_keep:]))
 
     config = TableConfig(vocab_size=table.vocabulary, hidden_size=table.vocabulary)
-    # The last two tokens of the vocabulary follow no other in a batch of `xray_batch`.
+    # A batch of `xray_batch` does not use the last two tokens of the vocabulary as next tokens.
     config.pad_token_id, config.eos_token_id = table.vocabulary - 2, table.vocabulary - 1
     config.tie_word_embeddings = False
     config.architectures = ["TableForCausalLM"]

@@ -1,4 +1,4 @@
-"""Which mean a training step takes over its tokens, by the weight that each of them has."""
+"""Find the mean that a training step takes over its tokens, from the weight of each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 WHOLE = "the whole step"
 PADDED = (
     "mean over all positions, padding included,",
-    "mean over all positions but one of each row, padding included,",  # of logits that were shifted
+    "mean over all positions but one of each row, padding included,",  # with shifted logits
 )
 SUM = "sum over the tokens, over a constant,"
 SAME = 1e-6
@@ -20,13 +20,13 @@ SAME = 1e-6
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of a step, and where each of its rows is.
+    """The tokens of a step, and the rollout, group, micro-batch and rank of each row.
 
     Attributes:
-        inside: (N, T) bool, in the loss mask.
+        inside: (N, T) bool, the loss mask.
         rollout: (N,) int.
         group: (N,) int.
-        micro: (N,) int, the micro-batch of each row, over all ranks.
+        micro: (N,) int, the micro-batch of each row, counted over all ranks.
         rank: (N,) int.
     """
 
@@ -39,12 +39,12 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class TokenMean:
-    """A mean with a name, and the weight that it gives to each token.
+    """A mean over tokens, with the weight that it gives to each token.
 
     Attributes:
-        name: over what.
-        scope: of which its denominators are: the whole step, each micro-batch or each rank.
-        weight: (N, T) float64, 0 out of the mask.
+        name: what the mean is over.
+        scope: the scope of its denominators: the whole step, each micro-batch or each rank.
+        weight: (N, T) float64, 0 outside the mask.
     """
 
     name: str
@@ -56,7 +56,7 @@ class TokenMean:
 
 
 def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
-    """The means that trainers take, each over the whole step first, and then over parts of it."""
+    """Yield the means that trainers use, first over the whole step, then over its parts."""
     inside = tokens.inside.double()
     of_row = inside.sum(1)
     scopes = {WHOLE: torch.zeros_like(tokens.micro), "each rank": tokens.rank}
@@ -86,46 +86,46 @@ def known_means(tokens: StepTokens) -> Iterator[TokenMean]:
 
 
 def _sum_by(ids: Tensor, values: Tensor, size: int | None = None) -> Tensor:
-    """Of each id the sum of its values, for each row, or where a size is given for each id."""
+    """Sum values by id. The result is by row, or by id if a size is given."""
     sums = torch.zeros(int(ids.max()) + 1 if size is None else size, dtype=values.dtype)
     sums.index_add_(0, ids, values)
     return sums[ids] if size is None else sums
 
 
 def _first_of(ids: Tensor) -> Tensor:
-    """Of each id the first row that has it."""
+    """The first row of each id."""
     first = torch.full((int(ids.max()) + 1,), len(ids))
     return first.scatter_reduce_(0, ids, torch.arange(len(ids)), "amin")
 
 
 def nearest_mean(weight: Tensor, tokens: StepTokens) -> tuple[TokenMean, float, float]:
-    """The known mean whose weights are nearest to those measured, up to a factor for all.
+    """Find the known mean whose weights are nearest to the measured ones, up to one common factor.
 
     Args:
-        weight: (N, T), NaN where it is not known.
-        tokens: of the step.
+        weight: (N, T), NaN where unknown.
+        tokens: tokens of the step.
 
     Returns:
-        The mean, the factor, and by how much one token's weight differs from it at most, as a share.
+        The mean, the factor, and the greatest relative difference of a token's weight.
     """
     known, found = tokens.inside & weight.isfinite(), []
     for mean in known_means(tokens):
         ratio = weight[known] / mean.weight[known]
         factor = float(ratio.median()) if len(ratio) else 0.0
         apart = float((ratio / factor - 1).abs().max()) if factor else math.inf
-        # A sum over the tokens of a step is their mean only where it is over their number.
+        # A sum over a constant may have any factor; a mean has the factor 1.
         scaled = mean.name == SUM or abs(factor - 1) < SAME
         found.append((mean, factor, apart, scaled))
-    # Of equal ones one that needs no factor, and then the first, which is over the whole step.
+    # Among equal means prefer one without a factor, then the first, which is over the whole step.
     return min(found, key=lambda each: (round(each[2], 9), not each[3]))[:3]
 
 
 def odd_part(weight: Tensor, tokens: StepTokens) -> tuple[int, float] | None:
-    """The one micro-batch that counts more or less than the others, and how often; None if there is none.
+    """Find the single micro-batch with another factor than the others. Return it and its factor, or None.
 
     Args:
-        weight: (N, T), NaN where it is not known.
-        tokens: of the step.
+        weight: (N, T), NaN where unknown.
+        tokens: tokens of the step.
     """
     known = tokens.inside & weight.isfinite()
     for mean in known_means(tokens):

@@ -1,4 +1,4 @@
-"""A training step, measured: the weight that it gives to each token, by how its batch is cut."""
+"""Measure the weight that a training step gives to each token, for several numbers of micro-batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Gradients = Literal["mean", "sum", "reduced"]
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4)
 REWARDS = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.9, 0.0, 0.5)
 CLOSE = 1e-6
-CLOSE_IN = {torch.float64: CLOSE, torch.float32: 1e-4}  # a float32's rounding, of sums whose terms cancel
+CLOSE_IN = {torch.float64: CLOSE, torch.float32: 1e-4}  # float32 sums with cancellation round this much
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Measured:
 
     Attributes:
         cut: micro-batches of each rank.
-        pad: the side of the padding; None: rows are ragged.
-        ranks: processes.
-        shift: of the old log-probabilities.
-        coefficient: (N, T) float64, by :func:`token_weights`.
-        outside: (N, T) float64, the same of tokens that are not in the loss mask.
-        padding: the greatest coefficient of padding, in size.
-        advantage: (N, T) float64, that of each token.
-        expected: (N, T) float64, the coefficient that the pipeline says; None: nobody said.
-        tokens: where the tokens are.
-        close: the share of the largest up to which numbers are equal, or 0.
+        pad: the side of the padding; None: ragged rows.
+        ranks: number of processes.
+        shift: shift of the old log-probabilities.
+        coefficient: (N, T) float64, from :func:`token_weights`.
+        outside: (N, T) float64, coefficients of tokens outside the loss mask.
+        padding: the greatest absolute coefficient of padding.
+        advantage: (N, T) float64, the advantage of each token.
+        expected: (N, T) float64, the coefficients of the pipeline; None: no pipeline.
+        tokens: mask, rollout, group, micro-batch and rank.
+        close: relative tolerance for equal numbers.
     """
 
     cut: int
@@ -67,14 +67,14 @@ class Measured:
 
     @property
     def weight(self) -> Tensor:
-        """(N, T) the coefficient over the advantage; NaN where that is (nearly) 0, and outside the mask."""
+        """(N, T) coefficient / advantage; NaN where the advantage is (nearly) 0, and outside the mask."""
         least = self.close * self.advantage.abs().max()
         known = self.tokens.inside & (self.advantage.abs() > least)
         return torch.where(known, self.coefficient / torch.where(known, self.advantage, 1.0), torch.nan)
 
     @property
     def where(self) -> str:
-        """How the step was cut, in words."""
+        """A description of the run: micro-batches, ranks, padding and shift."""
         parts = [f"{self.cut} micro-batch{'es' * (self.cut > 1)}"]
         parts += [f"{self.ranks} ranks"] * (self.ranks > 1) + [f"padding on the {self.pad}"] * (
             self.pad == "left"
@@ -86,14 +86,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class XRay:
-    """What a step was found to do.
+    """The measurements of a step.
 
     Attributes:
-        runs: of the step, each with another cut, padding, number of ranks or shift.
-        mean: what the first of them takes, where no pipeline says.
-        factor: by which its weights are larger than those of that mean.
-        apart: by how much one of them differs from it at most, as a share.
-        close: the share up to which weights are equal.
+        runs: the runs, each with other micro-batches, padding, ranks or shift.
+        mean: the mean that is nearest to the first run.
+        factor: the factor of the first run's weights over those of the mean.
+        apart: the greatest relative difference of a weight from that mean.
+        close: relative tolerance for equal weights.
     """
 
     runs: Sequence[Measured]
@@ -104,9 +104,10 @@ class XRay:
 
     @property
     def spread(self) -> Mapping[str, tuple[float, float]]:
-        """Of each run the least and greatest weight of a token over what the pipeline says, or where there
-        is none over its weight in the first run. Where old log-probabilities are shifted, that is the first
-        of the same shift, which may be clipped.
+        """The least and greatest weight of a token in each run, relative to the pipeline's weights.
+
+        Without a pipeline it is relative to the first run. For shifted old log-probabilities it is relative
+        to the first run with the same shift, because of clipping.
         """
         firsts, found = dict[float, Measured](), {}
         for run in self.runs:
@@ -115,31 +116,31 @@ class XRay:
                 continue
             if run.expected is not None and not run.shift:
                 ratio = run.coefficient / run.expected
-                ratio = torch.where(ratio.isinf(), math.inf, ratio)  # of tokens that are not to train
+                ratio = torch.where(ratio.isinf(), math.inf, ratio)  # tokens that must not train
             elif int(run.tokens.inside.sum()) != int(first.tokens.inside.sum()):
                 ratio = torch.tensor([0.0, math.inf])
             else:
                 ratio = _in_order(run) / _in_order(first)
-            ratio = ratio[~ratio.isnan()]  # of tokens without an advantage, or with no weight in both
+            ratio = ratio[~ratio.isnan()]  # no advantage, or no weight in both runs
             found[run.where] = (float(ratio.min()), float(ratio.max())) if len(ratio) else (1.0, 1.0)
         return found
 
     @property
     def verdict(self) -> str:
-        """What the step does, in a sentence."""
+        """The result as a sentence."""
         return self._sentence(self.close)
 
     def _sentence(self, close: float) -> str:
-        """The verdict, where weights that differ by more than a share are not equal."""
+        """The verdict with a relative tolerance."""
         first, spread, causes = self.runs[0], self.spread, defaultdict(list)
         for run in self.runs:
             if cause := _cause(run, first, close):
                 causes[cause].append(run.where)
         if always := [cause for cause, where in causes.items() if len(where) == len(self.runs)]:
             return f"{'; '.join(always)}, in {len(spread)} of {len(spread)} runs"
-        said = "that the pipeline says" if first.expected is not None else f"that they get with {first.where}"
+        base = "of the pipeline" if first.expected is not None else f"that they get with {first.where}"
         odd = [
-            f"with {where}, tokens get {_range(low, high)} times the weight {said}"
+            f"with {where}, tokens get {_range(low, high)} times the weight {base}"
             for where, (low, high) in spread.items()
             if max(abs(low - 1), abs(high - 1)) > close
         ]
@@ -150,7 +151,7 @@ class XRay:
         return f"{what}, in {len(spread)} of {len(spread)} runs"
 
     def _name(self, close: float) -> str:
-        """The mean of the run with the most parts whose mean is known: it says of what it is."""
+        """The name of the mean, from the run with the most micro-batches, which shows the scope best."""
         runs = sorted((run for run in self.runs if not run.shift), key=lambda run: -run.cut * run.ranks)
         found = [nearest_mean(run.weight, run.tokens) for run in runs or self.runs]
         exact = [str(mean) for mean, _, apart in found if apart <= close]
@@ -158,18 +159,18 @@ class XRay:
             return exact[0]
         mean, _, apart = found[-1]
         rounding = "; a loss in bfloat16 rounds as much" if self.close < apart < 0.02 else ""
-        return f"no mean that is known (the nearest, the {mean}, is {apart:.2g} off{rounding})"
+        return f"no known mean (the nearest, the {mean}, differs by {apart:.2g}{rounding})"
 
     def assert_uniform(self, tolerance: float | None = None) -> None:
-        """Raise where tokens get another weight in one of the runs, or would in one with another cut.
+        """Raise if the weight of a token depends on micro-batches, ranks or padding.
 
-        Without a pipeline the weights are to be those of a mean over the whole step, without its padding.
+        Without a pipeline, the weights must be those of a mean over the whole step, without padding.
 
         Args:
-            tolerance: as a share. None: ``close``.
+            tolerance: relative tolerance. None: ``close``.
 
         Raises:
-            AssertionError: with the verdict.
+            AssertionError: the weights differ; the message is the verdict.
         """
         tolerance, first = self.close if tolerance is None else tolerance, self.runs[0]
         differs = any(max(abs(low - 1), abs(high - 1)) > tolerance for low, high in self.spread.values())
@@ -179,8 +180,9 @@ class XRay:
             raise AssertionError(self._sentence(tolerance))
 
     def curve(self) -> dict[float, tuple[float, float]]:
-        """By the ratio π / π_old, the coefficients of tokens with positive and with negative advantages, over
-        those at the ratio 1.
+        """The clipping curve: mean coefficients by the ratio π / π_old, relative to those at the ratio 1.
+
+        Each ratio has one for tokens with positive, and one for tokens with negative advantages.
         """
         base = next((run for run in self.runs if run.shift == 0.0), self.runs[0])
         found: dict[float, tuple[float, float]] = {}
@@ -194,7 +196,7 @@ class XRay:
 
     @property
     def table(self) -> Table:
-        """The runs, for the terminal."""
+        """The runs as a table for the terminal."""
         table = Table("cut", "least weight", "greatest weight", title=self.verdict)
         for where, (low, high) in self.spread.items():
             table.add_row(where, f"{low:.6g}", f"{high:.6g}")
@@ -229,39 +231,38 @@ def xray(
 ) -> XRay:
     """Measure the weight that a training step gives to each token.
 
-    The step gets a :class:`TokenTable`, a batch of :func:`xray_batch` with the advantages of GRPO under
-    ``advantage`` (N, 1, 1), and how many micro-batches to make of it, of as many rows each, in their order.
-    It calls ``backward()``, and does not step an optimiser.
+    The step gets a :class:`TokenTable`, a batch of :func:`xray_batch` with GRPO's advantages in ``advantage``
+    (N, 1, 1), and the number of micro-batches. Micro-batches must have equal numbers of rows, in order. The
+    step calls ``backward()`` without an optimiser step.
 
-    A step that makes its advantages itself, sorts rows into micro-batches in another order, or leaves rows
-    out of the loss, writes into the batch what its own settings say of that: ``advantage`` (N, 1, 1),
-    ``("headrace", "microbatch")`` (N,), from 0, and ``("masks", "all_assistant_mask")`` (N, T). With several
-    ranks it cannot.
+    If a step computes its own advantages, assigns rows to micro-batches in another order, or masks rows, it
+    must write that to the batch: ``advantage`` (N, 1, 1), ``("headrace", "microbatch")`` (N,), from 0, and
+    ``("masks", "all_assistant_mask")`` (N, T). It can do so with a single rank only.
 
     Args:
-        step: the loss and the backward pass of a trainer, ``step(model, batch, cut)``.
-        pipeline: which says how much each row weighs and what its advantage is. None: the step's weights are
-            compared with those of its first run, and with the means that trainers take.
-        cuts: micro-batches of a rank.
-        ranks: processes, by gloo; each gets the groups of its own, and the same step. Where one of the
-            numbers is above 1, a single rank is a process with a process group, too.
+        step: the loss and backward pass of a trainer, ``step(model, batch, cut)``.
+        pipeline: its weights and advantages are the expected ones. None: the step's weights are compared with
+            those of its first run, and with the means that trainers use.
+        cuts: numbers of micro-batches of a rank.
+        ranks: numbers of processes, with gloo. Each runs the same step on its own groups. If one number is
+            above 1, a single rank also runs in a process with a process group.
         pad: sides of the padding; None: ragged rows.
-        shifts: of the old log-probabilities, for :meth:`XRay.curve`.
-        lengths: as of :func:`xray_batch`.
-        rewards: as of :func:`xray_batch`.
-        group_size: as of :func:`xray_batch`.
-        segments: as of :func:`xray_batch`.
-        gradients: what becomes of those of several ranks: their ``mean``, as under DDP, or their ``sum``; or
-            the step has ``reduced`` them itself.
-        holes: as of :func:`xray_batch`.
-        prepare: adds to each batch the columns that the pipeline or the loss reads besides, such as
-            reference log-probabilities or turns.
-        dtype: of the table. In float32 weights are equal up to 1e-4, not 1e-6.
+        shifts: shifts of the old log-probabilities, for :meth:`XRay.curve`.
+        lengths: see :func:`xray_batch`.
+        rewards: see :func:`xray_batch`.
+        group_size: see :func:`xray_batch`.
+        segments: see :func:`xray_batch`.
+        gradients: how the gradients of several ranks are combined: their ``mean``, as in DDP, or their
+            ``sum``; or ``reduced``: the step reduces them itself.
+        holes: see :func:`xray_batch`.
+        prepare: adds further columns to each batch that the pipeline or the loss reads, such as reference
+            log-probabilities or turns.
+        dtype: dtype of the table. In float32 weights are equal up to 1e-4, in float64 up to 1e-6.
 
     Raises:
-        ValueError: an option with a wrong value; the step has changed the table; the pipeline writes no
-            weights, or other rows than it gets; as :func:`token_weights`.
-        BatchError: parts of the gradient that no token explains; as the pipeline.
+        ValueError: an option has a wrong value; the step changed the table; or the pipeline writes no weights
+            or changes the rows; see also :func:`token_weights`.
+        BatchError: parts of the gradient are not explained by any token; or the pipeline refused the batch.
 
     Example:
         >>> def step(model, batch, cut):
@@ -275,12 +276,12 @@ def xray(
     one_of("gradients", gradients, get_args(Gradients))
     for name, values in {"cuts": cuts, "ranks": ranks, "pad": pad, "shifts": shifts}.items():
         if isinstance(values, str) or values is None or len(set(values)) != len(values) or not values:
-            raise ValueError(f"{name} is a list of different values, one at least, as (1, 2); got {values!r}")
+            raise ValueError(f"{name} must be a list of distinct values, such as (1, 2); got {values!r}")
     groups = len(rewards) // at_least("group_size", group_size, 1)
     if max(ranks) > groups or max(cuts) * max(ranks) > len(lengths):
         raise ValueError(
             f"each rank needs a group, and each micro-batch a row; got ranks={ranks} and cuts={cuts} for "
-            f"{groups} groups and {len(lengths)} rows: set lengths, rewards and group_size"
+            f"{groups} groups and {len(lengths)} rows. Set lengths, rewards and group_size"
         )
     runs = [
         _measure(
@@ -348,17 +349,17 @@ def _measure(
         for key, (column, was) in own.items():
             if batch.get(key) is column and not torch.equal(column, was):
                 raise ValueError(
-                    f"the step has changed {key!r} of the batch in place, so that nothing says what it "
-                    f"should have been: change a clone. A step with its own writes batch[{key!r}] = ..."
+                    f"the step has changed {key!r} of the batch in place, so the expected values are lost. "
+                    f"Change a clone; a step with its own values must set batch[{key!r}] = ..."
                 )
         inside, micro = tokens_of(batch)[2], batch.get(MICROBATCH, micro)
         advantage = padded_column(batch, "advantage").double().flatten(1)
     else:
         model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
     if not torch.equal(model.table.detach(), before):
-        raise ValueError("the step has changed the table: leave out optimizer.step(), or set its lr to 0")
+        raise ValueError("the step has changed the table: remove optimizer.step(), or set its lr to 0")
     if shift and model.table.grad is not None and not bool(model.table.grad.any()):
-        coefficient = torch.zeros(inside.shape, dtype=torch.float64)  # all of it is clipped
+        coefficient = torch.zeros(inside.shape, dtype=torch.float64)  # all tokens are clipped
         padding = 0.0
     else:
         found = explain_gradient(model, batch)
@@ -381,27 +382,27 @@ def _measure(
 
 
 def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-    """What a pipeline says of the rows of a batch, float64.
+    """Compute the advantages and coefficients of a pipeline for the rows of a batch, float64.
 
     Returns:
-        (N, 1) or (N, T) the advantages, and (N, T) by what each token's log-probability is to be multiplied:
-        the weight of its row, its own weight within the row, and its advantage; 0 where it does not train.
+        (N, 1) or (N, T) advantages, and (N, T) coefficients: the row's weight × the token's weight × the
+        advantage; 0 for tokens that do not train.
 
     Raises:
-        ValueError: the pipeline writes no weights, or makes other rows.
+        ValueError: the pipeline writes no weights, or changes the rows.
     """
     out = pipeline(batch)
     tokens, _, inside = tokens_of(out)
     if not has_key(out, "loss_weight"):
         raise ValueError(
-            "the pipeline writes no weights (loss_weight), and leaves it to the loss how tokens are weighed: "
-            "add LossWeight with fold=none, or measure the step without the pipeline"
+            "the pipeline writes no loss weights (loss_weight): the loss decides them. Add LossWeight with "
+            "fold=none, or measure the step without the pipeline"
         )
     rows = out[ROW].flatten()
     if tokens.shape[1] != inside.shape[1] or not torch.equal(tokens, tokens_of(batch)[0][rows]):
         raise ValueError(
-            "the pipeline trains other rows than it gets (it merges or fills them up), so that their tokens "
-            "cannot be told apart: measure it without those stages"
+            "the pipeline changes the rows (it merges or pads them), so their tokens cannot be identified. "
+            "Measure it without those stages"
         )
     of_row = padded_column(out, "advantage").double().reshape(len(out), -1)
     weight = out["loss_weight"].double().reshape(-1, 1) * inside
@@ -415,7 +416,7 @@ def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor]
 def _over_ranks(
     step: Step, model: TokenTable, batch: TensorDictBase, cut: int, of_rank: Tensor, gradients: Gradients
 ) -> Tensor:
-    """The gradient of a step that several processes take, each over the rows of its own groups."""
+    """Run a step in several processes, each on the rows of its groups, and combine their gradients."""
     count = int(of_rank.max()) + 1
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("fork")
@@ -431,7 +432,7 @@ def _over_ranks(
         for worker in workers:
             worker.join()
         if any(worker.exitcode for worker in workers):
-            raise ValueError("the step failed on a rank; what it raised is on stderr, above")
+            raise ValueError("the step failed on a rank; its error is on stderr, above")
         every = torch.stack([torch.load(file, weights_only=True) for file in found])
     return every.sum(0) if gradients == "sum" else every.mean(0)
 
@@ -446,15 +447,15 @@ def _on_rank(
     step(model, batch, cut)
     gradient = model.table.grad
     torch.save(torch.zeros_like(model.table) if gradient is None else gradient, f"{folder}/{rank}.pt")
-    dist.barrier()  # a rank that has left would break the connection of one that is still at it
+    dist.barrier()  # a rank that exits early would break the others' connections
     dist.destroy_process_group()
 
 
-# -- in words ---------------------------------------------------------------------------------------------
+# -- verdicts ---------------------------------------------------------------------------------------------
 
 
 def _in_order(run: Measured) -> Tensor:
-    """The weights of the tokens in the mask, row by row, wherever the padding is."""
+    """The weights of the tokens in the mask, row by row, for any side of the padding."""
     return run.weight[run.tokens.inside]
 
 
@@ -463,12 +464,12 @@ def _range(low: float, high: float) -> str:
 
 
 def _shift(run: Measured, close: float) -> str:
-    """Whether each token has the weight of its neighbour."""
+    """Describe a shifted loss mask: each token has the weight of its neighbour. Empty if not shifted."""
     every = run.coefficient + run.outside
     advantage = run.advantage.amax(1, keepdim=True) + run.advantage.amin(1, keepdim=True)
     for shift, words in ((1, "after"), (-1, "before")):
         moved = torch.where(run.tokens.inside, every.roll(shift, 1) / advantage, torch.nan)
-        moved[moved == 0] = torch.nan  # it went to padding, of which the rows are not known
+        moved[moved == 0] = torch.nan  # the weight went to padding, whose rows are unknown
         elsewhere = (every != 0) & ~run.tokens.inside.roll(-shift, 1)
         if bool(elsewhere.any()) or not bool(moved.isfinite().any()):
             continue
@@ -482,7 +483,7 @@ def _shift(run: Measured, close: float) -> str:
 
 
 def _cause(run: Measured, first: Measured, close: float) -> str:
-    """What is wrong with a run, where its weights show it."""
+    """Describe the error that a run's weights show; empty if there is none."""
     if run.shift:
         return ""
     weight, micro = run.weight, run.tokens.micro
@@ -493,13 +494,13 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
     if not torch.allclose(
         run.advantage[run.tokens.inside], first.advantage[first.tokens.inside], rtol=close, atol=1e-12
     ):
-        return f"the step's own advantages are others than with {first.where}"
+        return f"the step's own advantages differ from those with {first.where}"
     if shifted := _shift(run, close):
         return shifted
     if bool(run.outside.any()) or run.padding:
         found = [f"{int((run.outside != 0).sum())} tokens outside the loss mask"] * bool(run.outside.any())
         return " and ".join(found + ["padding"] * bool(run.padding)) + " have a weight"
-    if run.expected is not None:  # the pipeline cuts micro-batches of its own
+    if run.expected is not None:  # the pipeline makes its own micro-batches
         return ""
     bare = run.tokens.inside & (run.advantage == 0) & (run.coefficient != 0)
     if bool(bare.any()):
@@ -511,14 +512,14 @@ def _cause(run: Measured, first: Measured, close: float) -> str:
         return f"micro-batch {names} (from 0) has no gradient"
     _, factor, apart = nearest_mean(weight, run.tokens)
     if apart <= close:
-        return "the step goes up the loss: each weight is negative" if factor < 0 else ""
+        return "the step increases the loss: each weight is negative" if factor < 0 else ""
     if (odd := odd_part(weight, run.tokens)) is not None:
         return f"micro-batch {odd[0]} (from 0) counts {odd[1]:.3g} times"
     for shift, words in ((1, "before"), (-1, "after")):
         other_advantage = run.advantage.amax(1) + run.advantage.amin(1)
         neighbour = other_advantage.roll(shift)[:, None]
         ratio = torch.where(known & (neighbour != 0), run.coefficient / neighbour, torch.nan)
-        several = int(ratio.isfinite().any(1).sum()) > 1  # one row alone fits any
+        several = int(ratio.isfinite().any(1).sum()) > 1  # a single row fits any neighbour
         nothing = bool((run.coefficient[run.tokens.inside & (neighbour == 0)] == 0).all())
         if several and nothing and nearest_mean(ratio, run.tokens)[2] <= close:
             return f"each row has the advantage of the row {words} it"

@@ -1,4 +1,4 @@
-"""The GRPO losses of ms-swift as steps to measure, divided over micro-batches as its trainer does."""
+"""The GRPO losses of ms-swift as steps for `xray`, with its trainer's gradient accumulation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOSSES: dict[str, tuple[str, float, str]] = {
 
 
 def ms_swift_settings() -> list[Setting]:
-    """Each ``loss_type`` of its GRPOTrainer that is a mean over tokens."""
+    """Return a setting for each ``loss_type`` of its GRPOTrainer that is a mean over tokens."""
     return [
         Setting(
             f"GRPOTrainer(loss_type={name})",
@@ -78,7 +78,7 @@ def _ms_swift_step(loss_type: str, epsilon_high: float) -> Step:
     }
 
     class Losses(GRPOTrainer):
-        """Its losses without its model, its templates and its rollouts, which take much more than a table."""
+        """Its losses without its model, templates and rollouts, which a table cannot provide."""
 
         _has_teacher = False
 
@@ -100,7 +100,9 @@ def _ms_swift_step(loss_type: str, epsilon_high: float) -> Step:
                 seq_lengths=inside.sum(1),
                 old_per_token_logps=part["log_probs", "full"][:, 1:],
                 advantages=part["advantage"].squeeze(-1).expand(inside.shape),
-                num_items_in_batch=batch[LOSS].sum(),  # which it counts before it cuts what was generated
+                num_items_in_batch=batch[
+                    LOSS
+                ].sum(),  # the trainer counts these before it makes micro-batches
             )
             loss, _ = trainer._compute_loss_and_metrics(model, {"input_ids": part[TOKENS]}, given)
             # transformers' Trainer divides each loss by the number of micro-batches.

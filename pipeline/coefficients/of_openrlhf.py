@@ -1,4 +1,4 @@
-"""OpenRLHF's losses as steps to measure, normalised over a window of micro-batches as its trainers do."""
+"""OpenRLHF's losses as steps for `xray`, normalised over accumulated micro-batches as in its trainers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .measure import Step
 from .setting import ROWS_OF_STEP, TOKENS_OF_STEP, Setting, table_log_probs
 from .token_table import LOSS, TOKENS
 
-ABSENT = "flash_attn", "deepspeed"  # which need a GPU, and none of the losses
+ABSENT = "flash_attn", "deepspeed"  # they need a GPU, and the losses do not use them
 
 
 def openrlhf_settings() -> list[Setting]:
-    """PolicyLoss by token and by sequence, with its clips, and SFTLoss."""
+    """Return settings of PolicyLoss by token and by sequence, with its clipping, and of SFTLoss."""
     known: dict[str, tuple[str, dict[str, Any], str]] = {
         "PolicyLoss()": ("PolicyLoss", {}, TOKENS_OF_STEP),
         "PolicyLoss(token_level_loss=False)": ("PolicyLoss", {"token_level_loss": False}, ROWS_OF_STEP),
@@ -65,7 +65,7 @@ def _openrlhf_step(loss: nn.Module, windows: Any) -> Step:
 
 @contextmanager
 def _without_their_listings(*packages: str) -> Any:
-    """Import modules of packages without what the packages list, which imports models and DeepSpeed."""
+    """Import modules without running their packages' __init__, which imports models and DeepSpeed."""
     root = Path(find_spec("openrlhf").submodule_search_locations[0])  # type: ignore[union-attr,index]
     stands = {name: ModuleType(name) for name in ABSENT if find_spec(name) is None}
     for name in packages:

@@ -1,4 +1,4 @@
-"""TorchRL's losses of language models as steps to measure, with its own advantages and with headrace's."""
+"""TorchRL's losses for language models as steps for `xray`, with its own and with headrace's advantages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACCUMULATED = (
 
 
 def torchrl_settings() -> list[Setting]:
-    """GRPOLoss, DAPO and CISPOLoss, with MCAdvantage and with recipes; SFTLoss; DistillationLoss."""
+    """Return settings of GRPOLoss, DAPO, CISPOLoss (MCAdvantage and recipes), SFTLoss, DistillationLoss."""
     found = []
     for kind in (GRPOLoss, DAPO, CISPOLoss):
         options: dict[str, Any] = {"clip_epsilon": CLIP[kind.__name__], "entropy_bonus": False}
@@ -90,7 +90,7 @@ def _with_headrace(kind: type[GRPOLoss], recipe: str, **options: Any) -> Step:
 
 
 def _with_a_teacher(kind: type[nn.Module], accumulated: bool, **options: Any) -> Step:
-    """A loss without rewards: every token has the advantage 1, for a teacher that gives it twice the odds."""
+    """A step without rewards: each token has the advantage 1, and a teacher with twice its probability."""
 
     def step(model: nn.Module, batch: TensorDictBase, cut: int) -> None:
         batch["advantage"] = torch.ones(len(batch), 1, 1, dtype=torch.float64)

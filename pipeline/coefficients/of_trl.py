@@ -1,4 +1,4 @@
-"""TRL's trainers as steps to measure: the real ones, from their generation batch up to the optimiser."""
+"""TRL's trainers as steps for `xray`: the real trainers, from the generation batch to the optimiser."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, float, str]] = {
 
 
 def trl_settings() -> list[Setting]:
-    """GRPOTrainer by `loss_type`, and RLOOTrainer, with truncated completions in the loss and masked."""
+    """Return settings of GRPOTrainer by `loss_type` and of RLOOTrainer; truncation masked or not."""
     found = []
     for masked in (False, True):
         common: dict[str, Any] = {"mask_truncated_completions": masked}
@@ -59,29 +59,29 @@ def trl_settings() -> list[Setting]:
             found.append(
                 Setting(f"GRPOTrainer(loss_type={name}{more})", step, documented, constant, **settings)
             )
-        # Its loss is of whole sequences, whose log-probability is the sum over their tokens. For the KL term
-        # of its default it would load the model from the hub once more.
+        # Its loss is over sequences, whose log-probability is the sum over their tokens. With its default KL
+        # term it would load a second model from the hub.
         step = trl_step("RLOOTrainer", beta=0.0, **common)
         found.append(Setting(f"RLOOTrainer(beta=0.0{more})", step, SUM_OF_STEP, dtype=torch.float32))
     return found
 
 
 def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: Any) -> Step:
-    """A step for :func:`xray` that is one of a trainer of TRL, up to its optimiser.
+    """Make a step for :func:`xray` from a trainer of TRL, up to its optimiser step.
 
-    The trainer is made with the table for a model. It gets the rows of the batch as completions and their
-    rewards from a reward function; advantages, masks, shuffling, losses and accumulation are its own. The
-    gradient is read when the optimiser is about to step. Into the batch goes what the trainer's documentation
-    says: the advantages, the rows that it masks; and which micro-batch it has put each row into.
+    The trainer's model is the table. Its completions are the rows of the batch, and a reward function returns
+    their rewards. Advantages, masks, shuffling, losses and accumulation are the trainer's own. The gradient
+    is read before the optimiser step. The step writes to the batch what the trainer documents: the
+    advantages, the rows that it masks, and the micro-batch of each row.
 
     Args:
         trainer: ``GRPOTrainer``, ``RLOOTrainer``, or a class derived from one of them.
-        more: arguments of the trainer.
+        more: further arguments of the trainer.
         config: options of its configuration, such as ``loss_type``.
 
     Raises:
         ImportError: TRL is not installed.
-        ValueError: micro-batches would have unequal numbers of rows.
+        ValueError: micro-batches would have different numbers of rows.
 
     Example:
         >>> step = trl_step("GRPOTrainer", loss_type="bnpo")  # doctest: +SKIP
@@ -99,7 +99,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
 
     def step(model: TokenTable, batch: TensorDictBase, cut: int) -> None:
         if len(batch) % cut:
-            raise ValueError(f"TRL's micro-batches have as many rows each; got {len(batch)} rows for {cut}")
+            raise ValueError(f"TRL's micro-batches must have equal sizes; got {len(batch)} rows for {cut}")
         rows, size, reward = len(batch), int(batch["expected_rollouts"][0]), batch["next", "reward"].sum(-1)
         batch["advantage"] = group_relative_advantage(
             reward,
@@ -115,7 +115,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
             prompts.append(tokens[real][:start].tolist())
             completions.append(tokens[real][start:].tolist())
             masks.append(inside[real][start:].int().tolist())
-        # What ends two thirds of the completions; one that ends in another token was cut off.
+        # End tokens of two thirds of the completions; a completion with another last token is truncated.
         ends = {completions[row][-1] for row in range(rows) if row % 3}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             # transformers 5 warns of names that its own Trainer uses.
@@ -170,7 +170,7 @@ def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: 
 
 
 def _row_order(trainer: Any, row_of: dict[tuple[int, ...], int]) -> dict[int, int]:
-    """The micro-batch of each row, which fills up while the trainer computes its losses."""
+    """Return the micro-batch of each row; the dictionary is filled when the trainer computes its losses."""
     order: dict[int, int] = {}
     loss, pad = trainer._compute_loss, trainer._tokenizer.pad_token_id
 
@@ -186,7 +186,7 @@ def _row_order(trainer: Any, row_of: dict[tuple[int, ...], int]) -> dict[int, in
 
 
 def _act_with(trainer: Any, log_prob: float) -> None:
-    """Let a policy have acted that gave each token this log-probability, where another one trains."""
+    """Make the trainer use this log-probability for each token of the sampling policy."""
     score, own = trainer._generate_and_score_completions, -math.log(trainer.model.config.vocab_size)
 
     def generate_and_score(inputs: Any) -> dict[str, Tensor]:
@@ -200,7 +200,7 @@ def _act_with(trainer: Any, log_prob: float) -> None:
 
 
 def _gradient_before_the_optimiser(trainer: Any, model: TokenTable) -> list[Tensor]:
-    """Where the gradient will be that the optimiser gets."""
+    """Return a list to which the trainer's gradient is appended before the optimiser step."""
     from transformers import TrainerCallback
 
     found: list[Tensor] = []
@@ -221,7 +221,7 @@ def _prompts(count: int) -> Any:
 
 
 def _tokenizer(vocabulary: int) -> Any:
-    """One of as many words; the last but one is the padding, as in the batch, and the last ends nothing."""
+    """A tokenizer with one word for each token; V − 2 is the padding, V − 1 an unused end token."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

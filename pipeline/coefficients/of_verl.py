@@ -1,4 +1,4 @@
-"""verl's policy losses as steps to measure: its `ppo_loss`, accumulated as its FSDP engine does."""
+"""verl's policy losses as steps for `xray`: its `ppo_loss`, accumulated as in its FSDP engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOSSES = {
 
 
 def verl_settings() -> list[Setting]:
-    """Every ``loss_agg_mode`` with the loss ``vanilla``, and other losses with the mode that is theirs."""
+    """Return settings of each ``loss_agg_mode`` with the loss ``vanilla``, and of other losses."""
     found = [
         Setting(
             f"vanilla, loss_agg_mode={mode}",
@@ -73,7 +73,7 @@ def _verl_step(loss: str, mode: str) -> Step:
         )
         for part in batch.chunk(cut):
             tokens, real, inside = part[TOKENS], part[REAL], part[LOSS][:, PROMPT:]
-            # Its models give each token's place the log-probability of the next one, without padding.
+            # Its models return the log-probability of the next token at each position, without padding.
             shown = nn.functional.pad(table_log_probs(model, tokens), (0, 1))[real]
             data: Any = TensorDict(
                 {
@@ -86,7 +86,7 @@ def _verl_step(loss: str, mode: str) -> Step:
                 },
                 batch_size=[len(part)],
             )
-            # Those of the whole step, which FSDPEngine.forward_backward_batch counts before it cuts it.
+            # Counts of the whole step, which FSDPEngine.forward_backward_batch makes before micro-batches.
             tokens_of_step = int(batch[LOSS].sum())
             assign_non_tensor(data, dp_size=1, global_batch_size=len(batch), batch_num_tokens=tokens_of_step)
             ppo_loss(config, {"log_probs": shown}, data)[0].backward()

@@ -1,4 +1,4 @@
-"""The page of measured settings: rows × tokens by measured over documented, and the clipping curves."""
+"""The page of measured settings: rows × tokens by measured over documented weight, and clipping curves."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ svg { display: block; overflow: visible; } text { fill: var(--dim); font: 11px s
 
 
 def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
-    """One HTML file of what was measured, which fetches nothing and runs no script, light and dark.
+    """Return measurements as one HTML file, which loads nothing and runs no script.
 
-    Tokens are coloured by their measured weight over the one by the documented mean, or where there is none
-    by that of the pipeline, or of the mean that was found; a panel for each run. What was measured with
-    several shifts has its clipping curve.
+    Each run is a panel. Tokens are coloured by their measured weight over the documented one; without
+    documentation, over that of the pipeline, or of the mean that was found. Measurements with several shifts
+    have a clipping curve.
 
     Args:
-        title: of the page.
-        found: what :func:`xray` returned, or settings of a trainer.
+        title: title of the page.
+        found: the result of :func:`xray`, or the measured settings of a trainer.
 
     Example:
         >>> from headrace.pipeline import xray
@@ -66,9 +66,9 @@ def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
     curves = "".join(_curve(each) for each in found if each.curve)
     if curves:
         curves = (
-            "<h2>By the ratio of the policy to the one that acted</h2><p>The coefficient of a token over "
-            "that at the ratio 1: solid for positive advantages, dashed for negative ones. Above 6 it is cut "
-            "off.</p>"
+            "<h2>By the ratio of the policy to the sampling policy</h2><p>The coefficient of a token over "
+            "that at the ratio 1: solid for positive advantages, dashed for negative ones. Values above 6 "
+            "are cut off.</p>"
             f'<div class="row curves">{curves}</div>'
         )
     settings = "".join(_setting(each) for each in found)
@@ -77,8 +77,8 @@ def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy(STYLE, "")}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><h1>{_text(title)}</h1>"
-        "<p>Each square is a token, each line a row of the batch. Its colour is its measured weight over the "
-        "one by the documented mean, taken over the whole step. A pale square is out of the loss, or its "
+        "<p>Each square is a token, each line a row of the batch. Its colour is its measured weight over its "
+        "weight in the documented mean over the whole step. A pale square is masked, or its "
         f"advantage is 0.</p>{_legend()}{curves}{settings}"
         "</body></html>\n"
     )
@@ -103,19 +103,19 @@ def _legend() -> str:
 
 
 def _setting(found: MeasuredSetting) -> str:
-    said = f"Documented: {found.documented}" if found.documented else ""
-    said += f", times {found.constant:.6g}" if found.documented and found.constant != 1 else ""
+    documented = f"Documented: {found.documented}" if found.documented else ""
+    documented += f", times {found.constant:.6g}" if found.documented and found.constant != 1 else ""
     note = f" ({found.note})" if found.note else ""
     panels = "".join(_panel(run, found.share(run, of_step=True)) for run in found.xray.runs if not run.shift)
     return (
-        f"<h2>{_text(found.name)}</h2><p>{_text(said + note)}</p>"
+        f"<h2>{_text(found.name)}</h2><p>{_text(documented + note)}</p>"
         f"<p>Measured: {_text(found.xray.verdict)}</p>"
         f'<div class="row">{panels}</div>'
     )
 
 
 def _panel(run: Measured, share: Tensor) -> str:
-    """The tokens of a run; those that weigh something else than documented say what."""
+    """Draw the tokens of a run. A token with another weight than documented has it as a tooltip."""
     squares: dict[str, list[str]] = {}
     titles = ""
     rows, width = share.shape

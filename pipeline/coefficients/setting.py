@@ -1,4 +1,4 @@
-"""One setting of a trainer: what its documentation says that a token weighs, and what was measured."""
+"""One setting of a trainer: the documented weight of a token, and the measured one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS_OF_STEP = f"mean over rows of the mean over their tokens of {WHOLE}"
 ROWS_OF_PART = "mean over rows of the mean over their tokens of each micro-batch"
 SUM_OF_STEP = f"{SUM} of {WHOLE}"
 RECIPE = "the recipe's weights"
-# Rows of very unequal lengths, so that what depends on the cut shows; and the ratios of the curve.
+# Rows of very different lengths, so that a dependence on micro-batches is visible; ratios of the curve.
 LENGTHS = (2, 12, 3, 4, 2, 16, 2, 5, 3, 9, 2, 4)
 LONGEST = max(LENGTHS)
 RATIOS = (0.05, 0.2, 0.4, 0.6, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 1.6, 2.5, 3.5, 4.9, 5.1, 20.0)
@@ -29,18 +29,18 @@ RATIOS = (0.05, 0.2, 0.4, 0.6, 0.79, 0.81, 1.0, 1.19, 1.21, 1.27, 1.29, 1.6, 2.5
 
 @dataclass(frozen=True)
 class Setting:
-    """A training step, and what its project says of it.
+    """A training step with the documentation of its project.
 
     Attributes:
-        name: as one would write it.
-        step: for :func:`xray`.
-        documented: which mean over tokens its documentation describes, by the name that ``XRay`` gives it;
-            empty: weights are compared with those of the mean that is found.
-        constant: by which those weights are multiplied, as it says.
-        pipeline: whose weights are expected, in the place of a mean.
-        note: what it says of the things that may surprise.
-        curve: whether its coefficients by ratio are measured, too.
-        dtype: of the table.
+        name: the setting as users write it.
+        step: the step for :func:`xray`.
+        documented: the documented mean over tokens, by its name in ``XRay``. Empty: weights are compared with
+            those of the mean that is found.
+        constant: the documented factor of those weights.
+        pipeline: the pipeline whose weights are expected, instead of a mean.
+        note: documentation of unexpected results.
+        curve: whether the coefficients by ratio are measured.
+        dtype: dtype of the table.
     """
 
     name: str
@@ -53,28 +53,28 @@ class Setting:
     dtype: torch.dtype = torch.float64
 
     def measure(self, cuts: Sequence[int], *, curve: bool = True) -> MeasuredSetting:
-        """Measure it for each number of micro-batches, and where it has one and is asked for it its curve."""
+        """Measure the step for each number of micro-batches, and its curve if the setting has one."""
         options: dict[str, Any] = {"lengths": LENGTHS, "dtype": self.dtype}
         found = xray(self.step, self.pipeline, cuts=cuts, **options)
-        said: dict[str, Any] = {"documented": self.documented, "constant": self.constant, "note": self.note}
+        docs: dict[str, Any] = {"documented": self.documented, "constant": self.constant, "note": self.note}
         if curve and self.curve:
             shifts = [-math.log(ratio) for ratio in RATIOS]
             shifted = xray(self.step, self.pipeline, cuts=cuts[:1], shifts=shifts, **options)
-            said["curve"] = shifted.curve()
-        return MeasuredSetting(self.name, found, **said)
+            docs["curve"] = shifted.curve()
+        return MeasuredSetting(self.name, found, **docs)
 
 
 @dataclass(frozen=True)
 class MeasuredSetting:
-    """What was measured of a setting.
+    """The measurements of a setting.
 
     Attributes:
-        name: as of :class:`Setting`.
-        xray: by micro-batches.
-        documented: as of :class:`Setting`.
-        constant: as of :class:`Setting`.
-        note: as of :class:`Setting`.
-        curve: as :meth:`XRay.curve` returns it; empty: none.
+        name: see :class:`Setting`.
+        xray: the runs with each number of micro-batches.
+        documented: see :class:`Setting`.
+        constant: see :class:`Setting`.
+        note: see :class:`Setting`.
+        curve: the result of :meth:`XRay.curve`; empty: not measured.
     """
 
     name: str
@@ -85,29 +85,29 @@ class MeasuredSetting:
     curve: dict[float, tuple[float, float]] = field(default_factory=dict)
 
     def share(self, run: Measured, *, of_step: bool = False) -> Tensor:
-        """(N, T) the coefficient of each token over the documented one; NaN where that is 0.
+        """(N, T) the coefficient of each token over the documented one; NaN where the latter is 0.
 
         Args:
-            run: one of the measurements.
-            of_step: a documented mean over each micro-batch is taken over the whole step.
+            run: one of the runs.
+            of_step: whether a documented mean over each micro-batch is replaced by that over the whole step.
         """
         expected = run.expected
         if expected is None and not self.documented:
             weight = torch.zeros(run.coefficient.shape, dtype=torch.float64)
             found = self.xray.mean.weight[self.xray.runs[0].tokens.inside]
-            weight[run.tokens.inside] = found  # wherever the padding is
+            weight[run.tokens.inside] = found  # for any side of the padding
             expected = weight * self.xray.factor * run.advantage
         if expected is None:
             means = {str(mean): mean.weight for mean in known_means(run.tokens)}
             documented = self.documented
-            if of_step or documented not in means:  # with one micro-batch it is the step
+            if of_step or documented not in means:  # one micro-batch is the step
                 documented = documented.replace("each micro-batch", WHOLE)
             expected = means[documented] * self.constant * run.advantage
         known = run.tokens.inside & (expected != 0)
         return torch.where(known, run.coefficient / torch.where(known, expected, 1.0), torch.nan)
 
     def over_documented(self) -> tuple[float, float]:
-        """The least and greatest share over all runs."""
+        """The least and greatest ratio of measured over documented weights, over all runs."""
         every = torch.cat([share[share.isfinite()] for share in map(self.share, self.xray.runs)])
         return float(every.min()), float(every.max())
 
@@ -122,7 +122,7 @@ class MeasuredSetting:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, with six digits: what differs below them is rounding."""
+        """Return the data for JSON, rounded to five decimals."""
         low, high = map(rounded, self.over_documented())
         return {
             "setting": self.name,
@@ -141,11 +141,11 @@ class MeasuredSetting:
 
 
 def table_log_probs(model: nn.Module, tokens: Tensor) -> Tensor:
-    """(N, T − 1) the log-probability of each token but the first, given the one before it."""
+    """(N, T − 1) the log-probability of each token except the first, given the previous token."""
     shown: Tensor = model(tokens)[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
     return shown.squeeze(-1)
 
 
 def rounded(value: float) -> float:
-    """With five decimals, of which −0 is 0, and a whole number up to float32's rounding is whole."""
+    """Round to five decimals, and −0 to 0."""
     return round(value, 5) + 0.0

@@ -1,4 +1,4 @@
-"""A model that is a table of logits, and what a gradient of it says of each token."""
+"""A model that is a table of logits, and the coefficient of each token from its gradient."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from headrace.transforms.options import takes_options
 TOKENS: NestedKey = ("tokens", "full")
 REAL: NestedKey = ("masks", "all_attention_mask")
 LOSS: NestedKey = ("masks", "all_assistant_mask")
-EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest gradient: what no token explains
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # tolerance, relative to the largest gradient
 
 
 @takes_options
 class TokenTable(TensorDictModuleBase):
-    """A language model that knows the last token alone: ``logits = table[token]``, at first all zero.
+    """A language model that depends on the last token alone: ``logits = table[token]``, initially 0.
 
-    At zero logits each token has the log-probability −log V. It is also an actor of TorchRL's ``GRPOLoss``
-    (``masking_strategy="generic"``), of packed rows and prefix trees, too.
+    At zero logits each token has the log-probability −log V. It can be the actor of TorchRL's ``GRPOLoss``
+    (``masking_strategy="generic"``), also for packed rows and prefix trees.
 
     Args:
         vocabulary: V, ≥ 3.
-        dtype: of the table.
-        seed: of logits that are drawn from a normal distribution. None: they are zero.
+        dtype: dtype of the table.
+        seed: seed for normally distributed logits. None: zero logits.
 
     Raises:
-        ValueError: a smaller vocabulary.
+        ValueError: the vocabulary is smaller.
 
     Example:
         >>> model = TokenTable(5)
@@ -55,16 +55,16 @@ class TokenTable(TensorDictModuleBase):
 
     @classmethod
     def of(cls, batch: TensorDictBase, dtype: torch.dtype = torch.float64, **options: Any) -> TokenTable:
-        """A table for a batch of :func:`xray_batch`, which was made with the smallest vocabulary."""
+        """Make a table for a batch of :func:`xray_batch` with the smallest vocabulary."""
         tokens, real = tokens_of(batch)[:2]
         return cls(int(torch.where(real, tokens, 0).max()) + 3, dtype, **options)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(N, T, V) logits of the next token of (N, T)."""
+        """Return (N, T, V) logits of the next tokens for (N, T) tokens."""
         return nn.functional.embedding(tokens, self.table)
 
     def get_dist(self, batch: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        """The distribution of each token given the one before it, masked to the tokens in the loss."""
+        """Return the distribution of each token given the previous one, masked to the tokens in the loss."""
         if "packed_node" in batch.keys():
             shifted = logits_of_tokens(self(batch["input_ids"]), batch)
         else:
@@ -77,31 +77,30 @@ class TokenTable(TensorDictModuleBase):
 
 
 def token_weights(model: nn.Module, batch: TensorDictBase, *, reference: TokenTable | None = None) -> Tensor:
-    """The coefficient of each token's log-probability in minus the loss, after ``backward()``.
+    """Compute the coefficient of each token's log-probability in −loss, after ``backward()``.
 
-    A token n that follows p with the coefficient c has −∂L/∂table[p, k] = c (δ_kn − π(k | p)). An entry u
-    that no token uses shows C = Σ c over the tokens that follow p: (∂L/∂table[p, u]) / π(u | p). So::
+    A token n after the token p with the coefficient c has −∂L/∂table[p, k] = c (δ_kn − π(k | p)). An unused
+    entry u gives C = Σ c over the tokens after p: C = (∂L/∂table[p, u]) / π(u | p). So::
 
         c = π(n | p) C − ∂L/∂table[p, n]
 
-    Padding, masks, packing, accumulation, ranks and mixed precision all change the gradient, so they are all
-    measured. An entropy bonus has no gradient where logits are equal.
+    Padding, masks, packing, gradient accumulation, ranks and mixed precision all change the gradient, so all
+    are measured. An entropy bonus has no gradient at equal logits.
 
     Args:
-        model: a :class:`TokenTable`, or a module around one.
-        batch: as :func:`xray_batch` makes it, with all rows of the step.
-        reference: the policy of a KL term over the whole vocabulary, which is measured apart
-            (:func:`kl_weights`). An entropy bonus is such a term, to the uniform ``TokenTable(V)``.
+        model: a :class:`TokenTable`, or a module that contains one.
+        batch: a batch of :func:`xray_batch` with all rows of the step.
+        reference: the policy of a KL term over the whole vocabulary, whose gradient is separated
+            (:func:`kl_weights`). An entropy bonus is such a term, with the uniform ``TokenTable(V)``.
 
     Returns:
-        (N, T) float64, 0 for tokens outside the loss mask. N × T as the batch is padded on the right where it
-        is ragged.
+        (N, T) float64, 0 for tokens outside the loss mask. Ragged rows are padded on the right.
 
     Raises:
-        BatchError: a pair of tokens occurs twice; the gradient has parts that no token in the loss explains,
-            with the first of them: a token outside the mask is in the loss, a shifted mask, padding, a KL
-            term to a policy that `reference` does not name.
-        ValueError: there is no table, or there is dropout; no gradient has reached the table, it is 0
+        BatchError: a pair of tokens occurs twice; or no token in the loss explains parts of the gradient. The
+            cause may be a token outside the mask, a shifted mask, padding, or a KL term to a policy other
+            than `reference`. The message has the first part.
+        ValueError: there is no table, or the model has dropout; or the table's gradient is missing, 0
             everywhere, or not finite.
 
     Example:
@@ -120,37 +119,36 @@ def token_weights(model: nn.Module, batch: TensorDictBase, *, reference: TokenTa
         row, place = divmod(int(outside.abs().argmax()), outside.shape[1])
         raise BatchError(
             f"the gradient has parts that no token in the loss mask explains: token {place} of row {row} "
-            f"is outside the mask and has a coefficient of {float(outside[row, place]):.3g}. Is the mask "
-            "shifted by one, or is the loss taken over prompts?"
+            f"is outside the mask and has a coefficient of {float(outside[row, place]):.3g}. Check whether "
+            "the mask is shifted by one, or the loss includes prompts"
         )
     if found.padding > found.exact:
         raise BatchError(
             "the gradient has parts that no token in the loss mask explains: padding has coefficients of "
-            f"up to {found.padding:.3g}. Is padding in the loss, or is the mask shifted "
-            "by one?"
+            f"up to {found.padding:.3g}. Check whether padding is in the loss, or the mask is shifted by one"
         )
     return torch.where(inside, found.weights, 0.0)
 
 
 def kl_weights(model: nn.Module, batch: TensorDictBase, reference: TokenTable) -> Tensor:
-    """The coefficient in the loss of KL(π ‖ reference) over the whole vocabulary, by the previous token.
+    """Compute the coefficient of KL(π ‖ reference) over the whole vocabulary, by previous token.
 
     With KL_p = Σ_k π(k | p) log(π(k | p) / ref(k | p)), the term κ_p KL_p of the loss has the gradient
-    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p). Entries that no token uses show it.
+    ∂/∂table[p, k] = κ_p π(k | p) (log π(k | p) − log ref(k | p) − KL_p), which unused entries show.
 
-    A KL estimate from the sampled token alone (k1, k2, k3) is part of that token's own coefficient instead.
+    A KL estimate from the sampled token alone (k1, k2, k3) is part of that token's coefficient instead.
 
     Args:
-        model: as of :func:`token_weights`.
-        batch: as of :func:`token_weights`.
-        reference: the policy that the term pulls towards; the uniform ``TokenTable(V)`` for an entropy bonus.
+        model: see :func:`token_weights`.
+        batch: see :func:`token_weights`.
+        reference: the reference policy of the KL term; the uniform ``TokenTable(V)`` for an entropy bonus.
 
     Returns:
-        (V,) float64: the sum of κ over all tokens that follow each token of the vocabulary; 0 where both
-        policies are equal.
+        (V,) float64: the sum of κ over all tokens after each token of the vocabulary; 0 where both policies
+        are equal.
 
     Raises:
-        BatchError, ValueError: as :func:`token_weights`.
+        BatchError, ValueError: see :func:`token_weights`.
 
     Example:
         >>> from headrace.pipeline import xray_batch
@@ -166,13 +164,13 @@ def kl_weights(model: nn.Module, batch: TensorDictBase, reference: TokenTable) -
 
 @dataclass(frozen=True)
 class ExplainedGradient:
-    """The gradient of a table, as a sum over the tokens of a batch.
+    """The gradient of a table as a sum over the tokens of a batch.
 
     Attributes:
         weights: (N, T) float64, the coefficient of each token, in or outside the loss mask.
-        padding: the greatest coefficient of padding, or of what comes after it, in size.
-        kl: (V,) float64, by :func:`kl_weights`; 0 without a reference.
-        exact: below this a coefficient is rounding.
+        padding: the greatest absolute coefficient of padding, or of a token after padding.
+        kl: (V,) float64, see :func:`kl_weights`; 0 without a reference.
+        exact: smaller coefficients are rounding errors.
     """
 
     weights: Tensor
@@ -184,22 +182,24 @@ class ExplainedGradient:
 def explain_gradient(
     model: nn.Module, batch: TensorDictBase, reference: TokenTable | None = None
 ) -> ExplainedGradient:
-    """The coefficients of all tokens, of padding, and of a KL term.
+    """Compute the coefficients of all tokens, of padding, and of a KL term.
 
     Raises:
-        BatchError, ValueError: as :func:`token_weights`, but for tokens outside the loss mask and padding.
+        BatchError, ValueError: see :func:`token_weights`; tokens outside the mask and padding do not raise.
     """
     table = table_of(model).table
     gradient = table.grad
     if gradient is None:
-        raise ValueError("no gradient has reached the table: does the loss use this model, with backward()?")
+        raise ValueError("the table has no gradient. The loss must use this model, and call backward()")
     gradient = gradient.detach().double()
     if not bool(gradient.isfinite().all()):
-        raise ValueError("the gradient of the table is not finite: is a reward or a log-probability NaN?")
+        raise ValueError(
+            "the gradient of the table is not finite. Check for NaN in rewards and log-probabilities"
+        )
     if not bool(gradient.any()):
         raise ValueError(
-            "the gradient of the table is 0 everywhere: has zero_grad() been called since, or are all "
-            "advantages 0?"
+            "the gradient of the table is 0 everywhere. Check whether zero_grad() was called after "
+            "backward(), or all advantages are 0"
         )
     tokens, real, inside = tokens_of(batch)
     before, after = tokens[:, :-1], tokens[:, 1:]
@@ -207,13 +207,16 @@ def explain_gradient(
     size = table.shape[0]
     padding, unused = size - 2, size - 1
     if bool((inside[:, :1]).any()):
-        raise BatchError("the first token of a row follows no other, and is in the loss mask: add a prompt")
+        raise BatchError(
+            "the first token of a row must not be in the loss mask, because it has no previous token. Add a "
+            "prompt"
+        )
     codes, counts = (before * size + after)[pairs].unique(return_counts=True)
     if bool((counts > 1).any()) or bool((after[pairs] >= padding).any()):
         twice = [f"{int(c) // size} then {int(c) % size}" for c in codes[counts > 1]]
         raise BatchError(
-            f"each pair of tokens occurs once, and tokens {padding} and {unused} never, as in xray_batch(); "
-            f"found {listing(twice) or f'token {int(after[pairs].max())}'}"
+            f"each pair of tokens must occur once, and tokens {padding} and {unused} never, as in "
+            f"xray_batch(); found {listing(twice) or f'token {int(after[pairs].max())}'}"
         )
     policy = table.detach().double().log_softmax(-1)
     share = policy.exp()
@@ -223,7 +226,7 @@ def explain_gradient(
         kl, toward = gradient.new_zeros(size), torch.zeros_like(share)
         total = gradient[:, unused] / share[:, unused]
     else:
-        # Of the entries that no token uses: gradient = π C + κ d, two numbers for each previous token.
+        # For unused entries, gradient = π C + κ d: two unknowns for each previous token.
         apart = policy - table_of(reference).table.detach().double().log_softmax(-1)
         toward = share * (apart - (share * apart).sum(-1, keepdim=True))
         free = (~used).double()
@@ -240,11 +243,11 @@ def explain_gradient(
         rows = int((rest.abs().amax(1) > exact).sum())
         raise BatchError(
             f"the gradient has parts that no token explains, after {rows} of {size} tokens: the largest is "
-            f"{float(rest[first, second]):.3g}, for token {second} after token {first}, where tokens of the "
-            f"batch have up to {float(torch.where(used, coefficient, 0.0).abs().max()):.3g}. A KL term over "
-            "the vocabulary has such a gradient (give its policy as reference=), an entropy bonus where "
-            "logits differ (reference=TokenTable(V)), rows that are packed without a boundary, padding with "
-            "another token, and noise in the model"
+            f"{float(rest[first, second]):.3g}, for token {second} after token {first}; tokens of the "
+            f"batch have up to {float(torch.where(used, coefficient, 0.0).abs().max()):.3g}. Causes may be a "
+            "KL term over the vocabulary (give its policy as reference=), an entropy bonus at unequal logits "
+            "(reference=TokenTable(V)), rows that are packed without a boundary, another padding token, and "
+            "noise in the model"
         )
     weights = torch.where(pairs, coefficient[before, after], 0.0)
     filler = max(float(coefficient[:, padding].abs().max()), float(coefficient[padding].abs().max()))
@@ -252,10 +255,10 @@ def explain_gradient(
 
 
 def table_of(model: nn.Module) -> TokenTable:
-    """The table in a module.
+    """Return the table in a module.
 
     Raises:
-        ValueError: there is none, or more than one; dropout would change what the gradient says.
+        ValueError: there is no table, or more than one; or the model has dropout, which changes the gradient.
     """
     if any(
         isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p
@@ -264,18 +267,18 @@ def table_of(model: nn.Module) -> TokenTable:
         raise ValueError("the model has dropout, which is random: set its p to 0, or call model.eval()")
     tables = [module for module in model.modules() if isinstance(module, TokenTable)]
     if len(tables) != 1:
-        raise ValueError(f"the model is a TokenTable, or has one in it; found {len(tables)} in {type(model)}")
+        raise ValueError(f"the model must contain one TokenTable; found {len(tables)} in {type(model)}")
     return tables[0]
 
 
 def tokens_of(batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, T) each: the tokens, which of them are no padding, and which are in the loss mask."""
+    """(N, T) each: the tokens, the attention mask, and the loss mask."""
     tokens, real, inside = (padded_column(batch, key) for key in (TOKENS, REAL, LOSS))
     return tokens, real.bool(), inside.bool()
 
 
 def padded_column(batch: TensorDictBase, key: NestedKey) -> Tensor:
-    """(N, T, …) a column; ragged rows are filled up with 0 on the right."""
+    """(N, T, …) a column; ragged rows are padded with 0 on the right."""
     if isinstance(batch, LazyStackedTensorDict):
         return batch.get(key, as_padded_tensor=True, padding_value=0)
     return batch.get(key)

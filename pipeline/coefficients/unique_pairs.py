@@ -1,4 +1,4 @@
-"""A batch in which no token follows another one twice, so that a gradient says which token it is of."""
+"""A batch in which each pair of tokens occurs once, so that a gradient identifies the token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.transforms.options import at_least, one_of, takes_options
 
 Pad = Literal["left", "right"]
-SPARE = 2  # tokens of a vocabulary that follow no other: the padding, and one that is never used
+SPARE = 2  # tokens of the vocabulary outside the pairs: the padding, and one that is never used
 
 
 @takes_options
@@ -32,30 +32,30 @@ def xray_batch(
 ) -> TensorDictBase:
     """Make a batch in which every pair (previous token, next token) occurs once.
 
-    Its tokens are a walk over all pairs of the vocabulary, cut into rows. The last two tokens of the
-    vocabulary follow no other one: the padding, V − 2, and V − 1, which does not occur.
+    The tokens are a walk over all pairs of the vocabulary, cut into rows. The pairs do not use the last two
+    tokens of the vocabulary: V − 2 is the padding, and V − 1 does not occur.
 
     Args:
-        lengths: tokens of each row's response, N of them, ≥ 1.
+        lengths: tokens of each row's response, N numbers ≥ 1.
         rewards: (R,), one for each rollout, or (R, K).
-        group_size: rollouts of a group; they follow one another.
-        vocabulary: V. None: as few as there can be.
-        prompts: tokens of the rows' prompts, ≥ 1; one number for all, or N.
-        segments: rows of the rollouts; one number for all, or one for each.
-        pad: the side on which rows are filled up to the longest. None: they are ragged, in a lazy stack.
-        holes: every third token of a response is out of the loss mask, as the answer of a tool is.
-        old_log_prob_shift: the log-probabilities in the mask are −log V and this, so that the ratio of a
-            policy of equal logits to the one that acted is e^−shift. Outside they are 1 lower.
+        group_size: rollouts of a group, which are consecutive.
+        vocabulary: V. None: the smallest possible.
+        prompts: tokens of the rows' prompts, ≥ 1; one number for all, or N numbers.
+        segments: rows of the rollouts; one number for all, or one for each rollout.
+        pad: the side of the padding. None: ragged rows, in a lazy stack.
+        holes: whether every third token of a response is masked, like the answer of a tool.
+        old_log_prob_shift: the log-probabilities in the mask are −log V plus this shift, so the ratio of a
+            policy with equal logits to the sampling policy is e^−shift. Outside the mask they are 1 lower.
 
     Returns:
-        TensorDict ``[N]`` as recipes read it, floats in float64: ``("tokens", "full")``,
+        TensorDict ``[N]`` with the columns that recipes read, floats in float64: ``("tokens", "full")``,
         ``("masks", "all_attention_mask")``, ``("masks", "all_assistant_mask")``, ``("log_probs", "full")``
         (N, T); ``("next", "reward")``, ``("next", "done")``, ``group_id``, ``rollout_id``,
         ``expected_rollouts`` (N, 1).
 
     Raises:
-        ValueError: the numbers of rows, rollouts or groups do not fit one another; the vocabulary is too
-            small, with how many it takes.
+        ValueError: the numbers of rows, rollouts or groups do not match; or the vocabulary is too small (the
+            message has the least size).
 
     Example:
         >>> batch = xray_batch([2, 3], [0.0, 1.0], group_size=2, prompts=1)
@@ -69,15 +69,16 @@ def xray_batch(
     rows = len(rollouts)
     if len(lengths) != rows or len(rewards) % at_least("group_size", group_size, 1):
         raise ValueError(
-            f"lengths are of rows, of which {len(rewards)} rewards and segments={segments} make {rows}, and "
-            f"rewards of whole groups of {group_size} rollouts; got {len(lengths)} lengths"
+            f"lengths must have one number for each row: {len(rewards)} rewards and segments={segments} make "
+            f"{rows} rows; got {len(lengths)}. The number of rewards must be a multiple of "
+            f"group_size={group_size}"
         )
     heads = _of_each("prompts", prompts, rows)
     sizes = [head + at_least("lengths", length, 1) for head, length in zip(heads, lengths, strict=True)]
     least = math.isqrt(sum(sizes) - 1) + 1 + SPARE
     if (size := vocabulary or least) < least:
         raise ValueError(
-            f"{sum(sizes)} tokens without a pair twice take a vocabulary of {least}; got {vocabulary}"
+            f"{sum(sizes)} tokens with unique pairs need a vocabulary of at least {least}; got {vocabulary}"
         )
     if pad is not None:
         one_of("pad", pad, get_args(Pad))
@@ -96,7 +97,7 @@ def xray_batch(
             ("tokens", "full"): _filled(tokens, fill, size - 2),
             ("masks", "all_attention_mask"): _filled(real, fill, False),
             ("masks", "all_assistant_mask"): _filled(inside, fill, False),
-            # Others outside the mask: a ratio from the wrong token's is not 1.
+            # Different outside the mask, so that a ratio with a misaligned token is not 1.
             ("log_probs", "full"): _filled(
                 old_log_prob_shift - math.log(size) - (~inside).double(), fill, 0.0
             ),
@@ -122,7 +123,7 @@ def _filled(values: Tensor, fill: tuple[int, int], value: float) -> Tensor:
 
 
 def _all_pairs(tokens: int) -> Iterator[int]:
-    """A sequence of tokens² of them in which each follows each once (a de Bruijn sequence of order 2)."""
+    """Yield tokens² tokens in which each pair occurs once (a de Bruijn sequence of order 2)."""
     for first in range(tokens):
         yield first
         for second in range(first + 1, tokens):

@@ -1,1 +1,1 @@
-"""Rollouts as they come, from wherever TorchRL collects them."""
+"""Collect rollouts from TorchRL, Ray and queues, and assemble them into groups."""

@@ -1,4 +1,4 @@
-"""Batches of whole groups from a source that yields rows as they come."""
+"""Assemble batches of whole groups from a source of rows, and limit the dispatch of prompts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headrace.transforms.options import above_zero, one_of, takes_options
 from .reading import END, Reader
 from .workers import WorkerWatch
 
-POLL = 0.05  # seconds between two looks at what is waited for
-LOOK = 0.5  # seconds between two looks at workers that are silent
+POLL = 0.05  # seconds between two checks of a condition
+LOOK = 0.5  # seconds between two checks for silent workers
 
 Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
@@ -37,31 +37,31 @@ def assembled(
     worker_patience: float | None = None,
     leftovers: Leftovers = "yield",
 ) -> Assembled:
-    """Iterate over batches of whole groups, made of what a source yields.
+    """Iterate over batches of whole groups, assembled from the rows of a source.
 
-    What is not iteration goes to the source: ``assembled(collector, …).update_policy_weights_()`` is the
-    collector's. ``state_dict`` has the state of both. An error of the source gets a note that says which
-    groups wait.
+    Other methods are those of the source: ``assembled(collector, …).update_policy_weights_()`` calls the
+    collector. ``state_dict`` holds the state of the assembler and of the source. If the source raises, the
+    error gets a note that lists the waiting groups.
 
     Args:
-        source: a collector, or what else yields batches of rows, or None while there are none.
-        assembler: which makes groups of them.
-        patience: seconds for which the source may be silent, or yield None. It is then read in a thread, one
-            batch at a time and only when it is asked for. None: without end, and a None that the source
-            yields is a put of no rows, of which `max_idle` is too many. A MultiAsyncCollector is always read
-            in a thread, so that it loses no batch (:class:`Reader`).
-        worker_patience: seconds for which one worker may be silent while another one sends rows again and
-            again; :class:`StampIds` says which worker a row is of. None: ten times its longest pause so far,
-            and at least `patience`, where that is given.
-        leftovers: where the source ends, and whole groups are there that are fewer than a batch: ``yield``
-            them, ``drop`` them or ``raise``. Rows of groups that are not whole are counted as ``unfinished``,
-            and those that are dropped with them.
+        source: a collector, or another iterable of batches of rows. It may yield None while it has no rows.
+        assembler: makes groups of the rows.
+        patience: seconds after which a source without rows raises :class:`StalledError`. A thread then reads
+            the source, one batch at a time and only on demand. None: wait forever; each None of the source
+            then counts as a put without rows, for `max_idle`. A MultiAsyncCollector is always read in a
+            thread, so that no batch is lost (:class:`Reader`).
+        worker_patience: seconds after which a worker without rows raises, while another worker sends rows
+            repeatedly. Needs the rows of :class:`StampIds`, which hold their worker. None: ten times the
+            longest pause of any worker so far, at least `patience`.
+        leftovers: for whole groups that are too few for a batch when the source ends: ``yield`` them,
+            ``drop`` them, or ``raise``. Dropped rows and rows of incomplete groups are counted as
+            ``unfinished``.
 
     Raises:
-        StalledError: when iterated: the source ended and nothing has come out; it or one of its workers was
-            silent for too long; as :meth:`GroupAssembler.put`.
-        BatchError: when iterated: as :meth:`GroupAssembler.put`; groups are left over, under ``raise``.
-        ValueError: an option with a wrong value.
+        StalledError: while iterating: the source ended without a batch; the source or a worker was silent for
+            too long; or as :meth:`GroupAssembler.put`.
+        BatchError: while iterating: as :meth:`GroupAssembler.put`; or groups are left over, under ``raise``.
+        ValueError: an option has an invalid value.
 
     Example:
         >>> rows = TensorDict(
@@ -80,17 +80,17 @@ def assembled(
 
 @takes_options
 def check_patience(patience: float | None, worker_patience: float | None = None) -> float | None:
-    """Seconds for which to wait, or None.
+    """Check both and return `patience`.
 
     Raises:
-        ValueError: one of them is not finite and > 0.
+        ValueError: a value is not finite or not > 0.
     """
     above_zero("worker_patience", worker_patience)
     return above_zero("patience", patience)
 
 
 def wait_until(condition: Callable[..., bool], patience: float | None, *arguments: Any) -> bool:
-    """Wait until something holds of the arguments, and return True; False: it did not for so many seconds."""
+    """Wait until the condition is True for the arguments. Returns False after `patience` seconds."""
     asked = time.monotonic()
     while not condition(*arguments):
         if patience is not None and time.monotonic() - asked >= patience:
@@ -100,79 +100,79 @@ def wait_until(condition: Callable[..., bool], patience: float | None, *argument
 
 
 def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
-    """What is left in an assembler to which nothing more comes (:func:`assembled`)."""
+    """Yield the leftover groups after the source has ended (`leftovers` of :func:`assembled`)."""
     ready = assembler.ready
     if ready and leftovers == "raise":
         raise BatchError(
-            f"the source has ended, and {ready} whole groups are left over, fewer than the "
-            f"{assembler.groups} of a batch: set leftovers='yield' or 'drop'"
+            f"the source has ended, and {ready} whole groups are left over, fewer than a batch of "
+            f"{assembler.groups} groups: set leftovers='yield' or 'drop'"
         )
     while leftovers == "yield" and (batch := assembler.take_rest()) is not None:
         yield batch
     if leftovers == "yield" and (ahead := assembler.ready):
         raise assembler.stalled(
-            f"The source has ended, and {ahead} whole groups are of policy versions newer than "
-            f"{assembler.version}, the assembler's: set assembler.version where the policy is updated"
+            f"The source has ended, and {ahead} whole groups have policy versions newer than "
+            f"assembler.version={assembler.version}: set assembler.version where the policy is updated"
         )
     if assembler.emitted == 0:
-        raise assembler.stalled("The source has ended, and nothing has come out")
+        raise assembler.stalled("The source has ended, and no group became whole")
     assembler.discard_batch()
 
 
 class OverSource:
-    """Makes batches of those of a source. What is not iteration is the source's: weights, shutdown, …"""
+    """Base of iterators over a source. Other attributes are those of the source: weights, shutdown, …"""
 
     def __init__(self, source: Any):
         self.source = source
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
-        """The state of all but the source, under names of its own."""
+        """The state without that of the source."""
 
     @abstractmethod
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`own_state`."""
+        """Restore the output of :meth:`own_state`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its own state, and that of the source where it has one.
+        """The own state, and that of the source if it has one.
 
         Raises:
             TypeError: the source is a MultiAsyncCollector.
         """
         if isinstance(self.source, MultiAsyncCollector):
             raise TypeError(
-                "a MultiAsyncCollector that is asked for its state throws away the rows that its workers are "
-                "collecting: save what is over it alone, stream.own_state(), or that of the assembler, "
-                "assembler.state_dict(). Rollouts under way end with their workers: set the assembler's "
-                "timeout, which lets go of their groups"
+                "MultiAsyncCollector.state_dict() drops the rows that its workers are collecting: save only "
+                "stream.own_state() or assembler.state_dict(). After a restart the rollouts in progress are "
+                "lost: set the timeout of the assembler, which closes their groups"
             )
         own = self.own_state()
         return own | ({"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Raises:
-            ValueError: it is of one with other options; one source has a state and the other has none.
+            ValueError: the state has other options; or only one of the state and this source has a source
+                state.
         """
         has_state = hasattr(self.source, "load_state_dict")
         if has_state != ("source" in state):
             raise ValueError(
-                f"the state {'has' if 'source' in state else 'lacks'} that of a source, and this source "
-                f"{'takes' if has_state else 'takes no'} state"
+                f"the state {'has' if 'source' in state else 'lacks'} a source state, and this source "
+                f"{'needs' if has_state else 'takes'} {'one' if has_state else 'none'}"
             )
         self.load_own_state(state)
         if has_state:
             self.source.load_state_dict(state["source"])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # while it is copied it has none
+        if name.startswith("__") or name == "source":  # not set yet while an object is copied
             raise AttributeError(name)
         return getattr(self.source, name)
 
 
 class Assembled(OverSource):
-    """What :func:`assembled` returns."""
+    """The iterator that :func:`assembled` returns."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Assembled(OverSource):
         pieces = self._pieces()
         self._watch.begin()
         while True:
-            # What is whole goes out before more is read: so a restored state begins where it was.
+            # Take whole groups before reading more, so that a restored state continues at the same batch.
             while (batch := self.assembler.take()) is not None:
                 yield batch
             piece = self._next(pieces)
@@ -200,7 +200,7 @@ class Assembled(OverSource):
                 break
             if piece is None and self.patience is not None:
                 continue
-            # None is a put too: a source that yields it for ever is noticed.
+            # Count None as a put, so that max_idle ends a source that yields None forever.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
             if piece is not None:
                 self._watch.saw(piece, self.assembler)
@@ -211,9 +211,10 @@ class Assembled(OverSource):
             return next(pieces, END)
         except StalledError:
             raise
-        except Exception as error:  # of the source, with what waits for it
+        except Exception as error:  # from the source: add a note with the waiting groups
             err, ended = error, ended_workers(self.source)
-            if ended and isinstance(error, ValueError):  # TorchRL closes the others too soon, and says that
+            # After a worker has failed, TorchRL raises a ValueError about a closed process instead.
+            if ended and isinstance(error, ValueError):
                 err = RuntimeError(f"At least one process failed: {listing(ended)}")
             if hasattr(err, "add_note"):  # Python 3.11
                 words = f"The source has failed.{where_errors_are(self.source)}"
@@ -223,10 +224,10 @@ class Assembled(OverSource):
             raise err from error
 
     def _pieces(self) -> Iterator[TensorDictBase | None]:
-        """What the source yields.
+        """Read the source.
 
         Raises:
-            StalledError: it was silent for `patience` seconds, or one of its workers for too long.
+            StalledError: the source was silent for `patience` seconds, or a worker for too long.
         """
         if self.patience is None and not isinstance(self.source, MultiAsyncCollector):
             for piece in self.source:
@@ -238,14 +239,14 @@ class Assembled(OverSource):
             weakref.finalize(self, self._reader.close)
         reader, left = self._reader, self.patience
         while left is None or left > 0:
-            # Also while batches wait: one of each worker does at most, so others come thrice only behind it.
+            # Also while batches are queued: at most one per worker is, so this finds no false silence.
             self._watch.check(self.assembler)
             asked = time.monotonic()
             try:
                 piece = reader.get(LOOK if left is None else min(LOOK, left))
             except Empty:
                 piece = _NOTHING
-            # Only the wait counts, not what is done with a batch in between.
+            # Count only the time spent waiting, not the time the caller spends on a batch.
             waited = time.monotonic() - asked
             if piece is END:
                 return
@@ -257,76 +258,76 @@ class Assembled(OverSource):
         raise self.assembler.stalled(words)
 
     def own_state(self) -> dict[str, Any]:
-        """The assembler's."""
+        """The state of the assembler."""
         return {"assembler": self.assembler.state_dict()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the assembler's."""
+        """Restore the state of the assembler."""
         self.assembler.load_state_dict(state["assembler"])
 
 
-_NOTHING = object()  # came in time
+_NOTHING = object()  # no batch arrived in time
 
 
 def where_errors_are(source: Any) -> str:
-    """Where to look for what the worker processes of a collector raised, which TorchRL hands on to nobody."""
-    return " What its workers raised is on stderr, above" if hasattr(source, "procs") else ""
+    """A hint where to find the errors of a collector's worker processes, which TorchRL does not pass on."""
+    return " The errors of its workers are on stderr, above" if hasattr(source, "procs") else ""
 
 
 def ended_workers(source: Any) -> list[str]:
-    """The worker processes of a collector that have ended with an error, in words."""
+    """Describe the worker processes of a collector that ended with an error."""
     ended = []
     for number, process in enumerate(getattr(source, "procs", ())):
-        with suppress(ValueError):  # it is closed, which was the collector
-            if process.exitcode not in (None, 0, -SIGTERM):  # nor was it ended by the collector
+        with suppress(ValueError):  # raised for a process that the collector has closed
+            if process.exitcode not in (None, 0, -SIGTERM):  # SIGTERM is from the collector
                 ended.append(f"worker {number} (exit code {process.exitcode})")
     return ended
 
 
-# -- dispatch no more than can be trained in time: better than to drop what is slow, which is what is long --
+# -- limit the dispatch -------------------------------------------------------------------------------------
 
 
 class HasRoom(Protocol):
-    """What is asked for room and told what was dispatched: an assembler, or one in an actor of Ray."""
+    """An assembler that limits the dispatch: :class:`GroupAssembler` or :class:`RayAssembler`."""
 
     group_key: NestedKey
 
     @property
     def pending(self) -> int:
-        """Groups that were dispatched, and are not whole."""
+        """Number of groups that were dispatched and are not whole."""
 
     def capacity(self, rollouts: int | None = None) -> int:
-        """Groups of so many rollouts that may be dispatched now."""
+        """Number of groups of `rollouts` rollouts that may be dispatched now."""
 
     def announce(self, draws: TensorDictBase) -> None:
-        """Say which were."""
+        """Tell the assembler which groups were dispatched."""
 
     def stalled(self, why: str) -> StalledError:
-        """The error that says who waits."""
+        """Make an error that lists the waiting groups."""
 
 
 def paced(
     draws: Iterable[TensorDictBase], assembler: HasRoom, *, patience: float | None = None
 ) -> Iterator[TensorDictBase]:
-    """Hand on draws while there is room for their groups, and announce them.
+    """Yield draws while :meth:`GroupAssembler.capacity` allows, and announce their groups.
 
-    Who dispatches, in a thread, a process or an actor of its own, waits here until groups are whole or the
-    policy has a newer version, as the limits of :meth:`GroupAssembler.capacity` say. A draw waits until there
-    is room for all of its groups; where nothing is under way that could make more, it is handed on in parts.
-    In the thread that trains nobody would ever make room: give it `patience`.
+    Use it in the thread, process or actor that dispatches prompts. It waits until groups become whole or the
+    policy version increases. A draw waits until the capacity is enough for all its groups. If no group is
+    pending, waiting cannot help, and the draw is yielded in parts. In the thread that trains, set `patience`:
+    nothing else would increase the capacity there.
 
-    With :func:`informative` over what is assembled, groups without information take no room: the loop goes on
-    with any share of them below one, whatever the limits.
+    With :func:`informative` after the assembler, groups without information do not use capacity. So the loop
+    continues for any share of such groups below one.
 
     Args:
-        draws: as ``RepeatSampler.draws()`` yields them, or ``StampIds.draws()``.
+        draws: the output of ``RepeatSampler.draws()`` or ``StampIds.draws()``.
         assembler: :class:`GroupAssembler` or :class:`RayAssembler`.
-        patience: seconds for which to wait for room. None: without end.
+        patience: seconds to wait for capacity; None: forever.
 
     Raises:
-        StalledError: when iterated: there was no room in time.
-        BatchError: when iterated: as :meth:`GroupAssembler.announce`.
-        ValueError: a `patience` that is not > 0; when iterated: as :meth:`GroupAssembler.capacity`.
+        StalledError: while iterating: there was no capacity in time.
+        BatchError: while iterating: as :meth:`GroupAssembler.announce`.
+        ValueError: `patience` is not > 0; while iterating: as :meth:`GroupAssembler.capacity`.
 
     Example:
         >>> from headrace.pipeline import RepeatSampler
@@ -346,7 +347,7 @@ def _paced(
 
     def has_room(groups: int, rollouts: int) -> bool:
         nonlocal room
-        idle = assembler.pending == 0  # asked first: what is over later only makes more room
+        idle = assembler.pending == 0  # read before the capacity, which can only grow meanwhile
         room = assembler.capacity(rollouts)
         return room >= groups or (idle and room > 0)
 
@@ -358,7 +359,7 @@ def _paced(
             groups = list(dict.fromkeys(ids.tolist()))
             largest = int(ids.unique(return_counts=True)[1].max())
             if not wait_until(has_room, patience, len(groups), largest):
-                raise assembler.stalled(f"There has been no room for {len(groups)} groups for {patience:g} s")
+                raise assembler.stalled(f"No capacity to dispatch {len(groups)} groups for {patience:g} s")
             part, rest = draw, draw[:0]
             if room < len(groups):
                 now = torch.isin(ids, torch.tensor(groups[:room], device=ids.device))

@@ -1,4 +1,4 @@
-"""What others write into a replay buffer, read once and in its order."""
+"""Read the rows that others write into a replay buffer, each once and in the order of writing."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from torchrl.data import ReplayBuffer, RoundRobinWriter
 from headrace.transforms import BatchError, StalledError
 from headrace.transforms.options import above_zero, takes_options
 
-COUNTER = 2**32  # a buffer counts its writes in 32 bits
+COUNTER = 2**32  # a buffer counts its writes in 32 bits, so the count wraps around
 
 
 @takes_options
 def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0) -> Drained:
-    """Iterate over what is written into a replay buffer, whoever writes: each row comes out once.
+    """Iterate over the rows that are written into a replay buffer. Each row is yielded once.
 
-    A look takes all that was written since the last one, in the order of writing, and is None where that is
-    nothing. So it is a source for :func:`assembled`, whose `patience` ends the wait for writers that are
-    silent. ``close()`` ends it where nothing is left; ``state_dict`` is how far it has read. Samplers and
-    transforms of the buffer see nothing of it.
+    Each item is a batch of all rows written since the last one, in the order of writing, or None without new
+    rows. Use it as the source of :func:`assembled`; its `patience` ends the wait for silent writers.
+    ``close()`` ends the iteration when no row is left. ``state_dict`` holds the number of rows read. Samplers
+    and transforms of the buffer are not applied.
 
     Args:
-        buffer: a buffer that writes round and round, ``ReplayBuffer(storage=LazyTensorStorage(size),
-            writer=DrainWriter(), shared=True)`` where worker processes write. Large enough for what is
-            written between two looks: nobody waits for the reader.
-        wait: seconds to sleep where nothing was written, before None.
-        patience: seconds for which a writer may keep the buffer locked. One that was killed while it wrote
-            never unlocks it.
+        buffer: a buffer with a round-robin writer. If worker processes write, use
+            ``ReplayBuffer(storage=LazyTensorStorage(size), writer=DrainWriter(), shared=True)``. It must have
+            room for all rows that are written between two reads, because writers do not wait.
+        wait: seconds to sleep before yielding None.
+        patience: seconds to wait for the lock of the buffer. A writer that was killed during a write never
+            releases it.
 
     Raises:
-        BatchError: when iterated: rows were overwritten before they were read; the buffer was emptied, or is
-            another than that of the state; a write failed; columns of a shared buffer are no tensors.
-        StalledError: when iterated: the buffer stays locked.
-        ValueError: a buffer that is not written round and round, or a shared one without a
-            :class:`DrainWriter`; an option with a wrong value.
+        BatchError: while iterating: rows were overwritten before they were read; the buffer was emptied, or
+            is not that of the state; a write failed; or a shared buffer has columns that are no tensors.
+        StalledError: while iterating: the buffer stays locked.
+        ValueError: the buffer has no round-robin writer, or is shared and has no :class:`DrainWriter`; or an
+            option has an invalid value.
 
     Example:
         >>> from tensordict import TensorDict
@@ -69,10 +69,11 @@ def drained(buffer: ReplayBuffer, *, wait: float = 0.05, patience: float = 60.0)
 
 
 class DrainWriter(RoundRobinWriter):
-    """Write round and round, and remember where that failed.
+    """A round-robin writer that counts failed writes.
 
-    TorchRL counts rows before it writes them, so those of a write that fails would be read as what was there
-    before. So would a column that is not written: all writers write all columns of the storage.
+    TorchRL counts rows before it writes them. Without this count, :func:`drained` would read old rows after a
+    failed write. A column that is not written would keep old values as well, so rows must have all columns of
+    the storage.
 
     Example:
         >>> from tensordict import TensorDict
@@ -89,7 +90,7 @@ class DrainWriter(RoundRobinWriter):
 
     @property
     def failed(self) -> int:
-        """Writes that failed, in any process."""
+        """Number of failed writes, in all processes."""
         return int(self._failed)
 
     def add(self, data: TensorDictBase) -> Any:
@@ -101,7 +102,7 @@ class DrainWriter(RoundRobinWriter):
         """Write rows.
 
         Raises:
-            BatchError: columns are not those of the storage.
+            BatchError: the columns differ from those of the storage.
         """
         with self._remembered(data):
             return super().extend(data)
@@ -109,46 +110,46 @@ class DrainWriter(RoundRobinWriter):
     @contextmanager
     def _remembered(self, data: TensorDictBase) -> Iterator[None]:
         try:
-            there = getattr(self._storage, "_storage", None)
-            if isinstance(there, TensorDictBase) and isinstance(data, TensorDictBase):
-                stored, came = _widths(there), _widths(data)
-                both = stored.keys() & came.keys()
+            storage = getattr(self._storage, "_storage", None)
+            if isinstance(storage, TensorDictBase) and isinstance(data, TensorDictBase):
+                stored, written = _widths(storage), _widths(data)
+                both = stored.keys() & written.keys()
                 odd = {
                     "lack": stored.keys() - both,
-                    "have also": came.keys() - both,
-                    "are of another width in": {key for key in both if stored[key] != came[key]},
+                    "also have": written.keys() - both,
+                    "have another width in": {key for key in both if stored[key] != written[key]},
                 }
-                for how, keys in odd.items():  # what one process adds to the storage is there in no other
+                for how, keys in odd.items():  # a column added by one process is missing in the others
                     if keys:
                         raise BatchError(
-                            "rows must have all columns of the storage, as wide as there; these "
+                            "rows must have the columns and widths of the storage; these rows "
                             f"{how} {', '.join(sorted(map(str, keys)))}"
                         )
             yield
         except BaseException:
-            self._failed += 1  # under the lock of the buffer
+            self._failed += 1  # the buffer's lock is held here
             raise
 
 
 def _widths(rows: TensorDictBase) -> dict[NestedKey, torch.Size | None]:
-    """The shape of each column in a row; None where it holds no tensors."""
+    """The shape of each column in a row; None for columns that are no tensors."""
     leaves = rows.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     return {key: leaf.shape[rows.batch_dims :] if isinstance(leaf, Tensor) else None for key, leaf in leaves}
 
 
 class Drained:
-    """What :func:`drained` returns."""
+    """The iterator that :func:`drained` returns."""
 
     def __init__(self, buffer: ReplayBuffer, wait: float, patience: float):
         self.buffer, self.wait, self.patience = buffer, wait, patience
         self.position = 0
-        """Rows that were read."""
+        """Number of rows that were read."""
         self._closed = False
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while True:
-            closed = self._closed  # before the look: what was written until then is still read
-            rows = self._look()
+            closed = self._closed  # before reading, so that rows written until then are read
+            rows = self._read()
             if rows is None:
                 if closed:
                     return
@@ -156,25 +157,26 @@ class Drained:
             yield rows
 
     def close(self) -> None:
-        """Nobody writes any more: iteration ends where nothing is left."""
+        """End the iteration when all rows are read. Call it when there are no more writers."""
         self._closed = True
 
-    def _look(self) -> TensorDictBase | None:
+    def _read(self) -> TensorDictBase | None:
         buffer, writer = self.buffer, self.buffer.writer
-        with ExitStack() as locked:  # writers are kept out, of other processes too: they count rows first
+        with ExitStack() as locked:  # writers of all processes: they count rows before they write them
             for lock in (buffer._replay_lock, buffer._write_lock):
-                if not hasattr(lock, "acquire"):  # of a buffer of one process
+                if not hasattr(lock, "acquire"):  # a buffer for one process has no lock
                     continue
                 if not lock.acquire(timeout=self.patience):
                     raise StalledError(
                         f"a writer has kept the buffer locked for {self.patience:g} s. If it was killed "
-                        "while it wrote, its last rows are torn: begin with new workers and a new buffer"
+                        "during a write, its last rows are incomplete: restart with new workers and a new "
+                        "buffer"
                     )
                 locked.callback(lock.release)
             if failed := getattr(writer, "failed", 0):
                 raise BatchError(
-                    f"{failed} write{'s' * (failed > 1)} to the buffer failed, and those rows are lost: the "
-                    "worker's own error says why. Begin with new workers and a new buffer"
+                    f"{failed} write{'s' * (failed > 1)} to the buffer failed, and those rows are lost. The "
+                    "cause is in the worker's own error. Restart with new workers and a new buffer"
                 )
             unseen = (buffer.write_count - self.position) % COUNTER
             if unseen == 0:
@@ -182,25 +184,25 @@ class Drained:
             size = buffer.storage._max_size_along_dim0()
             if unseen > size:
                 raise BatchError(
-                    f"{self.position} rows of the buffer were read, and {buffer.write_count} are written, of "
-                    f"which it holds {size}: rows were overwritten before they were read. Make it larger, or "
-                    "read more often. If it was emptied, or is a new one, begin with another drained(buffer)"
+                    f"{self.position} rows of the buffer were read, and {buffer.write_count} were written, "
+                    f"of which it holds {size}: rows were overwritten before they were read. Make the buffer "
+                    "larger, or read more often. If it was emptied or is new, start a new drained(buffer)"
                 )
             rows = buffer.storage[(writer._cursor - unseen + torch.arange(unseen)) % size]
             if not buffer.shared:
                 rows = lazy_stack(rows) if isinstance(rows, list) else rows
             elif odd := [str(key) for key, width in _widths(rows).items() if width is None]:
                 raise BatchError(
-                    f"a shared buffer has columns that are no tensors, {', '.join(sorted(odd))}: what a "
-                    "worker writes there stays in its process. Number them, or leave them out"
+                    f"a shared buffer has columns that are no tensors: {', '.join(sorted(odd))}. Their "
+                    "values stay in the worker's process. Convert them to numbers, or remove them"
                 )
         self.position += unseen
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows were read."""
+        """The number of rows that were read."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the rows that were read: of the same buffer, or of one with its state."""
+        """Continue after the rows that were read, of the same buffer or of one with its state."""
         self.position = state["position"]

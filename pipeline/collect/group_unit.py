@@ -1,4 +1,4 @@
-"""Whole groups from TorchRL's samplers, which draw rows."""
+"""Sample whole groups with TorchRL's samplers, which draw rows."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ Anchors = Literal["any", "first"]
 
 @takes_options
 class GroupUnit(SampleUnit):
-    """Make of each row that a sampler draws its whole group: ``ReplayBuffer(sample_unit=GroupUnit(), …)``.
+    """Expand each row that a sampler draws to its whole group: ``ReplayBuffer(sample_unit=GroupUnit(), …)``.
 
-    For buffers of rows as they were collected, or of the assembler's batches. Groups come in the order of the
-    rows that drew them, each once a batch, with all rows that the buffer has of it in their order, and must
-    pass the gate. So a batch has at most as many groups as `batch_size` says rows. Each sample reads the ids
-    of all rows in the buffer.
+    Use it for buffers of collected rows or of the assembler's batches. Groups are in the order of the rows
+    that drew them, each once per batch, with all their rows in the buffer, in order of writing. Each group
+    must pass the gate. So a batch of `batch_size` drawn rows has at most `batch_size` groups. Each sample
+    reads the ids of all rows in the buffer.
 
-    Samplers that draw at random, by priority, without replacement, by freshness or by prompt keep groups
-    whole so. Of ``StalenessAwareSampler`` a group with a row beyond its `max_staleness` is left out.
-    ``ConsumingSampler`` counts rows and frees their places one by one: it is refused, and `max_uses` counts.
+    It works with samplers that draw at random, by priority, without replacement, by freshness or by prompt.
+    With ``StalenessAwareSampler``, a group is left out if one of its rows exceeds `max_staleness`.
+    ``ConsumingSampler`` is refused, because it counts and frees single rows; use `max_uses` instead.
 
-    ``info`` has ``anchor_index``, the row that drew each row's group, and what a sampler says of the rows
-    that it drew, such as ``priority_weight``, on all rows of the group, whose priority is that of its rows.
+    ``info`` holds ``anchor_index``, the drawn row of each row's group. It also holds the sampler's values for
+    drawn rows, such as ``priority_weight``, repeated for all rows of their groups.
 
     Args:
-        anchors: ``any`` row stands for its group, which so is drawn in proportion to its rows or their
-            priorities; or only its ``first`` in the buffer does: without replacement each group is then drawn
-            once an epoch, in batches of as many rows as `batch_size` says on average, or of none.
-        max_uses: how often a group is handed out at most, ≥ 1; None: without end.
-        gate: what a group must pass; one with ``on_incomplete="drop"`` leaves out those that the writer has
-            overwritten in part. None: a strict one.
+        anchors: with ``any``, each drawn row selects its group, so a group is drawn in proportion to its
+            number of rows or their priorities. With ``first``, only the first row of a group in the buffer
+            selects it. Without replacement each group is then drawn once per epoch; batches have
+            `batch_size` rows on average, and may be empty.
+        max_uses: how often a group can be sampled, ≥ 1; None: any number.
+        gate: the check of each group; None: a strict gate. With ``on_incomplete="drop"`` it leaves out groups
+            that the writer has partly overwritten.
 
     Raises:
-        BatchError: when sampled: a row without an id; as the gate says; no group that was drawn is left.
-        TypeError: when sampled: a sampler or a storage that cannot keep groups whole.
+        BatchError: when sampled: a row has no id; the gate refuses a group; or no drawn group is left.
+        TypeError: when sampled: the sampler or the storage cannot keep groups whole.
 
     Example:
         >>> from tensordict import TensorDict
@@ -68,7 +69,7 @@ class GroupUnit(SampleUnit):
         self.anchors = one_of("anchors", anchors, get_args(Anchors))
         self.max_uses = at_least("max_uses", max_uses, 1)
         self.gate = CompletenessGate() if gate is None else gate
-        self.uses: dict[int, int] = {}  # of the groups that the buffer has
+        self.uses: dict[int, int] = {}  # how often each group in the buffer was sampled
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self, leave_out=('gate',))})"
@@ -76,11 +77,11 @@ class GroupUnit(SampleUnit):
     def expand(
         self, index: Tensor | tuple, info: dict[str, Any], storage: Storage
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The rows of the groups that were drawn; a buffer calls it within its lock."""
+        """Return the rows of the drawn groups. The buffer calls this with its lock held."""
         sampler = self._sampler(storage)
         if isinstance(index, tuple) or storage.ndim > 1:
             raise TypeError(
-                f"{type(self).__name__} takes a storage of rows [N]; this one has {storage.ndim} dims"
+                f"{type(self).__name__} needs a storage of rows [N]; this one has {storage.ndim} dimensions"
             )
         stored = storage[: len(storage)]
         columns = stored.select(*self.gate.in_keys, *STATUS_KEYS, strict=False)
@@ -92,95 +93,95 @@ class GroupUnit(SampleUnit):
             unset = (group < 0).nonzero().flatten()
             raise BatchError(
                 f"every row needs a group_id ≥ 0; found none at rows {few(unset)}: rows without an id would "
-                f"be one group{who_stamps('group_id')}"
+                f"be treated as one group{who_stamps('group_id')}"
             )
         first = first_row(group)
         heads, places = groups_drawn(first, index.reshape(-1).to(first.device), self.anchors)
         used = [number for number, uses in self.uses.items() if uses >= (self.max_uses or uses + 1)]
         used_up = torch.isin(group, torch.tensor(used, dtype=torch.int64, device=group.device))
         usable = (fresh_groups(stored, first, sampler) & ~used_up)[heads]
-        rows, turn = rows_of_groups(first, heads[usable])
-        rows, turn = self._as_written(rows, turn, columns, storage)
+        rows, draw = rows_of_groups(first, heads[usable])
+        rows, draw = self._as_written(rows, draw, columns, storage)
         if len(heads) and not len(rows):
             raise BatchError(
-                f"of the groups that were drawn, {few(group[heads])}, none is left: each has been used "
-                f"{self.max_uses} times, or is too old for {sampler!r}"
+                f"none of the drawn groups {few(group[heads])} can be used: each has reached "
+                f"max_uses={self.max_uses}, or is too old for {sampler!r}"
             )
         if len(rows):
             candidates = Rows.read(columns[rows], keys=self.gate.in_keys)
             self.gate.decide(candidates.seen_by(self.gate))
             stays = candidates.table.here.to(rows.device)
             if not bool(stays.any()):
-                raise BatchError("none of the groups that were drawn passes the gate")
-            rows, turn = rows[stays], turn[stays]
-        there = set(group.unique().tolist())
-        self.uses = {number: uses for number, uses in self.uses.items() if number in there}
+                raise BatchError(f"none of the drawn groups {few(group[heads])} passes the gate")
+            rows, draw = rows[stays], draw[stays]
+        in_buffer = set(group.unique().tolist())
+        self.uses = {number: uses for number, uses in self.uses.items() if number in in_buffer}
         for number in group[rows].unique().tolist():
             self.uses[number] = self.uses.get(number, 0) + 1
-        return self._result(index, info, rows, places[usable][turn])
+        return self._result(index, info, rows, places[usable][draw])
 
     def _sampler(self, storage: Storage) -> Sampler | None:
-        """Who draws for the buffer that this is the unit of."""
+        """The sampler of the buffer that uses this unit."""
         buffers = [buffer for buffer in storage._attached_entities_iter() if hasattr(buffer, "_sample_unit")]
         sampler = next((buffer.sampler for buffer in buffers if buffer._sample_unit is self), None)
         if isinstance(sampler, ConsumingSampler):
             raise TypeError(
-                "ConsumingSampler counts rows and frees their places one by one, which tears groups: take "
-                f"another sampler, and {type(self).__name__}(max_uses={sampler.max_sample_count})"
+                "ConsumingSampler counts and frees single rows, which leaves incomplete groups: use another "
+                f"sampler with {type(self).__name__}(max_uses={sampler.max_sample_count})"
             )
         return sampler
 
     def _as_written(
-        self, rows: Tensor, turn: Tensor, columns: TensorDictBase, storage: Storage
+        self, rows: Tensor, draw: Tensor, columns: TensorDictBase, storage: Storage
     ) -> tuple[Tensor, Tensor]:
-        """The rows of each group in the order of writing: a full buffer's oldest row is at its cursor."""
+        """Sort the rows of each group by time of writing. A full buffer has its oldest row at its cursor."""
         size, name = len(storage), type(self.gate).__name__
         if not len(rows) or size < storage.max_size or self.gate.rollout_key is None:
-            return rows, turn
+            return rows, draw
         key = self.gate.rollout_key
         rollouts = as_ids(read_column(columns, key, reader=name, option="rollout_key"), "rollout_id")
-        there = all(has_key(columns, key) for key in (self.gate.done_key, self.gate.init_key))
-        if not there and len(rollouts.unique()) < size:
+        has_ends = all(has_key(columns, key) for key in (self.gate.done_key, self.gate.init_key))
+        if not has_ends and len(rollouts.unique()) < size:
             raise BatchError(
-                "rollouts of several rows, and a full buffer, which overwrites some of them: without "
-                f"{self.gate.done_key!r} and {self.gate.init_key!r} nothing says which have lost their "
-                "first rows. Append InitTracker to the environment, or make the buffer larger"
+                "the buffer is full and overwrites rows of rollouts with several rows. Without "
+                f"{self.gate.done_key!r} and {self.gate.init_key!r} a rollout that lost its first rows "
+                "cannot be detected: append InitTracker to the environment, or make the buffer larger"
             )
         cursor = next(b._writer._cursor for b in storage._attached_entities_iter() if hasattr(b, "_writer"))
-        order = ((rows - cursor) % size + turn * size).argsort()
-        return rows[order], turn[order]
+        order = ((rows - cursor) % size + draw * size).argsort()
+        return rows[order], draw[order]
 
     def _result(
         self, index: Tensor, info: dict[str, Any], rows: Tensor, places: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What was said of the rows that drew, by their places, said of the rows of their groups."""
+        """Repeat the sampler's values of each drawn row for the rows of its group."""
         anchors, places = index.reshape(-1), places.to(index.device)
         values = {name: torch.as_tensor(value) for name, value in info.items()}
-        said = {
+        repeated = {
             name: value[places.to(value.device)] if value.shape[:1] == anchors.shape else info[name]
             for name, value in values.items()
         }
-        return rows.to(index.device), {**said, "anchor_index": anchors[places]}
+        return rows.to(index.device), {**repeated, "anchor_index": anchors[places]}
 
     def state_dict(self) -> dict[str, Any]:
-        """How often groups were handed out. A buffer does not save its unit: save it beside it."""
+        """How often groups were sampled. A buffer does not save its unit, so save this separately."""
         return {"groups": list(self.uses), "uses": list(self.uses.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counts."""
         self.uses = dict(zip(state["groups"], state["uses"], strict=True))
 
 
 def groups_drawn(first: Tensor, drawn: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
-    """Which groups some rows draw, each once, in their order.
+    """The groups of drawn rows, each once, in the order of drawing.
 
     Args:
         first: (N,) int64, the first row of each row's group.
-        drawn: (B,) int64, rows.
-        anchors: whether ``any`` row draws its group, or its ``first``.
+        drawn: (B,) int64, the drawn rows.
+        anchors: ``any`` row selects its group, or only the ``first``.
 
     Returns:
-        The first rows of those groups, and the places in `drawn` of the rows that draw them.
+        The first rows of these groups, and the positions in `drawn` of the rows that selected them.
 
     Example:
         >>> heads, places = groups_drawn(torch.tensor([0, 0, 2, 2]), torch.tensor([3, 0, 2]), "any")
@@ -196,26 +197,26 @@ def groups_drawn(first: Tensor, drawn: Tensor, anchors: Anchors) -> tuple[Tensor
 
 
 def rows_of_groups(first: Tensor, heads: Tensor) -> tuple[Tensor, Tensor]:
-    """All rows of some groups, group by group, and which of the groups each is of.
+    """All rows of the groups with these first rows, group by group, and the index in `heads` of each row.
 
     Example:
         >>> first = torch.tensor([0, 1, 0, 1, 4])
         >>> [found.tolist() for found in rows_of_groups(first, torch.tensor([1, 0]))]
         [[1, 3, 0, 2], [0, 0, 1, 1]]
     """
-    turn = torch.full_like(first, -1)
-    turn[heads] = torch.arange(len(heads), device=first.device)
-    turn = turn[first]
-    rows = (turn >= 0).nonzero().flatten()
-    order = turn[rows].sort(stable=True).indices
-    return rows[order], turn[rows[order]]
+    draw = torch.full_like(first, -1)
+    draw[heads] = torch.arange(len(heads), device=first.device)
+    draw = draw[first]
+    rows = (draw >= 0).nonzero().flatten()
+    order = draw[rows].sort(stable=True).indices
+    return rows[order], draw[rows[order]]
 
 
 def fresh_groups(stored: TensorDictBase, first: Tensor, sampler: Sampler | None) -> Tensor:
-    """(N,) bool, whether no row of the row's group is beyond the staleness that the sampler allows.
+    """(N,) bool, True if all rows of the row's group are within the sampler's `max_staleness`.
 
     Raises:
-        BatchError: a row is newer than the sampler's version, which nobody counts up then.
+        BatchError: a row is newer than the sampler's version, which is not updated then.
     """
     if not isinstance(sampler, StalenessAwareSampler) or sampler.max_staleness < 0:
         return torch.ones_like(first, dtype=torch.bool)
@@ -223,9 +224,9 @@ def fresh_groups(stored: TensorDictBase, first: Tensor, sampler: Sampler | None)
     version = read_column(stored, sampler._version_key, reader=reader, option="version_key")
     if bool((version > sampler.consumer_version).any()):
         raise BatchError(
-            f"no row is newer than the policy version that trains, {sampler.consumer_version}; found "
-            f"{int(version.max())}. Call the {reader}'s increment_consumer_version() where the policy is "
-            "updated, before workers get it"
+            f"no row may be newer than the sampler's consumer_version={sampler.consumer_version}; found "
+            f"{int(version.max())}. Call increment_consumer_version() of the {reader} when you update the "
+            "policy, before the workers get the weights"
         )
     groups = Ids(first)
     return sampler.consumer_version - groups.spread(groups.min(version)) <= sampler.max_staleness

@@ -1,4 +1,4 @@
-"""Rollouts that other frameworks keep in TransferQueue: read, decided and handed on where they are."""
+"""Read the rollouts of other frameworks in TransferQueue, and select groups without moving their rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from headrace.transforms.tensordicts import ELSEWHERE, column_of
 
 from .assembling import POLL
 
-BITS = 16  # of a rollout's id, which say its number in its group
-MISSING = -1  # the place of a rollout of which there is no row
+BITS = 16  # low bits of a rollout id, which hold its number in its group
+MISSING = -1  # the row number of a rollout without rows
 
 
 def _queue(reader: str) -> Any:
@@ -34,11 +34,11 @@ def _queue(reader: str) -> Any:
 
 @takes_options
 class QueuedGroups:
-    """Groups that another framework keeps in a partition of TransferQueue: a source like a collector.
+    """Groups that another framework stores in a partition of TransferQueue, as a source like a collector.
 
-    It yields a few columns of the rows of groups whose rollouts are over: ids, the reward, which row ends a
-    rollout, the policy version. Tokens stay where they are, and so do the rows: :meth:`keys_of` says by which
-    keys their owner knows them. A rollout that its group lacks is a row of status FAILED without a key.
+    It yields the ids, rewards, ends and policy versions of rows, for groups whose rollouts have finished.
+    Tokens and rows stay in the queue; :meth:`keys_of` returns their keys. A missing rollout of a group
+    becomes a row with status FAILED and without a key.
 
     ::
 
@@ -50,18 +50,19 @@ class QueuedGroups:
 
     Args:
         partition: of the queue.
-        key: a regular expression of the keys of rows, with the groups ``group``, ``rollout``, a number in its
-            group, and where rollouts have several rows ``segment``. Samples with other keys are no rows.
-        reward: the field that has it: of each row one number, or those of its tokens, which are added up.
-        version: the tag that has the policy version. None: rows have none.
-        prompt: the tag of samples that are prompts and no rows, whose key is the group's and whose tag
-            ``status`` says how it ended. None: the rows of a group are put together.
-        over: the statuses of groups whose rollouts are over.
-        group_size: rollouts of a group. None: those that are there.
+        key: a regular expression for the keys of rows. It needs the named groups ``group`` and ``rollout``,
+            the number of the rollout in its group, and ``segment`` if rollouts have several rows. Samples
+            with other keys are ignored.
+        reward: the field with the reward of a row: one number, or one per token, which are added up.
+        version: the tag with the policy version; None: rows have none.
+        prompt: the tag that marks prompts. The key of a prompt is that of its group, and its tag ``status``
+            is the status of the group. None: all rows of a group are put at once.
+        over: the statuses of groups whose rollouts have finished.
+        group_size: rollouts of a group; None: as many as there are.
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: an option with a wrong value.
+        ValueError: an option has an invalid value.
     """
 
     def __init__(
@@ -78,39 +79,39 @@ class QueuedGroups:
         _queue(type(self).__name__)
         self.partition, self.key, self.reward, self.version = partition, re.compile(key), reward, version
         if not {"group", "rollout"} <= self.key.groupindex.keys():
-            raise ValueError(f"key has the groups (?P<group>…) and (?P<rollout>…); got {key!r}")
+            raise ValueError(f"key needs the groups (?P<group>…) and (?P<rollout>…); got {key!r}")
         self.prompt, self.over = prompt, tuple(over)
         self.group_size = at_least("group_size", group_size, 1)
         self.keys: dict[int, str] = {}
-        """Of rows that were read and whose group is there still, by place."""
+        """The keys of rows that were read and whose group is still in the queue, by row number."""
         self.waiting: dict[str, int] = {}
-        """Prompts whose rollouts were under way at the last look, and the versions with which they began."""
+        """Prompts with unfinished rollouts at the last read, and the versions with which they started."""
         self.groups: dict[int, tuple[str, range]] = {}
-        """Those that were read and are there still, by id: their name there, and the places of their rows."""
+        """Groups that were read and are still in the queue, by id: name and row numbers."""
         self._places = 0
 
     @classmethod
     def of(cls, framework: str, **changes: Any) -> QueuedGroups:
-        """The groups of a framework whose names are in ``conf/queue``.
+        """Read the groups of a framework, with the options of its file in ``conf/queue``.
 
         Args:
             framework: ``verl`` or ``nemo_rl``.
-            changes: options with other values.
+            changes: options that override those of the file.
 
         Raises:
             ValueError: there is no such file.
         """
         folder = resources.files("headrace.conf") / "queue"
-        there = sorted(each.name.removesuffix(".yaml") for each in folder.iterdir())
-        if framework not in there:
-            raise ValueError(f"there is no conf/queue/{framework}.yaml; there are {', '.join(there)}")
+        known = sorted(each.name.removesuffix(".yaml") for each in folder.iterdir())
+        if framework not in known:
+            raise ValueError(f"framework must be one of {', '.join(known)} (conf/queue); got {framework!r}")
         from omegaconf import OmegaConf
 
         options: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{framework}.yaml").read_text()))
         return cls(**{**options, **changes})
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield groups that are new, or after a moment None where there are none, without end."""
+        """Yield new groups, or None after a short wait without new groups. Never ends."""
         while True:
             rows = self.read()
             if rows is None:
@@ -118,7 +119,7 @@ class QueuedGroups:
             yield rows
 
     def read(self) -> TensorDict | None:
-        """The rows of groups that are over since the last look, TensorDict ``[N]``; None: there are none.
+        """The rows of groups that finished since the last read, TensorDict ``[N]``; None without such groups.
 
         Raises:
             BatchError: a row has no reward.
@@ -131,11 +132,11 @@ class QueuedGroups:
             if self.prompt is not None and tag.get(self.prompt):
                 where = ended if tag.get("status") in self.over else self.waiting
                 where[key] = int(tag.get(self.version, 0))
-            elif tag and (match := self.key.fullmatch(key)) is not None:  # a tag comes after the data
+            elif tag and (match := self.key.fullmatch(key)) is not None:  # without a tag, data may be missing
                 segment = int(match["segment"]) if "segment" in self.key.groupindex else 0
                 found[match["group"]][int(match["rollout"])].append((segment, key))
-        there = list(found if self.prompt is None else ended)
-        numbers = dict(zip(there, as_ids(there, "group").tolist(), strict=True)) if there else {}
+        names = list(found if self.prompt is None else ended)
+        numbers = dict(zip(names, as_ids(names, "group").tolist(), strict=True)) if names else {}
         for number in self.groups.keys() - set(numbers.values()):
             self._forget(number)
         lines: list[tuple[Any, ...]] = []
@@ -147,8 +148,8 @@ class QueuedGroups:
             for rollout in range(max(size, *(each + 1 for each in rollouts), 0)):
                 rows = sorted(rollouts.get(rollout, ()))
                 if not rows and len(rollouts) >= size:
-                    continue  # others came in its place
-                own = (number >> BITS << BITS) + rollout  # rollouts of a group are in their order
+                    continue  # the group has enough rollouts with other numbers
+                own = (number >> BITS << BITS) + rollout  # so that rollouts sort by their number
                 for segment, key in rows:
                     ends, version = segment == rows[-1][0], int(tags[key].get(self.version, 0))
                     lines.append((number, own, segment, size, ends, 0, version, self._places))
@@ -160,16 +161,16 @@ class QueuedGroups:
         return self._rows(lines) if lines else None
 
     def _forget(self, group: int) -> tuple[str, list[str]]:
-        """Let go of a group: its name, and the keys of its rows."""
+        """Forget a group. Returns its name and the keys of its rows."""
         name, places = self.groups.pop(group)
         return name, [self.keys.pop(place) for place in places]
 
     def clear(self, groups: Iterable[int], *, rows: bool = True) -> None:
-        """Let groups leave the queue: their prompts, and their rows if they are not to be trained.
+        """Delete groups from the queue: their prompts, and also their rows.
 
         Args:
             groups: ids of groups that were read.
-            rows: False: the rows stay, for who has their keys.
+            rows: False keeps the rows in the queue, to be trained.
         """
         gone = [self._forget(group) for group in groups]
         keys = [key for _, some in gone for key in some] if rows else []
@@ -209,13 +210,13 @@ class QueuedGroups:
         return torch.stack([row.sum() for row in column.unbind()]).float()
 
     def keys_of(self, rows: TensorDictBase) -> list[str]:
-        """The keys of rows that it yielded, in their order, without those of rollouts that are missing."""
+        """The keys of yielded rows, in order. Missing rollouts have none."""
         return [self.keys[place] for place in rows[ELSEWHERE][:, 1].tolist() if place != MISSING]
 
 
 @takes_options
 class GroupReplayBuffer:
-    """What verl v1 samples from, with whole groups by their ids: its ``trainer.v1.sampler.custom_sampler``.
+    """A ``trainer.v1.sampler.custom_sampler`` for verl v1 that samples whole groups, by their ids.
 
     ::
 
@@ -223,21 +224,22 @@ class GroupReplayBuffer:
         trainer.v1.sampler.custom_sampler.name=GroupReplayBuffer
         "+trainer.v1.sampler.sampler_kwargs={group_size: 8, on_failure: keep, min_rollouts: 4}"
 
-    A batch has `batch_size` groups, each with all of its rollouts that came, in the order in which the groups
-    were over. Groups that failed, as the assembler's options say, that are too old, or of which the recipe
-    trains no row leave the queue, and as many prompts are asked for. In the partition ``val`` every group
-    counts, with the rollouts that it has.
+    A batch has `batch_size` groups with all their rollouts, in the order in which the groups finished. Three
+    kinds of groups are deleted from the queue, and as many new prompts are requested: groups that failed, by
+    the assembler's options; groups that are too old; and groups of which the recipe trains no row. In the
+    partition ``val`` every group is used with the rollouts that it has.
 
     Args:
         trainer_mode: of verl's trainer.
-        trainer_config: its configuration.
+        trainer_config: configuration of verl's trainer.
         max_off_policy_threshold: steps that a rollout may span, its own included, ≥ 1.
-        max_off_policy_strategy: ``drop`` groups that span more, or ``wait`` for those that are about to.
+        max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups that would.
         sampler_kwargs: options of :class:`GroupAssembler` (``on_failure``, ``min_rollouts``, …);
-            `group_size`; and `recipe`, words for :func:`load_pipeline` whose stages before the split decide
-            on groups, without tokens.
-        refill_fn: asks for so many prompts. None: a batch has fewer groups in place of those that left.
-        poll_interval: seconds between two looks at the queue.
+            `group_size`; and `recipe`, arguments of :func:`load_pipeline`. The stages of the recipe before
+            its split select groups, without tokens.
+        refill_fn: requests a number of prompts; None: deleted groups are not replaced, and the batch has
+            fewer groups.
+        poll_interval: seconds between two reads of the queue.
 
     Raises:
         ImportError: the extra `tq` is not installed.
@@ -264,7 +266,7 @@ class GroupReplayBuffer:
         self.options = {"segment_key": "segment", **options}
         self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
         self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
-        self._of_train()  # a wrong option is refused here, and not in the first step
+        self._of_train()  # raises errors of options here, not in the first step
 
     def _of_train(self) -> GroupAssembler:
         options: dict[str, Any] = {} if self.waits else {"max_staleness": self.max_off_policy_threshold - 1}
@@ -279,16 +281,16 @@ class GroupReplayBuffer:
         return self.partitions[name]
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Wait for so many groups, and take them.
+        """Wait for `batch_size` groups and take them.
 
         Args:
             global_steps: the step that is trained.
             partition_id: ``train`` or ``val``.
-            batch_size: groups.
+            batch_size: number of groups.
 
         Returns:
             - A ``transfer_queue.KVBatchMeta`` with the keys and tags of their rows.
-            - How many groups left, under ``training/…`` or ``validation/…``.
+            - The number of deleted groups by reason, under ``training/…`` or ``validation/…``.
 
         Raises:
             BatchError: as :meth:`QueuedGroups.read` and :meth:`GroupAssembler.put`.
@@ -317,7 +319,7 @@ class GroupReplayBuffer:
                     source.clear([group], rows=False)
                     taken += 1
             held = set(assembler.state_dict()["state"]["groups"]["group"].tolist())
-            if gone := source.groups.keys() - held:  # what is over is whole, or has left
+            if gone := source.groups.keys() - held:  # the assembler has dropped these groups
                 source.clear(gone)
                 evicted["rollout_failure"] += len(gone)
                 left += self._refill(len(gone), validates)
@@ -332,18 +334,18 @@ class GroupReplayBuffer:
         return meta, {f"{prefix}/{why}/evicted_samples": count for why, count in evicted.items() if count}
 
     def _decided(self, batch: TensorDictBase) -> TensorDictBase | None:
-        """The rows of a group that the recipe trains; None: it trains none."""
+        """The rows of a group that the recipe trains, or None."""
         run = self.pipeline.run(batch)  # type: ignore[union-attr]
         rows = batch[(run.known_rows.table.here & run.known_rows.table.in_loss).nonzero().flatten()]
         return rows if len(rows) else None
 
     def _is_due(self, source: QueuedGroups, global_steps: int) -> bool:
-        """Whether a group is under way that would be too old in the next step."""
+        """Whether an unfinished group would be too old in the next step."""
         oldest = min(source.waiting.values(), default=global_steps + 1)
         return global_steps - oldest + 1 >= self.max_off_policy_threshold
 
     def _refill(self, groups: int, validates: bool) -> int:
-        """Ask for prompts in place of groups that left; how many nobody asks for."""
+        """Request prompts for deleted groups. Returns how many groups are not replaced."""
         if validates or self.refill_fn is None:
             return groups
         self.refill_fn(groups)

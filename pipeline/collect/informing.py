@@ -1,4 +1,4 @@
-"""Dynamic sampling: ask for more prompts until enough groups have something to teach."""
+"""Dynamic sampling: read groups until enough of them are informative."""
 
 from __future__ import annotations
 
@@ -53,34 +53,33 @@ def informative(
     group_key: NestedKey = "group_id",
     assembler: GroupAssembler | RayAssembler | None = None,
 ) -> Informative:
-    """Iterate over batches of so many informative groups, whatever share of a source's groups are.
+    """Iterate over batches with a fixed number of informative groups.
 
-    A group is informative that `stages` leave a row of in the loss; its rows come out as they came in, all of
-    them. The source is asked for more until there are enough. What is over waits for the next batch.
+    A group is informative if `stages` leave at least one of its rows in the loss. All its rows are yielded
+    unchanged. The source is read until there are enough such groups. Leftover groups wait for the next batch.
 
-    This is the dynamic sampling of DAPO (arXiv:2503.14476, section 3.2) as a loop. What is not iteration goes
-    to the source, and ``state_dict`` has the groups that wait, and the source's state.
+    This is the dynamic sampling of DAPO (arXiv:2503.14476, section 3.2) as a loop. Other attributes are those
+    of the source. ``state_dict`` holds the waiting groups and the state of the source.
 
     Args:
-        source: yields batches of whole groups, as :func:`assembled` does, or a collector of whole groups.
-            From an assembler with `max_staleness` it takes groups as they become whole, and no more than it
-            lacks, so that none waits here and grows too old; `groups` of both are one number.
+        source: yields batches of whole groups, such as :func:`assembled`, or is a collector of whole groups.
+            From an assembler with `max_staleness` it takes single groups as they become whole, and only as
+            many as it needs, so that none becomes stale here. Both need the same `groups` then.
         groups: informative groups in a batch, ≥ 1.
-        stages: transforms that decide, in order: those of the recipe up to its filter, say
-            ``[pipeline.stages[name] for name in ("gate", "collapse", "filter")]``. None: complete groups
-            whose rewards differ, where the rows of a rollout share its reward.
-        max_batches: how often the source is asked for one batch, ≥ 1; where groups are taken as they become
-            whole, so many times `groups` of them.
-        on_short: where that was not enough: ``raise``, or ``yield`` what there is, if anything is.
+        stages: transforms that filter, in order, such as the stages of the recipe up to its filter:
+            ``[pipeline.stages[name] for name in ("gate", "collapse", "filter")]``. None: keep complete groups
+            whose rewards differ; the rows of a rollout must share its reward.
+        max_batches: batches that are read for one batch at most, ≥ 1. When single groups are taken, the limit
+            is `max_batches` × `groups` groups.
+        on_short: when the limit is reached: ``raise``, or ``yield`` the groups that were found, if any.
         group_key: (N,) or (N, 1) int ≥ 0.
-        assembler: from which the groups come, to be told of those that are not informative: they take no
-            room (:func:`paced`). None: that of `assembled(…)` or of a RayAssembler's `batches(…)`, where one
-            of these is the source.
+        assembler: is told of groups that are not informative, so that they use no capacity (:func:`paced`).
+            None: that of the source, if it is `assembled(…)` or `batches(…)` of a RayAssembler.
 
     Raises:
-        StalledError: when iterated: `max_batches` did not bring enough.
-        BatchError: when iterated: a group came in two batches; columns differ between batches; as `stages`.
-        ValueError: an option with a wrong value; an assembler with `max_staleness` and other `groups`.
+        StalledError: while iterating: `max_batches` did not contain enough informative groups.
+        BatchError: while iterating: a group is in two batches; columns differ between batches; as `stages`.
+        ValueError: an option has an invalid value; or an assembler with `max_staleness` has other `groups`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -100,19 +99,19 @@ def informative(
     paces = assembler is not None and assembler.max_staleness is not None
     if assembler is not None and paces and assembler.groups not in (None, groups):
         raise ValueError(
-            "informative() and an assembler with max_staleness need the same groups, those of a step, by "
-            f"which capacity() counts; got groups={groups} and GroupAssembler(groups={assembler.groups})"
+            "informative() and an assembler with max_staleness need the same number of groups per step, "
+            f"because capacity() uses it; got groups={groups} and GroupAssembler(groups={assembler.groups})"
         )
     return Informative(source, stages, nested_key(group_key), groups, max_batches, on_short, assembler)
 
 
 @dataclass(eq=False, repr=False)
 class Informative(OverSource):
-    """What :func:`informative` returns.
+    """The iterator that :func:`informative` returns.
 
     Attributes:
-        counts: rows that left, by reason: ``uninformative``.
-        seen, found: groups that came, and those of them that were informative.
+        counts: number of rows that left, by reason: ``uninformative``.
+        seen, found: number of groups that were read, and of those that were informative.
     """
 
     source: Iterable[TensorDictBase]
@@ -127,17 +126,17 @@ class Informative(OverSource):
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
         self._waiting: dict[int, list[tuple[RowPiece, int]]] = {}  # rows by group
-        self._came, self._closed = 0, Intervals()  # rows and groups that came
-        self._kinds: dict[Any, Any] = {}  # of the columns of rows that wait
+        self._came, self._closed = 0, Intervals()  # number of rows read, and ids of groups read
+        self._kinds: dict[Any, Any] = {}  # kinds_of the waiting rows
 
     @property
     def ready(self) -> int:
-        """Informative groups that wait."""
+        """Number of informative groups that wait."""
         return len(self._waiting)
 
     @property
     def held(self) -> int:
-        """Rows of them."""
+        """Number of rows of the waiting groups."""
         return sum(map(len, self._waiting.values()))
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -147,15 +146,15 @@ class Informative(OverSource):
                 seen, found = self.seen - self._before[0], self.found - self._before[1]
                 asked = -(-self._asked // self.groups)
                 raise StalledError(
-                    f"{asked} batches have brought {seen} groups, of which {found} are informative; "
-                    f"{self.groups} are wanted, and {self.ready} wait. Are the prompts too easy, or too "
-                    "hard? Raise max_batches, or set on_short='yield'"
+                    f"{asked} batches had {seen} groups, of which {found} are informative; a batch needs "
+                    f"{self.groups}, and {self.ready} wait. Are the prompts too easy or too hard? Raise "
+                    "max_batches, or set on_short='yield'"
                 )
             yield self._take()
 
     def _ask(self, batches: Iterator[TensorDictBase]) -> bool:
-        """Ask until there are enough, so often and no more; False: the source has ended."""
-        self._asked, self._before = 0, (self.seen, self.found)  # in groups
+        """Read until there are enough groups or the limit is reached. Returns False if the source ended."""
+        self._asked, self._before = 0, (self.seen, self.found)  # counted in groups
         while self.ready < self.groups and self._asked < self.max_batches * self.groups:
             seen, found = self.seen, self.found
             by_group = self.assembler is not None and self.assembler.want(self.groups - self.ready)
@@ -170,7 +169,7 @@ class Informative(OverSource):
         return True
 
     def _take(self) -> TensorDictBase:
-        """Hand out the first groups that wait."""
+        """Gather the first waiting groups."""
         rows = [row for group in list(self._waiting)[: self.groups] for row in self._waiting.pop(group)]
         batch = gather(sorted(rows, key=lambda row: row[1]), {})
         let_go(rows)
@@ -183,10 +182,10 @@ class Informative(OverSource):
         groups = as_ids(
             read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id"
         ).tolist()
-        if torn := {group for group in groups if group in self._closed}:
+        if again := {group for group in groups if group in self._closed}:
             raise BatchError(
-                f"{READER} takes batches of whole groups; in two batches came "
-                f"{listing(map(str, sorted(torn)))}. Put assembled() between it and the collector"
+                f"{READER} needs batches of whole groups; these group_ids are in two batches: "
+                f"{listing(map(str, sorted(again)))}. Put assembled() between it and the collector"
             )
         piece = RowPiece(flat, range(self._came, self._came + len(flat)))
         if self._waiting:
@@ -213,7 +212,7 @@ class Informative(OverSource):
         self.found += len(informs)
 
     def own_state(self) -> dict[str, Any]:
-        """The groups that wait, and the counts."""
+        """The waiting groups and the counts."""
         rows = sorted((arrival, group) for group, rows in self._waiting.items() for _, arrival in rows)
         arrivals, groups = zip(*rows, strict=True) if rows else ((), ())
         pieces = {piece for rows in self._waiting.values() for piece, _ in rows}
@@ -229,13 +228,13 @@ class Informative(OverSource):
         }
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`own_state`."""
+        """Restore the output of :meth:`own_state`."""
         pieces = [RowPiece.from_plain(rows) for rows in state["rows"]]
-        homes = {arrival: piece for piece in pieces for arrival in piece.place}
+        piece_of = {arrival: piece for piece in pieces for arrival in piece.place}
         self._waiting = {}
         for group, arrival in zip(state["group"].tolist(), state["arrival"].tolist(), strict=True):
-            self._waiting.setdefault(group, []).append((homes.pop(arrival), arrival))
-        let_go((piece, arrival) for arrival, piece in homes.items())
+            self._waiting.setdefault(group, []).append((piece_of.pop(arrival), arrival))
+        let_go((piece, arrival) for arrival, piece in piece_of.items())
         self._kinds = kinds_of(pieces[0].batch) if pieces else {}
         self._came, self._closed = state["came"], Intervals(state["closed"].get(0))
         self.counts, self.seen, self.found = dict(state["counts"]), state["seen"], state["found"]

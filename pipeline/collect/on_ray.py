@@ -1,4 +1,4 @@
-"""The assembler in an actor of Ray: writers anywhere put rows into it, and a trainer takes whole groups."""
+"""Run the assembler in a Ray actor: writers anywhere put rows, and a trainer takes whole groups."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from .assembling import Leftovers, check_patience, rest_of
 from .stored_rows import ROW, RowTable, cut_by_group, pack_rows, row_table, rows_of, unpack_rows
 from .workers import WorkerWatch
 
-LISTENING = 0.2  # seconds for which the actor waits for a whole group before the trainer looks at writers
-KNOWN = 256  # kinds of rows that the actor remembers
+LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
+KNOWN = 256  # number of row kinds that the actor remembers
 
 
 def _number(name: str, meaning: str) -> Any:
@@ -48,12 +48,12 @@ def _number(name: str, meaning: str) -> Any:
 
 @takes_options
 class RayAssembler:
-    """A :class:`GroupAssembler` in an actor: a handle that can be sent to any task or actor of the cluster.
+    """A :class:`GroupAssembler` in a Ray actor. This handle can be sent to any task or actor of the cluster.
 
-    Writers call :meth:`put`, which returns when the rows are taken in, and raises there what the assembler
-    refuses. A writer waits only while `max_ready` whole groups are there that nobody took, and never on
-    groups that are not whole: these may wait for rows of its own. Where the trainer asks for more than there
-    are, writers go on. It iterates over :meth:`batches`.
+    Writers call :meth:`put`. It returns when the rows are taken in, and raises the errors of the assembler in
+    the writer. A writer waits only while `max_ready` whole groups are not taken yet. It never waits for
+    incomplete groups, which may need its own rows. If the trainer needs more groups than there are, writers
+    continue. The trainer iterates over :meth:`batches`.
 
     ::
 
@@ -62,23 +62,22 @@ class RayAssembler:
         for batch in assembler.batches(writers, patience=600):
             optimise(pipeline.minibatches(batch), loss, optimizer)
 
-    Writers have ``max_retries=0``: Ray begins a task whose process died anew, whose rows then come twice, and
-    are refused.
+    Set ``max_retries=0`` for writers. Otherwise Ray restarts a task whose process died, and its rows arrive
+    twice and are refused.
 
-    The actor gets what it decides by: ids, ends, rewards and the like, less than 200 bytes a row. The rows
-    themselves stay in Ray's object store on the writer's node, and go from there to whoever takes them. There
-    they belong to a small actor of ours, one a node, which lives as long as the assembler: rows of a writer
-    that died are trained. Where the node itself is lost, its rows are counted as ``lost``, a warning says so,
-    and a batch has fewer groups.
+    The actor gets only the columns it decides by, such as ids, ends and rewards: less than 200 bytes per row.
+    The rows stay in Ray's object store on the writer's node until they are taken. A small actor per node owns
+    them and lives as long as the assembler. So rows of a dead writer can still be trained. If a node is lost,
+    its rows are counted as ``lost`` with a warning, and a batch has fewer groups.
 
-    What the actor knows is gone when it dies: nothing restarts it, and whoever asks it gets Ray's error. Go
-    on with a new one from the last :meth:`state_dict`, which has every put that had returned. There is no
-    `journal` here: the rows are in Ray's store, which dies with the cluster.
+    If the assembler's actor dies, its state is lost. It is not restarted, and its users get Ray's error.
+    Continue with a new one from the last :meth:`state_dict`, which holds every put that had returned. A
+    `journal` is not possible, because the rows are in Ray's store, which ends with the cluster.
 
     Args:
-        max_ready: whole groups at which writers wait. None: twice `groups`, or any number where that is None.
-        actor: options of the actor, as ``ray.remote`` takes them; it asks for no CPU of its own.
-        options: those of :class:`GroupAssembler`. A callable among them runs in the actor.
+        max_ready: whole groups at which writers wait; None: twice `groups`, or no limit if that is None.
+        actor: options of the actor for ``ray.remote``; by default it reserves no CPU.
+        options: those of :class:`GroupAssembler`. Callables run in the actor.
 
     Raises:
         ImportError: the extra `ray` is not installed.
@@ -91,28 +90,28 @@ class RayAssembler:
         ray = import_extra("ray", "ray", type(self).__name__)
         if options.get("journal") is not None:
             raise ValueError(
-                "RayAssembler takes no journal: rows stay in Ray's object store, which does not outlive the "
-                "cluster. Save state_dict(), or put rows into a GroupAssembler(journal=PATH) of one process"
+                "RayAssembler takes no journal, because its rows are in Ray's object store, which ends with "
+                "the cluster. Save state_dict(), or use GroupAssembler(journal=PATH) in one process"
             )
-        self._local = GroupAssembler(**options)  # a wrong one is refused here, and not in the actor
+        self._local = GroupAssembler(**options)  # raises errors of options here, not in the actor
         self.group_key, groups = self._local.group_key, self._local.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
-        # Writers that wait must not keep the trainer out: Ray's own limit is 1,000 calls.
+        # Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
         own = {"num_cpus": 0, "max_concurrency": 1_000_000}
         remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
-        self._store: Any = None  # of this process's node
-        self._like: RowsLike | None = None  # what the last rows that were put had in common
+        self._store: Any = None  # the RowStore of this process's node
+        self._like: RowsLike | None = None  # the kind of the last rows that were put
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_store": None, "_like": None}
 
     def _ask(self, method: str, *args: Any) -> Any:
-        """What the actor returns; what it raises is raised here as it is, after Ray's account of where."""
+        """Call a method of the actor. Raises the actor's own exception, not Ray's wrapper."""
         return self._get(getattr(self._actor, method).remote(*args))
 
     def _keep(self, method: str, packed: Sequence[Any], *args: Any) -> Any:
-        """The same, of a method that also gets references to rows, which are stored on this node."""
+        """Store rows on this node, and call a method of the actor with references to them."""
         ray = import_extra("ray", "ray", type(self).__name__)
         if self._store is None:
             self._store = self._ask("store", ray.get_runtime_context().get_node_id())
@@ -130,15 +129,15 @@ class RayAssembler:
     # -- for writers --------------------------------------------------------------------------------
 
     def put(self, batch: TensorDictBase | None, *, patience: float | None = None) -> None:
-        """Take in a batch of rows, as :meth:`GroupAssembler.put`, once there is room. None has no rows.
+        """Take in a batch of rows, as :meth:`GroupAssembler.put`. Waits while `max_ready` groups are ready.
 
         Args:
-            batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack.
-            patience: seconds for which to wait for room. None: without end.
+            batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack; None: no rows.
+            patience: seconds to wait; None: forever.
 
         Raises:
             MissingKeyError, BatchError, StalledError: as :meth:`GroupAssembler.put`.
-            StalledError: nobody has made room in time; the rows are not taken in.
+            StalledError: the trainer has taken no batch in time. The rows are not taken in.
         """
         check_patience(patience)
         keys = [self._local.group_key, self._local.rollout_key]
@@ -149,39 +148,38 @@ class RayAssembler:
                 batch = enter_rows(batch, keys, reader=GroupAssembler.__name__)
             if not len(batch):
                 self._ask("put", None, None, None, patience)
-            elif not self._send("put", batch, patience):  # the actor does not know such rows yet
-                self._send("put", batch, patience, says=True)
+            elif not self._send("put", batch, patience):  # the actor does not know this kind yet
+                self._send("put", batch, patience, whole_kind=True)
 
-    def _send(self, method: str, rows: TensorDictBase, *args: Any, says: bool = False) -> Any:
-        """Store rows on this node, and say to the actor what it reads of them.
+    def _send(self, method: str, rows: TensorDictBase, *args: Any, whole_kind: bool = False) -> Any:
+        """Store rows on this node, and send the columns that the actor reads.
 
         Args:
             method: of the actor.
-            rows: that were entered, at least one.
-            args: further ones of the method.
-            says: say also what they have in common, though it was said before.
+            rows: at least one, after :func:`enter_rows`.
+            args: further arguments of the method.
+            whole_kind: send the kind of the rows, not only its digest.
         """
         rows = rows if device_of(rows).type == "cpu" else rows.cpu()
         kinds = kinds_of(rows)
         if self._like is None or self._like.kinds != kinds:
-            self._like, says = self._find(rows, kinds), True
+            self._like, whole_kind = self._find(rows, kinds), True
         like = self._like
         parts, places = cut_by_group(rows, number_column(rows, self._local.group_key).long().reshape(-1))
         packed = [pack_rows(part) for part in parts]
         table = row_table(rows, like.keys, places)
-        said = like if says else like.digest
-        return self._keep(method, packed, table, said, *args)
+        return self._keep(method, packed, table, like if whole_kind else like.digest, *args)
 
     def _find(self, rows: TensorDictBase, kinds: Kinds) -> RowsLike:
-        """What the actor reads of rows like these."""
+        """Find the columns that the actor reads of such rows."""
         try:
             found = find_columns(RowPiece(rows, range(len(rows))), self._local._options)
         except BatchError:
-            self._ask("check", kinds)  # that they differ from those that wait says more
+            self._ask("check", kinds)  # raises a better error if they differ from the held rows
             raise
         keys = [*found.values(), *([ORIGIN] if has_key(rows, ORIGIN) else [])]
         keys = list(dict.fromkeys(keys))
-        differ = bool(kinds.get(()))  # rows of a lazy stack, which are like no others
+        differ = bool(kinds.get(()))  # rows of a lazy stack with different columns equal no other kind
         digest = None if differ else hashlib.blake2b(pickle.dumps((kinds, keys)), digest_size=12).digest()
         return RowsLike(kinds, keys, digest)
 
@@ -190,7 +188,7 @@ class RayAssembler:
         self._ask("call", "announce", draws.clone())
 
     def capacity(self, rollouts: int | None = None) -> int:
-        """As :meth:`GroupAssembler.capacity`. Calls before an announcement return the same number."""
+        """As :meth:`GroupAssembler.capacity`. The number changes only after :meth:`announce`."""
         return self._ask("call", "capacity", rollouts)
 
     # -- for the trainer ----------------------------------------------------------------------------
@@ -204,23 +202,23 @@ class RayAssembler:
         leftovers: Leftovers = "yield",
         on_lost: Literal["raise", "go_on"] = "raise",
     ) -> Iterator[TensorDictBase]:
-        """Iterate over batches of whole groups, until all writers have ended and nothing is left.
+        """Iterate over batches of whole groups, until all writers have ended and no group is left.
 
         Args:
-            writers: of each task that puts rows what ``.remote()`` returned, by which it is known to have
-                ended or died. None given: only the loop itself, or `patience`, ends the iteration.
-            patience: seconds for which this waits though nobody puts. None: without end.
-            worker_patience: as of :func:`assembled`: seconds for which one worker may be silent while another
-                one puts rows again and again.
-            leftovers: as of :func:`assembled`, when all writers have ended.
-            on_lost: where a writer died or raised: ``raise``, or ``go_on`` with the others; groups that it
-                had begun do not become whole. Where all are lost, that is raised.
+            writers: the object that ``.remote()`` returned, for each task that puts rows. It shows whether
+                the task has ended or died. Without writers, only your loop or `patience` ends the iteration.
+            patience: seconds without a put after which this raises; None: never.
+            worker_patience: as for :func:`assembled`: seconds after which a worker without rows raises, while
+                another worker puts rows repeatedly.
+            leftovers: as for :func:`assembled`, when all writers have ended.
+            on_lost: when a writer died or raised: ``raise``, or ``go_on`` with the others. The groups that it
+                had started do not become whole. If all writers are lost, this raises.
 
         Raises:
-            StalledError: a writer is lost; nobody puts; all have ended, and nothing has come out; as
-                :meth:`GroupAssembler.put` raises it to a writer.
+            StalledError: a writer is lost; there was no put in time; all writers ended without a batch; or a
+                writer got this error from :meth:`GroupAssembler.put`.
             BatchError: groups are left over, under ``raise``; as :meth:`GroupAssembler.take`.
-            ValueError: an option with a wrong value.
+            ValueError: an option has an invalid value.
         """
         one_of("leftovers", leftovers, get_args(Leftovers))
         go_on = one_of("on_lost", on_lost, ("raise", "go_on")) == "go_on"
@@ -233,19 +231,20 @@ class RayAssembler:
         self._ask("watch", patience, worker_patience)
         puts, heard = 0, time.monotonic()
         while True:
-            writers.look()  # before the assembler is asked: what they put is there then
+            writers.look()  # before taking, so that the last puts of ended writers are taken
             groups, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING)
             for warning in self._ask("warned"):
                 warnings.warn(warning, stacklevel=2)
             batch = self._fetch(groups)
             if batch is not None or now > puts:
                 puts, heard = now, time.monotonic()
-            if batch is not None:  # what is whole goes out before anything is raised
+            if batch is not None:  # yield whole groups before raising any error
                 yield batch
                 heard = time.monotonic()
             elif writers.lost is not None:
                 lost = f"{writers.failed} of {len(writers.tasks)} writers lost"
-                why = f"{lost} ({type(writers.lost).__name__}: {writers.lost}). To go on without, set on_lost"
+                lost += f" ({type(writers.lost).__name__}: {writers.lost})"
+                why = f"{lost}. Set on_lost='go_on' to continue without them"
                 raise self.stalled(why) from writers.lost
             elif writers.are_over:
                 break
@@ -254,7 +253,7 @@ class RayAssembler:
         yield from rest_of(self, leftovers)
 
     def take(self, n: int | None = None) -> TensorDictBase | None:
-        """As :meth:`GroupAssembler.take`: None while there are fewer."""
+        """As :meth:`GroupAssembler.take`: None while there are too few groups."""
         return self._fetch(self._ask("take", n, 0.0)[0])
 
     def take_rest(self) -> TensorDictBase | None:
@@ -262,7 +261,7 @@ class RayAssembler:
         return self._fetch(self._ask("call", "take_rest"))
 
     def _fetch(self, groups: StoredGroups | None) -> TensorDictBase | None:
-        """The rows of groups, from where they are stored; None where all of them are lost."""
+        """Fetch the rows of groups from Ray's object store; None if all of them are lost."""
         if groups is None:
             return None
         ray = import_extra("ray", "ray", type(self).__name__)
@@ -271,12 +270,12 @@ class RayAssembler:
         except ray.exceptions.ObjectLostError:
             stored = [self._part(ray, part) for part in groups.references]
             lost = torch.tensor([part is None for part in stored])[groups.part.long()]
-            odd = groups.group[lost].unique()
-            gone = torch.isin(groups.group, odd)
-            self._ask("lose", int(gone.sum()), len(odd))
+            lost_groups = groups.group[lost].unique()
+            gone = torch.isin(groups.group, lost_groups)
+            self._ask("lose", int(gone.sum()), len(lost_groups))
             warnings.warn(
-                f"{int(gone.sum())} rows of {len(odd)} groups were stored on a node or in a process that is "
-                "gone. They are counted as 'lost' and not trained",
+                f"{int(gone.sum())} rows of {len(lost_groups)} groups were stored on a node or in a process "
+                "that is gone. They are counted as 'lost' and not trained",
                 StreamWarning,
                 stacklevel=2,
             )
@@ -308,19 +307,19 @@ class RayAssembler:
         """As :meth:`GroupAssembler.stalled`."""
         return self._ask("call", "stalled", why, worker)
 
-    # -- what is there ------------------------------------------------------------------------------
+    # -- counts and state ---------------------------------------------------------------------------
 
-    groups = _number("groups", "As the option of :class:`GroupAssembler`.")
-    max_staleness = _number("max_staleness", "As the option of :class:`GroupAssembler`.")
-    ready = _number("ready", "Whole groups.")
-    pending = _number("pending", "Groups that are announced or begun, and not whole.")
-    held = _number("held", "Rows that are neither handed out nor counted.")
-    counts = _number("counts", "Rows that left, by reason.")
-    emitted = _number("emitted", "Groups that were handed out.")
+    groups = _number("groups", "The option of :class:`GroupAssembler`.")
+    max_staleness = _number("max_staleness", "The option of :class:`GroupAssembler`.")
+    ready = _number("ready", "Number of whole groups that can be taken.")
+    pending = _number("pending", "Number of groups that were announced or have rows, and are not whole.")
+    held = _number("held", "Number of rows of ready and pending groups.")
+    counts = _number("counts", "Number of rows that left without being taken, by reason.")
+    emitted = _number("emitted", "Number of groups that were taken.")
 
     @property
     def version(self) -> int:
-        """The newest policy version; whoever trains counts it up."""
+        """The newest policy version. The trainer must update it."""
         return self._ask("call", "__getattribute__", "version")
 
     @version.setter
@@ -331,7 +330,7 @@ class RayAssembler:
         """As :meth:`GroupAssembler.state_dict`, with the rows themselves.
 
         Raises:
-            ray.exceptions.ObjectLostError: a node or process is gone in which rows were stored.
+            ray.exceptions.ObjectLostError: a node or process that stored rows is gone.
         """
         state, groups = self._ask("state")
         if groups is not None:
@@ -350,15 +349,15 @@ class RayAssembler:
             self._ask("load", None, None, None, rest, [])
         else:
             arrivals = [arrival for _, arrival in places]
-            self._send("load", gather(places, {}), rest, arrivals, says=True)
+            self._send("load", gather(places, {}), rest, arrivals, whole_kind=True)
 
     def shutdown(self) -> None:
-        """End the actor, and with it what it holds."""
+        """End the actor. Its rows are lost."""
         import_extra("ray", "ray", type(self).__name__).kill(self._actor)
 
 
 class RayBatches:
-    """What :meth:`RayAssembler.batches` returns: an iterator that says from which assembler it is."""
+    """The iterator that :meth:`RayAssembler.batches` returns. It has the assembler as an attribute."""
 
     def __init__(self, assembler: RayAssembler, batches: Iterator[TensorDictBase]):
         self.assembler, self._batches = assembler, batches
@@ -371,26 +370,26 @@ class RayBatches:
 
 
 class Writers:
-    """Who puts rows, and whether they still do.
+    """Watches whether the writers have ended or died.
 
     Args:
-        tasks: what their ``.remote()`` returned.
-        go_on: without those that are lost, while there are others.
+        tasks: the objects that ``.remote()`` returned.
+        go_on: continue without lost writers, while there are others.
     """
 
     def __init__(self, tasks: Sequence[Any], go_on: bool):
         self.tasks, self.go_on = list(tasks), go_on
         self.open, self.failed = list(tasks), 0
         self.lost: BaseException | None = None
-        """What a writer raised, or Ray about its death, where that ends it all."""
+        """The error of a lost writer, if it ends the iteration."""
 
     @property
     def are_over(self) -> bool:
-        """All have ended, or one is missed. Where none was named, nobody knows."""
+        """Whether all writers have ended, or a lost one ends the iteration. False without writers."""
         return self.lost is not None or bool(self.tasks and not self.open)
 
     def look(self) -> None:
-        """See who has ended, and how."""
+        """Check which writers have ended or died."""
         if self.are_over or not self.open:
             return
         ray = import_extra("ray", "ray", "RayAssembler")
@@ -405,34 +404,34 @@ class Writers:
 
 
 class RowsLike(NamedTuple):
-    """What rows have in common."""
+    """The kind of rows: what all rows of a batch have in common."""
 
     kinds: Kinds
-    """Of all of their columns."""
+    """The dtype, width and device of each column."""
     keys: list[NestedKey]
-    """Of those that the assembler reads."""
+    """The columns that the assembler reads."""
     digest: bytes | None
-    """By which the actor knows both; None: they are like no others."""
+    """A hash of both, by which the actor remembers them; None: this kind equals no other."""
 
 
 class StoredGroups(NamedTuple):
-    """Whole groups whose M rows are stored elsewhere."""
+    """Whole groups whose M rows are in Ray's object store."""
 
     references: list[Any]
-    """To rows that :func:`pack_rows` packed."""
+    """References to parts, packed by :func:`pack_rows`."""
     part: Tensor
-    """(M,) in which part each row is."""
+    """(M,) int, the index of the part of each row."""
     row: Tensor
-    """(M,) where in its part."""
+    """(M,) int, the index of each row in its part."""
     group: Tensor
-    """(M,) int, its group."""
+    """(M,) int, the group of each row."""
     numbers: Mapping[NestedKey, Tensor]
-    """(M,) int each: further columns."""
+    """Further columns, (M,) int each."""
     stale: Tensor | None
-    """(M,) bool: rows that are masked."""
+    """(M,) bool, True at rows to mask."""
 
     def only(self, rows: Tensor) -> StoredGroups:
-        """Some of the rows, by (M,) bool."""
+        """The rows where `rows`, (M,) bool, is True."""
         numbers = {key: column[rows] for key, column in self.numbers.items()}
         stale = None if self.stale is None else self.stale[rows]
         return StoredGroups(
@@ -440,11 +439,11 @@ class StoredGroups(NamedTuple):
         )
 
     def join(self, parts: Sequence[Any], options: GroupAssembler) -> TensorDictBase:
-        """The batch of the rows.
+        """Join the rows into a batch.
 
         Args:
-            parts: packed rows, for each reference; None where no row is of it.
-            options: how rows are masked.
+            parts: the packed rows of each reference; None if no row needs it.
+            options: an assembler, which masks stale rows.
         """
         pieces: list[Any] = [None if part is None else unpack_rows(part) for part in parts]
         pieces = [None if rows is None else RowPiece(rows, range(len(rows))) for rows in pieces]
@@ -455,7 +454,7 @@ class StoredGroups(NamedTuple):
 
 
 class TableAssembler(GroupAssembler):
-    """A GroupAssembler of rows that are stored elsewhere: it holds what it reads of them, and references."""
+    """A GroupAssembler that holds only the columns it reads, and references to the stored rows."""
 
     def _joined(self, places: Any, numbers: Any, stale: Any) -> Any:
         places = list(places)
@@ -473,27 +472,27 @@ class TableAssembler(GroupAssembler):
 
 @cache
 def store_on(node: str) -> Any:
-    """The actor that stores rows on a node for all assemblers of this process."""
+    """Start the actor that stores rows on a node, once for all assemblers of this process."""
     ray = import_extra("ray", "ray", "RayAssembler")
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=where)(RowStore).remote()
 
 
 class RowStore:
-    """What runs in an actor a node: the rows that were put there belong to it, whoever of others dies."""
+    """Runs in one actor per node and owns the rows that are stored there, so they outlive their writers."""
 
     def keep(self, assembler: Any, ticket: bytes, packed: Sequence[Any]) -> None:
         """Store rows, and give the assembler's actor references to them."""
         ray = import_extra("ray", "ray", "RayAssembler")
-        # The owner itself gives them away: had the writer done, they would be freed where it dies.
+        # The owner sends the references. If the writer did, its death would free the rows.
         assembler.keep.remote(ticket, [ray.put(part) for part in packed])
 
 
 class AssemblerActor:
-    """What runs in the actor: one thing at a time, since only who waits lets others in.
+    """Runs in the assembler's actor. Its methods are coroutines: another runs only while one awaits.
 
     Args:
-        max_ready: whole groups at which writers wait; None: they never do.
+        max_ready: whole groups at which writers wait; None: no limit.
         options: of :class:`GroupAssembler`.
     """
 
@@ -504,12 +503,12 @@ class AssemblerActor:
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
-        self.silent: StalledError | None = None  # a worker is, whatever the others send
-        self.said: list[Warning] = []  # which nobody sees here
+        self.silent: StalledError | None = None  # one worker is silent while others send rows
+        self.warnings: list[Warning] = []  # to be shown in the trainer's process
         self.workers = WorkerWatch(None, None)
 
     async def watch(self, patience: float | None, worker_patience: float | None) -> None:
-        """Watch the workers from now on; what they sent before is known."""
+        """Start to watch the workers for silence."""
         self.workers.patience, self.workers.worker_patience = patience, worker_patience
         self.workers.begin()
 
@@ -518,11 +517,11 @@ class AssemblerActor:
         return store_on(node)
 
     async def keep(self, ticket: bytes, parts: list[Any]) -> None:
-        """Take references from who stores the rows, for whoever asks for them."""
+        """Receive the references of a ticket from a RowStore."""
         self.stored.setdefault(ticket, asyncio.get_running_loop().create_future()).set_result(parts)
 
     async def _parts_of(self, ticket: bytes | None) -> list[Any]:
-        """The references of a ticket, when they are here."""
+        """Wait for the references of a ticket."""
         if ticket is None:
             return []
         parts = await self.stored.setdefault(ticket, asyncio.get_running_loop().create_future())
@@ -530,66 +529,66 @@ class AssemblerActor:
         return parts
 
     async def check(self, kinds: Kinds) -> None:
-        """Refuse rows of such kinds if they do not fit those that wait."""
+        """Refuse rows of these kinds if they cannot be joined with the held rows."""
         if self.assembler.held:
             check_kinds(self.assembler._kinds, kinds)
 
-    def like(self, said: RowsLike | bytes | None) -> RowsLike | None:
-        """What rows have in common, which was said now or before; None: it is not known."""
-        if isinstance(said, RowsLike) and said.digest is not None:
-            self.known[said.digest] = said
+    def like(self, sent: RowsLike | bytes | None) -> RowsLike | None:
+        """The kind that a writer sent, or that of a digest; None if the digest is unknown."""
+        if isinstance(sent, RowsLike) and sent.digest is not None:
+            self.known[sent.digest] = sent
             while len(self.known) > KNOWN:
                 self.known.popitem(last=False)
-        return said if isinstance(said, RowsLike) else self.known.get(said or b"")
+        return sent if isinstance(sent, RowsLike) else self.known.get(sent or b"")
 
     async def put(
         self,
         ticket: bytes | None,
         table: RowTable | None,
-        said: RowsLike | bytes | None,
+        kind: RowsLike | bytes | None,
         patience: float | None,
     ) -> bool:
-        """Put rows once there is room.
+        """Put rows, after waiting for room.
 
         Args:
-            ticket: of references to them. None: there are none.
-            table: what is read of them. None: there are none.
-            said: what they have in common, or its digest.
-            patience: seconds for which to wait for room.
+            ticket: of the references to the rows; None without rows.
+            table: the columns that are read; None without rows.
+            kind: the kind of the rows, or its digest.
+            patience: seconds to wait for room.
 
         Returns:
-            False: nobody has said what they have in common, and they are not taken in.
+            False if the digest is unknown. The rows are not taken in then.
         """
         parts = await self._parts_of(ticket)
-        rows, holds, like = TensorDict({}, batch_size=[0]), [], self.like(said)
+        rows, holds, like = TensorDict({}, batch_size=[0]), [], self.like(kind)
         if table is not None:
             if like is None:
                 return False
             rows, holds = rows_of(table, like.keys), [parts[part] for part in table.part.tolist()]
         async with self.changed:
             if not await self._until(lambda: self.most is None or self.assembler.ready < self.most, patience):
-                raise self.assembler.stalled(f"Nobody has made room for {patience:g} s")
+                raise self.assembler.stalled(f"The trainer has taken no batch for {patience:g} s")
             self.puts += 1
             self.changed.notify_all()
             try:
                 self.stall = None
-                with warnings.catch_warnings(record=True) as noted:  # nothing else runs here meanwhile
+                with warnings.catch_warnings(record=True) as caught:  # no other coroutine runs meanwhile
                     warnings.simplefilter("always", StreamWarning)
                     self.assembler._put(rows, like.kinds if like else {}, holds)
-                self.said += [each.message for each in noted if isinstance(each.message, Warning)]
+                self.warnings += [each.message for each in caught if isinstance(each.message, Warning)]
                 self.workers.saw(rows, self.assembler)
-            except StalledError as err:  # is of the stream, and not of this batch: the trainer is to know
+            except StalledError as err:  # concerns the stream, not this batch: raised in the trainer, too
                 self.stall = err
                 raise
             self.silent = None
             try:
                 self.workers.check(self.assembler)
-            except StalledError as err:  # is of another worker
+            except StalledError as err:  # about another worker: raised only in the trainer
                 self.silent = err
         return True
 
     async def take(self, n: int | None, patience: float) -> tuple[StoredGroups | None, int]:
-        """Groups, if one is there in time, and how many puts there were."""
+        """Take groups, if there are enough in time. Also returns the number of puts."""
         async with self.changed:
             taken: list[StoredGroups] = []
             await self._until(lambda: self._take_into(taken, n), patience)
@@ -597,12 +596,12 @@ class AssemblerActor:
             return (taken[0] if taken else None), self.puts
 
     async def warned(self) -> list[Warning]:
-        """What the assembler has warned of since this was last asked."""
-        said, self.said = self.said, []
-        return said
+        """The warnings since the last call."""
+        caught, self.warnings = self.warnings, []
+        return caught
 
     def _take_into(self, taken: list[Any], n: int | None) -> bool:
-        if self.silent is not None:  # at once: others may send more than is taken
+        if self.silent is not None:  # first, because other workers may keep the trainer busy
             silent, self.silent = self.silent, None
             raise silent
         if (batch := self.assembler.take(n)) is not None:
@@ -611,13 +610,13 @@ class AssemblerActor:
         elif self.stall is not None:
             stall, self.stall = self.stall, None
             raise stall
-        elif self.max_ready is not None:  # what is whole is not enough: writers go on
+        elif self.max_ready is not None:  # the trainer needs more groups than are ready: let writers put
             self.most = self.assembler.ready + self.max_ready
             self.changed.notify_all()
         return bool(taken)
 
     async def _until(self, condition: Callable[[], bool], patience: float | None) -> bool:
-        """Wait, with the lock, until something holds; False: it did not in time."""
+        """Wait until the condition holds; False if it did not in time. Call it with the lock held."""
         end = None if patience is None else time.monotonic() + patience
         while not condition():
             left = None if end is None else end - time.monotonic()
@@ -630,18 +629,18 @@ class AssemblerActor:
         return True
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What a method of the assembler returns."""
+        """Call a method of the assembler."""
         async with self.changed:
             self.changed.notify_all()
             return getattr(self.assembler, method)(*args)
 
     async def lose(self, rows: int, groups: int) -> None:
-        """Count rows of groups that were handed out, and could not be fetched."""
+        """Count rows of groups that were taken and could not be fetched."""
         self.assembler._stream.counts["lost"] += rows
         self.assembler._stream.emitted -= groups
 
     async def state(self) -> tuple[dict[str, Any], StoredGroups | None]:
-        """The assembler's state, and all rows in the order in which it has them."""
+        """The assembler's state, and all its rows in order of arrival."""
         async with self.changed:
             pieces = self.assembler._stream.pieces
             places = [(piece, arrival) for piece in pieces for arrival in piece.place]
@@ -656,7 +655,7 @@ class AssemblerActor:
         state: Mapping[str, Any],
         arrivals: Sequence[int],
     ) -> bool:
-        """Go on from a state, whose rows are stored again."""
+        """Restore a state, whose rows are stored again."""
         parts, pieces = await self._parts_of(ticket), []
         if table is not None and like is not None:
             holds = [parts[part] for part in table.part.tolist()]

@@ -1,4 +1,4 @@
-"""Whole groups alone on the way into a replay buffer, in this process or in an actor of Ray."""
+"""Write only whole groups into a replay buffer, in this process or in a Ray actor."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ COPY = "a copy of it in a worker process"
 
 
 class AssembleOnWrite(Transform):
-    """Write whole groups alone into a replay buffer, whoever extends it in this process.
+    """Write only whole groups into a replay buffer of this process.
 
-    ``buffer.append_transform(AssembleOnWrite(assembler), invert=True)``: rows wait in the assembler, and an
-    extend writes the groups that became whole, or nothing. With a pipeline, the first of its
-    :meth:`Pipeline.halves`, they go on to it. What is sampled passes unchanged. The state is in that of the
-    buffer. Where the buffer is an actor of Ray, see :func:`groups_on_write`.
+    Append it with ``buffer.append_transform(AssembleOnWrite(assembler), invert=True)``. Rows wait in the
+    assembler. Each ``extend`` writes the groups that became whole, or nothing. With a pipeline, the first of
+    its :meth:`Pipeline.halves`, the pipeline runs on these groups first. Sampled rows are unchanged. The
+    state is saved with that of the buffer. For a buffer in a Ray actor see :func:`groups_on_write`.
 
-    What refuses rows is raised at whoever writes. Since that may be a process at which nobody looks, it is
-    raised once more when the buffer is sampled.
+    If rows are refused, ``extend`` raises the error. The writer may be a process whose errors are not shown,
+    so the error is raised again when the buffer is next sampled.
 
-    Worker processes would each have an assembler of their own, in which no group is ever whole: what they
-    write is read by :func:`drained`, and assembled behind it.
+    Do not copy it into worker processes: each would have its own assembler with incomplete groups. Read the
+    rows of worker processes with :func:`drained`, and assemble them after that.
 
     Args:
-        assembler: which makes groups of rows; `groups` of them at a time. Without `partition_key`, since the
-            ids of two partitions would be one in the buffer.
-        pipeline: what runs over whole groups before they are written; None: nothing does.
-        patience: seconds for which a worker may be silent while another one writes, as of :func:`assembled`;
-            it is looked at when the buffer is sampled.
-        worker_patience: the same, whatever pauses it has made.
+        assembler: makes groups of the rows, `groups` of them at a time. It must have no `partition_key`,
+            because group ids of different partitions would collide in the buffer.
+        pipeline: runs on whole groups before they are written; None: no pipeline.
+        patience: seconds after which a silent worker raises while another one writes, as for
+            :func:`assembled`. This is checked when the buffer is sampled.
+        worker_patience: a fixed number of seconds for the same check, as for :func:`assembled`.
 
     Raises:
-        ValueError: the assembler has a `partition_key`; an option with a wrong value.
-        TypeError: it is not on the way into a buffer.
+        ValueError: the assembler has a `partition_key`; or an option has an invalid value.
+        TypeError: it is used on sampled rows or in an environment.
         RuntimeError: it is copied into a worker process.
-        BatchError: when rows are written: as :meth:`GroupAssembler.put`; so StalledError. When they are
-            sampled: rows were refused since.
-        StalledError: when they are sampled: a worker is silent.
+        BatchError: when rows are written: as :meth:`GroupAssembler.put`. When rows are sampled: rows were
+            refused since the last sample.
+        StalledError: when rows are written: as :meth:`GroupAssembler.put`. When rows are sampled: a worker is
+            silent.
 
     Example:
         >>> from tensordict import TensorDict
@@ -70,7 +71,7 @@ class AssembleOnWrite(Transform):
         2
     """
 
-    requires_shared_write_state = True  # TorchRL looks at it where it is not inverted
+    requires_shared_write_state = True  # read by TorchRL if the transform is not inverted
 
     def __init__(
         self,
@@ -83,13 +84,13 @@ class AssembleOnWrite(Transform):
         check_patience(patience, worker_patience)
         if assembler.partition_key is not None:
             raise ValueError(
-                "AssembleOnWrite takes an assembler without partition_key: in a buffer the ids of two "
-                "partitions would be one. Number groups and rollouts over all of them"
+                "AssembleOnWrite needs an assembler without partition_key, because the ids of different "
+                "partitions would collide in the buffer: make ids unique over all partitions"
             )
         super().__init__()
         self.assembler, self.pipeline, self._process = assembler, pipeline, os.getpid()
         self.error: Exception | None = None
-        """What refused rows since the buffer was last sampled."""
+        """The error of the last refused rows since the buffer was sampled."""
         self._watch = WorkerWatch(patience, worker_patience)
 
     def _call(self, rows: TensorDictBase | None) -> TensorDictBase | None:
@@ -97,7 +98,7 @@ class AssembleOnWrite(Transform):
             raise RuntimeError(_misplaced(COPY))
         try:
             return self._written(rows)
-        except Exception as err:  # whoever writes may be a process at which nobody looks
+        except Exception as err:  # raised again on sampling: the writer's errors may not be shown
             self.error = err
             raise
 
@@ -117,13 +118,13 @@ class AssembleOnWrite(Transform):
     def _inv_call(self, sampled: TensorDictBase) -> TensorDictBase:
         error, self.error = self.error, None
         if error is not None:
-            raise type(error)(f"rows were refused on their way into the buffer: {error}") from error
+            raise type(error)(f"rows were refused when they were written into the buffer: {error}") from error
         self._watch.check(self.assembler)
         return sampled
 
     def forward(self, tensordict: TensorDictBase) -> NoReturn:
-        """Refuse rows that are no longer on their way into a buffer."""
-        raise TypeError(_misplaced("rows that are sampled, or passed by hand"))
+        """Refuse sampled rows."""
+        raise TypeError(_misplaced("sampled rows, or a direct call"))
 
     def set_container(self, container: Transform | EnvBase) -> None:
         """Refuse an environment."""
@@ -132,11 +133,11 @@ class AssembleOnWrite(Transform):
         super().set_container(container)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """That of the assembler, for the state of the buffer."""
+        """The state of the assembler, for that of the buffer."""
         return self.assembler.state_dict()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.assembler.load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class AssembleOnWrite(Transform):
 
 
 class _Inverted(Transform):
-    """A transform that a buffer inverts, for where a buffer takes none that is inverted: a factory."""
+    """Swaps the directions of a transform, because the factory of a buffer cannot invert one."""
 
     def __init__(self, transform: Transform):
         super().__init__()
@@ -174,17 +175,17 @@ def groups_on_write(
     worker_patience: float | None = None,
     **options: Any,
 ) -> Transform:
-    """Whole groups with their advantages on the way into a buffer that is an actor of Ray.
+    """A transform factory that writes whole groups with their advantages into a buffer in a Ray actor.
 
-    ``RayReplayBuffer(transform_factory=partial(groups_on_write, "grpo", assembler={"group_size": 8}), …)``,
-    in place of ``partial(MCAdvantage, grpo_size=8)``: in the actor this is an :class:`AssembleOnWrite` with
-    the first half of the recipe. :func:`buffer_account` says what it did.
+    Set ``RayReplayBuffer(transform_factory=partial(groups_on_write, "grpo", assembler={"group_size": 8}))``
+    in place of ``partial(MCAdvantage, grpo_size=8)``. In the actor this makes an :class:`AssembleOnWrite`
+    with the first half of the recipe. :func:`buffer_account` reports its counts.
 
     Args:
-        recipe: a recipe's name and overrides, as :func:`load_pipeline` takes them.
+        recipe: the name and overrides of a recipe, as for :func:`load_pipeline`.
         assembler: options of :class:`GroupAssembler`.
-        patience: as of :class:`AssembleOnWrite`.
-        worker_patience: as of :class:`AssembleOnWrite`.
+        patience: as for :class:`AssembleOnWrite`.
+        worker_patience: as for :class:`AssembleOnWrite`.
         options: keywords of :func:`load_pipeline`.
 
     Raises:
@@ -216,16 +217,16 @@ def groups_on_write(
 
 @dataclass(frozen=True)
 class BufferAccount:
-    """What an :class:`AssembleOnWrite` did.
+    """The counts and results of an :class:`AssembleOnWrite`.
 
     Attributes:
         metrics: of the last run of its pipeline.
-        ledger: where each row of that run went; None: there was none.
-        counts: rows that left the assembler, by reason, so far.
+        ledger: of the last run of its pipeline; None without a run.
+        counts: rows that left the assembler so far, by reason.
         held: rows that wait.
         ready: whole groups that wait.
-        emitted: groups that were handed out so far.
-        error: what refused rows since the buffer was last sampled, in words; None: nothing did.
+        emitted: groups that were taken so far.
+        error: the error of the last refused rows since the buffer was sampled; None without one.
     """
 
     metrics: dict[str, float]
@@ -238,7 +239,7 @@ class BufferAccount:
 
 
 def buffer_account(buffer: ReplayBuffer) -> BufferAccount:
-    """What was done on the way into a replay buffer: of this process, or of one in an actor of Ray.
+    """Report on the :class:`AssembleOnWrite` of a replay buffer, in this process or in a Ray actor.
 
     Raises:
         ValueError: the buffer has no :class:`AssembleOnWrite`.
@@ -263,10 +264,10 @@ def buffer_account(buffer: ReplayBuffer) -> BufferAccount:
             assembled, pipeline = transform, transform.pipeline
         elif isinstance(transform, Pipeline):
             pipeline = transform
-        elif hasattr(transform, "transform"):  # one that is inverted
+        elif hasattr(transform, "transform"):  # an inverted transform
             chain.insert(0, transform.transform)
     if assembled is None:
-        raise ValueError(f"buffer_account is for a buffer with an AssembleOnWrite; got {buffer!r}")
+        raise ValueError(f"buffer_account needs a buffer with an AssembleOnWrite; got {buffer!r}")
     own = assembled.assembler
     return BufferAccount(
         metrics={} if pipeline is None else pipeline.metrics,
@@ -281,7 +282,7 @@ def buffer_account(buffer: ReplayBuffer) -> BufferAccount:
 
 def _misplaced(found: str) -> str:
     return (
-        "AssembleOnWrite works on rows on their way into a buffer of this process: append_transform(…, "
-        f"invert=True); it got {found}. Around a collector use assembled(collector, assembler), and over a "
-        "buffer that worker processes write assembled(drained(buffer), assembler)"
+        "AssembleOnWrite works on rows that are written into a buffer of this process: use "
+        f"append_transform(…, invert=True); it got {found}. For a collector use assembled(collector, "
+        "assembler). For a buffer that worker processes write use assembled(drained(buffer), assembler)"
     )

@@ -1,4 +1,4 @@
-"""A sampler for TransferQueue that hands out whole groups, which it finds by the ids in the tags of rows."""
+"""A sampler for TransferQueue that samples whole groups, by the ids in the tags of rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from headrace.transforms.entry import enter_rows
 from headrace.transforms.tensordicts import parts_of
 
 INDEX = ("headrace", "queue_index")  # TransferQueue's number of a row
-TAG = "headrace"  # under which a row's tag has what the assembler reads of it
+TAG = "headrace"  # the entry of a tag with the columns that the assembler reads
 
 
 def group_tags(batch: TensorDictBase, assembler: GroupAssembler) -> list[dict[str, Any]]:
-    """What an assembler reads of rows, as tags for ``transfer_queue.kv_batch_put(..., tags=…)``.
+    """Make tags for ``transfer_queue.kv_batch_put(..., tags=…)`` with the columns that an assembler reads.
 
     Args:
         batch: TensorDict ``[N]``, dense or a lazy stack, with the columns that the assembler reads.
-        assembler: of :func:`group_sampler`, or one with the same options; it is left alone.
+        assembler: that of :func:`group_sampler`, or one with the same options. It is not changed.
 
     Returns:
-        N tags; add your own to each.
+        N tags. You can add your own entries to each.
 
     Raises:
         MissingKeyError, BatchError: as :meth:`GroupAssembler.put`.
@@ -53,25 +53,25 @@ def group_tags(batch: TensorDictBase, assembler: GroupAssembler) -> list[dict[st
 
 
 def group_sampler(assembler: GroupAssembler) -> Any:
-    """A ``transfer_queue.BaseSampler`` that hands out whole groups, wherever their rows are in the queue.
+    """Make a ``transfer_queue.BaseSampler`` that samples whole groups, wherever their rows are in the queue.
 
-    ``GRPOGroupNSampler`` takes n rows with consecutive numbers for a group. This one goes by ids, so that
-    groups may be of any size, rollouts may have several rows, rows may come in any order and from several
-    producers, and a group of which rollouts failed is dropped, kept or waited for as the assembler says::
+    ``GRPOGroupNSampler`` treats n rows with consecutive numbers as a group. This sampler uses ids. So groups
+    may have any size, rollouts may have several rows, and rows may arrive in any order and from several
+    producers. The options of the assembler decide about groups with failed rollouts::
 
         assembler = GroupAssembler(segment_key="segment", on_failure="keep", min_rollouts=4)
         transfer_queue.init(conf)  # with conf.controller.sampler = group_sampler(assembler), and polling_mode
         transfer_queue.kv_batch_put(keys, partition, fields, tags=group_tags(rows, assembler))  # producers
 
-    It samples groups in the order in which they became whole, until there are at least `batch_size` rows, and
-    nothing while there are fewer. Rows that are dropped stay in the queue until you clear them. Each task and
-    partition has an assembler of its own; where several tasks read one partition, each says its ``task_name``
-    in its `sampling_config`, as TransferQueue's loader does. Calls with one ``dp_rank`` and ``batch_index``
-    get the same rows.
+    It samples groups in the order in which they became whole, until they have at least `batch_size` rows. If
+    there are fewer rows, it samples nothing. Dropped rows stay in the queue until you clear them. Each task
+    and partition has its own assembler. If several tasks read one partition, set ``task_name`` in the
+    `sampling_config` of each, as TransferQueue's loader does. Calls with the same ``dp_rank`` and
+    ``batch_index`` get the same rows.
 
     Args:
-        assembler: whose options say what is whole; it is left alone. Without `segment_key` the rows of a
-            rollout are to be put in their order, and be ready in it.
+        assembler: provides the options, and is not changed. Without `segment_key` the rows of a rollout must
+            be put, and become ready, in order.
 
     Returns:
         The sampler, for ``controller.sampler`` of TransferQueue's configuration.
@@ -84,7 +84,7 @@ def group_sampler(assembler: GroupAssembler) -> Any:
     """
     base = import_extra("transfer_queue", "tq", "group_sampler").BaseSampler
 
-    class GroupSampler(base):  # type: ignore[misc, valid-type]  # which is of an extra
+    class GroupSampler(base):  # type: ignore[misc, valid-type]  # the base is from an extra
         """Samples whole groups."""
 
         def __init__(self, prototype: GroupAssembler):
@@ -104,7 +104,7 @@ def group_sampler(assembler: GroupAssembler) -> Any:
             batch_index: int | None = None,
             **options: Any,
         ) -> tuple[list[int], list[int]]:
-            """Whole groups of at least `batch_size` rows, or none; all of them are consumed."""
+            """Sample and consume whole groups with at least `batch_size` rows, or nothing."""
             partition_id = partition_id or partition.partition_id
             known = (
                 self._states.setdefault(partition_id, {}).setdefault(task_name, {}).setdefault(dp_rank, {})
@@ -124,12 +124,12 @@ def group_sampler(assembler: GroupAssembler) -> Any:
                 del self.groups[key]
 
         def save_checkpoint(self) -> dict[str, Any]:
-            """All that is known of rows."""
+            """The state of all groups."""
             groups = {key: each.state_dict() for key, each in self.groups.items()}
             return super().save_checkpoint() | {"groups": groups}
 
         def load_checkpoint(self, state: dict[str, Any]) -> None:
-            """Go on from it."""
+            """Restore the output of :meth:`save_checkpoint`."""
             super().load_checkpoint(state)
             self.groups = {key: SampledGroups(self.prototype, each) for key, each in state["groups"].items()}
 
@@ -137,38 +137,38 @@ def group_sampler(assembler: GroupAssembler) -> Any:
 
 
 class SampledGroups:
-    """The rows of one partition that a task has seen.
+    """The groups of one partition for one task.
 
     Args:
-        prototype: whose options say what is whole.
-        state: of another one, from which this goes on.
+        prototype: an assembler with the options.
+        state: the output of :meth:`state_dict`, to continue from; None: start empty.
     """
 
     def __init__(self, prototype: GroupAssembler, state: Mapping[str, Any] | None = None):
         self.assembler = deepcopy(prototype)
         self.seen: dict[int, Any] = {}
-        """The tags of rows that were put, by their number in the queue, which may be used again."""
+        """The tags of rows that were put, by their number in the queue. The queue reuses numbers."""
         self.whole: list[list[int]] = []
-        """Rows of groups that are whole and were not sampled."""
+        """The rows of whole groups that were not sampled yet."""
         if state is not None:
             self.assembler.load_state_dict(state["assembler"])
             self.seen, self.whole = dict(state["seen"]), list(state["whole"])
 
     def sample(self, tags: Mapping[int, Mapping[str, Any]], batch_size: int) -> list[int]:
-        """The numbers of rows of whole groups, at least so many; none while there are fewer.
+        """The row numbers of whole groups with at least `batch_size` rows; none while there are fewer.
 
         Args:
-            tags: of all rows that are ready, by number.
-            batch_size: rows.
+            tags: the tags of all ready rows, by number.
+            batch_size: smallest number of rows.
         """
-        said = {index: tag[TAG] for index, tag in sorted(tags.items()) if TAG in tag}  # tags may come later
-        if new := [index for index, tag in said.items() if self.seen.get(index) != tag]:
-            names = [name for name, _ in said[new[0]]]
+        read = {index: tag[TAG] for index, tag in sorted(tags.items()) if TAG in tag}  # tags may arrive later
+        if new := [index for index, tag in read.items() if self.seen.get(index) != tag]:
+            names = [name for name, _ in read[new[0]]]
             rows = TensorDict({INDEX: torch.tensor(new)}, batch_size=[len(new)])
             for place, name in enumerate(names):
-                rows[tuple(name.split("."))] = torch.tensor([said[index][place][1] for index in new])
+                rows[tuple(name.split("."))] = torch.tensor([read[index][place][1] for index in new])
             self.assembler.put(rows)
-            self.seen |= {index: said[index] for index in new}
+            self.seen |= {index: read[index] for index in new}
         while (group := self.assembler.take(1)) is not None:
             self.whole.append(group[INDEX].tolist())
         count, rows_found = 0, 0
@@ -183,5 +183,5 @@ class SampledGroups:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """The state, for `state` of another one."""
         return {"assembler": self.assembler.state_dict(), "seen": self.seen, "whole": self.whole}

@@ -1,4 +1,4 @@
-"""TransferQueue as the way of rollouts to an assembler, and of optimiser steps to ranks."""
+"""Send rollouts to an assembler and optimiser steps to ranks, through TransferQueue."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from .assembling import POLL, check_patience, wait_until
 from .thin_rows import ColumnsRead, pack_thin, unpack_thin
 
 SEPARATOR = "."
-END = "end"  # the key that says that nothing more comes
-TABLE = "table"  # the field of a sample that is a table of rows
-AGAIN = ("headrace", "again")  # of a row whose rank gets it in a later step, too
+END = "end"  # the key of an entry that ends the stream of a producer or of steps
+TABLE = "table"  # the field of a sample that holds a table of rows
+AGAIN = ("headrace", "again")  # True at rows that their rank gets again in a later step
 
 
 def _queue() -> Any:
@@ -61,7 +61,7 @@ def _queue() -> Any:
 
 @takes_options
 class RolloutQueue:
-    """Rows from several producers, through a partition of TransferQueue, to one reader.
+    """Send rows from several producers to one reader, through a partition of TransferQueue.
 
     ::
 
@@ -69,38 +69,39 @@ class RolloutQueue:
         source = RolloutQueue("rollouts", producers=4)              # the reader
         for batch in assembled(source, assembler, patience=600): ...
 
-    A row is a sample of the queue with a key of its own, and is read when it is there whole. The rows of a
-    producer come in the order in which it put them, those of several as they come. A handle that is sent to
-    another process is another producer there, and so is one that is started again: what it sends twice the
-    assembler finds by its ids. TransferQueue's own sampler of groups, which counts rows, has no part in it.
-    Ray and TransferQueue are started by whoever owns them (``transfer_queue.init()``).
+    Each row is a sample of the queue with its own key, and is read when all its columns are stored. The rows
+    of one producer are read in the order of its puts. A handle that is sent to another process, or used after
+    a restart, counts as another producer. If it sends rows twice, the assembler detects the duplicate ids.
+    TransferQueue's own group sampler, which counts rows, is not used. Start Ray and TransferQueue before
+    (``transfer_queue.init()``).
 
-    With `decided_by` the tokens stay in the storage units. The reader gets the columns by which assembler and
-    pipeline decide, counts of tokens among them, less than 200 bytes a row, and where each row is stored::
+    With `decided_by` the tokens stay in the storage units. The reader gets only the columns that assembler
+    and pipeline decide by, token counts included, and where each row is stored: less than 200 bytes per
+    row::
 
         source = RolloutQueue("rollouts", producers=4, decided_by=[assembler, pipeline])
         for batch in assembled(source, assembler):
             steps.put(pipeline.minibatches(batch))                  # a StepQueue(..., rollouts="rollouts")
             source.keep_only(assembler, pipeline, steps)
 
-    A pipeline with a stage that reads tokens refuses such a batch; give it ``source.fetch(batch)``.
+    A pipeline with a stage that reads tokens refuses such a batch. Give it ``source.fetch(batch)``.
 
     Args:
-        partition: of the queue; a name that no earlier run has used. What was put is listed in a second one,
-            of this name and ``/pieces``.
-        producers: how many end before the reader does. None: it reads without end.
-        clear: when rows that were read leave the queue: ``read``, as soon as more are asked for; ``saved``,
-            when :meth:`state_dict` is called the second time after, so that a reader that goes on from its
-            last state, or the one before, finds all that came later, the end too: what was read after the
-            last two states stays. With `decided_by` rows leave by :meth:`keep_only` alone.
-        max_rows: that are read at once, ≥ 1; what was put together is.
-        decided_by: GroupAssemblers and pipelines, whose columns the reader gets. The handles of producers
-            need the same ones. None: the reader gets whole rows.
+        partition: a name that no earlier run of the queue has used. A second partition, with ``/pieces``
+            after this name, lists the puts.
+        producers: number of producers that must call :meth:`end` before the reader ends; None: it never ends.
+        clear: when rows that were read are deleted from the queue. ``read``: when more rows are read.
+            ``saved``: at the second call of :meth:`state_dict` after they were read, so that a reader can
+            continue from its last state or the one before. With `decided_by` only :meth:`keep_only` deletes
+            rows.
+        max_rows: rows that are read at once, ≥ 1. Rows of one put are always read together.
+        decided_by: GroupAssemblers and pipelines; the reader gets only the columns that these read. Create
+            the handles of producers with the same ones. None: the reader gets whole rows.
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: an option with a wrong value.
-        TypeError: `decided_by` has something else.
+        ValueError: an option has an invalid value.
+        TypeError: `decided_by` contains another object.
     """
 
     def __init__(
@@ -117,24 +118,24 @@ class RolloutQueue:
         self.clear = one_of("clear", clear, ("read", "saved"))
         self.max_rows = at_least("max_rows", max_rows, 1)
         self.reads = None if decided_by is None else ColumnsRead.of(decided_by)
-        """What the reader gets of rows; None: whole rows."""
+        """The columns that the reader gets; None: whole rows."""
         self._name, self._sent = "", 0
-        self._read: dict[str, int] = {}  # by producer, how many of its rows
-        self._used: list[tuple[str, int]] = []  # pieces that were read and are there still, and their rows
-        self._saved = 0  # how many of those are in the last state
-        self._there: set[str] = set()  # keys of rows that were read without their tokens, and are there still
-        self._free: set[str] = set()  # and of those that nobody had when it was last asked
+        self._read: dict[str, int] = {}  # number of rows read, by producer
+        self._used: list[tuple[str, int]] = []  # puts that were read and not deleted, with their row counts
+        self._saved = 0  # how many of `_used` are in the last state
+        self._stored: set[str] = set()  # keys of rows that were read without tokens and not deleted
+        self._free: set[str] = set()  # those of `_stored` that no holder had at the last keep_only
 
     # -- producers ----------------------------------------------------------------------------------
 
     def put(self, batch: TensorDictBase | None) -> None:
-        """Send rows; None has none.
+        """Send rows.
 
         Args:
-            batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack.
+            batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack; None: no rows.
 
         Raises:
-            BatchError: a key has a dot; an id is not set, with `decided_by`.
+            BatchError: a key contains a dot; or, with `decided_by`, an id is missing.
         """
         if batch is None or batch.shape.numel() == 0:
             return
@@ -148,20 +149,20 @@ class RolloutQueue:
         first, self._sent = self._sent, self._sent + len(columns)
         keys = [self._key(row) for row in range(first, self._sent)]
         _queue().kv_batch_put(keys, self.partition, fields=columns)
-        # It is there after the data: who sees it may read.
+        # Written after the data, so that the reader sees only complete puts.
         _queue().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
 
     def end(self) -> None:
-        """Say that no more rows come from here."""
+        """Tell the reader that this producer sends no more rows."""
         _queue().kv_batch_put([self._key(END)], self._pieces, tags=[{END: self._sent}])
 
     @property
     def _pieces(self) -> str:
-        """The partition in which what was put is listed."""
+        """The partition that lists the puts."""
         return f"{self.partition}/pieces"
 
     def _key(self, what: int | str) -> str:
-        self._name = self._name or f"{uuid4().int >> 65:x}"  # of this process: copies have their own
+        self._name = self._name or f"{uuid4().int >> 65:x}"  # unique per process; a copy gets its own
         return f"{self._name}/{what}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,20 +171,20 @@ class RolloutQueue:
     # -- the reader ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
-        """Yield new rows, in pieces, or after a moment None where there are none.
+        """Yield batches of new rows, or None after a short wait without rows.
 
         Raises:
-            BatchError: the queue has lost rows, or columns of them; their producer had no `decided_by`.
+            BatchError: the queue has lost rows or columns; or the producer of rows had no `decided_by`.
         """
         while True:
             if self.clear == "read":
                 self._forget(len(self._used))
             ended, new = self._look()
             for _, pieces in groupby(new, key=lambda piece: (piece[1]["columns"], piece[1]["lazy"])):
-                some = list(pieces)
-                keys = [key for first, tag in some for key in _keys_of(first, tag["rows"])]
-                batch = self._rows_of(some, keys)
-                for first, tag in some:
+                alike = list(pieces)
+                keys = [key for first, tag in alike for key in _keys_of(first, tag["rows"])]
+                batch = self._rows_of(alike, keys)
+                for first, tag in alike:
                     name, _, number = first.partition("/")
                     self._read[name] = int(number) + tag["rows"]
                     self._used.append((first, tag["rows"]))
@@ -198,14 +199,14 @@ class RolloutQueue:
             self._forget(len(self._used))
 
     def _rows_of(self, pieces: Sequence[tuple[str, Mapping[str, Any]]], keys: list[str]) -> TensorDictBase:
-        """The rows of pieces of one kind, or their table."""
+        """The rows of puts with the same columns; with `decided_by` only the columns that are read."""
         tag = pieces[0][1]
         if self.reads is None:
             return fetch_rows(_queue(), keys, self.partition, tag)
         if odd := [key for key, tag in pieces if "table" not in tag]:
             raise BatchError(
-                f"rows of partition {self.partition!r} come with the columns by which is decided; found none "
-                f"at {listing(odd)}: give the producers' RolloutQueue the same decided_by"
+                f"all producers of partition {self.partition!r} must use decided_by; puts {listing(odd)} did "
+                "not: create the producers' RolloutQueue with the decided_by of the reader"
             )
         parts = []
         tables = _tables([key for key, _ in pieces], self._pieces)
@@ -215,11 +216,11 @@ class RolloutQueue:
             stored[:, 1] = torch.arange(int(number), int(number) + len(thin))
             write_column(thin, ELSEWHERE, stored)
             parts.append(thin)
-        self._there.update(keys)
+        self._stored.update(keys)
         return parts[0] if len(parts) == 1 else join_rows(parts, "rows of a producer")
 
     def _look(self) -> tuple[list[str], list[tuple[str, Mapping[str, Any]]]]:
-        """The keys that say an end, and pieces that are new."""
+        """The end keys, and the keys and tags of new puts."""
         new: list[tuple[str, Mapping[str, Any]]] = []
         ended: list[str] = []
         rows = 0
@@ -233,11 +234,11 @@ class RolloutQueue:
         return ended, new
 
     def _tags(self) -> Mapping[str, Mapping[str, Any]]:
-        """Those of all pieces that the queue has, by key."""
+        """The tags of all puts in the queue, by key."""
         return _queue().kv_list(self._pieces).get(self._pieces, {})
 
     def _forget(self, count: int) -> None:
-        """Let the first pieces go that were read, and where nobody fetches them later, their rows."""
+        """Delete the first `count` puts of `_used`; with `decided_by` their rows stay in the queue."""
         used = self._used[:count]
         keys = [key for first, rows in used for key in _keys_of(first, rows)]
         if keys and self.reads is None:
@@ -247,14 +248,14 @@ class RolloutQueue:
         self._used, self._saved = self._used[count:], max(0, self._saved - count)
 
     def fetch(self, rows: TensorDictBase) -> TensorDictBase:
-        """Rows with their tokens, out of the storage units.
+        """Fetch the tokens of rows from the storage units.
 
         Args:
-            rows: TensorDict ``[N]`` that came of `decided_by`.
+            rows: TensorDict ``[N]`` that was read with `decided_by`.
 
         Raises:
-            MissingKeyError: it does not say where they are stored.
-            BatchError: the queue has lost rows, or columns of them; dense rows differ in width.
+            MissingKeyError: the column that says where the rows are stored is missing.
+            BatchError: the queue has lost rows or columns; or dense rows differ in width.
         """
         require(rows, ELSEWHERE, reader=type(self).__name__, option="written with decided_by")
         whole = with_tokens(rows, fetch_stored(self.partition, rows[ELSEWHERE]))
@@ -262,17 +263,17 @@ class RolloutQueue:
         return whole
 
     def keep_only(self, *holders: Any) -> int:
-        """Let all rows leave the queue that were read with `decided_by`, but those that somebody still has.
+        """Delete all rows from the queue that were read with `decided_by`, except those of the holders.
 
-        With ``clear="saved"`` rows leave that nobody had at the last call either: call it after each state
-        that you save, and a run can go on from the last state, or the one before.
+        With ``clear="saved"`` rows are deleted only if no holder had them at the previous call either. Call
+        it after each saved state. Then a run can continue from the last state or the one before.
 
         Args:
-            holders: all that may have rows which are still to be fetched: assemblers, pipelines, streams such
+            holders: all objects with rows whose tokens are needed later: assemblers, pipelines, streams such
                 as :func:`informative`, and StepQueues.
 
         Returns:
-            How many rows have left.
+            The number of deleted rows.
         """
         held: set[str] = set()
         for holder in holders:
@@ -281,23 +282,23 @@ class RolloutQueue:
                 continue
             state = getattr(holder, "own_state", None) or holder.state_dict
             held.update(key for part in _stored_in(state()) for key in _keys(part))
-        free = self._there - held
+        free = self._stored - held
         gone = sorted(free & self._free if self.clear == "saved" else free)
         if gone:
             _queue().kv_clear(gone, self.partition)
-        self._there.difference_update(gone)
+        self._stored.difference_update(gone)
         self._free = free.difference(gone)
         return len(gone)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows of each producer were read."""
+        """The number of rows that were read, by producer."""
         if self.clear == "saved":
             self._forget(self._saved)
             self._saved = len(self._used)
         return {"read": dict(self._read)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after those rows; they leave the queue as if they had been read here."""
+        """Continue after the rows of a state. They are deleted as if this reader had read them."""
         self._read = dict(state["read"])
         pieces = [(first.partition("/"), first, tag) for first, tag in self._tags().items()]
         read = [
@@ -310,42 +311,42 @@ class RolloutQueue:
         if self.reads is not None:
             keys = _queue().kv_list(self.partition).get(self.partition, {})
             rows = [(key, *key.partition("/")[::2]) for key in keys]
-            self._there = {key for key, name, number in rows if int(number) < self._read.get(name, 0)}
+            self._stored = {key for key, name, number in rows if int(number) < self._read.get(name, 0)}
 
 
 def _as_table(rows: TensorDictBase) -> TensorDict:
-    """Columns of numbers as one sample of the queue."""
+    """Pack columns of numbers into one sample of the queue."""
     return TensorDict({TABLE: pack_thin(rows).unsqueeze(0)}, batch_size=[1])
 
 
 def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
-    """The rows of :func:`_as_table`, of each key.
+    """Read the rows of :func:`_as_table`, for each key.
 
     Raises:
-        BatchError: the queue has lost one.
+        BatchError: the queue has lost a table.
     """
     found = _queue().kv_batch_get(list(keys), partition)
     if TABLE not in found.keys() or found.batch_size[0] != len(keys):
         raise BatchError(
-            f"TransferQueue returns all tables that were put in partition {partition!r}; it lacks some of "
-            f"{listing(keys)}"
+            f"TransferQueue must return all tables that were put into partition {partition!r}; some of "
+            f"these are missing: {listing(keys)}"
         )
     return [unpack_thin(table) for table in found[TABLE].unbind()]
 
 
 def _keys_of(first: str, rows: int) -> list[str]:
-    """The keys of so many rows that were put together, by the first."""
+    """The keys of `rows` rows of one put, from the key of the first."""
     name, _, number = first.partition("/")
     return [f"{name}/{row}" for row in range(int(number), int(number) + rows)] if rows else []
 
 
 def _keys(stored: Tensor) -> list[str]:
-    """The keys of rows, (n, 3) int64."""
+    """The keys of stored rows, (n, 3) int64: producer, number, kind."""
     return [f"{name:x}/{number}" for name, number, _ in stored.tolist()]
 
 
 def _stored_in(state: Any, name: str = "") -> Iterator[Tensor]:
-    """Where rows are stored that are anywhere in a state."""
+    """Find the locations of stored rows anywhere in a state."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from _stored_in(value, str(key))
@@ -360,7 +361,7 @@ def _stored_in(state: Any, name: str = "") -> Iterator[Tensor]:
 
 @takes_options
 class StepQueue:
-    """Optimiser steps, through partitions of TransferQueue, to the ranks that train.
+    """Send optimiser steps to the ranks that train, through partitions of TransferQueue.
 
     ::
 
@@ -370,20 +371,20 @@ class StepQueue:
         queue.end()
         optimise(StepQueue("steps", ranks=2).minibatches(rank), loss, optimizer, process_group="world")
 
-    A rank gets its rows of every step, in their order, and takes part without rows in a step that has none
-    for it. Its partition is the name, a slash and its number. Of rows that a :class:`RolloutQueue` read with
-    `decided_by` a rank is told which they are and what was decided of them. It fetches their tokens from the
-    storage units, once for all steps that were put together.
+    A rank gets its rows of each step, in order. A step without rows for a rank gives it an empty batch. The
+    partition of a rank is ``{partition}/{rank}``. For rows that a :class:`RolloutQueue` read with
+    `decided_by`, a rank gets their keys and the written columns. It fetches their tokens from the storage
+    units, once for all steps of one put.
 
     Args:
-        partition: of the queue; a name that no earlier run has used.
-        ranks: that train, ≥ 1.
-        max_steps: that wait for a rank before :meth:`put` waits. None: any number.
-        rollouts: the partition in which rows are whose tokens ranks fetch. None: rows have their tokens.
+        partition: a name that no earlier run of the queue has used.
+        ranks: number of ranks that train, ≥ 1.
+        max_steps: steps that may wait for a rank before :meth:`put` blocks; None: any number.
+        rollouts: the partition from which ranks fetch tokens; None: rows are put with their tokens.
 
     Raises:
         ImportError: the extra `tq` is not installed.
-        ValueError: an option with a wrong value.
+        ValueError: an option has an invalid value.
     """
 
     def __init__(
@@ -394,27 +395,27 @@ class StepQueue:
         self.max_steps = at_least("max_steps", max_steps, 1)
         self.rollouts = rollouts
         self.steps = 0
-        """Steps that were put."""
-        self._sent: dict[tuple[int, int], Tensor] = {}  # by rank and step, where rows are that it fetches
+        """Number of steps that were put."""
+        self._sent: dict[tuple[int, int], Tensor] = {}  # by rank and step: the rows that it must fetch
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_sent": {}}
 
     def put(self, minibatches: Iterable[TensorDictBase], *, patience: float | None = None) -> int:
-        """Send optimiser steps, and return how many.
+        """Send optimiser steps, and return their number.
 
         Args:
-            minibatches: of a run, cut for all ranks: ``ShuffleSplit(ranks=…)`` without a rank of its own.
-            patience: seconds for which to wait until a rank takes a step. None: without end.
+            minibatches: of a run that was cut for all ranks: ``ShuffleSplit(ranks=…)`` with rank=None.
+            patience: seconds to wait until a rank takes a step; None: forever.
 
         Raises:
-            MissingKeyError: rows do not say which rank they are for.
-            BatchError: they are for a rank that there is not; their tokens are elsewhere, without `rollouts`.
-            StalledError: a rank has taken none in time.
+            MissingKeyError: the rank column is missing.
+            BatchError: a rank number is too large; or tokens are stored elsewhere, and `rollouts` is None.
+            StalledError: a rank has taken no step in time.
         """
         before, patience = self.steps, check_patience(patience)
         for minibatch in self._numbered(minibatches):
-            # All is looked at before anything is sent: else some ranks would have a step that others lack.
+            # Check everything before sending, so that an error cannot give a step to only some ranks.
             parts = rows_by_rank(minibatch, self.ranks)
             for rank in range(self.ranks):
                 if not wait_until(self._has_room, patience, rank):
@@ -438,7 +439,7 @@ class StepQueue:
         return self.steps - before
 
     def _numbered(self, minibatches: Iterable[TensorDictBase]) -> Iterator[TensorDictBase]:
-        """Say of rows whose tokens are elsewhere whether their rank gets them in a later step again."""
+        """Write the column AGAIN to rows whose tokens are stored elsewhere."""
         steps = iter(minibatches)
         for first in steps:
             if not len(first) or not has_key(first, ELSEWHERE):
@@ -446,8 +447,8 @@ class StepQueue:
                 continue
             if self.rollouts is None:
                 raise BatchError(
-                    "the tokens of these rows are stored elsewhere: name the partition of their RolloutQueue "
-                    "as StepQueue(rollouts=…), or fetch the rows before the pipeline"
+                    "the tokens of these rows are stored elsewhere: set StepQueue(rollouts=…) to the "
+                    "partition of their RolloutQueue, or call RolloutQueue.fetch before the pipeline"
                 )
             found, later = [first, *steps], set[tuple[int, ...]]()
             for step in reversed(found):
@@ -458,7 +459,7 @@ class StepQueue:
             yield from found
 
     def under_way(self) -> Tensor:
-        """(n, 3) int64: where rows are stored that were put here and that a rank is still to fetch."""
+        """(n, 3) int64: the locations of rows that were put and that a rank has not fetched yet."""
         waiting = {
             (rank, int(step)) for rank in range(self.ranks) for step in self._tags(rank) if step != END
         }
@@ -469,28 +470,28 @@ class StepQueue:
         return self.max_steps is None or len(self._tags(rank)) < self.max_steps
 
     def _tags(self, rank: int) -> dict[str, Any]:
-        """Of the steps that a rank has not taken, by number."""
+        """The tags of the steps that a rank has not taken, by number."""
         name = f"{self.partition}/{rank}"
         tags = _queue().kv_list(name).get(name, {})
         return {key: tag for key, tag in tags.items() if "/" not in key and tag}
 
     def end(self) -> None:
-        """Say that no more steps come."""
+        """Tell all ranks that there are no more steps."""
         for rank in range(self.ranks):
             _queue().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
 
     def minibatches(
         self, rank: int, *, first: int = 0, patience: float | None = None
     ) -> Iterator[TensorDictBase]:
-        """Yield a rank's part of each step.
+        """Yield the rows of a rank in each step.
 
         Args:
-            rank: which.
-            first: the step to begin with: a rank that goes on after a restart has trained those before.
-            patience: seconds for which to wait for a step. None: without end.
+            rank: the rank.
+            first: the first step to yield. After a restart, give the number of steps trained before.
+            patience: seconds to wait for a step; None: forever.
 
         Raises:
-            StalledError: none came in time.
+            StalledError: no step arrived in time.
             BatchError: the queue has lost rows of a step.
         """
         return self._take_steps(rank, first, check_patience(patience))
@@ -519,11 +520,11 @@ class StepQueue:
 
 
 def rows_by_rank(minibatch: TensorDictBase, ranks: int) -> list[TensorDictBase]:
-    """The part of each rank in an optimiser step.
+    """Split an optimiser step by rank.
 
     Raises:
-        MissingKeyError: rows do not say which rank they are for, and there are several.
-        BatchError: they are for a rank that there is not.
+        MissingKeyError: there are several ranks, and the rank column is missing.
+        BatchError: a rank number is too large.
 
     Example:
         >>> minibatch = TensorDict({RANK: torch.tensor([0, 0, 1]), "x": torch.arange(3)}, batch_size=[3])
@@ -535,38 +536,38 @@ def rows_by_rank(minibatch: TensorDictBase, ranks: int) -> list[TensorDictBase]:
         rank = read_written(minibatch, RANK, reader="StepQueue", writer="ShuffleSplit")
     if bool((rank >= ranks).any()):
         raise BatchError(
-            f"rows must be for ranks 0 to {ranks - 1}; found some for rank {int(rank.max())}: ranks must be "
-            "those of the split"
+            f"rows must be for ranks 0 to {ranks - 1}; found rank {int(rank.max())}: set StepQueue(ranks=…) "
+            "to pipeline.stages.split.ranks"
         )
     return [take_rows(minibatch, (rank == each).nonzero().flatten()) for each in range(ranks)]
 
 
-# -- tokens, fetched by those who train on them -------------------------------------------------------------
+# -- tokens, fetched by the ranks ---------------------------------------------------------------------------
 
 
 class RankTokens:
-    """The tokens of a rank's rows, fetched once for the steps that were put together.
+    """Fetches the tokens of a rank's rows, once for all steps of one put.
 
     Args:
-        partition: in which they are.
+        partition: where the rows are stored.
     """
 
     def __init__(self, partition: str | None):
         self.partition = partition
         self.rows: TensorDictBase | None = None
-        """Those that later steps have again."""
+        """Fetched rows that later steps need again."""
         self.at: dict[str, int] = {}
-        """Where each of them is, by its key."""
+        """The index of each of these rows, by key."""
 
     def of_step(self, thin: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBase:
-        """The rows of a step, as the pipeline gathers them where tokens are at hand.
+        """The rows of a step with their tokens, masked as the pipeline would mask them.
 
         Args:
-            thin: TensorDict ``[N]``, N ≥ 1: what was decided of them.
-            tag: of the step: which columns of tokens are masked.
+            thin: TensorDict ``[N]``, N ≥ 1: the rows without tokens, with the written columns.
+            tag: of the step, with the token columns to mask.
 
         Raises:
-            BatchError: as :func:`fetch_stored`; rows are out of the loss, and no column can say so.
+            BatchError: as :func:`fetch_stored`; or rows are out of the loss and there is no column to mask.
         """
         keys = _keys(thin[ELSEWHERE])
         missing = torch.tensor([key not in self.at for key in keys])
@@ -598,40 +599,40 @@ class RankTokens:
 
 
 def mask_rows(rows: TensorDictBase, thin: TensorDictBase, keys: Iterable[Any]) -> None:
-    """Mask the tokens of rows that are out of the loss, or padding.
+    """Mask the tokens of rows that are out of the loss or padding, in place.
 
     Args:
-        rows: TensorDict ``[N]``, the caller's own.
-        thin: TensorDict ``[N]``, which says which they are.
-        keys: of masks and log-probabilities; None is none.
+        rows: TensorDict ``[N]``; is changed.
+        thin: TensorDict ``[N]``, the same rows, with the columns that mark them.
+        keys: masks and log-probabilities to change; None is skipped.
 
     Raises:
         BatchError: the rows have none of these columns.
     """
-    silent = torch.zeros(len(rows), dtype=torch.bool)
+    masked = torch.zeros(len(rows), dtype=torch.bool)
     if has_key(thin, IN_LOSS):
-        silent |= ~thin[IN_LOSS]
+        masked |= ~thin[IN_LOSS]
     if has_key(thin, PADDING):
-        silent |= thin[PADDING]
-    if not bool(silent.any()):
+        masked |= thin[PADDING]
+    if not bool(masked.any()):
         return
     keys = list(dict.fromkeys(key for key in keys if key is not None))
     found = [key for key in keys if has_key(rows, key)]
     if not found:
         raise BatchError(
-            f"{int(silent.sum())} rows are out of the loss, which a row says by one of {keys}; found "
-            f"{key_names(rows)}"
+            f"{int(masked.sum())} rows are out of the loss, and must be masked in one of {keys}; the batch "
+            f"has only {key_names(rows)}"
         )
     for key in found:
-        mask_tokens_of(rows, key, silent)
+        mask_tokens_of(rows, key, masked)
 
 
 def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
-    """Rows with what was decided of them: the columns of `thin` over those of `rows`, which are the caller's.
+    """Write the columns of `thin` to `rows`, in place.
 
     Args:
-        thin: TensorDict ``[N]``.
-        rows: TensorDict ``[N]``, the same rows.
+        thin: TensorDict ``[N]``, with the columns that stages wrote.
+        rows: TensorDict ``[N]``, the same rows with their tokens; is changed.
     """
     for key in thin.keys(include_nested=True, leaves_only=True):
         if key not in (ELSEWHERE, AGAIN) and key[:2] != number_of("")[:2]:
@@ -640,24 +641,24 @@ def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
 
 
 def fetch_stored(partition: str, stored: Tensor) -> TensorDictBase:
-    """Rows out of the storage units, in the order given.
+    """Fetch rows from the storage units, in the given order.
 
     Args:
-        partition: in which they are.
-        stored: (N, 3) int64, N ≥ 1: producer, number, kind; rows may come twice.
+        partition: where they are stored.
+        stored: (N, 3) int64, N ≥ 1: producer, number, kind. A row may be given several times.
 
     Raises:
-        BatchError: there are fewer, or columns are missing; dense rows differ in width.
+        BatchError: rows or columns are missing; or dense rows differ in width.
     """
-    parts, places = [], []
+    parts, positions = [], []
     for kind in stored[:, 2].unique().tolist():
         at = (stored[:, 2] == kind).nonzero().flatten()
-        some, own = stored[at].unique(dim=0, return_inverse=True)
-        rows = fetch_rows(_queue(), _keys(some), partition, {"columns": kind >> 1, "lazy": kind & 1})
-        parts.append(take_rows(rows, own))
-        places.append(at)
+        distinct, index = stored[at].unique(dim=0, return_inverse=True)
+        rows = fetch_rows(_queue(), _keys(distinct), partition, {"columns": kind >> 1, "lazy": kind & 1})
+        parts.append(take_rows(rows, index))
+        positions.append(at)
     rows = parts[0] if len(parts) == 1 else join_rows(parts, "rows of a batch")
-    return take_rows(rows, torch.cat(places).argsort())
+    return take_rows(rows, torch.cat(positions).argsort())
 
 
 def _paths(keys: Iterable[Any]) -> list[list[str]]:
@@ -668,21 +669,21 @@ def _key_at(path: Sequence[str]) -> Any:
     return path[0] if len(path) == 1 else tuple(path)
 
 
-# -- rows as TransferQueue stores them: flat columns, one key a row; and rows again -------------------------
+# -- rows as TransferQueue stores them: flat columns and one key per row ------------------------------------
 
 
 def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
-    """Columns of a batch as TransferQueue takes them, and a tag that its rows carry.
+    """Convert a batch to flat columns for TransferQueue, and make a tag for its rows.
 
-    Keys become one word, and ragged columns nested tensors. The tag says which columns there are, since a
-    queue that is asked for rows with different ones returns those that all have, and whether the rows are of
-    a lazy stack.
+    Nested keys are joined by dots, and ragged columns become nested tensors. The tag holds a checksum of the
+    column names, because the queue silently returns only the columns that all requested rows have. It also
+    says whether the batch is a lazy stack.
 
     Args:
         batch: TensorDict ``[N]`` or ``[envs, time]``, N ≥ 1, dense or a lazy stack.
 
     Raises:
-        BatchError: a key has a dot.
+        BatchError: a key contains a dot.
 
     Example:
         >>> rows = TensorDict({("next", "reward"): torch.ones(2), "name": ["a", "b"]}, batch_size=[2])
@@ -695,7 +696,7 @@ def encode_rows(batch: TensorDictBase) -> tuple[TensorDict, dict[str, Any]]:
     leaves = batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
     if dotted := [key for key in leaves if SEPARATOR in "".join(key)]:
         raise BatchError(
-            f"TransferQueue takes keys without dots; found {listing(map(str, dotted))}: rename them"
+            f"TransferQueue needs keys without dots; found {listing(map(str, dotted))}: rename these columns"
         )
     if lazy:
         rows = [row.flatten_keys(SEPARATOR, is_leaf=is_leaf_nontensor) for row in batch.unbind(0)]
@@ -716,10 +717,10 @@ def _ragged(rows: Sequence[Any]) -> Any:
 
 
 def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBase:
-    """The rows of :func:`encode_rows`, whose tag they all have.
+    """Restore the rows of :func:`encode_rows`.
 
     Raises:
-        BatchError: columns are missing.
+        BatchError: columns are missing; or dense rows differ in width.
 
     Example:
         >>> rows = TensorDict({("next", "reward"): torch.ones(2)}, batch_size=[2])
@@ -728,7 +729,7 @@ def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBa
     """
     if _columns_of(columns) != tag["columns"]:
         raise BatchError(
-            f"TransferQueue returns all columns of rows that were put; found only {sorted(columns.keys())}"
+            f"TransferQueue must return all columns that were put; it returned only {sorted(columns.keys())}"
         )
     count = columns.batch_size[0]
     each = {key: columns.get(key) for key in columns.keys()}
@@ -738,32 +739,33 @@ def decode_rows(columns: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBa
         singles = ({key: column[row] for key, column in each.items()} for row in range(count))
         return lazy_stack([TensorDict(row, batch_size=[]).unflatten_keys(SEPARATOR) for row in singles])
     for key, column in each.items():
-        if isinstance(column, Tensor) and column.is_nested:  # dense ones come back so, all their rows alike
+        if isinstance(column, Tensor) and column.is_nested:  # the queue returns dense columns nested, too
             rows = column.unbind()
             if len({row.shape for row in rows}) > 1:
                 raise BatchError(
-                    f"dense rows have one width; {key!r} has {sorted({tuple(row.shape) for row in rows})}: "
-                    "pad to one width, or keep ragged rows in a lazy stack"
+                    f"dense rows must have one width; {key!r} has "
+                    f"{sorted({tuple(row.shape) for row in rows})}: pad all rows to one width, or keep "
+                    "ragged rows in a lazy stack"
                 )
             each[key] = torch.stack(rows)
     return TensorDict(each, batch_size=[count]).unflatten_keys(SEPARATOR)
 
 
 def _columns_of(columns: TensorDictBase) -> int:
-    """Which columns there are, as a number."""
+    """A checksum of the column names."""
     return zlib.crc32("\n".join(sorted(columns.keys())).encode())
 
 
 def fetch_rows(queue: Any, keys: Sequence[str], partition: str, tag: Mapping[str, Any]) -> TensorDictBase:
-    """Rows by their keys, all of which have a tag.
+    """Fetch rows by their keys; `tag` is that of all of them.
 
     Raises:
-        BatchError: there are fewer, or columns are missing.
+        BatchError: rows or columns are missing.
     """
     columns = queue.kv_batch_get(list(keys), partition)
     if columns.batch_size[0] != len(keys):
         raise BatchError(
-            f"TransferQueue returns all rows that were put in partition {partition!r}; found "
+            f"TransferQueue must return all rows that were put into partition {partition!r}; it returned "
             f"{columns.batch_size[0]} of {len(keys)}: {listing(keys)}"
         )
     return decode_rows(columns, tag)

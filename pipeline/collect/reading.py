@@ -1,4 +1,4 @@
-"""A source is read in a thread, since a wait in it cannot be interrupted, and without loss."""
+"""Read a source in a thread, so that the wait for it can end and no batch is lost."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from typing import Any
 from torchrl.collectors import MultiAsyncCollector
 
 END = object()
-"""What a source that has ended yields."""
+"""Marks the end of a source."""
 
 
 class Reader:
-    """A source, read in a thread.
+    """Reads a source in a thread.
 
-    A batch is read when it is asked for. A MultiAsyncCollector is read all the time instead: its queue has
-    room for one batch, and a worker that finds it full for a second throws its own batch away and collects
-    another (``_main_async_collector`` of TorchRL 0.14.1). So each batch is taken out of the queue at once and
-    waits here, and its worker is told to go on when the batch is asked for: one batch of each worker waits at
-    most.
+    A batch is read on demand. A MultiAsyncCollector is read continuously instead. Its queue has room for one
+    batch, and a worker that finds it full for a second drops its batch and collects another
+    (``_main_async_collector`` of TorchRL 0.14.1). So each batch is taken out of the queue at once and waits
+    here. Its worker continues only when the batch is requested, so at most one batch per worker waits.
 
     Args:
-        source: what yields batches.
+        source: an iterable of batches.
     """
 
     def __init__(self, source: Iterable[Any]):
         self.source = source
         self.is_over = False
-        """Whether it was said that the source has ended or failed."""
+        """Whether :meth:`get` has returned `END` or raised the error of the source."""
         self.held: list[Callable[[], None]] = []
-        """What tells the worker to go on whose batch is being read."""
+        """Calls that let the worker of the current batch continue."""
         self._asked = False
         self._wanted: SimpleQueue[bool] = SimpleQueue()
         self._found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
@@ -42,10 +41,10 @@ class Reader:
             source.pipes = [HeldPipe(pipe, self) for pipe in source.pipes]
 
     def get(self, timeout: float | None) -> Any:
-        """The next batch, or `END`; what the source raises is raised here.
+        """The next batch, or `END`. Raises the errors of the source.
 
         Raises:
-            queue.Empty: there was none in time; the next call gets the same one.
+            queue.Empty: no batch arrived in time. The next call waits for the same one.
         """
         if not self.thread.ident:
             self.thread.start()
@@ -57,7 +56,7 @@ class Reader:
         return answer()
 
     def close(self) -> None:
-        """Read no more, as soon as the source lets go of the thread."""
+        """Stop reading, as soon as the source returns to the thread."""
         self._wanted.put(False)
 
     def _read(self) -> None:
@@ -69,7 +68,7 @@ class Reader:
                 self._found.put(partial(self._hand_over, batch, held))
                 if batch is END:
                     return
-        except BaseException as err:  # of the source: raised where it is read
+        except BaseException as err:  # from the source; get() raises it in the caller's thread
             self._found.put(partial(self._refuse, err))
 
     def _hand_over(self, batch: Any, held: list[Callable[[], None]]) -> Any:
@@ -84,20 +83,20 @@ class Reader:
 
 
 class HeldPipe:
-    """The pipe to a worker of a MultiAsyncCollector, which is told to go on when its batch is asked for.
+    """A pipe to a worker of a MultiAsyncCollector. Delays "continue" until the worker's batch is requested.
 
     Args:
-        pipe: the collector's.
-        reader: of the collector. What other threads tell the worker is sent at once.
+        pipe: the collector's pipe.
+        reader: of the collector. Messages of other threads are sent at once.
     """
 
     def __init__(self, pipe: Any, reader: Reader):
         self.pipe, self._reader = pipe, reader
         self._began = False
-        self._lock = threading.Lock()  # the thread that trains sends, too
+        self._lock = threading.Lock()  # the training thread sends messages, too
 
     def send(self, message: Any) -> None:
-        """Send a message, or hold it if it tells the worker to go on after a batch."""
+        """Send a message. Delay it if it lets the worker continue after a batch."""
         goes_on = message[1] in ("continue", "continue_random")
         if goes_on and self._began and threading.current_thread() is self._reader.thread:
             self._reader.held.append(lambda: self._send(message))
@@ -110,6 +109,6 @@ class HeldPipe:
             self.pipe.send(message)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "pipe":  # while it is copied it has none
+        if name == "pipe":  # not set yet while an object is copied
             raise AttributeError(name)
         return getattr(self.pipe, name)

@@ -1,4 +1,4 @@
-"""The ids of rollouts, stamped once, where they are dispatched."""
+"""Stamp ids on rollouts when they are dispatched."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ PROMPTS: tuple[NestedKey, ...] = (
     ("tokens", "prompt"),
     ("history", "prompt", "content"),
 )
-"""Where TorchRL's environments have the prompt, in the order of looking."""
+"""Keys under which TorchRL's environments store the prompt; the first that exists is used."""
 
 
 @takes_options
 def stamp_ids(
     prompts: Tensor | Sequence[int], *, group_size: int, first_rollout: int = 0, stride: int = 1
 ) -> TensorDict:
-    """Give draws their ids, once, where they are dispatched, so that nothing infers them from positions.
+    """Make the ids of rollouts when their prompts are dispatched, so that no stage must infer them later.
 
-    Every draw of a prompt is a group of its own, so the same prompt drawn twice is two groups.
+    Each draw of a prompt is its own group: the same prompt drawn twice is two groups.
 
     Args:
-        prompts: (N,) integers as :class:`RepeatSampler` yields them, each `group_size` times in a row.
+        prompts: (N,) integers, the output of :class:`RepeatSampler`: each `group_size` times in a row.
         group_size: rollouts per draw.
-        first_rollout: rollouts stamped before, a multiple of `group_size`.
-        stride: from one group's id to the next, where others number the groups between.
+        first_rollout: number of rollouts stamped before, a multiple of `group_size`.
+        stride: difference between consecutive group ids, if other workers use the ids between.
 
     Returns:
         TensorDict ``[N]`` of int64: ``prompt``, ``group_id``, ``rollout_id``, ``expected_rollouts``.
 
     Raises:
-        ValueError: a prompt is not repeated `group_size` times in a row; the message names the row.
+        ValueError: a prompt is not repeated `group_size` times in a row. The message names the row.
 
     Example:
         >>> stamp_ids([7, 7, 3, 3], group_size=2, first_rollout=10)["group_id"].tolist()
@@ -54,60 +54,61 @@ def stamp_ids(
     if len(prompts) % group_size or first_rollout % group_size or bool(broken.any()):
         row = int(broken.nonzero()[0]) if bool(broken.any()) else len(prompts)
         raise ValueError(
-            f"each prompt must come {group_size} times in a row, from a whole group on; {len(prompts)} "
-            f"prompts after {first_rollout} rollouts break that at row {row}"
+            f"each prompt must be repeated group_size={group_size} times in a row, and first_rollout must be "
+            f"a multiple of it; {len(prompts)} prompts after first_rollout={first_rollout} break that at row "
+            f"{row}"
         )
     ids = _ids(rows, group_size, first_rollout // group_size, stride)
     return TensorDict({"prompt": prompts, **ids}, batch_size=[len(prompts)])
 
 
-def _ids(places: Tensor, group_size: int, first_group: int, stride: int) -> dict[str, Tensor]:
-    """The ids of rollouts by their places (N,) in the order of dispatch, `group_size` of them a group."""
-    groups = first_group + places // group_size * stride
+def _ids(numbers: Tensor, group_size: int, first_group: int, stride: int) -> dict[str, Tensor]:
+    """The ids of rollouts from their numbers (N,) in the order of dispatch."""
+    groups = first_group + numbers // group_size * stride
     return {
         "group_id": groups,
-        "rollout_id": groups * group_size + places % group_size,
+        "rollout_id": groups * group_size + numbers % group_size,
         "expected_rollouts": torch.full_like(groups, group_size),
     }
 
 
 @takes_options
 class StampIds(Transform):
-    """Stamp the ids of rollouts in an environment that draws its prompts itself.
+    """Stamp ids on rollouts in an environment that draws its own prompts.
 
-    ``env.append_transform(StampIds(repeats=G))``, for environments such as TorchRL's GSM8KEnv, CountdownEnv
-    and DatasetChatEnv with ``repeats=G``, which have each prompt G times in a row. Each row that is reset is
-    a rollout; G that were dispatched one after the other are a group, over whatever resets they are spread,
-    and must have one prompt. The rows of a rollout keep its ids up to its end.
+    Append it with ``env.append_transform(StampIds(repeats=G))`` to an environment that repeats each prompt G
+    times in a row, such as TorchRL's GSM8KEnv, CountdownEnv and DatasetChatEnv with ``repeats=G``. Each reset
+    row starts a rollout. G consecutive rollouts are a group, even if several resets start them, and must have
+    the same prompt. The rows of a rollout keep its ids until it ends.
 
-    Writes `group_key`, `rollout_key` and `expected_key`, each (*B, 1) int64, at the root and under ``next``;
-    and ``("headrace", "origin")`` (*B, 5) int32: the number of the row in its rollout, from 0, the worker,
-    how many workers there are, the row's environment in the worker, and how many of these there are. By it
-    :class:`GroupAssembler` knows which rollouts were lost on their way.
+    Writes `group_key`, `rollout_key` and `expected_key`, each (*B, 1) int64, at the root and under ``next``.
+    Writes ``("headrace", "origin")``, (*B, 5) int32: the number of the row in its rollout from 0, the worker,
+    the number of workers, the environment of the row in the worker, and the number of environments.
+    :class:`GroupAssembler` uses it to detect lost rollouts.
 
-    Workers number their own groups w, w + W, w + 2 W, …, so give each of W its number:
-    ``MultiSyncCollector([partial(make_env, worker=w, workers=2) for w in range(2)], …)``. Two that number
-    alike are noticed by the gate and the assembler: their rollouts end twice.
+    Worker w of W uses the group ids w, w + W, w + 2 W, …, so give each worker its number:
+    ``MultiSyncCollector([partial(make_env, worker=w, workers=2) for w in range(2)], …)``. If two workers use
+    the same numbers, the gate and the assembler refuse their rollouts as duplicates.
 
-    A collector may reset rows of which no step is taken, as LLMCollector does with the first of all. Where
-    their number is no multiple of G, a group has lost rollouts and is never whole: the gate refuses or drops
-    it, and an assembler with a `timeout` lets it go.
+    A collector may reset rows and never step them; LLMCollector does so with its first reset. If their number
+    is no multiple of G, a group has lost rollouts and never becomes whole. The gate refuses or drops it, and
+    an assembler with a `timeout` closes it.
 
-    A restored environment has no rollouts under way: it goes on with the next whole group.
+    After ``load_state_dict`` the environment continues with the next group.
 
     Args:
-        repeats: rollouts per group, ≥ 1: how often the environment has each prompt in a row.
-        worker: which of the workers this one is, from 0.
-        workers: how many number their rollouts, ≥ 1.
-        prompt_key: what the rows of a group share; None: ``query``, else the prompt of ``text``, ``tokens``
-            or ``history``, else it is not looked at.
+        repeats: rollouts per group, ≥ 1: how often the environment repeats each prompt in a row.
+        worker: the number of this worker, from 0.
+        workers: number of workers, ≥ 1.
+        prompt_key: column that must be equal within a group; None: ``query``, else the prompt of ``text``,
+            ``tokens`` or ``history``; if there is none, prompts are not checked.
         group_key: (*B, 1) int64, written.
         rollout_key: (*B, 1) int64, written.
         expected_key: (*B, 1) int64, written.
 
     Raises:
-        ValueError: an option with a wrong value; the environment repeats its prompts another number of times,
-            has such ids already, or draws prompts behind this transform.
+        ValueError: an option has an invalid value; or the environment repeats its prompts another number of
+            times, has such ids already, or draws prompts in a transform after this one.
         BatchError: the rollouts of a group have different prompts.
 
     Example:
@@ -138,39 +139,40 @@ class StampIds(Transform):
         self.repeats, self.worker, self.workers = repeats, worker, workers
         self.prompt_key = nested_key(prompt_key)
         self.group_key, self.rollout_key, self.expected_key = keys
-        self._mask: Tensor | None = None  # of the reset under way
+        self._mask: Tensor | None = None  # the rows of the current reset
         self._restart(dispatched=0)
 
     def _restart(self, dispatched: int) -> None:
-        self._dispatched = dispatched  # rollouts
-        self._prompt: Any = None  # of the last of them
-        self._places = torch.empty(0, dtype=torch.int64)  # in the order of dispatch, by row; −1: none yet
-        self._stepped = torch.empty(0, dtype=torch.bool)  # whether the row's rollout has taken a step
-        self._steps = torch.empty(0, dtype=torch.int32)  # that the row's rollout has taken
-        self._waiting: frozenset[int] = frozenset()  # groups of which no rollout has, nor was lost
-        self._begun: tuple[range, ...] = ()  # groups that draws() has yet to say
+        self._dispatched = dispatched  # number of rollouts
+        self._prompt: Any = None  # of the last rollout
+        self._numbers = torch.empty(0, dtype=torch.int64)  # rollout of each row in dispatch order; −1: none
+        self._stepped = torch.empty(0, dtype=torch.bool)  # whether the rollout of the row has taken a step
+        self._steps = torch.empty(0, dtype=torch.int32)  # steps of the rollout of the row
+        self._waiting: frozenset[int] = frozenset()  # groups without a step and without a lost rollout
+        self._begun: tuple[range, ...] = ()  # groups for the next draws()
 
     def draws(self) -> TensorDict:
-        """Who was dispatched: the rollouts of the groups that have begun since the last call.
+        """The rollouts of the groups that have started since the last call.
 
-        A group begins with the first step of any of its rollouts. One that lost a rollout before is left out.
+        A group starts with the first step of any of its rollouts. A group that lost a rollout before is left
+        out.
 
         Returns:
-            TensorDict ``[N]`` of (N,) int64 ids, as ``GroupAssembler.announce`` takes them.
+            TensorDict ``[N]`` of (N,) int64 ids, for ``GroupAssembler.announce``.
         """
         groups = torch.tensor([group for run in self._begun for group in run], dtype=torch.int64)
         self._begun = ()
-        places = (groups[:, None] * self.repeats + torch.arange(self.repeats)).flatten()
-        return TensorDict(self._columns(places), batch_size=[len(places)])
+        numbers = (groups[:, None] * self.repeats + torch.arange(self.repeats)).flatten()
+        return TensorDict(self._columns(numbers), batch_size=[len(numbers)])
 
-    def _columns(self, places: Tensor) -> dict[NestedKey, Tensor]:
-        ids = _ids(places, self.repeats, self.worker, self.workers)
+    def _columns(self, numbers: Tensor) -> dict[NestedKey, Tensor]:
+        ids = _ids(numbers, self.repeats, self.worker, self.workers)
         return dict(zip((self.group_key, self.rollout_key, self.expected_key), ids.values(), strict=True))
 
-    # -- what an environment calls ------------------------------------------------------------------
+    # -- called by the environment ------------------------------------------------------------------
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        # Here alone: who loads prompts returns another TensorDict, without the mask.
+        # Read here: transforms that load prompts return another TensorDict without the mask.
         self._mask = None if tensordict is None else tensordict.get("_reset", None)
         return tensordict
 
@@ -193,10 +195,10 @@ class StampIds(Transform):
         return next_tensordict
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add the ids."""
+        """Add the ids to the spec."""
         for key in self.out_keys:
             if key in observation_spec.keys(True, True):
-                raise ValueError(f"{key!r} is stamped once; the environment has it without {self!r}")
+                raise ValueError(f"the environment has {key!r} already, so do not append {self!r}")
             width, dtype = (len(Origin._fields), torch.int32) if key == ORIGIN else (1, torch.int64)
             observation_spec[key] = Unbounded(
                 (*observation_spec.shape, width), dtype=dtype, device=observation_spec.device
@@ -204,15 +206,15 @@ class StampIds(Transform):
         return observation_spec
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Refuse a batch: ids are stamped where rollouts begin."""
+        """Refuse a batch: ids can only be stamped in the environment."""
         raise TypeError(
-            f"{type(self).__name__} stamps rollouts where they begin: env.append_transform({self!r})"
+            f"{type(self).__name__} stamps rollouts when they start: use env.append_transform({self!r})"
         )
 
-    # -- who is dispatched --------------------------------------------------------------------------
+    # -- dispatch -----------------------------------------------------------------------------------
 
     def _dispatch(self, rows: TensorDictBase, mask: Tensor | None) -> TensorDictBase:
-        """Give each row that is reset the next rollout, in the order in which prompts are handed out."""
+        """Assign the next rollouts to the reset rows, in the order in which prompts are loaded."""
         if self._dispatched == 0:
             self._check_environment()
         count = rows.shape.numel()
@@ -221,31 +223,30 @@ class StampIds(Transform):
         fresh = mask.cpu().reshape(count, -1).any(-1).nonzero().flatten()
         new = torch.arange(self._dispatched, self._dispatched + len(fresh))
         self._check_prompts(rows, fresh.tolist())
-        same = len(self._places) == count
-        places = self._places.clone() if same else torch.full((count,), -1)
+        same = len(self._numbers) == count
+        numbers = self._numbers.clone() if same else torch.full((count,), -1)
         stepped = self._stepped.clone() if same else torch.zeros(count, dtype=torch.bool)
-        lost = self._places[~self._stepped] if not same else places[fresh][~stepped[fresh]]
+        lost = self._numbers[~self._stepped] if not same else numbers[fresh][~stepped[fresh]]
         heads = new[new % self.repeats == 0]
         self._waiting = (self._waiting | self._groups(heads)) - self._groups(lost)
         steps = self._steps.clone() if same else torch.zeros(count, dtype=torch.int32)
-        places[fresh], stepped[fresh], steps[fresh] = new, False, 0
-        self._places, self._stepped, self._steps = places, stepped, steps
+        numbers[fresh], stepped[fresh], steps[fresh] = new, False, 0
+        self._numbers, self._stepped, self._steps = numbers, stepped, steps
         self._dispatched += len(fresh)
-        numbers = Origin(steps, self.worker, self.workers, torch.arange(count), count)
-        parts = [torch.as_tensor(part, dtype=torch.int32).expand(count) for part in numbers]
-        origin = torch.stack(parts, 1)
-        for key, ids in (*self._columns(places).items(), (ORIGIN, origin)):
+        parts = Origin(steps, self.worker, self.workers, torch.arange(count), count)
+        origin = torch.stack([torch.as_tensor(part, dtype=torch.int32).expand(count) for part in parts], 1)
+        for key, ids in (*self._columns(numbers).items(), (ORIGIN, origin)):
             rows.set(key, ids.reshape(*rows.shape, -1).to(rows.device or "cpu"))
         return rows
 
-    def _groups(self, places: Tensor) -> frozenset[int]:
-        return frozenset((places // self.repeats).tolist())
+    def _groups(self, numbers: Tensor) -> frozenset[int]:
+        return frozenset((numbers // self.repeats).tolist())
 
     def _begin(self) -> None:
-        """All rows have taken a step."""
+        """Note that all rows have taken a step."""
         if bool(self._stepped.all()):
             return
-        begun = self._waiting & self._groups(self._places[~self._stepped])
+        begun = self._waiting & self._groups(self._numbers[~self._stepped])
         for group in sorted(begun):
             *runs, last = self._begun or (range(group, group),)
             follows = last.stop == group
@@ -254,34 +255,35 @@ class StampIds(Transform):
         self._waiting -= begun
         self._stepped = torch.ones_like(self._stepped)
 
-    # -- what must be so ----------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------
 
     def _check_environment(self) -> None:
-        """Look at who repeats the prompts, where the environment says so.
+        """Check the environment's transforms that repeat prompts.
 
         Raises:
-            ValueError: another number of times; or behind this transform, which then sees not who is reset.
+            ValueError: one repeats prompts another number of times, or comes after this transform, which
+                would then not see the resets.
         """
         environment = self.container
         chain = getattr(environment, "transform", None)
         chain = list(chain) if isinstance(chain, Compose) else [chain]
-        place = next((i for i, transform in enumerate(chain) if transform is self), len(chain))
+        own = next((i for i, transform in enumerate(chain) if transform is self), len(chain))
         for i, transform in enumerate(chain):
             if transform is self or not hasattr(transform, "repeats"):
                 continue
             name, repeats = type(transform).__name__, max(1, transform.repeats)
-            if i > place:
-                raise ValueError(f"append {self!r} behind {name}, which draws the prompts")
+            if i > own:
+                raise ValueError(f"append {self!r} after {name}, which draws the prompts")
             if self.repeats % repeats:
                 raise ValueError(
-                    f"{self!r}: {name} has each prompt {repeats} times in a row; set repeats={repeats}"
+                    f"{self!r}: {name} repeats each prompt {repeats} times in a row; set repeats={repeats}"
                 )
 
     def _check_prompts(self, rows: TensorDictBase, fresh: list[int]) -> None:
-        """The rollouts of a group have one prompt.
+        """Check that the rollouts of a group have the same prompt.
 
         Raises:
-            BatchError: they have not; with the rows.
+            BatchError: they have not. Lists the rows.
         """
         key = self.prompt_key
         if key is not None:
@@ -289,39 +291,39 @@ class StampIds(Transform):
         elif (key := next((key for key in PROMPTS if rows.get(key, None) is not None), None)) is None:
             return
         flat = rows.reshape(rows.shape.numel())
-        prompts = [flat[place].get(key) for place in fresh]  # text, or lists of numbers or texts
+        prompts = [flat[row].get(key) for row in fresh]  # text, or lists of numbers or texts
         prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
         found, last = [], self._prompt
-        for place, (row, prompt) in enumerate(zip(fresh, prompts, strict=True), start=self._dispatched):
-            if place % self.repeats and prompt != last:
-                group = int(self._columns(torch.tensor([place]))[self.group_key])
+        for number, (row, prompt) in enumerate(zip(fresh, prompts, strict=True), start=self._dispatched):
+            if number % self.repeats and prompt != last:
+                group = int(self._columns(torch.tensor([number]))[self.group_key])
                 found.append(f"row {row} of group {group} has {first_difference(prompt, last)}")
             last = prompt
         if found:
             raise BatchError(
-                f"the {self.repeats} rollouts of a group have one prompt ({key!r}); {listing(found)}. Set "
-                "repeats to how often the environment has each prompt in a row, and append "
-                f"{type(self).__name__} before it is first reset"
+                f"the {self.repeats} rollouts of a group must have the same prompt ({key!r}); "
+                f"{listing(found)}. Set repeats to how often the environment repeats each prompt in a row, "
+                f"and append {type(self).__name__} before the first reset"
             )
         self._prompt = last
 
-    # -- its state ----------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, int]:
-        """How many rollouts were dispatched, for ``state_dict``."""
+        """The number of dispatched rollouts and the options, for ``state_dict``."""
         return {"dispatched": self._dispatched} | self._shape()
 
     def _shape(self) -> dict[str, int]:
         return {"repeats": self.repeats, "worker": self.worker, "workers": self.workers}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Go on with the next whole group: the rollouts that were under way are lost.
+        """Continue with the next group. Unfinished rollouts of the saved environment are lost.
 
         Raises:
-            ValueError: the state is of one with other options: ids would be given twice.
+            ValueError: the state has other options, with which ids would be used twice.
         """
         if {name: state.get(name) for name in self._shape()} != self._shape():
-            raise ValueError(f"the state must be of one like this ({self._shape()}); got {state}")
+            raise ValueError(f"the state must have the same options ({self._shape()}); got {state}")
         self._restart(-(-state["dispatched"] // self.repeats) * self.repeats)
 
     def __repr__(self) -> str:
@@ -329,13 +331,13 @@ class StampIds(Transform):
 
 
 def first_difference(prompt: Any, last: Any) -> str:
-    """Two prompts from where they differ: they begin alike, with the system's words.
+    """Quote two prompts from where they differ. They often share a system prompt.
 
     >>> first_difference("You are kind. What is 5 + 3?", "You are kind. Who is it?")
     "'…ind. What is 5 + 3?' after '…ind. Who is it?'"
     """
     texts = [value if isinstance(value, str) else str(value) for value in (prompt, last)]
-    differ = (place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
+    differ = (at for at, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1)
     start = max(0, next(differ, min(map(len, texts))) - 7)
-    one, other = ("…" * bool(start) + text[start : start + 40] for text in texts)
-    return f"{one!r} after {other!r}"
+    prompt, last = ("…" * bool(start) + text[start : start + 40] for text in texts)
+    return f"{prompt!r} after {last!r}"

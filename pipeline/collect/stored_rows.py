@@ -1,6 +1,6 @@
-"""Rows as flat arrays, which are stored and sent without a copy of each tensor, and rows again.
+"""Pack rows into flat arrays, which are stored and sent without a copy of each tensor.
 
-What an assembler in another process reads of rows goes apart from them, as a table of few bytes a row.
+The columns that an assembler in another process reads are packed separately, as a table of few bytes per row.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from headrace.transforms.tensordicts import (
     write_column,
 )
 
-ROW = ("headrace", "stored_row")  # where in its part a row is stored
-MOST_PARTS = 16  # in which rows that come together are stored
-LEAST_BYTES = 2**18  # of a part: that of a few small rows costs as much
+ROW = ("headrace", "stored_row")  # the index of a row in its part
+MOST_PARTS = 16  # largest number of parts of one put
+LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
 
 
 class PackedColumn(NamedTuple):
@@ -44,11 +44,11 @@ class PackedColumn(NamedTuple):
     numbers: Any
     """The bytes of all rows as one NumPy array."""
     shapes: Any
-    """Of each row; of a dense column one, with all rows."""
+    """The shape of each row; of a dense column, its shape with all rows."""
 
 
 class PackedRows(NamedTuple):
-    """Rows whose columns are packed, each a :class:`PackedColumn`, texts, or a mapping of such."""
+    """Packed rows. Each column is a :class:`PackedColumn`, a list of texts, or a mapping of these."""
 
     columns: Mapping[str, Any]
     size: int
@@ -57,7 +57,7 @@ class PackedRows(NamedTuple):
 
 
 def pack_rows(batch: TensorDictBase) -> PackedRows | TensorDictBase:
-    """Rows as one array a column; a copy of them as they are where a column is something else.
+    """Pack rows into one array per column. Returns a plain copy if a column cannot be packed.
 
     Args:
         batch: TensorDict ``[N]`` on the CPU, dense or a lazy stack.
@@ -74,7 +74,7 @@ def pack_rows(batch: TensorDictBase) -> PackedRows | TensorDictBase:
 
 
 def unpack_rows(packed: PackedRows | TensorDictBase) -> TensorDictBase:
-    """The rows of :func:`pack_rows`, in memory of their own."""
+    """Restore the rows of :func:`pack_rows`, in their own memory."""
     if isinstance(packed, TensorDictBase):
         return packed
     if not packed.lazy:
@@ -84,7 +84,7 @@ def unpack_rows(packed: PackedRows | TensorDictBase) -> TensorDictBase:
 
 def _bytes_of(column: Tensor) -> Any:
     flat = column.detach().contiguous().view(-1)
-    if flat.stride() != (1,):  # of one number, which is contiguous whatever its stride is
+    if flat.stride() != (1,):  # a single number counts as contiguous with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()
 
@@ -96,7 +96,7 @@ def _flat(column: PackedColumn) -> Tensor:
 
 
 def _packed(batch: Any) -> dict[str, Any] | None:
-    """The columns of a dense batch; None where one is something else."""
+    """Pack the columns of a dense batch; None if a column cannot be packed."""
     if type(batch) is not TensorDict or batch.batch_dims != 1:
         return None
     columns: dict[str, Any] = {}
@@ -113,14 +113,14 @@ def _packed(batch: Any) -> dict[str, Any] | None:
 
 
 def _packed_rows(rows: Sequence[Any]) -> dict[str, Any] | None:
-    """The columns of rows with the same ones; None where they differ, or one is something else."""
-    each = [dict(row.items()) for row in rows if type(row) is TensorDict and row.batch_dims == 0]
-    names = each[0].keys() if each else ()
-    if len(each) < len(rows) or any(row.keys() != names for row in each):
+    """Pack the columns of single rows; None if their columns differ or cannot be packed."""
+    plain = [dict(row.items()) for row in rows if type(row) is TensorDict and row.batch_dims == 0]
+    names = plain[0].keys() if plain else ()
+    if len(plain) < len(rows) or any(row.keys() != names for row in plain):
         return None
     columns: dict[str, Any] = {}
     for name in names:
-        values = [row[name] for row in each]
+        values = [row[name] for row in plain]
         first = values[0]
         if all(type(value) is Tensor and value.dtype is first.dtype for value in values):
             flat = torch.cat([value.detach().reshape(-1) for value in values])
@@ -150,7 +150,7 @@ def _rows(columns: Mapping[str, Any], count: int, device: torch.device | None) -
     made: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in columns.items():
         each: Sequence[Any]
-        if isinstance(value, PackedColumn):  # a row in memory of its own: it is pickled without the others
+        if isinstance(value, PackedColumn):  # cloned, so that pickling one row does not pickle the others
             sizes = [math.prod(shape) for shape in value.shapes]
             flat = _flat(value).split(sizes)
             each = [row.clone().view(shape) for row, shape in zip(flat, value.shapes, strict=True)]
@@ -162,33 +162,33 @@ def _rows(columns: Mapping[str, Any], count: int, device: torch.device | None) -
     return [of_columns(row, [], device) for row in made]
 
 
-# -- what an assembler reads of them ------------------------------------------------------------------------
+# -- the columns that an assembler reads --------------------------------------------------------------------
 
 
 class RowTable(NamedTuple):
-    """A few numbers of each of N rows."""
+    """A few numbers for each of N rows."""
 
     size: int
     columns: list[tuple[str, bytes]]
-    """NumPy's letter of a dtype, and the numbers, of each key that both sides know."""
-    part_letters: tuple[str, bytes]
-    """The same: in which part each row is stored."""
-    row_letters: tuple[str, bytes]
-    """And where in it."""
+    """For each key: NumPy's character of the dtype, and the bytes. Both sides know the keys."""
+    part_bytes: tuple[str, bytes]
+    """The index of the part of each row, in the same form."""
+    row_bytes: tuple[str, bytes]
+    """The index of each row in its part, in the same form."""
 
     @property
     def part(self) -> Tensor:
-        """(N,) int."""
-        return _numbers(*self.part_letters)
+        """(N,) int, the index of the part of each row."""
+        return _numbers(*self.part_bytes)
 
 
 def row_table(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -> RowTable:
-    """Some columns of numbers, integers with as few bits as hold them.
+    """Pack columns of numbers. Integers use the smallest dtype that holds them.
 
     Args:
         rows: TensorDict ``[N]``, N ≥ 1, dense or a lazy stack.
-        keys: of columns that are there.
-        places: (2, N) int64, of :func:`cut_by_group`.
+        keys: of existing columns.
+        places: (2, N) int64, from :func:`cut_by_group`.
 
     Example:
         >>> rows = TensorDict({"group_id": torch.tensor([4, 4])}, batch_size=[2])
@@ -197,19 +197,21 @@ def row_table(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -
         (2, [4, 4])
     """
     found = (torch.cat([entry.reshape(-1) for entry in parts_of(rows, key) or []]) for key in keys)
-    return RowTable(len(rows), [_letters(column) for column in found], *map(_letters, places))
+    return RowTable(
+        len(rows), [_bytes_with_dtype(column) for column in found], *map(_bytes_with_dtype, places)
+    )
 
 
 def rows_of(table: RowTable, keys: Sequence[NestedKey]) -> TensorDict:
-    """The columns of :func:`row_table`, and where each row is in its part."""
+    """Restore the columns of :func:`row_table`, with the column ROW."""
     rows = TensorDict({}, batch_size=[table.size])
-    for key, letters in zip((*keys, ROW), (*table.columns, table.row_letters), strict=True):
-        column = _numbers(*letters)
+    for key, packed in zip((*keys, ROW), (*table.columns, table.row_bytes), strict=True):
+        column = _numbers(*packed)
         write_column(rows, key, column if len(column) == table.size else column.view(table.size, -1))
     return rows
 
 
-def _letters(column: Tensor) -> tuple[str, bytes]:
+def _bytes_with_dtype(column: Tensor) -> tuple[str, bytes]:
     if column.is_floating_point():
         column = column.double()
     elif column.dtype is not torch.bool:
@@ -218,20 +220,20 @@ def _letters(column: Tensor) -> tuple[str, bytes]:
     return array.dtype.char, array.tobytes()
 
 
-def _numbers(kind: str, letters: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(letters), kind))
+def _numbers(dtype: str, data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), dtype))
 
 
 def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
-    """Rows in parts that leave together: one a group, or several groups where there are many, or small ones.
+    """Cut rows into parts of whole groups: one group per part, or several if groups are many or small.
 
     Args:
         rows: TensorDict ``[N]``, N ≥ 1.
-        group: (N,) int64, their groups.
+        group: (N,) int64, the group of each row.
 
     Returns:
         - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
-        - (2, N) int64: in which part each row is, and where in it.
+        - (2, N) int64: the index of each row's part, and of the row in its part.
 
     Example:
         >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
@@ -246,7 +248,7 @@ def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBa
     part = own * count // len(names)
     places, parts = torch.stack([part, part]), []
     for number in range(int(part.max()) + 1):
-        some = (part == number).nonzero().flatten()
-        places[1, some] = torch.arange(len(some))
-        parts.append(take_rows(rows, some, on_cpu=some, shared=True))
+        members = (part == number).nonzero().flatten()
+        places[1, members] = torch.arange(len(members))
+        parts.append(take_rows(rows, members, on_cpu=members, shared=True))
     return parts, places

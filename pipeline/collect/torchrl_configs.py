@@ -1,4 +1,4 @@
-"""Stages, criteria, terms and hooks as entries of TorchRL's Hydra configurations."""
+"""Register stages, criteria, terms and hooks with TorchRL's Hydra configurations."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ STAGES = {"_target_": "headrace.pipeline.Pipeline", "_convert_": "all", "stages"
 
 
 def register_configs() -> None:
-    """Put every stage into the group ``transform`` of Hydra's ConfigStore, where TorchRL has its transforms.
+    """Add every stage to the group ``transform`` of Hydra's ConfigStore, next to TorchRL's transforms.
 
-    Call it where ``torchrl.trainers.algorithms.configs`` is imported, before ``hydra.main`` composes. A list
-    choice keeps its order, ``transform=[gate,collapse,advantage]``, and each entry has a package of its own,
-    ``transform.gate.group_size=8``; one of TorchRL's own in that list needs one too,
-    ``+transform@transform.counter=step_counter``. ``+transform@mine=gate`` puts one anywhere else.
+    Call it after importing ``torchrl.trainers.algorithms.configs``, before ``hydra.main`` composes. A list
+    such as ``transform=[gate,collapse,advantage]`` keeps its order. Each entry has its own package, so you
+    can set ``transform.gate.group_size=8``. A transform of TorchRL in the list needs a package as well:
+    ``+transform@transform.counter=step_counter``. ``+transform@mine=gate`` puts an entry anywhere else.
 
-    ``transform``: the stages of ``conf/stage``, with their options at their defaults, and ``stamp_ids``,
-    :class:`StampIds` for an environment.
+    It adds these groups:
 
-    ``transform/criterion``: those of ``conf/criterion``, as in
-    ``+transform/criterion@transform.filter.criterion=rewards_vary``; ``transform/term``: those of
-    ``conf/term``, for ``token_advantage``.
-
-    ``hook``: a :class:`PipelineHook` for the `hooks` of a trainer, ``recipe`` with a recipe,
-    ``hook.pipeline._args_=['pipeline=dapo']``, or ``stages`` with the stages that ``transform`` lists.
+    - ``transform``: the stages of ``conf/stage`` with their default options, and ``stamp_ids``,
+      :class:`StampIds` for an environment.
+    - ``transform/criterion``: the criteria of ``conf/criterion``, as in
+      ``+transform/criterion@transform.filter.criterion=rewards_vary``.
+    - ``transform/term``: the terms of ``conf/term``, for ``token_advantage``.
+    - ``hook``: a :class:`PipelineHook` for the `hooks` of a trainer. ``recipe`` has a recipe, as in
+      ``hook.pipeline._args_=['pipeline=dapo']``; ``stages`` has the stages that ``transform`` lists.
 
     Example:
         >>> register_configs()
@@ -39,11 +39,11 @@ def register_configs() -> None:
         True
     """
     store = ConfigStore.instance().store
-    for group in ("criterion", "term"):  # without a path these are our own files
+    for group in ("criterion", "term"):  # with the prefix transform/, to differ from our own groups
         for name, target in _listed(group).items():
             store(group=f"transform/{group}", name=name, node=config_of(target), provider="headrace")
     for name, target in {**_listed("stage"), "stamp_ids": "headrace.pipeline.StampIds"}.items():
-        package = f"transform.{name}"  # else the entries of a list choice would be merged into one
+        package = f"transform.{name}"  # otherwise Hydra would merge the entries of a list into one
         store(group="transform", name=name, node=config_of(target), package=package, provider="headrace")
     hook = config_of("headrace.pipeline.PipelineHook")
     for name, pipeline in (("recipe", RECIPE), ("stages", STAGES)):
@@ -51,7 +51,7 @@ def register_configs() -> None:
 
 
 def config_of(target: str) -> dict[str, Any]:
-    """A node that makes an object of a class, with its options at their defaults.
+    """Make a config node for a class, with its default options.
 
     Example:
         >>> config_of("headrace.transforms.SampleFilter")["criterion"]

@@ -1,4 +1,4 @@
-"""A pipeline within TorchRL's trainers."""
+"""Run a pipeline in TorchRL's trainers."""
 
 from __future__ import annotations
 
@@ -19,34 +19,40 @@ from headrace.transforms.options import one_of
 from headrace.transforms.schema import FLOAT, MINIBATCH, has_key
 
 Stepper = Literal["weighted", "trainer"]
-COUNTED = ("rows", "rollouts", "groups", "out")  # the metrics that are counts
+COUNTED = ("rows", "rollouts", "groups", "out")  # prefixes of metrics that are added up over batches
 
 
 class PipelineHook(TrainerHookBase):
-    """Run a pipeline over what a TorchRL trainer collects, and take an optimiser step per minibatch.
+    """Run a pipeline on the batches of a TorchRL trainer, with one optimiser step per minibatch.
 
-    ``PipelineHook(pipeline).register(trainer)``, or ``hooks=[…]`` of TorchRL's configurations. ``Trainer``
-    and ``GRPOTrainer`` take it with ``optim_steps_per_batch=None`` and no replay buffer: the pipeline says
-    how many steps a batch has, and the trainer's `num_epochs` are its epochs, each with its own order. The
-    trainer counts frames as they are collected, logs the pipeline's metrics, and saves its state.
+    Register it with ``PipelineHook(pipeline).register(trainer)``, or list it in ``hooks=[…]`` of TorchRL's
+    configurations. The trainer counts frames as they are collected, logs the pipeline's metrics, and saves
+    its state.
 
-    With a replay buffer the trainer says how many batches it samples: append the first of
-    ``pipeline.halves()`` to it, by ``append_transform(…, invert=True)``, and register
-    ``PipelineHook(second)``, which cuts and weighs what is sampled, and trains all its minibatches.
+    Without a replay buffer, give ``Trainer`` or ``GRPOTrainer`` ``optim_steps_per_batch=None``: the pipeline
+    decides the number of steps per batch. The trainer's `num_epochs` are the pipeline's epochs, each with
+    its own permutation.
+
+    With a replay buffer, the trainer decides how many batches it samples. Append the first of
+    ``pipeline.halves()`` to the buffer with ``append_transform(…, invert=True)``, and register
+    ``PipelineHook(second)``. The second half cuts and weighs each sampled batch and trains all its
+    minibatches.
 
     Args:
-        pipeline: what runs over each batch.
-        assembler: makes whole groups of the rows that are collected; those that are not whole wait, and at
-            the end of the training are counted as ``unfinished``. None: each batch is taken as it is.
-        stepper: ``weighted``, gradients by :func:`optimise`: micro-batches add up, rows weigh what the
-            pipeline says, and the loss has terms per token (``aggregation="none"``), but where weights are
-            folded in; the trainer logs the numbers of :class:`OptimiserRecord`. Or ``trainer``, whose own
-            stepper adds up the loss's means, of pipelines that write no weights.
+        pipeline: runs on each batch.
+        assembler: makes whole groups of the collected rows. Incomplete groups wait; at the end of the
+            training their rows are counted as ``unfinished``. None: the pipeline runs on the batches as they
+            are collected.
+        stepper: ``weighted`` computes gradients with :func:`optimise`. It accumulates over micro-batches and
+            multiplies by the weights of the pipeline. The loss must return one term per token
+            (``aggregation="none"``), unless the weights are folded in. The trainer logs the metrics of
+            :class:`OptimiserRecord`. ``trainer`` uses the trainer's own
+            stepper, which adds up mean losses. It is only for pipelines that write no weights.
 
     Raises:
-        ValueError: at registration: the trainer has a replay buffer and this is not a second half, or has
-            none and counts its own steps; its stepper would ignore the pipeline's weights, or computes in
-            mixed precision, which `weighted` does not.
+        ValueError: at registration. The trainer has a replay buffer and the pipeline is no second half; the
+            trainer has none and sets its own number of steps; its stepper would ignore the pipeline's
+            weights; or it uses mixed precision or gradient accumulation, which `weighted` does not support.
 
     Example:
         >>> PipelineHook(Pipeline({}), stepper="trainer")
@@ -58,19 +64,19 @@ class PipelineHook(TrainerHookBase):
     ):
         self.pipeline, self.assembler = pipeline, assembler
         self.stepper = one_of("stepper", stepper, get_args(Stepper))
-        self._whole: list[TensorDictBase] = []  # batches that wait for the next optimisation
+        self._whole: list[TensorDictBase] = []  # batches for the next optimisation
         self._minibatches: Iterator[TensorDictBase] = iter(())
-        self._measured: dict[str, float] = {}  # of the last batch that was trained
-        self._record = OptimiserRecord()  # of that batch, where this steps the optimiser
+        self._measured: dict[str, float] = {}  # metrics of the last optimisation
+        self._record = OptimiserRecord()  # of the last optimisation, with stepper="weighted"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(stepper={self.stepper!r})"
 
     def register(self, trainer: Trainer, name: str = "pipeline") -> None:
-        """Put the pipeline into a trainer.
+        """Register the pipeline with a trainer.
 
         Raises:
-            ValueError: it does not fit there; the message says what to do.
+            ValueError: the trainer's settings do not allow it (see the class).
         """
         self._check(trainer)
         self._epochs, self._loss = trainer.num_epochs, trainer.loss_module
@@ -91,19 +97,19 @@ class PipelineHook(TrainerHookBase):
         fits = self.pipeline.is_second_half and self.assembler is None
         if trainer.async_collection or (trainer.replay_buffer is not None and not fits):
             raise ValueError(
-                "PipelineHook(pipeline) is for trainers without a replay buffer. With one, take first, "
-                "second = pipeline.halves(), append_transform(first, invert=True) to the buffer, behind "
-                "AssembleOnWrite(assembler) where there is one, and register PipelineHook(second)"
+                "PipelineHook(pipeline) is for trainers without a replay buffer. With one, call first, "
+                "second = pipeline.halves(), append_transform(first, invert=True) to the buffer, after "
+                "AssembleOnWrite(assembler) if you use it, and register PipelineHook(second)"
             )
         if trainer.replay_buffer is None and trainer.optim_steps_per_batch is not None:
             raise ValueError(
-                "the pipeline says how many optimiser steps a batch has: set optim_steps_per_batch=None on "
-                f"the trainer; got {trainer.optim_steps_per_batch}"
+                "the pipeline decides the number of optimiser steps per batch: set "
+                f"optim_steps_per_batch=None on the trainer; got {trainer.optim_steps_per_batch}"
             )
         if self.stepper == "trainer" and self.pipeline.weighs:
             raise ValueError(
-                "the trainer's stepper adds up means and ignores the weights that the pipeline writes: take "
-                "stepper='weighted', or fold them in (LossWeight's fold)"
+                "the trainer's stepper adds up mean losses and ignores the weights that the pipeline writes: "
+                "set stepper='weighted', or fold the weights in (pipeline.stages.weight.fold)"
             )
         if self.stepper == "weighted" and trainer.optimizer is None:
             raise ValueError(
@@ -114,12 +120,12 @@ class PipelineHook(TrainerHookBase):
             getattr(own, "mixed_precision", False) or getattr(own, "gradient_accumulation_steps", 1) != 1
         ):
             raise ValueError(
-                f"stepper='weighted' takes the place of {type(own).__name__}, computes in the precision of "
-                "the model, and accumulates by the split's micro-batches alone: take stepper='trainer', or "
-                "leave those options out"
+                f"stepper='weighted' replaces {type(own).__name__}. It computes in the precision of the "
+                "model and accumulates only over the split's micro-batches: remove mixed_precision and "
+                "gradient_accumulation_steps, or set stepper='trainer'"
             )
 
-    # -- what the trainer calls, in this order --------------------------------------------------------
+    # -- called by the trainer, in this order ---------------------------------------------------------
 
     def _collect(self, batch: TensorDictBase) -> None:
         if self.assembler is None:
@@ -152,7 +158,7 @@ class PipelineHook(TrainerHookBase):
         return out
 
     def _measure(self, numbers: dict[str, float]) -> None:
-        """Add up what is counted over the batches of the assembler; of the rest the last is what is known."""
+        """Add up counts over the batches of one optimisation; keep the last value of other metrics."""
         for key, value in numbers.items():
             counts = key.partition("/")[0] in COUNTED
             self._measured[key] = value + (self._measured.get(key, 0.0) if counts else 0.0)
@@ -167,24 +173,24 @@ class PipelineHook(TrainerHookBase):
     # -- its state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the pipeline, and of the assembler."""
+        """The state of the pipeline and the assembler."""
         held = {} if self.assembler is None else {"assembler": self.assembler.state_dict()}
         return {"pipeline": self.pipeline.state_dict()} | held
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.pipeline.load_state_dict(state_dict["pipeline"])
         if self.assembler is not None:
             self.assembler.load_state_dict(state_dict["assembler"])
 
 
 class WeightedStepper(OptimizationStepper):
-    """An optimiser step per minibatch by :func:`optimise`, in place of a trainer's own stepper.
+    """Replaces a trainer's stepper by :func:`optimise`, with one optimiser step per minibatch.
 
     Args:
-        pipeline: of which the minibatches are.
-        trainer: of which it takes the optimiser, the loss and the norm that clips gradients.
-        record: gives what takes the optimiser's numbers of the batch at hand; None: nothing does.
+        pipeline: makes the minibatches.
+        trainer: provides the optimiser, the loss and the norm for gradient clipping.
+        record: returns the object that records the optimiser's metrics of the current batch; None: no record.
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class WeightedStepper(OptimizationStepper):
         self.keys = {"loss_mask_key": pipeline.loss_mask_key, "log_prob_key": pipeline.log_prob_key}
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Take the step; its loss, and how many steps that was: none where no token is in the loss."""
+        """Take the steps of a batch. Returns the loss and the number of steps (0: no token in the loss)."""
         losses: list[Tensor] = [torch.zeros((), dtype=FLOAT)]
 
         def reduce(terms: TensorDictBase, batch: TensorDictBase) -> Tensor:
@@ -207,7 +213,7 @@ class WeightedStepper(OptimizationStepper):
 
         record = None if self.record is None else self.record()
         options = {"reduce": reduce, "max_grad_norm": self.max_grad_norm, "record": record, **self.keys}
-        cut = has_key(sub_batch, MINIBATCH)  # a half's output holds all its steps
+        cut = has_key(sub_batch, MINIBATCH)  # the output of a second half holds all its minibatches
         minibatches = split_minibatches(sub_batch) if cut else [sub_batch]
         steps = optimise(minibatches, trainer.compute_loss, trainer.optimizer, **options)
         return TensorDict({"loss": sum(losses), "steps": torch.tensor(float(steps), dtype=FLOAT)})

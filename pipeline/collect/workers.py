@@ -1,4 +1,4 @@
-"""Which worker is silent while others are not, by the origin that is stamped on rows."""
+"""Detect a worker that is silent while others send rows, by the stamped origin of rows."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from tensordict import TensorDictBase
 
 from headrace.transforms.schema import ORIGIN, Origin, has_key
 
-TIMES = 3  # that another worker sends rows before one is called silent
-FACTOR = 10  # by which a pause may be longer than all before
+TIMES = 3  # times that another worker must have sent rows before a worker counts as silent
+FACTOR = 10  # a pause may be this many times as long as the longest one before
 
 
 @dataclass
 class Heard:
-    """What was heard of a worker."""
+    """When a worker has sent rows."""
 
     times: list[float]
-    """When, the last times; at first when it was begun."""
+    """The times of its last puts; before the first put, the start of the watch."""
     longest: float = 0.0
-    """Seconds between two of them at most."""
+    """The longest pause between two puts, in seconds."""
     last: str = "no row"
-    """Its last row in words."""
+    """A description of its last row."""
 
 
 class WorkerWatch:
-    """Raise where one worker is silent for too long while another one is not.
+    """Raises when a worker is silent for too long while another one sends rows.
 
     Args:
-        patience: seconds for which any worker may be silent; None: no worker is, without `worker_patience`.
-        worker_patience: seconds after which a worker is silent for too long. None: ten times its longest
+        patience: lower bound in seconds for the default of `worker_patience`. If both are None, workers are
+            not watched.
+        worker_patience: seconds after which a worker is silent for too long; None: ten times its longest
             pause so far, its start included, and at least `patience`.
-        workers: how many there are, if that is known: one that sends nothing at all is silent, too.
+        workers: number of workers, if it is known. Then a worker that never sends a row is detected, too.
     """
 
     def __init__(self, patience: float | None, worker_patience: float | None, workers: int = 0):
         self.patience, self.worker_patience, self.workers = patience, worker_patience, workers
         self._heard: dict[int, Heard] = {}
-        self._numbered = 0  # workers, as the rows say
+        self._numbered = 0  # number of workers, from the origin of rows
         self._begun = math.inf
 
     def begin(self) -> None:
-        """The workers are asked for rows from now on."""
+        """Start the clock of all workers."""
         self._begun = min(self._begun, time.monotonic())
 
     def saw(self, rows: TensorDictBase, assembler: Any) -> None:
-        """Note which workers have sent rows that were put into an assembler."""
+        """Note the workers of rows that were put into an assembler."""
         if not has_key(rows, ORIGIN):
             return
         now = time.monotonic()
@@ -68,10 +69,10 @@ class WorkerWatch:
                 self._heard.setdefault(worker, Heard([self._begun], longest=now - self._begun))
 
     def check(self, assembler: Any) -> None:
-        """Raise where a worker is silent.
+        """Check for a silent worker.
 
         Raises:
-            StalledError: one is, with what waits for it.
+            StalledError: a worker is silent. The message lists the groups that wait for it.
         """
         if self.patience is None and self.worker_patience is None:
             return
@@ -82,8 +83,8 @@ class WorkerWatch:
             if silent >= self._limit(heard) and any(each.times[0] > since for each in others):
                 raise assembler.stalled(
                     f"worker {worker} has been silent for {silent:.1f} s while others sent rows; its last "
-                    f"was {heard.last}. Has it died, or does its environment hang? Its error, if there is "
-                    "one, is on stderr. If it is slow, set a longer worker_patience",
+                    f"was {heard.last}. Check whether it has died (its error is on stderr) or its "
+                    "environment hangs. If it is only slow, raise worker_patience",
                     worker=(worker, self._numbered),
                 )
 

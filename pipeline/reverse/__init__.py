@@ -1,4 +1,4 @@
-"""The default experiment: a small transformer learns from scratch to write digit strings backwards."""
+"""The default experiment: a small transformer learns from scratch to reverse digit strings."""
 
 from . import digits
 from .env import ReverseEnv

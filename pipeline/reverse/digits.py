@@ -1,4 +1,4 @@
-"""Tokens, prompts and answers of the experiment."""
+"""Tokens, prompts and answers of the default experiment."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ STRINGS: list[tuple[int, ...]] = [
 
 
 def prompts() -> Tensor:
-    """(1110, PROMPT_LENGTH) int64: every string of 1 to 3 digits and ASK, left-padded."""
+    """(1110, PROMPT_LENGTH) int64: all strings of 1 to 3 digits, each followed by ASK, left-padded."""
     return torch.tensor([[*[PAD] * (PROMPT_LENGTH - 1 - len(digits)), *digits, ASK] for digits in STRINGS])
 
 
 def answers() -> Tensor:
-    """(1110, RESPONSE_LENGTH) int64: the string backwards and END, right-padded."""
+    """(1110, RESPONSE_LENGTH) int64: the reversed strings, each followed by END, right-padded."""
     return torch.tensor([[*digits[::-1], END, *[PAD] * (LONGEST - len(digits))] for digits in STRINGS])
 
 
 def revision_prompts(asked: Tensor, draft: Tensor) -> Tensor:
-    """(B, PROMPT_LENGTH) int64: what was asked, the draft and REVISE, left-padded."""
+    """(B, PROMPT_LENGTH) int64: the prompt, the draft and REVISE, left-padded."""
     joined = torch.cat([asked, draft, torch.full_like(draft[:, :1], REVISE)], dim=1)
-    # A stable sort by "is a token" moves the padding to the left and leaves the tokens in order.
+    # A stable sort by "is not padding" moves the padding to the left and keeps the order of the tokens.
     order = (joined != PAD).long().sort(dim=1, stable=True).indices
     return joined.gather(1, order)[:, -PROMPT_LENGTH:]
 
 
 def token_texts(ids: Sequence[int]) -> list[str]:
-    """Each token as a reader may see it.
+    """Return the text of each token.
 
     Example:
         >>> "".join(token_texts([1, 2, ASK, 1, 2, END, REVISE, 2, 1, END]))
@@ -49,6 +49,6 @@ def token_texts(ids: Sequence[int]) -> list[str]:
 
 
 def graded(response: Tensor, answer: Tensor) -> Tensor:
-    """(B,) float: the share of the answer's tokens, END included, that are in their place."""
+    """(B,) float: the share of the answer's tokens, including END, that the response has in place."""
     asked = answer != PAD
     return ((response == answer) & asked).sum(-1) / asked.sum(-1)

@@ -1,4 +1,4 @@
-"""Rollouts of one turn or two, in batches that hold whole groups."""
+"""An environment with rollouts of one or two turns, whose batches contain complete groups."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ IDS = ("prompt", "group_id", "rollout_id", "expected_rollouts")
 
 
 class ReverseEnv(EnvBase):
-    """Ask for digit strings backwards; a share of the rollouts writes a draft and then a revision.
+    """Ask for reversed digit strings. A share of the rollouts writes a draft and then a revision.
 
-    A revised rollout is two rows of the batch, its two segments: the draft has a reward of 0, the revision
-    that of the rollout. The environment has half as many slots as a batch has rows, and two turns per batch:
-    in a slot either one rollout is revised, or two rollouts of one turn follow each other. So each batch of
-    `frames_per_batch` rows holds every rollout of every group that was dispatched for it.
+    A revised rollout is two rows (segments): the draft has the reward 0, the revision that of the rollout.
+    The environment has half as many slots as a batch has rows, and two turns in each batch. A slot runs
+    either one revised rollout, or two rollouts of one turn. So each batch of `frames_per_batch` rows contains
+    all rollouts of all groups that were dispatched for it.
 
-    A turn reads ``("tokens", "response")``; rows carry ``("tokens", "prompt")`` (B, P) int64, `prompt`,
-    `group_id`, `rollout_id` and `expected_rollouts` (B, 1) int64, and under ``next`` `reward` (B, 1) float:
-    the share of tokens in place, and `status` (B, 1): truncated where the response has no end, failed where
-    the grader gave up.
+    A turn reads ``("tokens", "response")``. Rows have ``("tokens", "prompt")`` (B, P) int64, and `prompt`,
+    `group_id`, `rollout_id` and `expected_rollouts` (B, 1) int64. Under ``next`` they have `reward` (B, 1)
+    float, the share of correct tokens, and `status` (B, 1): truncated if the response has no END, failed if
+    the grader fails.
 
     Args:
-        sampler: the prompts, as indices of :data:`digits.STRINGS`, and their ids.
+        sampler: prompts as indices of :data:`digits.STRINGS`, with their ids.
         revised: share of a group's rollouts that are revised, in [0, 1]; rounded to whole rollouts.
-        failing: probability that the grader gives up on a row, in [0, 1).
-        seed: of the grader.
-        device: of the environment.
+        failing: probability that the grader fails on a row, in [0, 1).
+        seed: seed of the grader.
+        device: device of the environment.
     """
 
-    whole_draws = True  # so a gate can notice a group of which no row came back
+    whole_draws = True  # batches contain complete groups, so a gate can find groups without any row
     reward_seconds = 0.0  # that grading took so far
 
     def __init__(
@@ -57,7 +57,7 @@ class ReverseEnv(EnvBase):
         self.revised = round(revised * sampler.group_size)
         if (sampler.group_size + self.revised) % 2:
             raise ValueError(
-                f"slots run two turns each: group_size + revised rollouts must be even; got "
+                f"group_size + revised rollouts must be even, because each slot runs two turns; got "
                 f"{sampler.group_size} + {self.revised}"
             )
         slots = sampler.prompts_per_batch // sampler.ranks * (sampler.group_size + self.revised) // 2
@@ -80,20 +80,20 @@ class ReverseEnv(EnvBase):
         self.done_spec = Composite(done=done, shape=[slots], device=self.device)
 
     def _dispatch(self) -> None:
-        """Draw the groups of a batch, and assign their rollouts to the slots, two turns each."""
+        """Dispatch the groups of a batch: assign their rollouts to slots with two turns each."""
         draws = next(self._draws)
         groups = torch.arange(len(draws), device=self.device).view(-1, self.sampler.group_size)
         two_turns, one_turn = groups[:, : self.revised], groups[:, self.revised :]
         first = torch.cat([two_turns, one_turn[:, 0::2]], 1).flatten()
         second = torch.cat([two_turns, one_turn[:, 1::2]], 1).flatten()
-        slots = torch.stack([first, second])  # (2, B) the index of the rollout, by turn and slot
+        slots = torch.stack([first, second])  # (2, B) index of the rollout by turn and slot
         self._ids = {name: draws[name].to(self.device)[slots].unsqueeze(-1) for name in IDS}
         self._turn, self._over = 0, False
         self._prompt = self._asked[self._ids["prompt"][0, :, 0]]
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
-        # All slots end together after the second turn. After the first, those are reset whose second turn is
-        # of another rollout, all of them where none is revised, and _step has set its prompt already.
+        # All slots end after the second turn. After the first turn, slots that run another rollout
+        # next are reset (all of them if none is revised); _step has set their prompts already.
         if tensordict is None or "_reset" not in tensordict.keys() or self._over:
             self._dispatch()
         return self._rows(done=torch.zeros(*self.batch_size, 1, dtype=torch.bool, device=self.device))
@@ -118,7 +118,7 @@ class ReverseEnv(EnvBase):
             asked = self._asked[self._ids["prompt"][1, :, 0]]
             revision = digits.revision_prompts(tensordict["tokens", "prompt"], response)
             self._prompt = torch.where(goes_on, revision, asked)
-            # The second prompt of a revised rollout; the other slots are reset and ask another.
+            # The second prompt of a revised rollout. The other slots are reset, with a new prompt.
             out["tokens", "prompt"] = self._prompt
         return out
 

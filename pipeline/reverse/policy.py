@@ -1,4 +1,4 @@
-"""A transformer of about 100,000 parameters that samples, and scores what was sampled."""
+"""A transformer of about 100,000 parameters that samples responses and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
-        """(B, T, width) in and out; `visible` (B, 1, T, T) bool."""
+        """Map (B, T, width) to (B, T, width); `visible` (B, 1, T, T) bool is the attention mask."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -38,20 +38,20 @@ class Block(nn.Module):
 
 
 class DigitPolicy(TensorDictModuleBase):
-    """Continue prompts token by token; score whole sequences for GRPOLoss through :meth:`get_dist`.
+    """Sample responses token by token. GRPOLoss computes log-probabilities through :meth:`get_dist`.
 
     Reads ``("tokens", "prompt")`` (…, P) int64, left-padded. Writes ``("tokens", "response")`` (…, R) and
     ``("tokens", "full")`` (…, P + R) int64, ``("log_probs", "full")`` (…, P + R) float, and the masks
     ``all_attention_mask`` and ``all_assistant_mask`` (…, P + R) bool.
 
     Args:
-        width: of the model.
-        heads: of its attention.
-        layers: blocks.
-        device: of the model.
+        width: width of the model, a multiple of `heads`.
+        heads: attention heads.
+        layers: number of blocks.
+        device: device of the model.
 
     Raises:
-        ValueError: a count below 1, or a width that the heads do not divide.
+        ValueError: a count below 1, or a width that is not a multiple of `heads`.
     """
 
     def __init__(self, *, width: int = 64, heads: int = 4, layers: int = 2, device: str | None = None):
@@ -77,16 +77,16 @@ class DigitPolicy(TensorDictModuleBase):
     token_texts = staticmethod(token_texts)
 
     def logits(self, tokens: Tensor, there: Tensor, packed: TensorDictBase | None = None) -> Tensor:
-        """(B, T, V): logits of the next token; PAD has none. `there` (B, T) bool marks real tokens.
+        """Return (B, T, V) logits of the next token, −1e9 for PAD. `there` (B, T) bool is False at padding.
 
-        Where rows are `packed` into one, a token sees those of its own row only; (1, M, V) of a tree.
+        In `packed` rows a token attends to its own row only. For a prefix tree the result is (1, M, V).
         """
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         itself = torch.eye(length, dtype=torch.bool, device=tokens.device)
         if packed is None:
             place = (there.long().cumsum(-1) - 1).clamp_min(0)
-            # Padding sees itself: a softmax over no tokens would be NaN.
+            # Padding attends to itself, because a softmax over no tokens would be NaN.
             visible = (causal & there[:, None, None, :]) | itself
         elif "tree_start" in packed.keys():
             tokens, place, visible = packed["input_ids"], packed["position_ids"], tree_mask(packed)
@@ -123,7 +123,7 @@ class DigitPolicy(TensorDictModuleBase):
         return batch
 
     def get_dist(self, batch: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        """The distribution of each token given those before it, masked to the tokens in the loss."""
+        """Return the distribution of each token given the tokens before it, masked by the loss mask."""
         packed = batch if "segment_ids" in batch.keys() else None
         logits = self.logits(batch["tokens", "full"], batch["masks", "all_attention_mask"], packed)
         if packed is not None and "packed_node" in packed.keys():

@@ -143,7 +143,7 @@ def said_of(failed: Sequence[FailedStep], passed: int, draws: Draws) -> list[str
 
 
 def said_of_dump(folder: ReportFolder) -> list[str]:
-    """What the dump does not have, and which advisories cannot fire for that; a sentence each."""
+    """What the dump does not have, a sentence each."""
     said = []
     if LENGTH in folder.unsaid:
         said.append(

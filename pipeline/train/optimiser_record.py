@@ -1,4 +1,4 @@
-"""What the optimiser did at a step: its numbers, under ``optimiser/…`` and ``seconds/…``."""
+"""Numbers of the optimiser at a step, under ``optimiser/…`` and ``seconds/…``."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 
 class OptimiserRecord:
-    """Collect what :func:`optimise` does on one batch; `numbers` go into the report of that batch.
+    """Collect numbers of :func:`optimise` on one batch. Give `numbers` to the report of that batch.
 
     ================================ ========================================================================
     ``optimiser/steps``              optimiser steps taken
     ``optimiser/lr``                 learning rate, the greatest of the parameter groups, of the last step
-    ``optimiser/loss``               mean over steps of the loss, as `reduce` adds it up
-    ``optimiser/grad_norm``          mean over steps of the gradient's norm, before it is clipped
-    ``optimiser/clipped``            share of steps whose gradient was clipped, where that has a bound
-    ``optimiser/<name>``             mean of a number that the loss gives beside its ``loss_*`` terms, such as
+    ``optimiser/loss``               mean over steps of the loss, the sum of `reduce`
+    ``optimiser/grad_norm``          mean over steps of the gradient norm before clipping
+    ``optimiser/clipped``            share of steps with a clipped gradient, if there is a bound
+    ``optimiser/<name>``             mean of a number that the loss returns besides ``loss_*`` terms, such as
                                      ``entropy``, ``clip_fraction``, ``kl_approx`` and ``ESS`` of TorchRL's
-                                     losses, over micro-batches by their tokens in the loss. TorchRL's own
+                                     losses: over micro-batches, weighted by tokens in the loss. TorchRL's own
                                      means are over all positions, padding included
     ``optimiser/tokens_per_second``  tokens in the loss per second of ``seconds/optimise``
-    ``seconds/<what>``               what :meth:`add_seconds` was given: ``optimise``, and by the training job
+    ``seconds/<what>``               times of :meth:`add_seconds`: ``optimise``, and from the training job
                                      ``collect``, ``reward`` and ``headrace``
     ================================ ========================================================================
 
-    What nobody measured is absent, and never 0: without an optimiser step there is no loss and no norm.
+    Numbers that were not measured are absent, not 0: without an optimiser step there is no loss and no norm.
 
     Example:
         >>> record = OptimiserRecord()
@@ -44,21 +44,21 @@ class OptimiserRecord:
         self._norms: list[float] = []
         self._clipped: list[bool] = []
         self._tokens = 0.0
-        self._losses: list[Tensor] = []  # on their device, which is read when the numbers are
+        self._losses: list[Tensor] = []  # on their device until the numbers are read
         self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by name, values and tokens
         self._seconds: dict[str, float] = {}
 
     def add_step(
         self, loss: Tensor, *, lr: float | None, norm: float, tokens: float, clips: float | None
     ) -> None:
-        """Count an optimiser step.
+        """Record an optimiser step.
 
         Args:
-            loss: () float, of all its micro-batches.
+            loss: () float, the loss of all its micro-batches.
             lr: the greatest learning rate; None: not known.
-            norm: of the gradient, before it is clipped.
-            tokens: in the loss.
-            clips: norm above which the gradient is clipped; None: it is not.
+            norm: gradient norm before clipping.
+            tokens: number of tokens in the loss.
+            clips: norm above which the gradient is clipped; None: no clipping.
         """
         self.steps += 1
         self._lr = lr
@@ -69,11 +69,11 @@ class OptimiserRecord:
             self._clipped.append(norm > clips)
 
     def add_terms(self, terms: TensorDictBase, tokens: Tensor) -> None:
-        """Note the single numbers that a loss gives for a micro-batch, beside what is minimised.
+        """Record the scalars of a loss for a micro-batch, except its ``loss_*`` terms.
 
         Args:
-            terms: of the loss.
-            tokens: (n,) in the loss.
+            terms: output of the loss.
+            tokens: (n,) number of tokens in the loss of each row.
         """
         count = tokens.detach().sum().double()
         for name, value in terms.items():
@@ -87,7 +87,7 @@ class OptimiserRecord:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """By name."""
+        """The numbers by name."""
         found = {"optimiser/steps": float(self.steps)}
         if self._lr is not None:
             found["optimiser/lr"] = self._lr

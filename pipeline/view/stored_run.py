@@ -215,8 +215,7 @@ class StoredRun:
         with opened(stored.path) as file:
             order = self._matching(file, stored, reason, group, text, prompt, same)
             values = np.asarray(file.read([sort])[sort].to_numpy(zero_copy_only=False), np.float64)[order]
-            keys = np.where(np.isnan(values), np.inf, -values if descending else values)
-            order = order[np.argsort(keys, kind="stable")]
+            order = order[np.argsort(-values if descending else values, kind="stable")]  # NaN comes last
             chosen = order[offset : offset + count]
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)

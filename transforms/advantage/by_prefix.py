@@ -1,4 +1,4 @@
-"""The tree that rollouts of a group make by what they share, and the advantage of each branch."""
+"""The advantage of each branch of a tree. Rollouts of a group form a tree by their shared first tokens."""
 
 from __future__ import annotations
 
@@ -59,36 +59,35 @@ def tree_advantage(
     baseline: TreeBaseline = "mean",
     alone: Alone = "zero",
 ) -> Tensor:
-    """Measure each branch against the node that it forks from.
+    """Compare each branch of a tree of rollouts with the node that it forks from.
 
-    Rollouts of a group whose first tokens are equal share a node of a tree, up to where they differ; with V
-    the mean reward of the rollouts that go through a node, each token of a node gets (the local advantage of
-    a tree search, as Tree-GRPO samples one, arXiv:2509.21240)::
+    Rollouts of a group with equal first tokens share a node of a tree, up to their first different token. V
+    is the mean reward of the rollouts through a node. Each token of a node gets the local advantage of a tree
+    search, as Tree-GRPO samples one (arXiv:2509.21240)::
 
         mean             A(node) = V(node) − V(parent)
         leave_one_out    A(node) = V(node) − V(parent without the node)
 
-    The root is where the rollouts of a group are the same, its prompt. Without a shared token behind it A is
-    Dr. GRPO's R − mean(group), or RLOO's. leave_one_out is unbiased where the branches of a node were drawn
-    separately, and how many was decided before: what it subtracts does not follow from the branch. Branches
-    that begin with equal tokens by chance are one node here, which is a bias; mean has one of (m − 1)/m with
-    m branches of one size. Statistics are float64, by sums that do not depend on the order of the rows, and
-    rounded once.
+    The root holds the tokens that all rollouts of a group share, such as the prompt. If rollouts share no
+    token after it, A is R − mean(group), as in Dr. GRPO, or that of RLOO. ``leave_one_out`` is unbiased if
+    the branches of a node are sampled independently and their number is fixed before. Branches that begin
+    with equal tokens by chance are one node here, which is a bias. ``mean`` has a bias factor of (m − 1)/m
+    for m branches of one size. Statistics are float64 and rounded once. Sums do not depend on the row order.
 
     Args:
-        reward: (N,) floats, one a rollout; each row is one.
-        tokens: (N, T) integers: token ids, or any other labels of the nodes that tokens are of.
-        group_id: (N,) integers ≥ 0: which rollouts make one tree.
-        mask: (N, T) bool, tokens that are not padding; None: all.
-        baseline: what a branch is measured from.
-        alone: what the tokens get that all rollouts of a group share: ``zero``, which is a bias where they
-            were drawn once and then forked; or the node's mean reward, its ``return``.
+        reward: (N,) floats, one per rollout; each row is a rollout.
+        tokens: (N, T) integers: token ids, or labels of the nodes of the tokens.
+        group_id: (N,) integers ≥ 0; rollouts with the same id form one tree.
+        mask: (N, T) bool, False at padding; None: no padding.
+        baseline: ``mean`` or ``leave_one_out``.
+        alone: advantage of the tokens that all rollouts of a group share: ``zero``, which is a bias if they
+            were sampled once and then forked; or the node's mean reward, its ``return``.
 
     Returns:
         (N, T) in the dtype of `reward`, 0 where `mask` is False.
 
     Raises:
-        BatchError: a negative id; a reward that is not finite.
+        BatchError: an id is negative, or a reward is not finite.
 
     Example:
         >>> tokens = torch.tensor([[5, 1, 1], [5, 1, 2], [5, 2, 2]])
@@ -101,7 +100,7 @@ def tree_advantage(
     present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     if len(tokens) != len(rows) or present.shape != tokens.shape:
         shapes = f"{tuple(tokens.shape)} and {tuple(present.shape)}"
-        raise BatchError(f"tokens and mask are (N, T), for {len(rows)} rewards; found {shapes}")
+        raise BatchError(f"tokens and mask must be (N, T), for {len(rows)} rewards; found {shapes}")
     groups = rows.groups
     require_rewards(rows, rows["reward"], siblings_agree=False)
     labels = left_aligned(tokens.long(), present)
@@ -111,27 +110,27 @@ def tree_advantage(
 
 
 class BranchAdvantage(NamedTuple):
-    """The advantages of the branches of a tree, along each row. On the CPU."""
+    """The advantages of the branches on the path of each row. On the CPU."""
 
     row: Tensor
-    """(S,) int64, from the first row on; of each the branches that it goes along."""
+    """(S,) int64, ascending: the row of each entry. A row has one entry per branch on its path."""
     tokens: Tensor
-    """(S,) int64, how many of the row's tokens are of the branch."""
+    """(S,) int64: number of the row's tokens in the branch."""
     advantage: Tensor
     """(S,) float64."""
     behind: Tensor
-    """(N,) float64, for what a row alone goes on with behind its tokens."""
+    """(N,) float64: advantage of the row's own last branch, for further rows of its rollout."""
 
     def largest(self, rows: int) -> Tensor:
-        """(N,) float64: the largest |A| of each row, NaN where one is."""
+        """(N,) float64: the largest |A| of each row; NaN if one is NaN."""
         return self.advantage.new_zeros(rows).scatter_reduce_(0, self.row, self.advantage.abs(), "amax")
 
     def at_tokens(self, present: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, T) of a dtype: that of each token of B rows, where it is; 0 elsewhere.
+        """(B, T): the advantage of each token, rounded once; 0 where `present` is False.
 
         Args:
-            present: (B, T) bool, as many in each row as it has `tokens`.
-            dtype: rounded to once.
+            present: (B, T) bool, with as many True entries per row as the row has `tokens`.
+            dtype: dtype of the result.
         """
         values = repeated(self.advantage.to(dtype).double(), self.tokens).to(present.device, dtype)
         return values.new_zeros(present.shape).masked_scatter_(present, values)
@@ -140,29 +139,29 @@ class BranchAdvantage(NamedTuple):
 def credit_of_branches(
     reward: Tensor, labels: Tensor, groups: Ids, baseline: TreeBaseline, alone: Alone
 ) -> BranchAdvantage:
-    """:func:`tree_advantage` of rollouts, a row each.
+    """Compute :func:`tree_advantage` of rollouts with one row each.
 
     Args:
         reward: (N,) float64, on the CPU.
-        labels: (N, T) int64, by :func:`~headrace.transforms.prefixes.left_aligned`, on any device.
-        groups: of the rollouts.
-        baseline: as the function has it.
-        alone: as the function has it.
+        labels: (N, T) int64, from :func:`~headrace.transforms.prefixes.left_aligned`, on any device.
+        groups: group ids of the rollouts.
+        baseline: as in the function.
+        alone: as in the function.
     """
-    # 1. The tree of each group: its rows by what they begin with, and where they part.
+    # 1. The tree of each group: its rows in lexicographic order, and the lengths of shared prefixes.
     labels, g = labels.cpu(), Grouped(reward, groups)
     order, shared = prefix_order(labels, groups.of)
-    home, length = groups.of.index_select(0, order), count_true(labels != END)
-    shared[1:].masked_fill_(home[1:] != home[:-1], -1)
+    group_of, length = groups.of.index_select(0, order), count_true(labels != END)
+    shared[1:].masked_fill_(group_of[1:] != group_of[:-1], -1)
     tree = branches(shared.tolist(), length.index_select(0, order).tolist())
-    # 2. The advantage of each branch: V(node) − V(parent), of deviations, exactly 0 where rewards are equal.
+    # 2. The advantage of each branch, V(node) − V(parent), from deviations: exactly 0 if rewards are equal.
     deviation = g.unsorted(g.deviation).index_select(0, order).tolist()
     lone = g.spread(g.sum(g.reward) / g.count) if alone == "return" else torch.zeros_like(reward)
     lone = g.unsorted(lone).index_select(0, order).tolist()
     known: dict[tuple[int, int], float] = {}
 
     def value(first: int, last: int) -> float:
-        """V of the rows from one place to another."""
+        """V of the sorted rows ``first`` to ``last − 1``."""
         if (first, last) not in known:
             known[first, last] = exact_mean(deviation[first:last])
         return known[first, last]
@@ -176,7 +175,7 @@ def credit_of_branches(
         else:
             others = deviation[from_first:first] + deviation[last:from_last]
             advantage.append(value(first, last) - exact_mean(others))
-    # 3. Each token has that of its branch.
+    # 3. Each token gets the advantage of its branch.
     rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(PrefixBranch._fields))
     row, branch = ways(rows, order)
     advantages = torch.tensor(advantage, dtype=torch.float64)
@@ -187,28 +186,28 @@ def credit_of_branches(
 
 
 def exact_mean(values: Sequence[float]) -> float:
-    """The mean by the exact sum, rounded once, whatever order they have; NaN where that is no number."""
+    """The mean, from an exact sum that is rounded once; NaN if the sum is not finite."""
     try:
         return math.fsum(values) / len(values)
-    except (OverflowError, ValueError):  # too large, or of infinite ones
+    except (OverflowError, ValueError):  # the sum is too large, or has infinite terms
         return math.nan
 
 
 def _shared(labels: Tensor, rows: Tensor) -> Tensor:
-    """(N,) int64: how many of each row's first labels are those of another row, by its (N,) number."""
+    """(N,) int64: length of the prefix that each row shares with the row of index (N,) `rows`."""
     if labels.shape[1] == 0:
         return labels.new_zeros(len(labels))
     differs = labels != labels.index_select(0, rows)
-    at = differs.view(torch.uint8).argmax(1)  # the first of the largest
+    at = differs.view(torch.uint8).argmax(1)  # index of the first difference
     return torch.where(differs.any(1), at, labels.shape[1])
 
 
 def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The row in which each token was first generated, where rollouts go on from one another.
+    """Find the row in which each token was first generated, if rollouts were forked from others.
 
     Args:
-        labels: (N, T) int64, by :func:`~headrace.transforms.prefixes.left_aligned`.
-        rows: (N,) int64, the row that each was forked from; itself where it was not.
+        labels: (N, T) int64, from :func:`~headrace.transforms.prefixes.left_aligned`.
+        rows: (N,) int64, index of the row that each row was forked from; its own index if it was not forked.
 
     Returns:
         (N, T) int64, equal where rows share a token.
@@ -221,7 +220,7 @@ def origin_of(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.arange(len(labels), device=labels.device)
     inherited = torch.arange(labels.shape[1], device=labels.device) < _shared(labels, rows)[:, None]
     origin = torch.where(inherited, rows[:, None], row[:, None])
-    for _ in range(len(labels).bit_length()):  # each time twice as far back
+    for _ in range(len(labels).bit_length()):  # each iteration doubles the number of generations
         origin = origin.gather(0, origin)
     return origin.masked_fill(labels == END, END)
 
@@ -231,33 +230,34 @@ class TreeAdvantage(
     columns=("tokens", "attention", "parent", "turn", "reward", "group", "rollout", "loss_mask", "advantage"),
     optional=("attention",),
 ):
-    """Write each branch's advantage over the node that it forks from (:func:`tree_advantage`).
+    """Write the advantage of each branch over the node that it forks from (:func:`tree_advantage`).
 
-    Rollouts are the leaves of their group's tree. Of a rollout with several rows the first is in the tree,
-    the others are a branch of its own behind it. Rows that are out of the statistics get 0. Ranks that share
-    the batch exchange their tokens.
+    Rollouts are the leaves of the tree of their group. If a rollout has several rows, the first row is in the
+    tree, and the others follow as its own branch. Excluded rows get 0. Ranks that share the batch exchange
+    their tokens.
 
-    Reads ``("headrace", "reward")`` if there, else `reward_key`; `tokens_key`, `attention_key`, `group_key`,
-    `rollout_key`, `parent_key` by `forks`, `turn_key` where it is given, `loss_mask_key` if there.
-    Writes `advantage_key`, (N, T, 1).
+    Reads ``("headrace", "reward")`` if it exists, else `reward_key`. Reads `tokens_key`, `attention_key`,
+    `group_key`, `rollout_key`, `parent_key` with ``forks="parent"``, `turn_key` if it is set, and
+    `loss_mask_key` if it exists. Writes `advantage_key`, (N, T, 1).
 
     Args:
-        baseline: V(parent), a ``mean`` over all of its rollouts; or ``leave_one_out``: without those of the
-            node itself, which is unbiased where branches are drawn separately.
-        alone: what the tokens get that all rollouts of a group share: ``zero``, which under leave_one_out is
-            a bias where they were drawn once and then forked; or their mean reward, its ``return``.
-        forks: rollouts share tokens where they have the same ``prefix``; or only with their ``parent``, so
-            that equal tokens of rollouts that were drawn separately are two nodes. Where a rollout goes on
-            with its parent's own next tokens by chance, they are one all the same, which is a bias; labels
-            of nodes in `tokens_key` have none.
-        missing: what a reward of NaN does: ``raise``, or ``skip``: its rollout is in no mean. Those that go
-            on from it, or from one that is out of the statistics, share its tokens all the same.
+        baseline: V(parent) is a ``mean`` over all of its rollouts; or ``leave_one_out``, without those of the
+            node, which is unbiased if branches are sampled independently.
+        alone: advantage of the tokens that all rollouts of a group share: ``zero``, which under leave_one_out
+            is a bias if they were sampled once and then forked; or their mean reward, its ``return``.
+        forks: rollouts share the tokens of a common ``prefix``; or only tokens of their ``parent``, so equal
+            tokens of rollouts that were sampled independently are two nodes. If a fork samples the same next
+            tokens as its parent by chance, they are one node, which is a bias. Put labels of nodes into
+            `tokens_key` to avoid it.
+        missing: what happens to a missing reward (NaN): ``raise`` an error, or ``skip``, which takes the
+            rollout out of all means. Rollouts that were forked from it, or from an excluded one, still share
+            its tokens.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: as the function; a parent that is not in the group, or that follows from its child; a
-            token in the loss that is no real one.
+        MissingKeyError: a column is missing.
+        BatchError: as the function; also if a parent is not in the group or was forked from its own child, or
+            if padding is in the loss mask.
 
     Example:
         >>> from tensordict import TensorDict
@@ -291,9 +291,9 @@ class TreeAdvantage(
         self.alone = one_of("alone", alone, get_args(Alone))
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Add the advantage."""
+        """Write the advantage."""
         labels, present = self._tokens(batch)
-        # 1. The rollouts of all ranks that are in the statistics, and the row of each that is in its tree.
+        # 1. The rollouts of all ranks that are not excluded, and the first row of each, which is in the tree.
         reward, dtype = rows.reward, dtype_of_reward(rows)
         chosen = torch.ones(len(rows), dtype=torch.bool) if rows.counted is None else rows.counted
         if self.missing == "skip":
@@ -305,11 +305,11 @@ class TreeAdvantage(
         heads = rollouts.max(torch.where(begins, torch.arange(len(some)), -1))
         some.require(
             rollouts.spread(heads) >= 0,
-            "the first row of a rollout is in the tree, and the others are behind it; found first rows out "
-            "of the statistics, and others in, of {found}. Take whole rollouts out: unit='rollout'",
+            "the first row of each rollout must be in the tree; found excluded first rows, while other rows "
+            "are not excluded, of {found}. Take whole rollouts out: unit='rollout'",
             lambda row: f"rollout {some.name('rollout', row)}",
         )
-        # 2. The tokens of all rows, or which rollout each was first generated for. One copy from the device.
+        # 2. The tokens of all rows, or the row that first generated each token. One device read.
         outside = present.new_zeros(len(present))
         if labels.shape[1] and has_key(batch, self.loss_mask_key):
             mask = read_loss_mask(batch, self.loss_mask_key, in_loss_there(rows), reader=rows.reader)
@@ -317,20 +317,20 @@ class TreeAdvantage(
             outside = (mask & ~present).any(1)
         (tokens,) = tokens_of_all_ranks(rows, labels, fill=END)
         number, head = chosen.nonzero().flatten(), rollouts.spread(heads)
-        if self.forks == "parent":  # also through parents that are out of the statistics
+        if self.forks == "parent":  # excluded parents also share their tokens
             tokens = origin_of(tokens, self._sources(rows, batch, chosen, place == 0).to(tokens.device))
         tokens, outside = read_packed([tokens, outside])
         rows.require(
             rows.measured(outside=outside)["outside"] == 0,
-            "a token in the loss is a real one, with a place in the tree; the loss mask is True where the "
-            "attention mask is False in {found}. Correct the mask that is wrong",
+            "tokens in the loss must be real tokens; the loss mask is True where the attention mask is False "
+            "in {found}. Correct the mask that is wrong",
             describe_row(rows),
         )
-        # 3. The advantage of each token, and behind the tokens of a rollout's first row, of all its others.
-        home = some.groups.n + torch.arange(len(rows))  # rows that are in no tree
-        home[number[begins]] = some.groups.of[begins]
+        # 3. The advantage of each token. Further rows of a rollout get that of its last branch.
+        tree_of = some.groups.n + torch.arange(len(rows))  # rows that are in no tree have their own number
+        tree_of[number[begins]] = some.groups.of[begins]
         counted = torch.where(chosen, reward, 0.0)
-        credit = credit_of_branches(counted, tokens, Ids(home), self.baseline, self.alone)
+        credit = credit_of_branches(counted, tokens, Ids(tree_of), self.baseline, self.alone)
         behind = torch.zeros_like(counted)
         behind[number] = credit.behind.index_select(0, number.index_select(0, head))
         in_tree = torch.zeros_like(chosen)
@@ -338,7 +338,7 @@ class TreeAdvantage(
         advantage = torch.where(in_tree[credit.row], credit.advantage, behind[credit.row])
         credit = credit._replace(advantage=advantage)
         require_fit(rows, credit.largest(len(rows)), dtype)
-        # 4. Those of this rank.
+        # 4. The rows of this rank.
         own = torch.zeros_like(chosen).index_fill_(0, rows.of_rank(torch.arange(len(rows))), True)[credit.row]
         credit = BranchAdvantage(credit.row[own], credit.tokens[own], credit.advantage[own], credit.behind)
         at_token = credit.at_tokens(present, dtype).unsqueeze(-1)
@@ -346,7 +346,7 @@ class TreeAdvantage(
         return batch
 
     def _tokens(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """(B, T): the tokens, from the left on, and where in the rows they are."""
+        """(B, T) int64: tokens aligned to the left; (B, T) bool: their positions in the rows."""
         name = type(self).__name__
         tokens = read_tokens(batch, self.tokens_key, fill=END, reader=name, option="tokens_key")
         tokens = whole_numbers(tokens, self.tokens_key, "tokens_key")
@@ -358,17 +358,16 @@ class TreeAdvantage(
         return left_aligned(tokens, present), present
 
     def _sources(self, rows: Rows, batch: TensorDictBase, chosen: Tensor, begins: Tensor) -> Tensor:
-        """(M,) int64: the row of the rollout that each first row's went on from; itself where it began anew.
+        """(M,) int64: index of the row that each first row was forked from; its own index if it was not.
 
         Args:
-            rows: all that are here, since a parent shares its tokens with its children whether it is in the
-                statistics or not.
-            batch: those of this rank.
-            chosen: (M,) bool, rows in the tree; of the others only their parents are looked at.
-            begins: (M,) bool, the first row of its rollout.
+            rows: all rows that have not left. An excluded parent also shares its tokens with its children.
+            batch: the rows of this rank.
+            chosen: (M,) bool, rows in the tree. Of the others only parents are read.
+            begins: (M,) bool, first rows of their rollouts.
 
         Raises:
-            BatchError: a parent is in no group of its child or not there, or follows from its child.
+            BatchError: a parent is missing, is in another group than its child, or was forked from its child.
         """
         parent, row = rows.integers("parent", "parent_id"), torch.arange(len(rows))
         rollouts = rows.ids("rollout", checked=False).everyone
@@ -376,7 +375,7 @@ class TreeAdvantage(
         own, home = rollouts.labels, torch.zeros_like(row)
         ranks = rows.table.ranks
         if ranks is not None and ranks.shared_ids == "different" and self.rollout_key is not None:
-            # A parent's id is as its rank numbers rollouts.
+            # Each rank has its own ids, so the parent of a row is on the same rank.
             numbers = number_column(batch, self.rollout_key)
             both = torch.stack([numbers, torch.full_like(numbers, ranks.rank)], 1)
             own, home = rows.of_all_ranks(both).unbind(1)
@@ -387,9 +386,9 @@ class TreeAdvantage(
         found = found & (source >= 0)  # the first row of a parent may have been dropped
         source = torch.where((head == row) & found, source, row)
         oldest, needed, before = source, chosen, None
-        while before is None or not torch.equal(needed, before):  # with those that they went on from
+        while before is None or not torch.equal(needed, before):  # add all ancestors
             before, needed = needed, needed.index_fill(0, source[needed], True)
-        for _ in range(len(row).bit_length()):  # each time twice as far back
+        for _ in range(len(row).bit_length()):  # each iteration doubles the number of generations
             oldest = oldest[oldest]
 
         def describe(at: int) -> str:
@@ -398,13 +397,13 @@ class TreeAdvantage(
         groups = rows.ids("group", checked=False).labels
         rows.require(
             ~needed | is_root | (found & (groups[source] == groups)),
-            "a rollout goes on from one of its group that is in the batch; found {found}. Let whole groups "
-            "through a gate before, or set parent_id to -1 where a rollout begins anew",
+            "the parent of a rollout must be in the batch and in the same group; found {found}. Put the gate "
+            "before, so that only complete groups pass, or set parent_id to -1 if a rollout was not forked",
             describe,
         )
         rows.require(
             ~needed | (source == row)[oldest] & (is_root | (parent != own)),
-            "a rollout goes on from an earlier one; in a circle are {found}",
+            "a rollout cannot be its own ancestor; found a cycle of {found}",
             describe,
         )
         return source

@@ -1,4 +1,4 @@
-"""The advantage by token: a term added to that of the row, or multiplied with it."""
+"""The advantage per token: a term per token is added to the advantage of the row, or multiplies it."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ How = Literal["add", "multiply"]
 def token_advantage(
     advantage: Tensor, term: Tensor, trains: Tensor, *, factor: float = 1.0, how: How = "add"
 ) -> Tensor:
-    """Give each token in the loss an advantage of its own.
+    """Compute an advantage for each token in the loss.
 
-    With A the row's advantage or the token's, and x the token's term::
+    With the advantage A of the row or token, and the term x of the token::
 
         add       A + c x
         multiply  A (1 + c (x − 1)),  which is A x for c = 1
 
-    A factor of 0 changes nothing. Tokens out of the loss keep A, and their terms are not read.
+    With c = 0 nothing changes. Tokens out of the loss keep A, and their terms are not read.
 
     Args:
         advantage: (N, 1) or (N, T) float.
         term: (N, T) float.
-        trains: (N, T) bool, the tokens in the loss.
+        trains: (N, T) bool, True at tokens in the loss.
         factor: c.
         how: ``add``, ``multiply``.
 
     Returns:
-        (N, T) in the dtype of `advantage`, computed in that of the more precise of the two, at least float32.
+        (N, T) in the dtype of `advantage`, computed in the more precise dtype of both, at least float32.
 
     Example:
         >>> credit, term = torch.tensor([[2.0]]), torch.tensor([[0.5, 3.0]])
@@ -73,7 +73,7 @@ def token_advantage(
 
 
 def changed(advantage: Tensor, term: Tensor, trains: Tensor | None, factor: float, how: How) -> Tensor:
-    """:func:`token_advantage`; where `trains` is None of all tokens."""
+    """Compute :func:`token_advantage`; `trains` None means all tokens."""
     precise = torch.promote_types(torch.promote_types(advantage.dtype, term.dtype), torch.float32)
     credit, term = advantage.to(precise), term.to(precise)
     change = term if how == "add" else term - 1
@@ -87,25 +87,25 @@ def changed(advantage: Tensor, term: Tensor, trains: Tensor | None, factor: floa
 class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
     """Add a term to the advantage of each token, or multiply it (:func:`token_advantage`).
 
-    It stands after the advantage, and several may stand one after the other. What the term reads is recorded
-    data: its columns must be finite for every token in the loss. Of a row that is out of the loss, or has no
-    reward, no token is read, and it keeps its advantage. Measures the share of tokens that it ``changed``, by
-    how much (``abs_mean``), and ``term_mean``: of LogRatio that is an estimate of −KL.
+    Put this stage after the advantage. You can use several. The columns that the term reads must be finite at
+    all tokens in the loss. Rows that are out of the loss, or have no reward, keep their advantage, and their
+    tokens are not read. Measures the fraction of tokens that ``changed``, the mean absolute change
+    (``abs_mean``), and ``term_mean``, which for LogRatio estimates −KL.
 
-    Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if there, and what the
-    term reads; reads and writes `advantage_key`, (N, T, 1) from then on.
+    Reads `loss_mask_key`, ``("headrace", "in_loss")`` and ``("headrace", "reward")`` if they exist, and the
+    columns of the term. Reads and writes `advantage_key`, which becomes (N, T, 1).
 
     Args:
-        term: batch and (N, T) bool tokens in the loss → (N, T) float; see
+        term: a function of the batch and (N, T) bool tokens in the loss, that returns (N, T) float; see
             :mod:`headrace.transforms.advantage.token_terms`.
-        factor: c, or a callable that returns it, for one that changes over the training.
+        factor: c, or a callable that returns c, which may change during training.
         how: ``add``, ``multiply``.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a number is not finite, or what the term says of its columns; a term of another shape;
-            rows are ragged and the term has no `in_keys`.
+        MissingKeyError: a column is missing.
+        BatchError: a number is not finite, the term refuses its columns, the term has another shape, or rows
+            are ragged and the term has no `in_keys`.
 
     Example:
         >>> from headrace.transforms import LogRatio
@@ -138,26 +138,26 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Where its term says so."""
+        """Whether the term compares tokens within groups only."""
         return getattr(self.term, "within_groups", False)
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Rewrite the advantage: now, or where rows are gathered if the term is of each token alone."""
+        """Rewrite the advantage: now, or when rows are gathered if the term is elementwise."""
         key, reader = self.advantage_key, type(self).__name__
         known = rows.in_loss
-        if rows.has(REWARD):  # who has none has no advantage, and is in no statistic
+        if rows.has(REWARD):  # rows without a reward are excluded and have no advantage
             known = known & ~rows[REWARD].isnan()
         trains = read_loss_mask(batch, self.loss_mask_key, rows.there(known), reader=reader)
         before = read_advantage(batch, key, trains, self.loss_mask_key, reader=reader, rows=rows)
         seen = self._seen(rows.table.with_written(shallow_copy(batch)))
         if isinstance(self.term, TokenTerm):
             term = self.term.over(rows.seen_by(self.term, rows.stage), seen, trains)
-        else:  # somebody else's, which knows nothing of a rank without rows
+        else:  # a user's term may not expect a rank without rows
             term = self.term(seen, trains) if len(trains) else trains.double()
         if not isinstance(term, Tensor) or term.shape != trains.shape:
             shape = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
             raise BatchError(
-                f"a term returns one number a token, {tuple(trains.shape)}; {self.term!r} gave {shape}"
+                f"a term must return one number per token, {tuple(trains.shape)}; {self.term!r} gave {shape}"
             )
         factor = float(self.factor() if callable(self.factor) else self.factor)
         late = getattr(self.term, "elementwise", False)
@@ -166,7 +166,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 
         def change(term: Tensor, before: Tensor, trains: Tensor) -> dict[str, Tensor]:
             after = changed(before, term, None if late else trains, factor, self.how)
-            known = finite_inside(after, trains)  # which the term is, too
+            known = finite_inside(after, trains)  # then the term is finite too
             return {"known": known} if late else {"known": known, "after": after}
 
         made = in_blocks(change, term, before, trains)
@@ -219,12 +219,13 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         write_tokens(batch, self.advantage_key, after.unsqueeze(-1), like)
 
     def _seen(self, batch: TensorDictBase) -> TensorDictBase:
-        """The columns as the term sees them: of ragged rows those of its `in_keys`, padded."""
+        """The batch that the term gets; for ragged rows only the columns of its `in_keys`, padded."""
         if not isinstance(batch, LazyStackedTensorDict):
             return batch
         if not hasattr(self.term, "in_keys"):
             raise BatchError(
-                f"of ragged rows a term sees the columns of its in_keys, padded; {self.term!r} has none"
+                "for ragged rows a term needs in_keys, the columns that are padded for it; "
+                f"{self.term!r} has none"
             )
         seen = TensorDict({}, batch_size=batch.batch_size, device=device_of(batch))
         for key in dict.fromkeys([*self._term_keys, self.advantage_key, self.loss_mask_key]):
@@ -236,7 +237,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         return seen
 
     def _id_keys(self) -> list[NestedKey]:
-        """The term's, too."""
+        """The id columns of the stage and of its term."""
         own = getattr(self.term, "group_key", None)
         return [*super()._id_keys(), *([] if own is None else [own])]
 
@@ -244,7 +245,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
 def how_much_changes(
     term: Tensor, before: Tensor, trains: Tensor, *, factor: float, how: How
 ) -> dict[str, Tensor]:
-    """(B,) each: how many tokens are in the loss, how many of them change, by how much, and their terms."""
+    """(B,) each, over the tokens in the loss: count, changed ones, sum of |change|, and sum of the terms."""
     after = token_advantage(before, term, trains, factor=factor, how=how)
     change = zero_outside(after.double() - before.double(), trains).abs_()
     return {
@@ -256,15 +257,16 @@ def how_much_changes(
 
 
 def require_finite(rows: Rows, columns: Mapping[str, Tensor], trains: Tensor) -> None:
-    """Refuse numbers of tokens in the loss that are not finite.
+    """Require finite numbers at all tokens in the loss.
 
     Args:
-        rows: of which the tokens are.
-        columns: (B, T) or (B, 1) each, by their names.
-        trains: (B, T) bool.
+        rows: rows of the tokens.
+        columns: by name, (B, T) or (B, 1) each.
+        trains: (B, T) bool, True at tokens in the loss.
 
     Raises:
-        BatchError: naming the first column, its rows, and the first token of each.
+        BatchError: a number is not finite; the message names the column, its rows, and the first token of
+            each.
     """
     for name, column in columns.items():
         pair = first_token(trains & ~column.isfinite(), column)

@@ -1,4 +1,4 @@
-"""A turn's return, measured against those of the same turn of the others in its group."""
+"""The advantage per turn: the return from a turn on, compared with the same turn of the group's others."""
 
 from __future__ import annotations
 
@@ -52,37 +52,39 @@ def turn_advantage(
     baseline: TurnBaseline = "leave_one_out",
     alone: Alone = "return",
 ) -> Tensor:
-    """Measure each turn's return against that of the same turn of the others in the group.
+    """Compare the return from each turn on with the same turn of the other rollouts in the group.
 
-    For turn k of rollout i, with m the rollouts of the group that have a turn k::
+    For turn k of rollout i, and the m rollouts of the group that have a turn k::
 
         G_ik = Σ_{l≥k} γ^{l−k} r_il
 
         leave_one_out    A_ik = G_ik − Σ_{j≠i} G_jk / (m − 1)
         mean             A_ik = G_ik − Σ_j G_jk / m
 
-    What the others return from turn k on does not depend on what rollout i does there: leave_one_out is
-    unbiased, for any number of turns, if a rollout that is alone at a turn keeps its return. In its place 0
-    is a bias against going on where others stop. A mean that includes the rollout itself makes its credit
-    (m − 1)/m of what it should be, the less the later the turn. Statistics are float64, by sums that do not
-    depend on the order of the rows, and rounded once.
+    The returns of the others do not depend on the actions of rollout i. So ``leave_one_out`` is unbiased for
+    any number of turns, with ``alone="return"``. ``alone="zero"`` is biased against turns that only one
+    rollout reaches. A ``mean`` that includes the rollout itself makes its advantage (m − 1)/m of the unbiased
+    one; the factor is smaller for late turns. Statistics are float64 and rounded once. Sums do not depend on
+    the row order.
 
     Args:
-        reward: (N, K) float, r of each turn that a row has; what else is in it is not read.
+        reward: (N, K) float, r of each turn that a row has; other entries are not read.
         has_turn: (N, K) bool; each turn of a rollout is on one of its rows.
-        group_id: (N,) integers ≥ 0: which rollouts are compared.
-        rollout_id: (N,) integers ≥ 0: which rows are one rollout. None: each row is one.
-        outcome: (N,) float, paid at a rollout's last turn; its rows agree on it. None: nothing is.
+        group_id: (N,) integers ≥ 0; rollouts with the same id are compared.
+        rollout_id: (N,) integers ≥ 0; rows with the same id are one rollout. None: each row is a rollout.
+        outcome: (N,) float, a reward at the last turn of the rollout, the same on all its rows. None: no such
+            reward.
         discount: γ in [0, 1], per turn.
-        baseline: what a return is measured from.
-        alone: what a rollout gets at a turn that no other of its group has: its ``return``, or ``zero``,
-            which is a bias.
+        baseline: ``leave_one_out`` or ``mean``.
+        alone: advantage at a turn that no other rollout of the group has: its ``return``, or ``zero``, which
+            is biased.
 
     Returns:
         (N, K) in the dtype of `reward`, 0 where a row does not have the turn.
 
     Raises:
-        BatchError: a negative id, a rollout in two groups, a turn on two rows, a number that is not finite.
+        BatchError: an id is negative, a rollout is in two groups, a turn is on two rows, or a number is not
+            finite.
 
     Example:
         >>> reward = torch.tensor([[0.0, 4.0], [0.0, 2.0], [3.0, 0.0]])
@@ -95,7 +97,7 @@ def turn_advantage(
     rows = Rows.of(has_turn=has_turn, group=group_id, rollout=rollout_id, reward=paid)
     if reward.shape != has_turn.shape:
         raise BatchError(
-            f"each turn has one reward, (N, K); found {tuple(reward.shape)} for {tuple(has_turn.shape)} turns"
+            f"reward and has_turn must be (N, K); found {tuple(reward.shape)} and {tuple(has_turn.shape)}"
         )
     if has_turn.numel() == 0:
         return reward.to(credit_dtype(reward))
@@ -121,16 +123,16 @@ def credit_of_turns(
     baseline: TurnBaseline,
     alone: Alone,
 ) -> Tensor:
-    """(M, K) float64: :func:`turn_advantage` of rows that are all in the statistics; with its checks.
+    """Check the rows and compute :func:`turn_advantage`: (M, K) float64.
 
     Args:
-        rows: M of them.
+        rows: M rows, none of which is excluded.
         reward: (M, K) float64.
         has_turn: (M, K) bool.
-        outcome: (M,) float64; None: nothing is paid at the end.
+        outcome: (M,) float64, reward at the last turn; None: none.
         discount: γ.
-        baseline: as the function has it.
-        alone: as the function has it.
+        baseline: as in the function.
+        alone: as in the function.
 
     Raises:
         BatchError: as the function.
@@ -140,38 +142,38 @@ def credit_of_turns(
     number = torch.arange(has_turn.shape[1])
     rows.require(
         reward.isfinite().all(1),
-        "every turn's reward must be finite; found {found}. Score those turns, or take the rollouts out "
+        "the reward of every turn must be finite; found {found}. Score these turns, or take the rollouts out "
         "before this stage with SampleFilter(action='exclude')",
         lambda row: f"{reward[row].tolist()} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
-    # 1. The turns of each rollout, (n, K), of which each is on one row.
+    # 1. The number of rows that have each turn of each rollout, (n, K): 0 or 1.
     times = torch.zeros(rollouts.n, len(number), dtype=torch.int64)
     times.index_add_(0, rollouts.of, has_turn.long())
     twice = has_turn & (rollouts.spread(times) > 1)
     rows.require(
         ~twice.any(1),
-        "a turn of a rollout is on one row; found {found}. Tokens of an earlier turn that a row repeats as "
-        "context have the turn index -1",
+        "each turn of a rollout must be on one row; found {found}. If a row repeats tokens of an earlier "
+        "turn as context, set their turn index to -1",
         lambda row: (
             f"turn {int(twice[row].int().argmax())} of rollout {rows.name('rollout', row)} also on a row "
             f"other than {rows.at(row)}"
         ),
     )
     returns = torch.zeros(times.shape, dtype=torch.float64).index_add_(0, rollouts.of, reward)
-    there = times > 0
+    has = times > 0
     # 2. The return from each turn on: G_k = r_k + γ G_{k+1}.
     if outcome is not None:
         require_rewards(rows, outcome, siblings_agree=True)
-        last = torch.where(there, number, -1).amax(1)
-        returns += torch.where(there & (number == last[:, None]), outcome[rollouts.first][:, None], 0.0)
+        last = torch.where(has, number, -1).amax(1)
+        returns += torch.where(has & (number == last[:, None]), outcome[rollouts.first][:, None], 0.0)
     returns = returns_from(returns, discount)
-    # 3. Against the same turn of the others: each pair of group and turn is a group of its own.
+    # 3. Compare within each pair of group and turn.
     pair = rows.groups.of[rollouts.first][:, None] * len(number) + number
     singleton = "raw" if alone == "return" else "zero"
     formula = Formula(baseline, "none", singleton=singleton)  # type: ignore[arg-type]
-    g = Grouped(returns[there], Ids(pair[there]))
+    g = Grouped(returns[has], Ids(pair[has]))
     credit = torch.zeros_like(returns)
-    credit[there] = g.unsorted(advantage_in_groups(g, formula))
+    credit[has] = g.unsorted(advantage_in_groups(g, formula))
     return rollouts.spread(credit).masked_fill(~has_turn, 0.0)
 
 
@@ -179,30 +181,30 @@ class TurnAdvantage(
     BatchTransform,
     columns=("turn_index", "turn_reward", "turn", "reward", "group", "rollout", "loss_mask", "advantage"),
 ):
-    """Write each turn's advantage against the same turn of the others in its group (:func:`turn_advantage`).
+    """Write the advantage of each turn, compared with the same turn of the group (:func:`turn_advantage`).
 
-    Turns are inside rows, each token with the number of its turn; or with ``turn_index_key=None`` each row is
-    a turn with a reward of its own, as RewardsToGo takes it. Rows that are out of the statistics get 0, and
-    tokens without a turn.
+    By default turns are inside rows, and each token has the number of its turn. With ``turn_index_key=None``
+    each row is a turn with its own reward, as for RewardsToGo. Excluded rows and tokens without a turn get 0.
 
-    Reads `turn_index_key` and `loss_mask_key` if there, `turn_reward_key` by `turn_rewards`, by `outcome`
-    ``("headrace", "reward")`` if there, else `reward_key`; `group_key`, `rollout_key`. Writes
-    `advantage_key`: (N, T, 1), or where rows are turns (N, 1, 1).
+    Reads `turn_index_key`, `group_key`, `rollout_key`, and `loss_mask_key` if it exists. Reads
+    `turn_reward_key` if `turn_rewards` is set. With ``outcome="last"`` it reads ``("headrace", "reward")`` if
+    it exists, else `reward_key`. Writes `advantage_key`: (N, T, 1), or (N, 1, 1) if rows are turns.
 
     Args:
         discount: γ in [0, 1], per turn.
-        baseline: ``leave_one_out``, which is unbiased, or ``mean``, the rollout itself included.
-        alone: what a rollout gets at a turn that no other of its group has: its ``return``; or ``zero``,
-            which is a bias against turns that few reach.
-        turn_rewards: where turns have rewards of their own: ``none``; in `turn_reward_key` one a ``turn``,
-            (N, K); or one a ``token``, (N, T), which are added up over the tokens of a turn.
-        outcome: whether the rollout's reward is paid at its ``last`` turn, besides; or ``none`` is.
-        missing: what an outcome of NaN does: ``raise``, or ``skip``: its rollout is out of the statistics.
+        baseline: ``leave_one_out``, which is unbiased; or ``mean``, which includes the rollout itself.
+        alone: advantage at a turn that no other rollout of the group has: its ``return``; or ``zero``, which
+            is biased against turns that few rollouts reach.
+        turn_rewards: rewards of turns in `turn_reward_key`: ``none``; one per ``turn``, (N, K); or one per
+            ``token``, (N, T), which are added up over the tokens of a turn.
+        outcome: ``last`` adds the reward of the rollout at its last turn; ``none`` does not.
+        missing: what happens to a missing outcome (NaN): ``raise`` an error, or ``skip``, which excludes the
+            rollout.
         names: other names of columns, such as `turn_index_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: as the function; a token in the loss, or with a reward, that has no turn.
+        MissingKeyError: a column is missing.
+        BatchError: as the function; also if a token in the loss, or with a reward, has no turn.
 
     Example:
         >>> from tensordict import TensorDict
@@ -232,11 +234,11 @@ class TurnAdvantage(
         rows_are_turns = self.turn_index_key is None
         if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
             raise ValueError(
-                "where rows are turns (turn_index_key=None) each brings its own reward: leave turn_rewards="
+                "if rows are turns (turn_index_key=None) each has its own reward: leave turn_rewards="
                 f"'none', outcome='last', missing='raise'; got {turn_rewards!r}, {outcome!r}, {missing!r}"
             )
         if not rows_are_turns and self.turn_key is not None:
-            raise ValueError("turn_key is for rows that are turns: set turn_index_key=None")
+            raise ValueError("turn_key is only read if rows are turns: set turn_index_key=None")
         if (turn_rewards, outcome) == ("none", "none"):
             raise ValueError("without turn_rewards and outcome there is no reward: set one of them")
         process = None if turn_rewards == "none" else self.turn_reward_key
@@ -249,11 +251,11 @@ class TurnAdvantage(
 
     @property
     def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
-        """Where rows are turns, by their places."""
+        """``places`` if rows are turns, because turns are then numbered by their index in the rollout."""
         return "places" if self.turn_index_key is None else ""
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Add the advantage, to tokens where rows are gathered."""
+        """Compute the advantage. That of tokens is written when rows are gathered."""
         if self.turn_index_key is None:
             self._of_rows(rows)
             return batch
@@ -265,10 +267,11 @@ class TurnAdvantage(
             size = size + process.shape[1]
         elif turn.shape[1]:
             size = turn.amax(1) + 1
-        # 1. How many turns there are at most, in the rows of all ranks.
+        # 1. The largest number of turns of a row, over all ranks.
         sizes = rows.measured(turns=size)["turns"]
         turns = int(sizes.max()) if len(sizes) else 0
-        # 2. Of each row and turn whether the row has it, and its reward; and what is out of place.
+        # 2. For each row and turn: whether the row has it, and its reward. Also tokens and rewards without a
+        # turn.
         mask = None
         if has_key(batch, self.loss_mask_key):
             mask = read_tokens(batch, self.loss_mask_key, reader=reader, option="loss_mask_key")
@@ -278,10 +281,10 @@ class TurnAdvantage(
             same_width(turn, of_token, "turn_index_key and turn_reward_key")
 
         def of_some(turn: Tensor, mask: Tensor | None, of_token: Tensor | None) -> dict[str, Tensor]:
-            place = turn.clamp(-1, turns).add_(1)  # 0 of none, and behind the last of one that is beyond it
-            there = torch.zeros(len(turn), turns + 2, dtype=torch.bool, device=turn.device)
-            there.scatter_(1, place, True)
-            made = {"has_turn": there[:, 1:-1], "unplaced": there[:, -1]}
+            place = turn.clamp(-1, turns).add_(1)  # 0: no turn; turns + 1: an index that is too large
+            has = torch.zeros(len(turn), turns + 2, dtype=torch.bool, device=turn.device)
+            has.scatter_(1, place, True)
+            made = {"has_turn": has[:, 1:-1], "unplaced": has[:, -1]}
             if mask is not None:
                 inside = mask if mask.dtype is torch.bool else mask != 0
                 made["unplaced"] = made["unplaced"] | (count_true(inside & (turn < 0)) > 0)
@@ -297,7 +300,7 @@ class TurnAdvantage(
             reward[:, : process.shape[1]] = process.double()
             made["misplaced"] = ((reward != 0) & ~made["has_turn"]).any(1)
         found = rows.measured(reward=reward, **{"misplaced": torch.zeros_like(made["unplaced"])} | made)
-        # 3. The advantage of rows in the statistics, and 0 for the others.
+        # 3. The advantage; excluded rows get 0.
         outcome, chosen = None, torch.ones(len(rows), dtype=torch.bool)
         chosen = chosen if rows.counted is None else rows.counted
         dtype = torch.float64 if process is None else credit_dtype(process)
@@ -311,14 +314,14 @@ class TurnAdvantage(
             credit[chosen] = credit_of_turns(some, *columns, self.discount, self.baseline, self.alone)
         some.require(
             found["unplaced"][chosen] == 0,
-            "every token in the loss needs a turn, from 0 on and below the number of rewards; found others "
-            "in {found}. Write turn_index where turns are generated",
+            "every token in the loss needs a turn index ≥ 0 and below the number of rewards; found others in "
+            "{found}. Write turn_index where turns are generated",
             describe_row(some),
         )
         some.require(
             found["misplaced"][chosen] == 0,
-            "a reward belongs to a turn of its row; found others, that are not 0, in {found}. Write it on a "
-            "token of the turn that it is for, or into the column of that turn",
+            "every reward that is not 0 must belong to a turn of its row; found others in {found}. Write it "
+            "on a token of its turn, or into the column of its turn",
             describe_row(some),
         )
         if turns:
@@ -327,7 +330,7 @@ class TurnAdvantage(
         return batch
 
     def _of_rows(self, rows: Rows) -> None:
-        """Rows are turns. One that is out of the statistics keeps its place among those of its rollout."""
+        """Compute the advantage if rows are turns. An excluded row still counts as a turn."""
         reward, dtype = rows.number("reward").double(), dtype_of_reward(rows)
         _, place = places_on_arrival(rows)
         place, some = rows.from_arrival(place), rows.statistics
@@ -343,7 +346,7 @@ class TurnAdvantage(
         rows.put("advantage", rows.from_statistics(credit), dtype=dtype, ndim=3)
 
     def _write(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Write the advantage of gathered rows: that of each token's turn, 0 without a turn."""
+        """Write the advantage of gathered rows: each token gets that of its turn, or 0 without a turn."""
         turn, credit = self._turns_in(batch), numbers["credit"].to(dtype)
         credit = torch.cat([credit.new_zeros(len(credit), 1), credit], 1)
         last = credit.shape[1] - 2
@@ -355,20 +358,20 @@ class TurnAdvantage(
         write_tokens(batch, self.advantage_key, of_token.unsqueeze(-1), self.turn_index_key)
 
     def _turns_in(self, batch: TensorDictBase) -> Tensor:
-        """(B, T) int64, −1 where a token is of no turn."""
+        """(B, T) int64: turn of each token, −1 without a turn."""
         key, reader = self.turn_index_key, type(self).__name__
         turn = read_tokens(batch, key, fill=-1, reader=reader, option="turn_index_key")
         return whole_numbers(turn, key, "turn_index_key")
 
 
 def dtype_of_reward(rows: Rows) -> torch.dtype:
-    """In which an advantage is written: that of the reward as collected, where it is of floats."""
+    """The dtype of the advantage: that of the collected reward, or float32 if it is not floating-point."""
     dtype = rows.dtype("reward" if rows.has("reward") else REWARD)
     return dtype if dtype.is_floating_point else FLOAT
 
 
 def _sum_by_turn(reward: Tensor, turn: Tensor, turns: int) -> Tensor:
-    """(B, K) float64: the rewards of each turn's tokens, added up in the order of their size."""
+    """(B, K) float64: the sum of the rewards of each turn's tokens, added in sorted order."""
     row, token = ((reward != 0) & (turn >= 0)).nonzero().unbind(1)
     values, place = reward[row, token].double().cpu(), (row * turns + turn[row, token]).cpu()
     order = values.argsort()

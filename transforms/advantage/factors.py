@@ -1,4 +1,4 @@
-"""Factors for an advantage that is there: by its sign, and by how difficult its group is."""
+"""Stages that multiply the advantage: by its sign, or by the difficulty of its group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from headrace.transforms.stage import BatchTransform
 
 @takes_options
 def difficulty_weight(mean: Tensor, strength: float) -> Tensor:
-    """How much a group weighs by its mean reward p: ``exp(−λ KL(p ‖ ½))``.
+    """Compute the weight of a group from its mean reward p: ``exp(−λ KL(p ‖ ½))``.
 
-    With rewards of 0 and 1 p is the share that succeeds, and KL(p ‖ ½) = p ln 2p + (1 − p) ln 2(1 − p) says
-    how far that is from a half, from which most is to be learnt: the weight is 1 there, and 2^−λ where all or
-    none succeed (MGPO of VibeThinker, arXiv:2511.06221).
+    With rewards of 0 and 1, p is the success rate. KL(p ‖ ½) = p ln 2p + (1 − p) ln 2(1 − p) is its distance
+    from ½. The weight is 1 at p = ½, and 2^−λ if all or none succeed (MGPO of VibeThinker, arXiv:2511.06221).
 
     Args:
         mean: (N,) float in [0, 1].
@@ -40,10 +39,10 @@ def difficulty_weight(mean: Tensor, strength: float) -> Tensor:
 
 
 class SignFactors(BatchTransform, columns=("advantage",)):
-    """Multiply advantages above 0 by one factor, and those below by another: ``A ← λ₊ A⁺ + λ₋ A⁻``.
+    """Multiply positive and negative advantages by two factors: ``A ← λ₊ max(A, 0) + λ₋ min(A, 0)``.
 
-    W-REINFORCE (arXiv:2506.01347) has λ₊ = 0.1 and λ₋ = 1, with rewards of ±1 as they are for an advantage.
-    Every number of an advantage by token is taken by itself. Half precision is multiplied in float32.
+    W-REINFORCE (arXiv:2506.01347) has λ₊ = 0.1 and λ₋ = 1, and uses rewards of ±1 as the advantage. An
+    advantage per token is multiplied token by token. Half precision is multiplied in float32.
 
     Reads and writes `advantage_key`.
 
@@ -53,7 +52,7 @@ class SignFactors(BatchTransform, columns=("advantage",)):
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
+        MissingKeyError: a column is missing.
 
     Example:
         >>> from tensordict import TensorDict
@@ -80,18 +79,18 @@ class SignFactors(BatchTransform, columns=("advantage",)):
 class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")):
     """Multiply the advantage by :func:`difficulty_weight` of the group's mean reward.
 
-    The mean is over the rollouts in the statistics that have a reward. The advantage of rows that are out of
-    them becomes 0.
+    The mean is over the rollouts that have a reward and are not excluded. The advantage of excluded rows
+    becomes 0.
 
-    Reads ``("headrace", "reward")``, `group_key`, `rollout_key`; reads and writes `advantage_key`.
+    Reads ``("headrace", "reward")``, `group_key` and `rollout_key`. Reads and writes `advantage_key`.
 
     Args:
         strength: λ ≥ 0.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a reward outside [0, 1], of which no mean is a share.
+        MissingKeyError: a column is missing.
+        BatchError: a reward is outside [0, 1].
 
     Example:
         >>> DifficultyWeight(strength=4.0)
@@ -119,8 +118,8 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         counts = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
         rows.require(
             ~counts | ((reward >= 0) & (reward <= 1)),
-            "a group's difficulty is the share of its rewards, which must be in [0, 1]; found {found}. Put "
-            "RewardScale behind FanOutCollapse, or leave this stage out",
+            "DifficultyWeight needs rewards in [0, 1], whose mean is a success rate; found {found}. Put "
+            "RewardScale after FanOutCollapse, or remove this stage",
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
         groups = Ids(rows.groups.of, counts & rows.rollouts.is_first)

@@ -1,4 +1,4 @@
-"""Who is compared with whom, where more than one column says: role and group, role and episode."""
+"""Combine several id columns into one id, for example group and role."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Rows
 from headrace.transforms.stage import BatchTransform
 
-BITS = 62  # of an id, as `number_labels` makes them
+BITS = 62  # bits of an id, as in `number_labels`
 
 
 def combine_ids(*ids: Tensor) -> Tensor:
-    """A number for each tuple of ids: equal ones for equal tuples, in every batch, process and run.
+    """Hash each tuple of ids to one id. Equal tuples get equal ids in every batch, process and run.
 
-    A hash, the finaliser of SplitMix64 (doi:10.1145/2714064.2660195) over one id after another, in the order
-    given.
+    The hash is the finaliser of SplitMix64 (doi:10.1145/2714064.2660195), applied to one id after another in
+    the given order.
 
     Args:
         ids: (N,) int64 each.
 
     Returns:
-        (N,) int64 ≥ 0; −1 where an id is negative, and so not set.
+        (N,) int64 ≥ 0; −1 if an id of the tuple is negative, which means missing.
 
     Example:
         >>> group, role = torch.tensor([7, 7, 7, 8]), torch.tensor([0, 1, 0, 0])
@@ -36,7 +36,7 @@ def combine_ids(*ids: Tensor) -> Tensor:
     mixed = torch.zeros_like(ids[0])
     for column in ids:
         mixed = mixed + column + -7046029254386353131  # 2^64 over the golden ratio, odd
-        # Each bit of an int64 depends on all; its arithmetic wraps around, and shifts keep no sign.
+        # int64 arithmetic wraps around. The mask makes the right shift logical (zero-filled).
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
             mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
     unset = torch.stack(ids).amin(0) < 0
@@ -44,21 +44,21 @@ def combine_ids(*ids: Tensor) -> Tensor:
 
 
 class CombineIds(BatchTransform):
-    """Write one id for each tuple of ids in a row (:func:`combine_ids`), by which later stages compare.
+    """Combine several ids of each row into one id, which later stages use as group id (:func:`combine_ids`).
 
-    With ``keys=["group_id", "role"]`` and ``advantage.group_key="peer_id"`` a solver is compared with the
-    solvers of its group, and a proposer with the proposers; with ``["episode_id", "role"]`` with those of its
-    episode alone.
+    With ``keys=["group_id", "role"]`` and ``advantage.group_key="peer_id"`` solvers are compared with the
+    solvers of their group, and proposers with the proposers. With ``["episode_id", "role"]`` they are
+    compared only within their episode.
 
-    Reads `keys`, which may be text; writes `into`.
+    Reads `keys`, which may be text. Writes `into`.
 
     Args:
-        keys: columns, (N,) or (N, 1) int ≥ 0 or N strings each, two at least.
-        into: where the id goes, (N,) int64.
+        keys: at least two columns, (N,) or (N, 1) int ≥ 0 or N strings each.
+        into: key of the combined id, (N,) int64.
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: an id that is not set; two tuples with one number.
+        MissingKeyError: a column is missing.
+        BatchError: an id is missing, or two tuples have the same hash.
 
     Example:
         >>> from tensordict import TensorDict
@@ -80,7 +80,7 @@ class CombineIds(BatchTransform):
         return self.keys
 
     def decide(self, rows: Rows) -> None:
-        """Add the id."""
+        """Write the combined id."""
         exact = [(key,) if isinstance(key, str) else key for key in (*self.keys, self.into)]
         for key in exact[:-1]:
             if not rows.has(key):
@@ -93,12 +93,12 @@ class CombineIds(BatchTransform):
         same = torch.stack([first.spread(column[first.first]) == column for column in columns]).all(0)
         rows.require(
             same | (combined < 0),
-            "two tuples of ids have one number, which is a matter of 2^-62; rename an id of {found}",
+            "two tuples of ids have the same 62-bit hash; change an id of {found}",
             lambda row: f"{tuple(int(column[row]) for column in columns)} at row {rows.at(row)}",
         )
         rows.put(exact[-1], combined, dtype=torch.int64, ndim=1, fill=-1)
 
 
 def last_of(key: NestedKey) -> str:
-    """What messages call a column."""
+    """The name of a column in messages."""
     return key if isinstance(key, str) else str(key[-1])

@@ -1,4 +1,4 @@
-"""A baseline that goes on from batch to batch, for groups of one rollout."""
+"""A running baseline, which is updated from batch to batch, for groups of one rollout."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from headrace.transforms.stage import BatchTransform
 
 from .peers import last_of
 
-COUNTING = threading.Lock()  # several threads may share a stage; of a lock of its own there is no copy
+COUNTING = threading.Lock()  # threads may share a stage; a lock on the stage could not be copied
 
 
 class Tracked(NamedTuple):
-    """What is known of the rewards of each key, on the CPU."""
+    """The running mean of each key, on the CPU."""
 
     keys: Tensor
     """(K,) int64, ascending."""
     mean: Tensor
-    """(K,) float64."""
+    """(K,) float64: the running mean b."""
     weight: Tensor
-    """(K,) float64: how many rollouts that mean is worth."""
+    """(K,) float64: the weight w of the mean, in rollouts."""
 
     def look_up(self, keys: Tensor, start: float, start_weight: float) -> tuple[Tensor, Tensor]:
-        """Mean and weight of (M,) keys; of those not seen yet what they start with."""
+        """Mean and weight of (M,) keys; `start` and `start_weight` for new keys."""
         if len(self.keys) == 0:
             starts = torch.tensor([[start], [start_weight]], dtype=torch.float64)
             mean, weight = starts.expand(2, len(keys))
@@ -46,9 +46,9 @@ class Tracked(NamedTuple):
     def after(
         self, keys: Tensor, reward: Tensor, *, decay: float, start: float, start_weight: float
     ) -> Tracked:
-        """With the rewards of a batch, in whatever order.
+        """The means after the rewards of a batch, whatever their order.
 
-        m rewards of a key count as m times their mean r, one after the other. With ρ the decay::
+        m rewards of a key are replaced by m times their mean r. With the decay ρ::
 
             w' = ρ^m w + (1 − ρ^m)/(1 − ρ)      b' = (ρ^m w b + (1 − ρ^m)/(1 − ρ) r) / w'
 
@@ -56,8 +56,8 @@ class Tracked(NamedTuple):
             keys: (M,) int64.
             reward: (M,) float64.
             decay: ρ in [0, 1].
-            start: b of a key that was not seen.
-            start_weight: w of it.
+            start: b of a new key.
+            start_weight: w of a new key.
         """
         if len(keys) == 0:
             return self
@@ -75,49 +75,49 @@ class Tracked(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a running baseline remembers."""
+    """The state of a running baseline."""
 
     before: Tracked
-    """Before the last batch."""
+    """The means before the last batch."""
     after: Tracked
-    """After it."""
+    """The means after the last batch."""
     last: Tensor
-    """(3, M) int64: keys, rollouts and the bits of the rewards of the last batch, by which it is known."""
+    """(3, M) int64: keys, rollout ids and bits of the rewards of the last batch, to recognise it."""
 
     def knows(self, came: Tensor) -> bool:
-        """Whether these (3, M) are the last batch again."""
+        """Whether this (3, M) batch is the last one again."""
         return bool(came.shape[1]) and torch.equal(came, self.last)
 
 
 class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout")):
-    """Subtract from the advantage what the rewards of earlier batches were, by a key: ``A ← A − b(key)``.
+    """Subtract the running mean of earlier rewards with the same key: ``A ← A − b(key)``.
 
-    Behind ``GroupRelativeAdvantage(baseline="none", scale="none")`` that is R − b, for groups of one rollout.
-    A batch is measured against what was known before it, and then it counts: with ρ the `decay`, each reward
-    of a key makes of its mean b, which is worth w rollouts, ::
+    After ``GroupRelativeAdvantage(baseline="none", scale="none")`` this gives R − b, for groups of one
+    rollout. The baseline of a batch uses only earlier batches. Then the batch updates the mean b and its
+    weight w, with the `decay` ρ, for each reward of a key::
 
         w ← ρ w + 1      b ← b + (R − b)/w
 
-    so that neither order nor cut of a batch changes a bit. Of several rewards of one key in a batch each
-    counts as their mean. With `start_weight` 1/(1 − ρ), w stays what it is, and b is the exponential moving
-    average of RAE (SPIRAL, arXiv:2506.24119), with a role as the key. With a prompt as the key it is the
-    value tracker of SPO (arXiv:2509.13232), but for its ρ, which follows the KL divergence between policies.
+    Several rewards of a key in one batch are each replaced by their mean, so the order of the rows changes no
+    bit. With `start_weight` 1/(1 − ρ), w is constant and b is the exponential moving average of RAE (SPIRAL,
+    arXiv:2506.24119), whose key is a role. With a prompt as the key it is the value tracker of SPO
+    (arXiv:2509.13232), except that ρ of SPO follows the KL divergence between policies.
 
-    A batch that is given again, with the same keys, rollouts and rewards as the last, is measured as it was
-    and counts once, also after ``load_state_dict``. What a stage of the pipeline refuses does not count.
-    Rollouts that are out of the statistics or have no reward neither count nor change.
+    If you pass the last batch again, with the same keys, rollouts and rewards, it gets the same baseline and
+    counts once, also after ``load_state_dict``. A batch that the pipeline refuses does not count. Excluded
+    rollouts, and rollouts without a reward, do not count and do not change.
 
-    Reads ``("headrace", "reward")``, `baseline_key`, `rollout_key`; reads and writes `advantage_key`.
+    Reads ``("headrace", "reward")``, `baseline_key` and `rollout_key`. Reads and writes `advantage_key`.
 
     Args:
         decay: ρ in [0, 1].
-        start: b of a key that was not seen.
-        start_weight: how many rollouts `start` is worth, > 0; None: 1/(1 − ρ).
+        start: b of a new key.
+        start_weight: weight w of `start`, in rollouts, > 0; None: 1/(1 − ρ).
         names: other names of columns, such as `baseline_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a negative key; the rows of a rollout have several.
+        MissingKeyError: a column is missing.
+        BatchError: a key is negative, or the rows of a rollout have different keys.
 
     Example:
         >>> from tensordict import TensorDict
@@ -146,11 +146,11 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         self.decay, self.start = within("decay", decay, 0, 1), start
         if self.rollout_key is None:
             raise ValueError(
-                "a batch that comes again is known by its rollouts, and row numbers are the same in every "
-                "batch: RunningBaseline needs a rollout_key, of ids that no two batches share"
+                "RunningBaseline needs rollout_key, with ids that are unique across batches: it recognises a "
+                "repeated batch by its rollouts"
             )
         if start_weight is None and decay == 1:
-            raise ValueError("decay=1 forgets nothing, and a start is never outweighed: give start_weight")
+            raise ValueError("decay=1 needs start_weight, because the default 1/(1 − decay) is infinite")
         self.start_weight = above_zero("start_weight", start_weight)
         weight = 1 / (1 - decay) if start_weight is None else start_weight
         self._formula = {"decay": decay, "start": start, "start_weight": weight}
@@ -161,12 +161,12 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         return [*super()._id_keys(), *([] if self.baseline_key is None else [self.baseline_key])]
 
     def decide(self, rows: Rows) -> None:
-        """Rewrite the advantage; the batch counts when nobody has refused it (:meth:`state_after`)."""
+        """Rewrite the advantage. :meth:`state_after` updates the means once the batch is accepted."""
         credit, reward = rows.number("advantage"), rows[REWARD]
         keys = torch.zeros(len(rows), dtype=torch.int64)
         if self.baseline_key is not None:
             keys = rows.integers("baseline", str(self.baseline_key))
-        # Rewards are finite or missing, a rollout has one, and one key that is set.
+        # A rollout has one reward, finite or missing, and one key ≥ 0.
         some, key, paid = rows.statistics, keys, reward.nan_to_num(0.0, torch.inf, -torch.inf)
         if rows.counted is not None:
             key, paid = keys[rows.counted], paid[rows.counted]
@@ -174,12 +174,12 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         some.require_set(key, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
         some.require(
             some.rollouts.spread(key[some.rollouts.first]) == key,
-            "the rows of a rollout have one baseline_key; found {found}",
+            "all rows of a rollout must have the same baseline_key; found {found}",
             lambda row: f"{int(key[row])} at row {some.at(row)} (rollout {some.name('rollout', row)})",
         )
         counts = rows.rollouts.is_first & ~reward.isnan()
         came = torch.stack([keys, rows.rollouts.labels, reward.view(torch.int64)])[:, counts]
-        came = came[:, came[1].argsort()]  # ranks and orders of rows are no matter
+        came = came[:, came[1].argsort()]  # a batch is recognised in any row order
         known = self.memory
         before = known.before if known.knows(came) else known.after
         baseline = before.look_up(keys, self._formula["start"], 0.0)[0].masked_fill(reward.isnan(), 0.0)
@@ -193,7 +193,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         rows.metric("keys", len(before.keys))
 
     def state_after(self, rows: Rows) -> None:
-        """Let the batch count, once."""
+        """Update the means with the batch, unless it is the last one again."""
         came = rows.table.notes.pop(self, None)
         with COUNTING:
             if came is not None and not self.memory.knows(came):
@@ -202,10 +202,10 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
                 self.memory = Memory(before, after, came)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What ``state_dict`` saves."""
+        """The state that ``state_dict`` saves."""
         before, after, last = self.memory
         return {"before": before._asdict(), "after": after._asdict(), "last": last}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         self.memory = Memory(Tracked(**state["before"]), Tracked(**state["after"]), state["last"])

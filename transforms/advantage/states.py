@@ -1,4 +1,4 @@
-"""Groups within a group: the steps of a group's rollouts that started from the same state."""
+"""Advantages of steps, compared with other steps of the group that start in the same state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ StateBaseline = Literal["mean", "leave_one_out"]
 
 
 def state_groups(group_id: Tensor, state_id: Tensor) -> Tensor:
-    """Number the pairs of group and state: rows of one group in one state share a number.
+    """Number the pairs of group and state. Rows of one group in one state get the same number.
 
     Args:
         group_id: (N,) integers.
-        state_id: (N,) integers, any labels; equal ones in two groups are two states.
+        state_id: (N,) integers, any labels; equal labels in two groups are two states.
 
     Returns:
-        (N,) int64 ≥ 0, fit to be group ids.
+        (N,) int64 ≥ 0, which can be used as group ids.
 
     Example:
         >>> state_groups(torch.tensor([0, 0, 0, 1]), torch.tensor([7, 5, 7, 7])).tolist()
@@ -41,19 +41,19 @@ def state_groups(group_id: Tensor, state_id: Tensor) -> Tensor:
 
 
 def leave_rollouts_out(centred: Tensor, states: Ids, own: Ids) -> Tensor:
-    """From deviations about a state's mean, those about the mean of the other rollouts' steps there.
+    """Turn deviations from the state's mean into deviations from the mean of the other rollouts' steps.
 
-    With d the deviations, which add up to 0 over a state of n steps, m of them of rollout i::
+    A state has n steps, m of them of rollout i. The deviations d add up to 0 over a state::
 
         G_i − Σ_{j of others} G_j / (n − m) = d_i + Σ_{j of i} d_j / (n − m)
 
     Args:
-        centred: (N,) float64, d, or d over a scale.
-        states: of the rows.
-        own: pairs of state and rollout.
+        centred: (N,) float64, d, or d divided by a scale.
+        states: state of each row.
+        own: pair of state and rollout of each row.
 
     Returns:
-        (N,), 0 where no other rollout is.
+        (N,), 0 if no other rollout has a step in the state.
 
     Example:
         >>> states, own = Ids(torch.tensor([0, 0, 0])), Ids(torch.tensor([0, 1, 1]))
@@ -65,37 +65,37 @@ def leave_rollouts_out(centred: Tensor, states: Ids, own: Ids) -> Tensor:
 
 
 class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "rollout")):
-    """Add each step's advantage among the steps of its group that started from the same state.
+    """Add the advantage of each step among the steps of its group that start in the same state.
 
-    GiGPO (arXiv:2505.10978, eq. 8 to 10): with G the return from a step on, and the steps of the group's
-    rollouts that share an anchor state as the group to compare with, ::
+    GiGPO (arXiv:2505.10978, eq. 8 to 10). G is the return from a step on. It is compared with the steps of
+    the group's rollouts that have the same anchor state::
 
         A ← A + ω · (G − b) / s        s as `scale` says
 
         mean            b = mean(G in the state)
         leave_one_out   b = mean(G in the state of the other rollouts)
 
-    Every step counts, also two of one rollout. A mean that includes the step itself makes its credit
-    (m − 1)/m of what it should be among m steps; leave_one_out is unbiased, if a rollout that is alone in a
-    state keeps its return. With the turn's number as `state_key`, segments are compared turn by turn.
+    Every step counts, also two steps of one rollout. A mean over m steps that includes the step itself makes
+    its advantage (m − 1)/m of the unbiased one. ``leave_one_out`` with ``alone="return"`` is unbiased. If
+    `state_key` is the number of the turn, segments are compared turn by turn.
 
-    Reads `advantage_key`, ``("headrace", "return")``, `group_key`, `state_key`, and `rollout_key` where it
-    matters whose steps they are; writes `advantage_key`.
+    Reads `advantage_key`, ``("headrace", "return")``, `group_key` and `state_key`. Reads `rollout_key` unless
+    `baseline` is ``mean`` and `alone` is ``zero``. Writes `advantage_key`.
 
     Args:
         weight: ω.
-        baseline: ``mean``, or ``leave_one_out`` of one's own rollout.
-        alone: what a rollout adds for a state that no other was in: ``zero``, as GiGPO has it, a bias; or
-            its ``return``. Under ``mean`` with ``zero``, steps of one rollout are compared as any others.
-        scale: ``group``, ``none``, …, as GroupRelativeAdvantage has it, within a state.
+        baseline: ``mean``; or ``leave_one_out``, which leaves out the steps of the same rollout.
+        alone: what is added for a state that only one rollout visits: ``zero``, as in GiGPO, which is biased;
+            or its ``return``. With ``mean`` and ``zero``, steps of one rollout are compared like any others.
+        scale: ``group``, ``none``, …, as in GroupRelativeAdvantage, within a state.
         ddof: 1 or 0, for a `scale`.
         eps: ε ≥ 0, for a `scale`.
-        eps_mode: how ε enters, for a `scale`.
+        eps_mode: how ε is added, for a `scale`.
         names: other names of columns, such as `state_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a negative id.
+        MissingKeyError: a column is missing.
+        BatchError: an id is negative.
 
     Example:
         >>> StateAdvantage(weight=0.5)
@@ -119,8 +119,8 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         self.alone = one_of("alone", alone, get_args(Alone))
         if (baseline, scale) == ("leave_one_out", "leave_one_out"):
             raise ValueError(
-                "scale='leave_one_out' differs from step to step of a rollout, whose steps leave_one_out "
-                "adds up: give another scale, or baseline='mean'"
+                "baseline='leave_one_out' needs one scale for all steps of a rollout in a state, which "
+                "scale='leave_one_out' does not give: set another scale, or baseline='mean'"
             )
         rollouts = self.rollout_key if self._asks_whose else None
         built_on = (self.state_key, self.group_key, RETURN, COUNTED, rollouts)
@@ -133,16 +133,16 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
 
     @property
     def _asks_whose(self) -> bool:
-        """Whether it matters which steps are one rollout's."""
+        """Whether the rollout of each step is needed."""
         return (self.baseline, self.alone) != ("mean", "zero")
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Unless the scale is of the batch."""
+        """False if the scale uses the whole batch."""
         return self.formula.within_groups
 
     def decide(self, rows: Rows) -> None:
-        """Add to the advantage."""
+        """Add the term to the advantage."""
         credit, some = rows.number("advantage"), rows.statistics
         returns = some[RETURN]
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
@@ -152,7 +152,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         within = steps.unsorted(advantage_in_groups(steps, self.formula))
         if self._asks_whose:
             rollouts = some.ids("rollout", checked=False)
-            some.require_set(rollouts, "rollout_id", "rows without an id would be one rollout's")
+            some.require_set(rollouts, "rollout_id", "rows without an id would be taken for one rollout")
             own = states.paired_with(rollouts)
             if self.baseline == "leave_one_out":
                 within = leave_rollouts_out(within, states, own)

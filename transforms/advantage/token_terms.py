@@ -1,9 +1,9 @@
-"""What the tokens of a rollout are credited with beside its advantage: terms for :class:`TokenAdvantage`.
+"""Terms per token for :class:`TokenAdvantage`.
 
-A term is a callable: a batch and the (N, T) bool tokens in the loss go in, (N, T) numbers come out, of which
-those of tokens in the loss are read. `in_keys` are the columns that it reads, dense when it sees them: of
-ragged rows it is given these alone, padded on the right. What a term measures over tokens is over those in
-the loss, of all ranks that share the batch (:meth:`TokenTerm.over`).
+A term is a callable. It takes a batch and (N, T) bool, the tokens in the loss, and returns (N, T) numbers.
+Only the numbers of tokens in the loss are used. `in_keys` are the columns that it reads. For ragged rows it
+gets only these columns, padded on the right. A sum or mean over tokens is over the tokens in the loss of all
+ranks that share the batch (:meth:`TokenTerm.over`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Centre = Literal["none", "batch"]
 
 @takes_options
 def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
-    """How much more a teacher believes in a token that was right, or less in one that was wrong.
+    """Compute the token weight of RLSD from the log-ratio of teacher and sampler (arXiv:2604.03128).
 
-    RLSD (arXiv:2604.03128), with Δ = log π_T − log π_S: ``clip(exp(sign(A) · Δ), 1 − ε, 1 + ε)``.
+    With Δ = log π_T − log π_S: ``clip(exp(sign(A) · Δ), 1 − ε, 1 + ε)``.
 
     Args:
         log_ratio: (N, T) Δ.
-        advantage: A, broadcasts against it; where it is 0 the weight is 1.
+        advantage: A, which broadcasts to (N, T); the weight is 1 if A is 0.
         clip: ε ≥ 0.
 
     Returns:
@@ -51,15 +51,15 @@ def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Ten
 
 @takes_options
 def staleness_weight(age: Tensor, *, decay: float = 1.0, max_staleness: int | None = None) -> Tensor:
-    """What a token of an older policy counts: ``γ^age``, and 0 beyond the limit.
+    """Compute the weight of tokens by the age of their policy: ``γ^age``, and 0 above the limit.
 
     Args:
-        age: versions between the policy that trains and the one that sampled, ≥ 0; integers.
+        age: integers ≥ 0, the version of the policy that trains minus that of the policy that sampled.
         decay: γ in (0, 1].
-        max_staleness: versions; None: no limit.
+        max_staleness: highest age with a weight; None: no limit.
 
     Returns:
-        float64, as `age`.
+        float64, in the shape of `age`.
 
     Example:
         >>> staleness_weight(torch.tensor([0, 1, 2]), decay=0.5, max_staleness=1).tolist()
@@ -71,17 +71,18 @@ def staleness_weight(age: Tensor, *, decay: float = 1.0, max_staleness: int | No
 
 @takes_options
 def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
-    """The tokens in the loss with the largest values, a share of them all.
+    """Choose a fraction of the tokens in the loss: those with the largest values.
 
-    Their number is the nearest whole one, at least 1; tokens that equal the last of them are taken too.
+    Their number is rounded to an integer and is at least 1. Tokens that tie with the smallest chosen value
+    are also chosen.
 
     Args:
         values: (N, T) float.
-        trains: (N, T) bool.
-        share: in (0, 1].
+        trains: (N, T) bool, True at tokens in the loss.
+        share: fraction in (0, 1].
 
     Returns:
-        (N, T) bool.
+        (N, T) bool, True at chosen tokens.
 
     Example:
         >>> values = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 9.0]])
@@ -100,23 +101,23 @@ def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
 def share_at_place(
     values: Tensor, trains: Tensor, group_id: Tensor, direction: Tensor, *, floor: float = 1e-6
 ) -> Tensor:
-    """How a token's entropy compares with those of the group's rows at the same place that pull the same way.
+    """Compare the entropy of each token with tokens at the same index in rows of its group, as in GTPO.
 
-    GTPO (arXiv:2508.04349), with t the token's place among those of its row in the loss, and k over the n
-    rows of the group that have a t-th token and the same direction::
+    GTPO (arXiv:2508.04349). t is the index of the token among the tokens in the loss of its row. k runs over
+    the n rows of the group that have a t-th token with the same sign of `direction`::
 
-        n H_t / Σ_k H_k,t                where the direction is positive
-        n (1 / H_t) / Σ_k (1 / H_k,t)    where it is negative
-        1                                where it is 0
+        n H_t / Σ_k H_k,t                if the direction is positive
+        n (1 / H_t) / Σ_k (1 / H_k,t)    if it is negative
+        1                                if it is 0
 
-    Their mean is 1: what is given to one is taken from others.
+    The mean over these n tokens is 1.
 
     Args:
         values: (N, T) H, ≥ 0.
-        trains: (N, T) bool.
+        trains: (N, T) bool, True at tokens in the loss.
         group_id: (N,) int64.
-        direction: (N, T), of which the sign counts, such as the advantage.
-        floor: least H, > 0, so that it can be divided by.
+        direction: (N, T), such as the advantage; only its sign is used.
+        floor: lower bound of H, > 0, to avoid a division by 0.
 
     Returns:
         (N, T) float64.
@@ -130,22 +131,22 @@ def share_at_place(
         [[1.5, 1.0], [0.5, 1.0]]
     """
     groups, direction = Ids(as_ids(group_id, "group_id").cpu()), direction.expand_as(values)
-    # 1. The rows of each group, (P, G), by their numbers; one that is not there is behind all.
+    # 1. The row indices of each group, (P, G). Smaller groups are filled up with the index N, a row of zeros.
     member = torch.full((groups.n, int(groups.count.max()) if groups.n else 0), len(trains))
     member[groups.of, groups.positions()] = torch.arange(len(trains))
     member, of = member.to(values.device), groups.of.to(values.device)
-    # 2. Where each token is among those of its row in the loss.
+    # 2. The index of each token among the tokens in the loss of its row.
     place = (trains.cumsum(1) - 1).clamp_min(0)
     to = torch.where(trains, place, trains.shape[1])
 
     def over_group(known: Tensor) -> Tensor:
-        """(N, T) of tokens → their sum over the rows of the group that have a token at its place."""
+        """(N, T): sum of (N, T) `known` over the rows of the group, at the same index t."""
         by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
         by_place[:-1].scatter_(1, to, known)
         sums = sum_of_tokens(by_place[member].movedim(1, -1))
         return sums.index_select(0, of).gather(1, place)
 
-    # 3. n H / Σ H of the tokens that pull up, and n (1/H) / Σ (1/H) of those that pull down.
+    # 3. n H / Σ H for positive directions, and n (1/H) / Σ (1/H) for negative ones.
     known, share = values.double().clamp_min(floor), torch.ones_like(values, dtype=torch.float64)
     for way, part in ((direction > 0, known), (direction < 0, known.reciprocal())):
         way, part = trains & way, torch.where(way & trains, part, 0.0)
@@ -154,13 +155,13 @@ def share_at_place(
 
 
 class TokenTerm(TakesColumns):
-    """A term with declared columns. Subclasses implement ``over``, or ``__call__``.
+    """Base class of terms. Subclasses implement ``over`` or ``__call__``.
 
     Attributes:
         in_keys: the columns that it reads.
-        within_groups: as a stage's: what a token gets follows from its group alone.
-        elementwise: what a token gets follows from its own numbers and those of its row, so that it can be
-            computed where rows are gathered.
+        within_groups: the number of a token depends only on its group.
+        elementwise: the number of a token depends only on its own values and those of its row, so it can be
+            computed when rows are gathered.
     """
 
     in_keys: tuple[NestedKey, ...] = ()
@@ -168,27 +169,27 @@ class TokenTerm(TakesColumns):
     elementwise: bool = False
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T) float; read where `trains`, (N, T) bool."""
+        """(N, T) float, used where (N, T) bool `trains` is True."""
         if type(self).over is TokenTerm.over:
-            raise NotImplementedError(f"{type(self).__name__} implements over, or __call__")
+            raise NotImplementedError(f"{type(self).__name__} must implement over or __call__")
         return self.over(Rows.read(batch).seen_by(self), batch, trains)
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """The same where more rows are compared than those of `batch`: all of the table, of all ranks."""
+        """(N, T) float for `batch`. `rows` is the table of all ranks, for terms that compare more rows."""
         return self(batch, trains)
 
     def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
-        """(B,) bool each, rows for which the term means nothing, by a message with ``{found}`` for them."""
+        """Invalid rows, (B,) bool each, by an error message in which ``{found}`` stands for them."""
         return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
 
     def _tokens(self, batch: TensorDictBase, trains: Tensor, option: str) -> Tensor:
-        """(N, T): the column of an option, also where it has one number a row.
+        """(N, T): the column of an option; a column with one number per row is expanded.
 
         Raises:
-            MissingKeyError: it is not there.
+            MissingKeyError: the column is missing.
             BatchError: it has another shape.
         """
         key, reader = getattr(self, option), type(self).__name__
@@ -197,8 +198,8 @@ class TokenTerm(TakesColumns):
             return column.detach().reshape(-1, 1).expand_as(trains)
         if column.numel() != trains.numel():
             raise BatchError(
-                f"{reader} needs a number a token in {key!r} ({option}), {tuple(trains.shape)}, or one a "
-                f"row; found {tuple(column.shape)}"
+                f"{reader} needs one number per token in {key!r} ({option}), {tuple(trains.shape)}, or one "
+                f"per row; found {tuple(column.shape)}"
             )
         return column.detach().reshape(trains.shape)
 
@@ -213,10 +214,11 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 class LogRatio(TokenTerm, columns=("numerator", "denominator")):
-    """How much likelier one policy finds each token than another: ``log π₁ − log π₂``.
+    """The log-ratio of two policies at each token: ``log π₁ − log π₂``.
 
-    Added to the advantage, a teacher over the policy that sampled is on-policy distillation, and the policy
-    that sampled over a reference, times −c and centred, a KL penalty: ``A_t + c · (mean KL − KL_t)``.
+    Added to the advantage, the log-ratio of a teacher and the policy that sampled is on-policy distillation.
+    The centred log-ratio of the policy that sampled and a reference, with factor −c, is a KL penalty: ``A_t +
+    c · (mean KL − KL_t)``.
 
     Args:
         centre: ``none``; ``batch`` subtracts the mean over the tokens in the loss.
@@ -235,7 +237,7 @@ class LogRatio(TokenTerm, columns=("numerator", "denominator")):
         self.in_keys = (self.numerator_key, self.denominator_key)
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T); the mean is over all rows."""
+        """(N, T) float; the mean is over the tokens of all ranks."""
         ratio = self._log_ratio(batch, trains)
         if self.centre == "none":
             return ratio
@@ -245,7 +247,7 @@ class LogRatio(TokenTerm, columns=("numerator", "denominator")):
 
 
 class DirectedWeight(TokenTerm, columns=("numerator", "denominator", "advantage")):
-    """Credit where a teacher sees it, in the direction that the reward says (:func:`directed_weight`).
+    """The weight of RLSD, from a teacher's log-ratio and the sign of the advantage (:func:`directed_weight`).
 
     Args:
         clip: ε ≥ 0; weights are in [1 − ε, 1 + ε].
@@ -272,13 +274,13 @@ class DirectedWeight(TokenTerm, columns=("numerator", "denominator", "advantage"
 
 
 class StalenessWeight(TokenTerm, columns=("version",)):
-    """What each token counts by the version of the policy that sampled it (:func:`staleness_weight`).
+    """The weight of each token by the age of the policy that sampled it (:func:`staleness_weight`).
 
     Args:
-        current: the version that trains, or a callable that returns it; none is guessed from the rows. In
-            YAML a callable is ``{_target_: your.module.version, _partial_: true}``.
+        current: version of the policy that trains, or a callable that returns it. In YAML a callable is
+            ``{_target_: your.module.version, _partial_: true}``.
         decay: γ in (0, 1], per version.
-        max_staleness: versions, ≥ 0, beyond which a token counts 0; None: no limit.
+        max_staleness: tokens with a higher age, in versions ≥ 0, have weight 0; None: no limit.
         names: other names of columns, such as `version_key` (:class:`ColumnNames`).
     """
 
@@ -300,12 +302,12 @@ class StalenessWeight(TokenTerm, columns=("version",)):
 
     @property
     def elementwise(self) -> bool:  # type: ignore[override]
-        """Unless a callable is to be asked for the version: by the time rows are gathered it is another."""
+        """False if `current` is a callable, because the version may change before rows are gathered."""
         return not callable(self.current)
 
     def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
-        """No token is newer than the version that trains."""
-        message = "no token is newer than the version that trains (current); found newer ones in {found}"
+        """Tokens may not be newer than the policy that trains."""
+        message = "no token may be newer than the version that trains (current); found newer ones in {found}"
         return {message: (trains & (self._age(batch, trains) < 0)).any(1)}
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
@@ -318,12 +320,13 @@ class StalenessWeight(TokenTerm, columns=("version",)):
 
 
 class TopShare(TokenTerm, columns=("value",)):
-    """1 for the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
+    """1 at the tokens of the batch with the largest values, such as entropies, else 0 (:func:`top_share`).
 
-    Multiplied with the advantage, the others teach nothing and stay in the loss's denominator.
+    As a factor of the advantage, the other tokens have an advantage of 0 and stay in the denominator of the
+    loss.
 
     Args:
-        share: of the tokens in the loss, in (0, 1].
+        share: fraction of the tokens in the loss, in (0, 1].
         names: other names of columns, such as `value_key` (:class:`ColumnNames`).
     """
 
@@ -333,20 +336,21 @@ class TopShare(TokenTerm, columns=("value",)):
         self.in_keys = (self.value_key,)
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T), 0 or 1; the share is of the tokens of all ranks, which exchange them."""
+        """(N, T), 0 or 1. The fraction is of the tokens of all ranks, which exchange them."""
         values = self._tokens(batch, trains, "value_key")
         everyone, train = tokens_of_all_ranks(rows, values.double(), trains.double())
         return rows.of_rank(top_share(everyone, train > 0, self.share))[:, : trains.shape[1]].float()
 
 
 class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
-    """What a token's entropy is beside those of its group at the same place (:func:`share_at_place`).
+    """The relative entropy of each token, compared with its group at the same index (:func:`share_at_place`).
 
-    Multiplied with the advantage, hesitation that ended well is credited more, and confidence that did not is
-    charged more. A rollout is one row: places in several segments say nothing of one another.
+    As a factor of the advantage, it gives uncertain tokens of good rollouts more credit, and confident tokens
+    of bad rollouts more blame. Each rollout must be one row, because token indices of different segments are
+    not comparable.
 
     Args:
-        floor: least entropy, > 0, so that it can be divided by.
+        floor: lower bound of the entropy, > 0, to avoid a division by 0.
         names: other names of columns, such as `value_key` (:class:`ColumnNames`).
     """
 
@@ -363,12 +367,12 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
         self.in_keys = (self.value_key, self.advantage_key, self.group_key)
 
     def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
-        """No entropy is negative."""
+        """Entropies may not be negative."""
         low = (trains & (self._tokens(batch, trains, "value_key") < 0)).any(1)
-        return {"no entropy is negative; found negative ones in {found}": low}
+        return {"entropies must be ≥ 0; found negative ones in {found}": low}
 
     def over(self, rows: Rows, batch: TensorDictBase, trains: Tensor) -> Tensor:
-        """(N, T) > 0; groups are those of all ranks, which exchange their tokens."""
+        """(N, T) > 0. Groups are those of all ranks, which exchange their tokens."""
         credit = self._tokens(batch, trains, "advantage_key")
         values = self._tokens(batch, trains, "value_key")
         every = tokens_of_all_ranks(rows, values.double(), trains.double(), credit.double())

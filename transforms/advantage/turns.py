@@ -1,4 +1,4 @@
-"""Credit for the turns of a rollout, where turns are rows."""
+"""Returns and discounts per turn, if each row is a turn of its rollout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from headrace.transforms.stage import BatchTransform
 
 
 def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
-    """How many of a rollout's segments come after each row.
+    """Count the segments of the rollout that come after each row.
 
     Args:
-        rollout_id: (N,) integers: which rows are one rollout.
-        turn: (N,) integers that order the segments of a rollout, without ties; None: the order of the rows.
+        rollout_id: (N,) integers; rows with the same id are one rollout.
+        turn: (N,) integers, the order of a rollout's segments, without ties; None: the order of the rows.
 
     Returns:
         (N,) int64 ≥ 0, 0 on the last segment of each rollout.
 
     Raises:
-        BatchError: two segments of a rollout have the same turn, with the ids.
+        BatchError: two segments of a rollout have the same turn; the message lists the ids.
 
     Example:
         >>> turns_to_go(torch.tensor([5, 9, 5, 5])).tolist()
@@ -41,21 +41,21 @@ def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
 def rewards_to_go(
     reward: Tensor, rollout_id: Tensor, turn: Tensor | None = None, *, discount: float = 1.0
 ) -> Tensor:
-    """The discounted return from each segment on: ``G_t = Σ_{u≥t} γ^{u−t} r_u`` over a rollout's segments.
+    """Compute the discounted return from each segment on: ``G_t = Σ_{u≥t} γ^{u−t} r_u``.
 
-    Accumulates in float64.
+    The sum is over the segments of the rollout, in float64.
 
     Args:
-        reward: (N,) float, each segment's own.
+        reward: (N,) float, the reward of each segment.
         rollout_id: (N,) integers.
-        turn: (N,) integers that order the segments of a rollout; None: the order of the rows.
+        turn: (N,) integers, the order of a rollout's segments; None: the order of the rows.
         discount: γ in [0, 1], per segment.
 
     Returns:
         (N,) in the dtype of `reward`.
 
     Raises:
-        BatchError: two segments of a rollout have the same turn, with the ids.
+        BatchError: two segments of a rollout have the same turn; the message lists the ids.
 
     Example:
         >>> rewards_to_go(torch.tensor([1.0, 7.0, 2.0]), torch.tensor([0, 4, 0]), discount=0.5).tolist()
@@ -68,14 +68,14 @@ def rewards_to_go(
 
 
 def _discounted(reward: Tensor, rollouts: Ids, place: Tensor, discount: float) -> Tensor:
-    """(N,) float64: the returns of rows that stand at (N,) places in their rollouts."""
+    """(N,) float64: the returns of rows with index (N,) `place` in their rollouts."""
     rewards = torch.zeros(rollouts.n, int(place.amax()) + 1, dtype=torch.float64)
-    rewards[rollouts.of, place] = reward.double()  # turns that a rollout does not have stay 0
+    rewards[rollouts.of, place] = reward.double()  # missing turns stay 0
     return returns_from(rewards, discount)[rollouts.of, place]
 
 
 def returns_from(rewards: Tensor, discount: float) -> Tensor:
-    """(n, K): what (n, K) rewards, one a turn, return from each turn on: ``G_k = r_k + γ G_{k+1}``."""
+    """(n, K) returns of (n, K) rewards, one per turn: ``G_k = r_k + γ G_{k+1}``."""
     returns = rewards.clone()
     for turn in range(returns.shape[1] - 2, -1, -1):
         returns[:, turn] += discount * returns[:, turn + 1]
@@ -83,11 +83,11 @@ def returns_from(rewards: Tensor, discount: float) -> Tensor:
 
 
 class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", "expected_segments")):
-    """Write each segment's discounted return to the end of its rollout (:func:`rewards_to_go`).
+    """Write the discounted return from each segment to the end of its rollout (:func:`rewards_to_go`).
 
-    A row that a stage before it has dropped keeps its place, and pays nothing.
+    A row that an earlier stage dropped still counts as a segment, with reward 0.
 
-    Reads `reward_key`, each segment's own reward, `rollout_key`, `turn_key` where it is given; writes
+    Reads `reward_key`, the reward of each segment, `rollout_key`, and `turn_key` if it is set. Writes
     ``("headrace", "return")`` (N,).
 
     Args:
@@ -95,9 +95,9 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: two segments of a rollout have the same turn; a rollout ends twice; a stage alone has
-            dropped some of its rows.
+        MissingKeyError: a column is missing.
+        BatchError: two segments of a rollout have the same turn, a rollout ends twice, or some of its rows
+            were dropped before this pipeline.
 
     Example:
         >>> from tensordict import TensorDict
@@ -121,11 +121,11 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
         self.discount = within("discount", discount, 0, 1)
 
     def decide(self, rows: Rows) -> None:
-        """Add the return."""
+        """Write the return."""
         reward, dtype = rows.number("reward").double(), rows.dtype("reward")
         require_unseen_ends(rows)
         if rows.counted is not None:
-            reward = reward.masked_fill(~rows.counted, 0.0)  # who is out of the statistics pays nobody
+            reward = reward.masked_fill(~rows.counted, 0.0)  # rewards of excluded rows do not count
         rollouts, place = places_on_arrival(rows)
         returns = _discounted(rows.to_arrival(reward), rollouts, place, self.discount)
         dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
@@ -133,19 +133,20 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 
 
 class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
-    """Discount a rollout's advantage back over its segments: ``A_t · γ^(turns to go)``.
+    """Discount the advantage of a rollout over its segments: ``A_t · γ^(turns to go)``.
 
-    Segments are counted as they arrived, those that were dropped since included.
+    Segments are counted as they arrived, including those that were dropped later.
 
-    Reads `rollout_key`, `turn_key` where it is given; reads and writes `advantage_key`.
+    Reads `rollout_key`, and `turn_key` if it is set. Reads and writes `advantage_key`.
 
     Args:
         discount: γ in [0, 1], per segment.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: as :func:`turns_to_go`; a stage alone has dropped some rows of a rollout, or merged them.
+        MissingKeyError: a column is missing.
+        BatchError: as :func:`turns_to_go`; also if rows of a rollout were merged, or were dropped before this
+            pipeline.
 
     Example:
         >>> from tensordict import TensorDict

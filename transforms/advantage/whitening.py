@@ -36,16 +36,16 @@ def whiten(
         add       (A_i − μ) / (σ + ε)
         clamp     (A_i − μ) / max(σ, ε)
 
-    Values that are all equal become exactly 0. Statistics are float64, by sums that do not depend on the
-    order of the rows.
+    If all values are equal the result is exactly 0. Statistics are float64. Sums do not depend on the row
+    order.
 
     Args:
-        values: (N,) float, one a row.
-        weights: (N,) ≥ 0, how often a row counts: its tokens in the loss, or 1. A row of weight 0 is out of
-            the statistics and becomes 0.
+        values: (N,) float, one per row.
+        weights: (N,) ≥ 0, how often a row counts: its tokens in the loss, or 1. A row with weight 0 is not
+            counted and becomes 0.
         ddof: 1 or 0.
         eps: ε ≥ 0.
-        eps_mode: how ε enters.
+        eps_mode: how ε is added, as above.
 
     Returns:
         (N,) in the dtype of `values`.
@@ -64,28 +64,28 @@ def whiten(
     deviation = x - batch.sum(w * x) / total.clamp_min(1)
     variance = batch.sum(w * deviation.square()) / (total - ddof).clamp_min(1)
     divisor = (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
-    nothing = (batch.max(x) == batch.min(x)) | (w == 0) | (divisor == 0)
-    return torch.where(nothing, 0.0, deviation / divisor).to(values.dtype)
+    is_zero = (batch.max(x) == batch.min(x)) | (w == 0) | (divisor == 0)
+    return torch.where(is_zero, 0.0, deviation / divisor).to(values.dtype)
 
 
 class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
-    """Whiten the advantage over the batch (:func:`whiten`), after the groups were compared.
+    """Whiten the advantage over the batch (:func:`whiten`), after the group-relative advantage.
 
-    Rows that are out of the statistics, have no reward or no token get 0; those that a filter masked
-    (``SampleFilter(action="mask")``) count as long as they were.
+    Excluded rows, rows without a reward and rows without a token get 0. Rows that a filter masked
+    (``SampleFilter(action="mask")``) count with their original length.
 
-    Reads and writes `advantage_key`; reads ``("headrace", "reward")`` if there, and `loss_mask_key` where
-    `per` is ``token``.
+    Reads and writes `advantage_key`. Reads ``("headrace", "reward")`` if it exists, and `loss_mask_key` with
+    ``per="token"``.
 
     Args:
-        per: what is counted: every ``token`` in the loss, or every ``sample`` once.
+        per: count each ``token`` in the loss, or each ``sample`` once.
         ddof: 1 or 0.
         eps: ε ≥ 0.
         eps_mode: ``variance``, ``add``, ``clamp``.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
+        MissingKeyError: a column is missing.
         BatchError: an advantage is not finite.
 
     Example:
@@ -114,7 +114,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Those that weigh a row."""
+        """Tokens in the loss mask, with ``per="token"``."""
         return [(self.loss_mask_key, None)] if self.per == "token" else []
 
     def decide(self, rows: Rows) -> None:
@@ -123,14 +123,13 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
         weights = rows.lengths if self.per == "token" else torch.ones_like(credit, dtype=torch.int64)
         if rows.counted is not None:
             weights = weights * rows.counted
-        if rows.has(REWARD):  # who has none is in no statistic
+        if rows.has(REWARD):  # rows without a reward are not counted
             weights = weights * ~rows[REWARD].isnan()
         white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
         for values in (credit, white):
             rows.require(
                 values.isfinite(),
-                "every advantage must be finite to be whitened, and so must the sum of squares; "
-                "found {found}",
+                "whitening needs finite advantages with a finite sum of squares; found {found}",
                 lambda row: f"{float(credit[row])} at row {rows.at(row)}",
             )
         rows["advantage"] = white

@@ -1,4 +1,4 @@
-"""Two recorded policies: the one that sampled and the one that is trained, and how far they are apart."""
+"""Rollout correction: importance weights and rejection, from the log-probabilities of two policies."""
 
 from .diverged import Diverged, divergence
 from .importance import importance_weight

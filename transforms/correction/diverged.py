@@ -1,4 +1,4 @@
-"""How far two recorded policies are apart, of tokens and of rows, and the criterion that rejects by it."""
+"""The divergence of two recorded policies, per token and per row, and the criterion that rejects by it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def divergence(
     estimator: Estimator = "k3",
     level: Over = "token",
 ) -> Tensor:
-    """Estimate KL(μ ‖ π_old) from what μ sampled.
+    """Estimate KL(μ ‖ π_old) from tokens that μ sampled.
 
     With d = log μ − log π_old of a token, clamped to ±20 (http://joschu.net/blog/kl-approx.html)::
 
@@ -41,23 +41,23 @@ def divergence(
         k2  d² / 2
         k3  e^(−d) − 1 + d
 
-    Of a row the ``sum``, ``mean`` or ``max`` over its tokens in the mask, never clamped; 0 of a row that has
-    none. Computed in float64 and rounded once.
+    For rows it is the ``sum``, ``mean`` or ``max`` over the tokens in the mask. The result is not clamped. A
+    row without tokens gets 0. Computed in float64 and rounded once.
 
     Args:
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
         sampler_log_prob: (N, T) float, log μ: the policy that sampled.
-        mask: (N, T) bool; outside of it nothing is read, and a token's divergence is 0.
+        mask: (N, T) bool; tokens outside of it are not read and get 0.
         estimator: k1, k2, k3.
-        level: of each token, or over those of a row.
+        level: ``token``, or the reduction over the tokens of a row.
 
     Returns:
         (N, T) for ``token``, else (N,), in the dtype of the log-probabilities, at least float32, without a
         gradient.
 
     Raises:
-        ValueError: an option that is none.
-        BatchError: shapes differ; a log-probability in the mask is not finite, with its rows.
+        ValueError: an option has an unknown value.
+        BatchError: shapes differ, or a log-probability in the mask is not finite; the message lists the rows.
 
     Example:
         >>> trainer, sampler = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
@@ -69,7 +69,6 @@ def divergence(
     """
     check_divergence(estimator, level)
     policies = Policies(log_prob, sampler_log_prob, mask)
-
     rows = Rows.of(row=torch.arange(len(mask)))
     policies.require_known(rows, rows.measured(**policies.counted()))
 
@@ -88,21 +87,21 @@ def check_divergence(estimator: str, level: str) -> None:
     """Check the options of a divergence.
 
     Raises:
-        ValueError: one of them is none.
+        ValueError: an option has an unknown value.
     """
     one_of("estimator", estimator, get_args(Estimator))
     one_of("level", level, get_args(Over))
 
 
 def of_tokens(ratio: Ratios, estimator: str) -> Tensor:
-    """(B, T) float64, 0 out of the mask."""
+    """(B, T) float64: the divergence of each token, 0 out of the mask."""
     if estimator == "k1":
         return -ratio.clamped
     return ratio.clamped.square() / 2 if estimator == "k2" else ratio.excess - ratio.clamped
 
 
 def over_tokens(values: Tensor, mask: Tensor, level: str) -> Tensor:
-    """(B,) float64: the sum of (B, T) `values`, or under ``max`` the largest in the mask; −∞ of none."""
+    """(B,) float64: the sum of (B, T) `values`; under ``max`` the largest in the mask, −∞ without tokens."""
     if level != "max":
         return sum_of_tokens(values)
     if values.shape[-1] == 0:
@@ -115,48 +114,47 @@ class Diverged(
     columns=("old_log_prob", "sampler_log_prob", "loss_mask", "advantage", "rollout"),
     needed=("rollout",),
 ):
-    """Rows, or tokens, whose :func:`divergence` is within bounds. Reason: ``diverged``.
+    """Keep rows, or tokens, whose :func:`divergence` is within bounds. Reason: ``diverged``.
 
     ::
 
         k1      log low ≤ D ≤ log high    low and high bound μ / π_old, the inverse of an importance weight
         k2, k3  D ≤ high
 
-        token            D of each token by itself
-        sum, mean, max   D of the row: the sum, mean or largest over its tokens
-        every            D of every token: one that is outside takes the row out
+        token            D is that of each token
+        sum, mean, max   D is the sum, mean or largest over the tokens of the row
+        every            a row stays only if D of every token is within bounds
 
-    Bounds are inclusive. Of k1, `high` alone means low = 1 / high; low = 0 is open below, and high = null
-    above. ``max`` with k1 has both bounds on the row's largest μ / π_old: no token is above `high`, and some
-    token is at least `low`, however small μ / π_old is at the others. A row of which any token's
-    ρ = π_old / μ is below a or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``) leaves by
-    ``Diverged(estimator="k1", level="every", low=1 / b, high=1 / a)``. Of k2 and k3, which have no `low`,
-    ``every`` is ``max``.
+    Bounds are inclusive. With k1 and only `high`, low is 1 / high. low = 0 means no lower bound, and high =
+    null no upper bound. ``max`` with k1 compares the row's largest μ / π_old with both bounds: no token is
+    above `high`, and at least one token is ≥ `low`. To reject a row if ρ = π_old / μ of any token is below a
+    or above b (SkyRL's ``outlier_token_is_threshold_low`` and ``_high``), use ``Diverged(estimator="k1",
+    level="every", low=1 / b, high=1 / a)``. With k2 and k3, which have no `low`, ``every`` equals ``max``.
 
-    Rows without a token in the loss stay. ``token`` is for TokenFilter, the other levels for
-    SampleFilter, where it stands before the advantage: a rejected row's reward is out of its group's baseline
-    under ``exclude`` and ``drop``, and stays in it under ``mask``. A pipeline refuses it after the advantage,
-    where it would stay in any case. What remains is the denominator of the loss; TokenFilter
-    (``denominator="all"``) keeps that of all tokens.
+    Rows without a token in the loss stay. Use ``token`` with TokenFilter, and the other levels with
+    SampleFilter before the advantage. There ``exclude`` and ``drop`` take the reward of a rejected row out of
+    the baseline of its group, and ``mask`` leaves it in. A pipeline refuses the filter after the advantage,
+    where every action would leave it in. Rejected tokens are not in the denominator of the loss, except with
+    TokenFilter (``denominator="all"``).
 
-    Geometric-mean rejection is ``Diverged(estimator="k1", level="mean", ...)`` (https://richardli.xyz/rl-collapse);
-    with `judges` ``negative`` it is the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556), which
-    needs the advantage's sign: it stands after the advantage. Over ranks a rollout's tokens are those of all.
-    The stage measures KL and χ² of all rows, before it rejects any.
+    Geometric-mean rejection is ``Diverged(estimator="k1", level="mean", ...)`` (https://richardli.xyz/rl-collapse).
+    With `judges` ``negative`` it is the off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556). This
+    needs the sign of the advantage, so put it after the advantage. With several ranks, the tokens of a
+    rollout on all ranks count. The stage measures KL and χ² of all rows before it rejects any.
 
     Args:
         estimator: k1, k2, k3.
-        level: what the bounds are of: each ``token``, the ``sum``, ``mean`` or ``max`` over a row, or
+        level: what the bounds apply to: each ``token``, the ``sum``, ``mean`` or ``max`` over a row, or
             ``every`` token of a row.
-        low: of k1, the least μ / π_old that stays, ≥ 0; null: 1 / high.
-        high: greatest that stays: μ / π_old of k1, the divergence of k2 and k3; null: open, for k1 with low.
-        unit: over what: a row (``sample``) or all rows of a ``rollout``, which then stay or go as one.
-        judges: ``all``, or those whose advantage is ``negative``.
+        low: for k1, the lower bound of μ / π_old, ≥ 0; null: 1 / high.
+        high: upper bound, of μ / π_old for k1, of the divergence for k2 and k3; null: none, for k1 with low.
+        unit: a row (``sample``), or all rows of a ``rollout``, which then stay or leave together.
+        judges: ``all`` rows, or only those whose advantage is ``negative``.
         names: other names of columns, such as `old_log_prob_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a log-probability in the mask is not finite; shapes differ.
+        MissingKeyError: a column is missing.
+        BatchError: a log-probability in the mask is not finite, or shapes differ.
 
     Example:
         >>> import torch
@@ -191,7 +189,9 @@ class Diverged(
         self.estimator, self.level, self.low, self.high = estimator, level, low, high
         self._low, self._high = _bounds(estimator, low, high)
         if level == "token" and unit == "rollout":
-            raise ValueError("a token's divergence is its own: leave unit='rollout' to sum, mean and max")
+            raise ValueError(
+                "level='token' needs unit='sample'; unit='rollout' is for sum, mean, max and every"
+            )
         self.in_keys: tuple[NestedKey, ...] = (
             self.old_log_prob_key,
             self.sampler_log_prob_key,
@@ -205,31 +205,32 @@ class Diverged(
         return f"{type(self).__name__}({describe_options(self)})"
 
     def decide(self, rows: Rows) -> Tensor:
-        """(M,) bool, for SampleFilter; where tokens are judged one by one (B, T), which it refuses."""
+        """(M,) bool, for SampleFilter. With ``level="token"`` (B, T) bool, which SampleFilter refuses."""
         out = self._outside(rows, rows.tokens())
         if out.ndim == 2 and out.shape[1] == 1:
             out = rows.measured(out=out[:, 0])["out"].bool()
         return ~out
 
     def of_tokens(self, rows: Rows, batch: TensorDictBase) -> Tensor:
-        """(B, T) bool, True where a token stays, for TokenFilter; (B, 1) where rows are judged.
+        """(B, T) bool, True where a token stays, for TokenFilter; (B, 1) for the levels of rows.
 
         Args:
             rows: the table.
-            batch: TensorDict ``[B]``, its rows that are here.
+            batch: TensorDict ``[B]``, this rank's rows that have not left.
         """
         out = self._outside(rows, batch)
         return ~(out if out.ndim == 2 else rows.there(out).unsqueeze(-1))
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool, True where the row stays; (N, T), of its tokens, where they are judged one by one."""
+        """(N,) bool, True where the row stays; with ``level="token"`` (N, T) bool."""
         rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
         keep = self.of_tokens(rows, rows.tokens())
         return keep if self.level == "token" or keep.shape[-1] > 1 else keep[:, 0]
 
     def _outside(self, rows: Rows, batch: TensorDictBase) -> Tensor:
-        """Who is out of bounds: (M,) bool, rows of the table; or of the batch tokens (B, T), or rows (B, 1)
-        that were judged by their advantage.
+        """What is out of bounds: (M,) bool for rows of the table, (B, T) bool for tokens of the batch.
+
+        With ``judges="negative"`` (B, 1) bool for rows of the batch.
         """
         by_token = self.level == "token"
         policies = Policies.read(batch, self, in_loss_there(rows))
@@ -271,19 +272,19 @@ class Diverged(
 
 
 def _bounds(estimator: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:
-    """Bounds of the divergence itself.
+    """The bounds of the divergence D, from those of the options.
 
     Raises:
-        ValueError: there is none, or they are none of this estimator.
+        ValueError: no bound is given, or this estimator does not have it.
     """
     if estimator == "k1":
         check_bounds(low, high)
         if low is None and high is None:
             raise ValueError("k1 needs low or high, bounds of μ / π_old")
         if low is None and high is not None and high < 1:
-            raise ValueError(f"k1 with high alone bounds μ / π_old by 1 / high and high ≥ 1; got {high!r}")
-        least = 1 / high if low is None and high is not None else low
-        return -math.inf if not least else math.log(least), None if high is None else math.log(high)
+            raise ValueError(f"k1 with only high sets low = 1 / high, so high must be ≥ 1; got {high!r}")
+        lowest = 1 / high if low is None and high is not None else low
+        return -math.inf if not lowest else math.log(lowest), None if high is None else math.log(high)
     if low is not None or high is None or not high > 0:
-        raise ValueError(f"{estimator} is bounded above alone: high > 0 and no low; got {low!r} and {high!r}")
+        raise ValueError(f"{estimator} needs high > 0 and has no low; got {low!r} and {high!r}")
     return None, high

@@ -1,4 +1,4 @@
-"""Importance weights of tokens that another policy sampled than the one that trains."""
+"""Importance weights: corrections for tokens that were sampled by another policy than the one that trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ratios import LARGEST, Policies, Ratios, clamped, over_units
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
 Normalise = Literal["none", "batch"]
-NOTHING = 1e-8  # a mean weight at or below it: there is nothing to normalise
+NOTHING = 1e-8  # weights with a mean at or below this are not normalised
 
 
 @takes_options
@@ -35,9 +35,9 @@ def importance_weight(
     high: float | None = 2.0,
     normalise: Normalise = "none",
 ) -> Tensor:
-    """Weigh tokens by how much more likely the trainer's policy π_old makes them than μ, which sampled.
+    """Compute importance weights π_old / μ. μ is the policy that sampled, π_old the trainer's policy.
 
-    With ρ_t = π_old / μ of a token, over the L tokens of its row in the mask::
+    With ρ_t = π_old / μ of a token, and the L tokens of its row in the mask::
 
         token     w_t = ρ_t                  log ρ_t is clamped to ±20
         sequence  w_t = Π_u ρ_u              its log, the sum, is clamped to ±20
@@ -47,27 +47,28 @@ def importance_weight(
         zero      w if low ≤ w ≤ high, else 0                      IcePop, arXiv:2510.18855
         none      w
 
-        batch     w / mean(w), of tokens, or of rows that have a token where the level is not token
+        batch     w / mean(w); the mean is over tokens, or for the other levels over rows with tokens
 
-    Bounds are inclusive, and None is open. What was zeroed counts in the mean; a mean of at most 1e-8 changes
-    nothing. Computed in float64 and rounded once, by sums that do not depend on the order of rows.
+    Bounds are inclusive; None means no bound. Weights that were set to 0 count in the mean. If the mean is at
+    most 1e-8 the weights are not divided. Computed in float64 and rounded once. Sums do not depend on the row
+    order.
 
     Args:
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
         sampler_log_prob: (N, T) float, log μ: the policy that sampled.
-        mask: (N, T) bool; outside of it nothing is read, and the weight is 0.
-        level: over what ρ is multiplied.
-        bound: what happens to weights outside of `low` and `high`.
-        low: ≥ 0, or None.
-        high: > 0, or None.
-        normalise: by what the weights are divided.
+        mask: (N, T) bool; tokens outside of it are not read and get weight 0.
+        level: how ρ is reduced, as above.
+        bound: what happens to weights outside of `low` and `high`, as above.
+        low: lower bound ≥ 0, or None.
+        high: upper bound > 0, or None.
+        normalise: ``none``, or ``batch`` as above.
 
     Returns:
         (N, T) ≥ 0, in the dtype of the log-probabilities, at least float32, without a gradient.
 
     Raises:
-        ValueError: an option that is none.
-        BatchError: shapes differ; a log-probability in the mask is not finite, with its rows.
+        ValueError: an option has an unknown value.
+        BatchError: shapes differ, or a log-probability in the mask is not finite; the message lists the rows.
 
     Example:
         >>> trainer, sampler = torch.tensor([[-1.0, -1.0, 0.0]]), torch.tensor([[-1.5, -3.0, 0.0]])
@@ -90,22 +91,22 @@ def importance_weight(
 
 
 class Importance(NamedTuple):
-    """What the rows of a batch say of the weights of their tokens."""
+    """Weights per row, and the mean of the batch."""
 
     of_row: Tensor | None
-    """(M,) the one weight of each row's tokens, before it is normalised; None where each has its own."""
+    """(M,) weight of all tokens of each row, not normalised; None if each token has its own weight."""
     out: Tensor | None
-    """(M,) bool: the ratio behind it is out of bounds."""
+    """(M,) bool: the row's ratio is out of bounds."""
     mean: float
-    """By which all weights are divided."""
+    """All weights are divided by it."""
 
 
 @dataclass(frozen=True)
 class WeightFormula:
-    """The options of :func:`importance_weight`, and its arithmetic: of tokens, then of rows, then of tokens.
+    """The options of :func:`importance_weight`, and its arithmetic.
 
     Raises:
-        ValueError: an option is none of its values; bounds leave nothing between them.
+        ValueError: an option has an unknown value, or `low` is greater than `high`.
     """
 
     level: Level
@@ -124,12 +125,12 @@ class WeightFormula:
 
     @property
     def most(self) -> float:
-        """No weight of a token is larger, before it is normalised."""
+        """An upper bound of the weight of a token before it is normalised."""
         high = math.exp(LARGEST) if self.high is None or self.bound == "none" else self.high
-        return 1.01 * max(high, self.low or 0.0)  # and what rounding adds
+        return 1.01 * max(high, self.low or 0.0)  # 1.01 covers rounding
 
     def of_rows(self, ratio: Ratios) -> dict[str, Tensor]:
-        """(B,) each: what weights follow from, of the tokens of each row."""
+        """(B,) each: sums over the tokens of each row from which :meth:`weigh_rows` computes weights."""
         if self.level != "token":
             return {"total": sum_of_tokens(ratio.token)}
         if self.normalise == "none":
@@ -137,10 +138,10 @@ class WeightFormula:
         return {"weight": sum_of_tokens(self.weight(ratio, None, 1.0))}
 
     def measured(self, ratio: Ratios) -> dict[str, Tensor]:
-        """(B,) each: what is measured of the tokens of each row."""
+        """(B,) each: sums over the tokens of each row, for the metrics."""
         if self.level != "token":
             return ratio.of_rows()
-        ratios = ratio.clamped.exp().to(ratio.dtype)  # `excess + 1` would lose a small one
+        ratios = ratio.clamped.exp().to(ratio.dtype)  # `excess + 1` would round small ratios
         out = outside(ratios, self.low, self.high) & ratio.mask
         weight = zero_outside(self.bounded(ratios), ratio.mask)
         found = {"largest": largest(weight), "outside": out.sum(-1)}
@@ -148,12 +149,12 @@ class WeightFormula:
         return found | ratio.of_rows() | {"weight": plain_sum(weight), "squares": plain_sum(weight.square())}
 
     def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Importance:
-        """What follows from all rows.
+        """Compute the weights per row and the mean of the batch.
 
         Args:
-            found: (M,) float64 by name, of :meth:`of_rows` and :meth:`Policies.counted`.
-            rollouts: which rows are one sequence; None: each row is.
-            dtype: to which weights are rounded.
+            found: by name, (M,) float64, from :meth:`of_rows` and :meth:`Policies.counted`.
+            rollouts: the rows of a rollout are one sequence; None: each row is a sequence.
+            dtype: dtype to which weights are rounded.
         """
         tokens, of_row, out, mean = found["tokens"], None, None, 1.0
         if self.level != "token":
@@ -172,12 +173,14 @@ class WeightFormula:
 
     @staticmethod
     def sums(found: Mapping[str, Tensor], weighed: Importance) -> dict[str, Tensor]:
-        """(M,) float64: over the tokens of each row the sum of weights and of their squares, the largest, and
-        how many ratios are out of bounds (``weight``, ``squares``, ``largest``, ``outside``).
+        """(M,) float64 each, over the tokens of each row: ``weight``, ``squares``, ``largest``, ``outside``.
+
+        These are the sum of weights, the sum of their squares, the largest weight, and the number of ratios
+        that are out of bounds.
 
         Args:
-            found: (M,) by name, of :meth:`measured` and :meth:`Policies.counted`.
-            weighed: by :meth:`weigh_rows`.
+            found: by name, (M,), from :meth:`measured` and :meth:`Policies.counted`.
+            weighed: result of :meth:`weigh_rows`.
         """
         sums, tokens, weight = dict(found), found["tokens"], weighed.of_row
         if weight is not None and weighed.out is not None:
@@ -191,9 +194,9 @@ class WeightFormula:
         """(B, T) weights, 0 out of the mask.
 
         Args:
-            ratio: of tokens.
-            of_row: (B,) the weight of each row, where its tokens have one.
-            mean: by which weights are divided.
+            ratio: ratios of the tokens.
+            of_row: (B,) weight of all tokens of each row; None: each token has its own weight.
+            mean: the divisor of all weights.
         """
         if of_row is None:
             weight = self.bounded(ratio.log().clamp_(-LARGEST, LARGEST).exp_().to(ratio.dtype))
@@ -204,7 +207,7 @@ class WeightFormula:
         return zero_outside(weight, ratio.mask)
 
     def bounded(self, ratio: Tensor) -> Tensor:
-        """Ratios with what `bound` makes of those outside."""
+        """Apply `bound` to ratios."""
         if self.bound == "none" or (self.low is None and self.high is None):
             return ratio
         if self.bound == "truncate":
@@ -219,18 +222,18 @@ def check_bounds(low: float | None, high: float | None) -> None:
         ValueError: `low` is below 0 or above `high`, or `high` is not above 0.
     """
     if not (low is None or low >= 0) or not (high is None or high > 0):
-        raise ValueError(f"bounds of a ratio: low ≥ 0 and high > 0, or None; got {low!r} and {high!r}")
+        raise ValueError(f"bounds of a ratio must be low ≥ 0 and high > 0, or None; got {low!r} and {high!r}")
     if low is not None and high is not None and not low <= high:
         raise ValueError(f"low must be ≤ high; got {low!r} and {high!r}")
 
 
 def outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Bool: below `low` or above `high`, in the ratio's own precision."""
+    """Bool: the ratio is below `low` or above `high`, compared in the ratio's dtype."""
     if low is None and high is None:
         return torch.zeros_like(ratio, dtype=torch.bool)
     return ratio != ratio.clamp(low, high)
 
 
 def largest(values: Tensor) -> Tensor:
-    """(B,) of (B, T) ≥ 0; NaN where one is."""
+    """(B,) the largest of (B, T) values ≥ 0, 0 if T is 0; NaN if a value is NaN."""
     return values.amax(-1) if values.shape[-1] else values.sum(-1)

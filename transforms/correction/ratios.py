@@ -1,9 +1,8 @@
-"""What two recorded policies say of the tokens in the loss, and how far they are apart.
+"""Ratios of two recorded policies at the tokens in the loss, and the distance of the policies.
 
-μ is the policy that sampled, π_old the trainer's at the start of the step, ρ = π_old / μ. Both are recorded
-columns: all here is data, and nothing has a gradient. Shapes are (B, T) by row and token, on the device of
-the batch; what is not in the mask is never read and counts as a log-ratio of 0. Computed in float64, rounded
-once.
+μ is the policy that sampled, π_old the trainer's policy at the start of the step, and ρ = π_old / μ. Both are
+recorded columns, so nothing here has a gradient. Shapes are (B, T), on the device of the batch. Tokens
+outside of the mask are never read and count as a log-ratio of 0. Computed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from headrace.transforms.tokens import (
     zero_outside,
 )
 
-LARGEST = 20.0  # a log-ratio beyond it says no more: e^20 is 485 million
+LARGEST = 20.0  # log-ratios are clamped to ±20; e^20 is 485 million
 Span = Literal["sample", "rollout"]
 
 
 class Ratios:
-    """log ρ of some rows, and what follows from it, computed where it is asked for.
+    """log ρ of some rows, and functions of it, which are computed when they are read.
 
     Args:
         log_prob: (B, T) float, log π_old.
@@ -46,7 +45,7 @@ class Ratios:
 
     Attributes:
         mask: (B, T) bool.
-        dtype: what results are rounded to: that of the log-probabilities, at least float32.
+        dtype: dtype of the results: that of the log-probabilities, at least float32.
     """
 
     def __init__(self, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor):
@@ -54,7 +53,7 @@ class Ratios:
         self._pair = log_prob, sampler_log_prob
 
     def log(self) -> Tensor:
-        """(B, T) float64: log π_old − log μ, anything out of the mask; the caller's own."""
+        """(B, T) float64: log π_old − log μ, undefined out of the mask. A new tensor with each call."""
         trainer, sampler = self._pair
         return trainer.to(torch.float64, copy=True).sub_(sampler.double())
 
@@ -65,32 +64,32 @@ class Ratios:
 
     @cached_property
     def rounded(self) -> Tensor:
-        """(B, T): the same, clamped and rounded; the difference of rounded numbers is that of exact ones."""
+        """(B, T): log π_old − log μ, computed in the dtype of the results, clamped, 0 out of the mask."""
         trainer, sampler = self._pair
         return clamped(zero_outside(trainer.to(self.dtype) - sampler.to(self.dtype), self.mask))
 
     @cached_property
     def clamped(self) -> Tensor:
-        """(B, T) float64: log ρ within ±20."""
+        """(B, T) float64: log ρ, clamped to ±20."""
         return clamped(self.token)
 
     @cached_property
     def excess(self) -> Tensor:
-        """(B, T) float64: ρ − 1, of the clamped log-ratio."""
+        """(B, T) float64: ρ − 1, from the clamped log-ratio."""
         return self.clamped.expm1()
 
     def of_rows(self) -> dict[str, Tensor]:
-        """(B,) each: sums over the tokens of a row, by which :func:`distance` measures and nobody decides."""
+        """(B,) each: sums over the tokens of a row, only for the metrics of :func:`distance`."""
         excess = self.excess
         return {
             "total": plain_sum(self.token),
-            "k1": 0.0 - plain_sum(self.clamped),  # 0, and not −0, of equal policies
+            "k1": 0.0 - plain_sum(self.clamped),  # 0, not −0, if the policies are equal
             "k3": plain_sum(excess - self.clamped),
             "chi2": plain_sum(excess.square()) + 2 * plain_sum(excess),
         }
 
     def unknown(self) -> dict[str, Tensor]:
-        """(B,) each: the first token that one policy does not know, −1 if none is, and what both say."""
+        """(B,) each: the first token with a log-probability that is not finite, or −1, and both of them."""
         trainer, sampler = self._pair
         wrong = self.mask & ~(trainer.isfinite() & sampler.isfinite())
         names = "unknown", "trainer", "sampler"
@@ -98,17 +97,17 @@ class Ratios:
 
 
 class Policies:
-    """The columns of two policies, which :class:`Ratios` are computed of, some rows at a time.
+    """The columns of two policies, from which :class:`Ratios` are computed, some rows at a time.
 
     Args:
         log_prob: (B, T) float, log π_old.
         sampler_log_prob: (B, T) float, log μ.
         mask: (B, T) bool.
-        names: what the columns are called in messages.
-        in_loss: (B,) bool, rows in the loss; None: all are.
+        names: names of the columns in messages.
+        in_loss: (B,) bool, rows in the loss; None: all rows.
 
     Raises:
-        BatchError: shapes differ, or are not (B, T); the mask is not bool.
+        BatchError: shapes differ or are not (B, T), or the mask is not bool.
     """
 
     def __init__(
@@ -123,12 +122,12 @@ class Policies:
         if len({column.shape for column in columns}) > 1 or mask.ndim != 2:
             shapes = zip(names, (tuple(column.shape) for column in columns), strict=True)
             raise BatchError(
-                "a token has a log-probability under both policies and one mask, (N, T) each; found "
+                "the log-probabilities of both policies and the mask must have one shape (N, T); found "
                 + ", ".join(f"{name!r} {shape}" for name, shape in shapes)
             )
         if mask.dtype is not torch.bool:
             raise BatchError(
-                f"a loss mask is bool, True trains; found {mask.dtype}: convert it by `mask != 0`"
+                f"the loss mask must be bool, True trains; found {mask.dtype}: convert it with `mask != 0`"
             )
         self.log_prob, self.sampler_log_prob, self.mask = log_prob.detach(), sampler_log_prob.detach(), mask
         self.in_loss, self.dtype = in_loss, rounded_to(log_prob, sampler_log_prob)
@@ -140,11 +139,11 @@ class Policies:
         Args:
             batch: TensorDict ``[B]``, dense or ragged.
             reader: has `old_log_prob_key`, `sampler_log_prob_key` and `loss_mask_key`.
-            in_loss: (B,) bool, rows in the loss; None: all are.
+            in_loss: (B,) bool, rows in the loss; None: all rows.
 
         Raises:
-            MissingKeyError: a column is not there.
-            BatchError: they are not of the same tokens; the mask is not bool.
+            MissingKeyError: a column is missing.
+            BatchError: the columns differ in length, or the mask is not bool.
         """
         name, options = type(reader).__name__, ("old_log_prob_key", "sampler_log_prob_key")
         keys, mask_key = [getattr(reader, option) for option in options], reader.loss_mask_key
@@ -156,13 +155,13 @@ class Policies:
 
     @property
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is read whenever something is asked."""
+        """The columns that every computation reads."""
         return self.log_prob, self.sampler_log_prob, self.mask
 
     def each_row(
         self, function: Callable[..., Mapping[str, Tensor]], *more: Tensor | None
     ) -> dict[str, Tensor]:
-        """What a function of the :class:`Ratios` of some rows, and of their `more`, says of all rows."""
+        """Apply a function of :class:`Ratios`, and of the columns `more`, to all rows, in blocks of rows."""
 
         def of_some(
             log_prob: Tensor, sampler: Tensor, mask: Tensor, in_loss: Tensor | None, *more: Tensor
@@ -173,76 +172,79 @@ class Policies:
         return in_blocks(of_some, *self.columns, self.in_loss, *more)
 
     def counted(self) -> dict[str, Tensor]:
-        """(B,) each: how many ``tokens`` a row has in the loss, and whether all of them are ``known``."""
+        """(B,) each: the number of ``tokens`` in the loss, and whether all have finite log-probabilities."""
         tokens = count_true(self.mask)
         tokens = tokens if self.in_loss is None else tokens * self.in_loss
         known = finite_inside(self.log_prob, self.mask) & finite_inside(self.sampler_log_prob, self.mask)
         return {"tokens": tokens, "known": known | (tokens == 0)}
 
     def require_known(self, rows: Rows, found: Mapping[str, Tensor]) -> None:
-        """Every token in the loss has finite log-probabilities.
+        """Require finite log-probabilities at all tokens in the loss.
 
         Args:
-            rows: M of them.
-            found: (M,) by name, of :meth:`counted`.
+            rows: the M rows.
+            found: by name, (M,), from :meth:`counted`.
 
         Raises:
-            BatchError: one has not, with its row.
+            BatchError: a log-probability is not finite; the message lists rows and tokens.
         """
         if bool(found["known"].all()):
             return
-        said = rows.measured(**self.each_row(Ratios.unknown))
+        first = rows.measured(**self.each_row(Ratios.unknown))
 
         def describe(row: int) -> str:
             ids = [f"{role} {rows.name(role, row)}" for role in ("group", "rollout") if rows.has(role)]
             known = f" ({', '.join(ids)})" if ids else ""
-            both = f"{float(said['trainer'][row]):g} (trainer) and {float(said['sampler'][row]):g} (sampler)"
-            return f"{both} at row {rows.at(row)}{known}, token {int(said['unknown'][row])}"
+            both = (
+                f"{float(first['trainer'][row]):g} (trainer) and {float(first['sampler'][row]):g} (sampler)"
+            )
+            return f"{both} at row {rows.at(row)}{known}, token {int(first['unknown'][row])}"
 
         rows.require(
-            said["unknown"] < 0,
-            "tokens in the loss have a finite log-probability under both policies; found {found}. Record "
-            "both for every token that trains, or take those rows out before: "
+            first["unknown"] < 0,
+            "tokens in the loss must have a finite log-probability under both policies; found {found}. "
+            "Record both for every token that trains, or take these rows out before this stage: "
             "SampleFilter(criterion=Finite(key=...))",
             describe,
         )
 
 
 def rounded_to(log_prob: Tensor, sampler_log_prob: Tensor) -> torch.dtype:
-    """What results are rounded to: the dtype of the log-probabilities, at least float32."""
+    """The dtype of the results: that of the log-probabilities, at least float32."""
     return torch.promote_types(torch.promote_types(log_prob.dtype, sampler_log_prob.dtype), torch.float32)
 
 
 def clamped(log: Tensor) -> Tensor:
-    """Log-ratios within ±20."""
+    """Clamp log-ratios to ±20."""
     return log.clamp(-LARGEST, LARGEST)
 
 
 def over_units(values: Tensor, rollouts: Ids | None) -> Tensor:
-    """(M,) → (n,): what rows add to the sequences that they are of, each row one where `rollouts` is None."""
+    """Sum (M,) values over the rows of each rollout, (n,). Unchanged if `rollouts` is None."""
     return values if rollouts is None else rollouts.everyone.sum(values)
 
 
 def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Tensor]:
-    """How far two policies are apart, by token and by sequence: a row, or a rollout.
+    """Estimate the distance of the two policies, per token and per sequence.
 
-    With d = log μ − log π_old of a token, or added up over a sequence, clamped to ±20, and ρ = e^(−d)::
+    d = log μ − log π_old of a token, or its sum over a sequence, clamped to ±20. ρ = e^(−d). n is the
+    number of tokens or sequences::
 
         kl_k1  Σ d / n              an estimate of KL(μ ‖ π_old)
-        kl_k3  Σ (ρ − 1 + d) / n    another (http://joschu.net/blog/kl-approx.html)
-        chi2   Σ ρ² / n − 1         of χ²(π_old ‖ μ)
+        kl_k3  Σ (ρ − 1 + d) / n    another estimate (http://joschu.net/blog/kl-approx.html)
+        chi2   Σ ρ² / n − 1         an estimate of χ²(π_old ‖ μ)
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
-    order changes no bit of it; padding changes what a sum over tokens is rounded to.
+    Sequences without a token in the loss are left out. The order of the rows changes no bit of the results.
+    Padding may change the rounding of a sum over tokens.
 
     Args:
-        found: (M,) by name, of :meth:`Ratios.of_rows`.
-        rollouts: which rows are one sequence; None: each row is.
+        found: by name, (M,), from :meth:`Ratios.of_rows`.
+        rollouts: the rows of a rollout are one sequence; None: each row is a sequence.
     """
     tokens = found["tokens"].sum().clamp_min(1)
-    there = over_units(found["tokens"], rollouts) > 0
-    d = clamped(0.0 - over_units(found["total"], rollouts)) * there
-    sequences = there.sum().clamp_min(1)
+    has_tokens = over_units(found["tokens"], rollouts) > 0
+    d = clamped(0.0 - over_units(found["total"], rollouts)) * has_tokens
+    sequences = has_tokens.sum().clamp_min(1)
     return {
         "kl_k1_token": add_up(found["k1"]) / tokens,
         "kl_k3_token": add_up(found["k3"]) / tokens,

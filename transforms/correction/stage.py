@@ -1,4 +1,4 @@
-"""The stage that weighs tokens by how likely the trainer's policy makes what another one sampled."""
+"""The stage that multiplies the advantage by importance weights."""
 
 from __future__ import annotations
 
@@ -28,38 +28,41 @@ class RolloutCorrection(
     BatchTransform,
     columns=("old_log_prob", "sampler_log_prob", "loss_mask", "advantage", "importance", "rollout"),
 ):
-    """Multiply the advantage by importance weights (:func:`importance_weight`), of each token or sequence.
+    """Multiply the advantage by importance weights per token or per sequence (:func:`importance_weight`).
 
-    A weight w ≥ 0 that does not depend on the policy in the loss goes through clipping unchanged,
-    ``min(r·wA, clip(r)·wA) = w·min(r·A, clip(r)·A)``, so that the loss needs to know nothing of it. It
-    stands after the advantage and all that adds to it, and in front of the split. Weights and advantage are
-    made where rows are gathered.
+    A weight w ≥ 0 that does not depend on the policy in the loss commutes with clipping,
+    ``min(r·wA, clip(r)·wA) = w·min(r·A, clip(r)·A)``, so the loss needs no change for it. Put this stage
+    after the advantage and all stages that add to it, and before the split. The weights and the advantage are
+    computed when rows are gathered.
 
-    The loss must measure its ratio from π_old, or the correction counts twice:
+    The ratio in the loss must be relative to π_old. Otherwise the correction is applied twice. Set
     ``loss.set_keys(sample_log_prob=("old_log_probs", "full"))`` on TorchRL's GRPOLoss, whose default is μ;
-    :func:`headrace.pipeline.optimise` refuses that. ``ScoreRows(log_prob_key=("old_log_probs", "full"))``
-    writes π_old. `log_prob_key` of the pipeline is the one that the loss reads.
+    :func:`headrace.pipeline.optimise` refuses the default. ``ScoreRows(log_prob_key=("old_log_probs",
+    "full"))`` writes π_old. Set `log_prob_key` of the pipeline to the column that the loss reads.
 
-    Zeroed tokens stay in the loss mask, and so in the denominator of the loss; TokenFilter takes them out.
+    Tokens with weight 0 stay in the loss mask and in the denominator of the loss. Use TokenFilter to take
+    them out.
 
-    Reads `old_log_prob_key`, `sampler_log_prob_key`, `loss_mask_key`, ``("headrace", "in_loss")`` if there,
-    and `rollout_key` where `unit` is ``rollout``; writes `importance_key` (N, T), and `advantage_key` as
-    (N, T, 1), 0 out of the mask. Measures the mean and largest weight, the effective sample size, the share
-    out of bounds, KL and χ², by token and by sequence (``ess_token``, ``ess_sequence``, …).
+    Reads `old_log_prob_key`, `sampler_log_prob_key`, `loss_mask_key`, ``("headrace", "in_loss")`` if it
+    exists, and `rollout_key` with ``unit="rollout"``. Writes `importance_key` (N, T), and `advantage_key` as
+    (N, T, 1), 0 out of the mask. Measures the mean and largest weight, the effective sample size, the
+    fraction out of bounds, KL and χ², per token and per sequence (``ess_token``, ``ess_sequence``, …).
 
     Args:
-        level: over what ratios are multiplied: a ``token``, a ``sequence``, or its geometric ``mean``.
-        bound: what happens outside of the bounds: ``truncate``, ``zero``, ``none``.
-        low: least ratio π_old / μ, ≥ 0; null: open.
-        high: greatest ratio, > 0; null: open.
-        normalise: ``none``, or ``batch``: the weights have mean 1 over the batch.
-        unit: what a sequence is, in weights and numbers: a row (``sample``), or all rows of a ``rollout``.
-        least_ess: the report warns of an effective sample size below this share; null: never.
+        level: the ratio that the weight is computed from: of a ``token``, the product over a ``sequence``, or
+            its geometric ``mean``.
+        bound: what happens to weights out of bounds: ``truncate``, ``zero``, ``none``.
+        low: lower bound of the ratio π_old / μ, ≥ 0; null: none.
+        high: upper bound of the ratio, > 0; null: none.
+        normalise: ``none``; or ``batch``, which divides by the mean weight of the batch.
+        unit: a sequence is a row (``sample``) or all rows of a ``rollout``.
+        least_ess: the report warns if the effective sample size is below this fraction; null: never.
         names: other names of columns, such as `old_log_prob_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: a log-probability in the mask is not finite; the rows have weights already; shapes differ.
+        MissingKeyError: a column is missing.
+        BatchError: a log-probability in the mask is not finite, the rows already have weights, or shapes
+            differ.
 
     Example:
         >>> from tensordict import TensorDict
@@ -96,25 +99,25 @@ class RolloutCorrection(
 
     @property
     def corrects(self) -> tuple[NestedKey, NestedKey]:
-        """From which policy to which its weights are: a second stage of the same would count them twice."""
+        """The two policies of the ratio. A second stage with the same two would apply the weights twice."""
         return self.sampler_log_prob_key, self.old_log_prob_key
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Unless the weights have mean 1 over the batch."""
+        """False with ``normalise="batch"``."""
         return self.normalise == "none"
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Measure the weights, and leave them and the product with the advantage to the gathering of rows."""
+        """Measure the weights. The weights and the new advantage are computed when rows are gathered."""
         if has_key(batch, self.importance_key):
             raise BatchError(
-                f"these rows have {self.importance_key!r} (importance_key) already: correcting twice would "
-                "weigh them twice. Take one RolloutCorrection, or the column, out"
+                f"these rows already have {self.importance_key!r} (importance_key): a second correction "
+                "would apply weights twice. Remove one RolloutCorrection, or the column"
             )
         policies, credit = self._read(batch, in_loss_there(rows), rows)
         rollouts, formula = rows.rollouts if self.unit == "rollout" else None, self.formula
         counted = policies.counted()
-        # How large the advantage of a row's tokens is at most.
+        # The largest absolute advantage of each row's tokens.
         if credit.shape[1] == 1:
             peak = torch.where(counted["tokens"] > 0, credit.squeeze(1), 0.0).abs()
         else:
@@ -124,7 +127,7 @@ class RolloutCorrection(
         weighed = formula.weigh_rows(found, rollouts, policies.dtype)
         largest = formula.most if weighed.of_row is None else weighed.of_row
         fits = found["peak"] * largest / weighed.mean <= torch.finfo(credit.dtype).max
-        if weighed.of_row is None and not bool(fits.all()):  # of the tokens with the largest weights, maybe
+        if weighed.of_row is None and not bool(fits.all()):  # the bound is too large: check each product
             fits = self._fits(rows, policies, credit, weighed.mean)
         rows.require(fits, f"an advantage must be finite in {credit.dtype}; found others in {{found}}")
         rows.measured_when_read(
@@ -143,7 +146,7 @@ class RolloutCorrection(
         return batch
 
     def _fits(self, rows: Rows, policies: Policies, credit: Tensor, mean: float) -> Tensor:
-        """(M,) bool: the products of weights and advantages of a row's tokens are within what it holds."""
+        """(M,) bool: the products of weight and advantage of all tokens of a row fit into the dtype."""
 
         def of_some(ratio: Ratios, credit: Tensor) -> dict[str, Tensor]:
             weight = self.formula.weight(ratio, None, 1.0)
@@ -155,7 +158,6 @@ class RolloutCorrection(
     def _weigh(self, batch: TensorDictBase, numbers: dict[str, Tensor], mean: float) -> None:
         """Write the weights of gathered rows, and multiply their advantage by them."""
         policies, credit = self._read(batch, numbers["in_loss"])
-
         product = torch.empty(policies.mask.shape, dtype=credit.dtype, device=credit.device)
 
         def weighed(
@@ -163,7 +165,7 @@ class RolloutCorrection(
         ) -> dict[str, Tensor]:
             weight = self.formula.weight(ratio, of_row, mean)
             torch.mul(weight, credit.to(torch.promote_types(credit.dtype, torch.float32)), out=product)
-            if not finite:  # anything times the weight 0 of a token out of the mask is not 0
+            if not finite:  # NaN or infinity times the weight 0 of a token out of the mask is NaN
                 zero_outside(product, ratio.mask)
             return {"weight": weight}
 
@@ -182,26 +184,26 @@ class RolloutCorrection(
 
 
 def peak_of(credit: Tensor, mask: Tensor) -> Tensor:
-    """(B,) how large (B, T) numbers of tokens are at most in the mask; NaN where one is."""
+    """(B,) the largest absolute value of (B, T) numbers in the mask; NaN if one of them is NaN."""
     return largest(zero_outside(credit.clone(), mask).abs())
 
 
 def weights_measured(sums: Mapping[str, Tensor], tokens: Tensor, rollouts: Ids | None) -> dict[str, Tensor]:
-    """The numbers of a batch's weights, by token and by sequence: a row, or a rollout.
+    """Compute metrics of the weights of a batch, per token and per sequence.
 
-    With w the weights of n tokens, or each sequence's mean of them::
+    w are the weights of the n tokens, or the mean weight of each of the n sequences::
 
         weight_mean    Σ w / n              weight_max  the largest w
-        ess            (Σ w)² / (n Σ w²)    the effective sample size, a share; 0 where no weight is
-        out_of_bounds  share outside of the bounds; of a sequence the share of its tokens
+        ess            (Σ w)² / (n Σ w²)    effective sample size, a fraction; 0 if all weights are 0
+        out_of_bounds  fraction of tokens out of bounds; for sequences the mean of each one's fraction
 
-    Sequences without a token in the loss are in none of them. Each number follows from the set of rows, whose
-    order changes no bit of it; padding changes what a sum over tokens is rounded to.
+    Sequences without a token in the loss are left out. The order of the rows changes no bit of the results.
+    Padding may change the rounding of a sum over tokens.
 
     Args:
-        sums: (M,) by name, of :meth:`.importance.WeightFormula.sums`.
-        tokens: (M,) of each row in the loss.
-        rollouts: which rows are one sequence; None: each row is.
+        sums: by name, (M,), from :meth:`.importance.WeightFormula.sums`.
+        tokens: (M,) tokens in the loss of each row.
+        rollouts: the rows of a rollout are one sequence; None: each row is a sequence.
     """
     length = over_units(tokens, rollouts)
     mean = over_units(sums["weight"], rollouts) / length.clamp_min(1)

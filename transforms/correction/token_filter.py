@@ -30,34 +30,35 @@ Denominator = Literal["kept", "all"]
 
 
 class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")):
-    """Take tokens that fail a criterion out of the loss, and say what its mean is divided by.
+    """Take tokens that fail a criterion out of the loss.
 
     ============ =========================================================== =======================
-    denominator   what becomes of the token                                   the loss is divided by
+    denominator   effect on the token                                         the loss is divided by
     ============ =========================================================== =======================
-    ``kept``      out of the loss mask, its behaviour log-probability is NaN  tokens that are left
+    ``kept``      out of the loss mask, its behaviour log-probability is NaN  tokens that are kept
     ``all``       its advantage becomes 0, (N, T, 1); it stays in the mask    all tokens
     ============ =========================================================== =======================
 
-    In a pipeline of ``masked_log_prob=keep`` the log-probability stays, and the loss mask alone says it.
-    ``all`` stands after the advantage, and leaves the token in a loss's entropy and KL terms. Under ``kept``
-    a row is as long to later statistics as it was, and one of which no token is left trains nothing
-    (``no_loss_tokens``). A row's reward stays in its group's baseline under both: to take it out, reject the
-    row before the advantage by SampleFilter (``exclude``).
+    In a pipeline with ``masked_log_prob=keep`` the log-probability does not change, only the loss mask.
 
-    Reads what its criterion reads, `loss_mask_key`, and ``("headrace", "in_loss")`` if there; writes
+    Put the filter after the advantage under ``all``. The token then stays in the entropy and KL terms of the
+    loss. Under ``kept`` later stages still see the row's original length. A row without any kept token does
+    not train (``no_loss_tokens``). Under both, the row's reward stays in the baseline of its group. To take
+    it out, reject the row before the advantage with SampleFilter (``exclude``).
+
+    Reads the columns of its criterion, `loss_mask_key`, and ``("headrace", "in_loss")`` if it exists. Writes
     `loss_mask_key`, `log_prob_key` and ``("headrace", "length")``, or under ``all`` `advantage_key`. Measures
     ``kept`` and ``fraction_kept``, of tokens.
 
     Args:
-        criterion: batch → (N, T) bool, True where the token stays, of ragged rows padded behind; or (N,)
-            bool, for all tokens of the row. Such as Diverged.
+        criterion: a callable from a batch to (N, T) bool, True where the token stays; or to (N,) bool, for
+            all tokens of a row. Ragged rows are padded on the right. For example Diverged.
         denominator: ``kept``, ``all``.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: the criterion returns something else than a bool a token or a row.
+        MissingKeyError: a column is missing.
+        BatchError: the criterion does not return one bool per token or per row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -87,16 +88,16 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
 
     @property
     def masked_tokens_key(self) -> NestedKey | None:
-        """The log-probabilities that become NaN, token by token."""
+        """The log-probabilities that become NaN at single tokens."""
         return self.log_prob_key if self.denominator == "kept" else None
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Where its criterion says so."""
+        """Whether the criterion compares tokens within groups only."""
         return getattr(self.criterion, "within_groups", False)
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Judge all tokens, and act."""
+        """Apply the criterion to all tokens, and take out those that fail."""
         reader, like = type(self).__name__, self.loss_mask_key
         mask = read_loss_mask(batch, like, in_loss_there(rows), reader=reader)
         out = mask & ~self._judge(rows, batch, mask)
@@ -122,23 +123,23 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         if rows.table.finite is None and self.log_prob_key is not None and has_key(batch, self.log_prob_key):
             log_prob = read_tokens(batch, self.log_prob_key, reader=reader, option="log_prob_key")
             write_tokens(batch, self.log_prob_key, nan_inside(log_prob, out), like)
-        # Rows out of the loss keep their mask until they are gathered.
+        # Rows out of the loss are only masked when they are gathered, so keep their mask here.
         whole = read_tokens(batch, like, reader=reader, option="loss_mask_key")
         write_tokens(batch, like, whole & ~out, like)
         return batch
 
     def _judge(self, rows: Rows, batch: TensorDictBase, mask: Tensor) -> Tensor:
-        """(B, T) or (B, 1) bool."""
+        """(B, T) or (B, 1) bool, True where the tokens stay."""
         of_tokens = getattr(self.criterion, "of_tokens", None)
         if of_tokens is not None:
             keep = of_tokens(rows.seen_by(self.criterion, rows.stage), batch)
-        else:  # somebody else's, which sees what was decided, where there are rows
+        else:  # a user's criterion gets the batch with all decisions; a rank may have no rows
             keep = self.criterion(rows.write()) if len(batch) else mask
         is_bool = isinstance(keep, Tensor) and keep.dtype is torch.bool
         if not is_bool or keep.numel() not in (mask.numel(), len(batch)):
             found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
             raise BatchError(
-                f"a criterion of tokens returns one bool each, {tuple(mask.shape)}, or one a row; "
+                f"a criterion must return one bool per token, {tuple(mask.shape)}, or one per row; "
                 f"{self.criterion!r} returned {found}"
             )
         return keep.reshape(len(batch), -1) if len(batch) else mask

@@ -1,4 +1,4 @@
-"""Ranks that share a batch: they meet, exchange what statistics need, and refuse together."""
+"""Ranks that share a batch: barriers, exchange of tables, and common errors."""
 
 from .barrier import OtherRankError
 from .decided import hand_out

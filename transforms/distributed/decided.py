@@ -1,4 +1,4 @@
-"""What the first rank has decided about the rows of all, on its way to the ranks that have them."""
+"""Send the decisions of the first rank to the ranks that hold the rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.schema import ROW
 
-# Of a table, besides its metrics; the batch, and which of its rows are in it, each rank knows by itself.
+# The attributes of a table that are sent, besides its metrics. Each rank has its batch already.
 DECIDED = (
     *("columns", "written", "dtypes", "names", "effects", "reason", "here", "gone", "in_loss", "counted"),
     *("masks_rows", "masked_columns", "says_who_counts"),
@@ -20,17 +20,17 @@ DECIDED = (
 
 
 def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None) -> tuple[Any, Any]:
-    """Give each rank what was decided about its rows, where one decides: a barrier, and two collectives.
+    """Send each rank the decisions about its rows, if the first rank decides: a barrier and two collectives.
 
-    All ranks call it together. What a rank has, or was told before, is not sent again.
+    All ranks must call it. Columns that a rank has already are not sent again.
 
     Args:
-        table: of the rows of all ranks on the first; on the others, of their own, changed in place.
-        more: on the first rank, anything that pickles, whose tensors are (N, ...) by row of the table.
-        of_ranks: on the first rank, what else each of the ranks is to have.
+        table: on the first rank, of the rows of all ranks; on the others, of their own, changed in place.
+        more: on the first rank, a picklable object whose tensors are (N, ...) by row of the table.
+        of_ranks: on the first rank, a further object for each rank.
 
     Returns:
-        `more`, of the rows of this rank, and what it is to have else.
+        `more` with the rows of this rank, and the further object of this rank.
     """
     ranks, messages = table.ranks, None
     if ranks is None or not ranks.one_decides:
@@ -57,7 +57,7 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
 
 
 class _Pickled(pickle.Pickler):
-    """Anything, whose tensors are those that the others know, by key, or columns to be sent, by number."""
+    """Pickles an object without its tensors: known ones by key, others by their number in `columns`."""
 
     def __init__(self, known: Mapping[Any, Tensor], value: Any):
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""How ranks share a batch, as options."""
+"""The options for ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DecideOn = Literal["each_rank", "first_rank"]
 
 @dataclass(frozen=True)
 class RankOptions:
-    """The ranks that hold rows of their own of one batch.
+    """The options of a pipeline for ranks that each hold their own rows of a batch.
 
     Attributes:
-        process_group: of ranks; None: this process has the whole batch.
-        shared_ids: what an id on several ranks means.
-        patience: seconds to wait for the others.
-        decide_on: who decides about the rows of all.
+        process_group: the ranks; None: this process has the whole batch.
+        shared_ids: whether an id on several ranks is the same unit.
+        patience: seconds to wait for the other ranks.
+        decide_on: whether each rank or only the first decides about the rows of all.
     """
 
     process_group: dist.ProcessGroup | str | None
@@ -39,11 +39,11 @@ class RankOptions:
         patience: float,
         decide_on: DecideOn,
     ) -> RankOptions:
-        """What a pipeline says, or one of its stages where it does not.
+        """The options of a pipeline, with those of its stages as defaults.
 
         Raises:
-            ValueError: two say different things: statistics would be of other rows than denominators; or an
-                option is none of its values.
+            ValueError: two stages or the pipeline have different options, so statistics and denominators
+                would cover different rows; or an option has an invalid value.
         """
         groups = {id(group) if not isinstance(group, str) else group: group} if group is not None else {}
         meanings: set[Any] = {shared_ids} - {None}
@@ -54,8 +54,9 @@ class RankOptions:
                 meanings |= {getattr(stage, "shared_ids", "raise")} - {"raise"}
         if len(groups) > 1 or len(meanings) > 1:
             raise ValueError(
-                "all stages of a pipeline share their batches with the same ranks: set process_group and "
-                f"shared_ids on the pipeline; got {list(groups.values())} and {sorted(map(str, meanings))}"
+                "all stages of a pipeline must share their batches with the same ranks: set "
+                "pipeline.process_group and pipeline.shared_ids, and no others on stages; got "
+                f"{list(groups.values())} and {sorted(map(str, meanings))}"
             )
         found = next(iter(groups.values()), None)
         meaning: Any = next(iter(meanings), "raise")
@@ -63,12 +64,14 @@ class RankOptions:
         one_of("shared_ids", meaning, get_args(SharedIds))
         within("patience", patience, 0)
         if one_of("decide_on", decide_on, get_args(DecideOn)) == "first_rank" and found is None:
-            raise ValueError("decide_on='first_rank' is for ranks that share a batch: set process_group")
+            raise ValueError(
+                "decide_on='first_rank' needs ranks that share a batch: set pipeline.process_group"
+            )
         return cls(found, meaning, patience, decide_on)
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:
-    """A process group, also by the name ``world``, as YAML has it.
+    """Resolve a process group; the name ``world`` is the default group.
 
     Raises:
         ValueError: torch.distributed is not initialised.
@@ -87,21 +90,21 @@ def check_group(group: object) -> None:
     """Check a process group.
 
     Raises:
-        ValueError: a name that is none.
+        ValueError: an unknown name.
     """
     if isinstance(group, str) and group != "world":
         raise ValueError(f"process_group must be a process group, 'world' or None; got {group!r}")
 
 
 def check_one_way(ranks: int, process_group: object) -> None:
-    """Check that rows are spread over ranks in one way.
+    """Check that `ranks` and `process_group` are not both given.
 
     Raises:
-        ValueError: each rank would hold the whole batch, and rows of its own.
+        ValueError: both are given, or `ranks` is below 1.
     """
     at_least("ranks", ranks, 1)
     if ranks > 1 and process_group is not None:
         raise ValueError(
-            "give ranks where each rank holds the whole batch, process_group where each holds rows of its "
-            f"own; got {ranks=} and {process_group=}"
+            "give ranks if each rank holds the whole batch, or process_group if each rank holds its own "
+            f"rows, not both; got {ranks=} and {process_group=}"
         )

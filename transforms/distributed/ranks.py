@@ -1,4 +1,4 @@
-"""What the ranks that share a batch tell one another about their rows."""
+"""Exchange the tables of ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 
 
 class Ranks:
-    """The ranks of a process group, as one of them sees the others while a batch is with them.
+    """The connection of this process to the other ranks that share a batch.
 
     Args:
-        group: of which this process is a rank.
-        shared_ids: an id that several ranks have is the ``same`` rollout or group there, or ``different``
-            ones, or must not be: ``raise``. None: nobody asks, each rank numbers its own.
-        patience: seconds to wait for the others.
-        decide_on: ``first_rank``: its table alone has the rows of all, and :func:`hand_out` gives each of the
-            others what was decided about its own.
+        group: a process group with this process.
+        shared_ids: whether an id on several ranks is the ``same`` unit or ``different`` ones; ``raise``
+            refuses such ids. None: not checked, as ids of different ranks are never compared.
+        patience: seconds to wait for the other ranks.
+        decide_on: with ``first_rank``, only the table of the first rank has the rows of all, and
+            :func:`hand_out` sends the others the decisions about their rows.
 
     Attributes:
-        one_decides: it is the first rank.
-        decides: this rank does.
+        one_decides: only the first rank decides.
+        decides: this rank decides.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Ranks:
         self.one_decides = decide_on == "first_rank"
         self.decides = self.rank == 0 or not self.one_decides
         self._first = 0 if group is None else dist.get_global_rank(group, 0)
-        self.id_keys: dict[Any, str] = {}  # columns of ids, and what messages call them
-        self.place = "a batch"  # where this rank is, for messages
-        self.refused = False  # all know that the batch at hand is
+        self.id_keys: dict[Any, str] = {}  # columns of ids, with their names for messages
+        self.place = "a batch"  # what this rank is doing, for messages
+        self.refused = False  # all ranks know that the current batch is refused
         self._barrier = Barrier(group, patience)
 
     def meet(self, about: str = "", error: BaseException | None = None) -> None:
@@ -73,44 +73,43 @@ class Ranks:
             raise
 
     def gather_objects(self, value: Any, about: str = "") -> list[Any]:
-        """Exchange something small that pickles, by rank. A barrier, and two collectives."""
+        """Exchange small picklable objects; the result is sorted by rank. A barrier and two collectives."""
         self.meet(about)
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
     def scatter_objects(self, values: list[Any] | None) -> Any:
-        """What the first rank has for this one of `values`, by rank. A barrier, and two collectives."""
+        """Receive this rank's object from the `values` of the first rank. A barrier and two collectives."""
         self.meet()
         found: list[Any] = [None]
         dist.scatter_object_list(found, values, src=self._first, group=self.group)
         return found[0]
 
     def share(self, table: Any, about: str = "") -> None:
-        """Let the table of each rank that decides have the rows of all: one barrier, and two collectives.
+        """Extend the table of each deciding rank by the rows of all: one barrier and two collectives.
 
-        Where columns differ, one more barrier and two collectives say how. A rank without rows gets columns
-        from one that has some, and a batch of no rows with its columns.
+        If columns differ, one more barrier and two collectives find out how. A rank without rows gets the
+        columns of another rank, and an empty batch with these columns.
 
         Args:
             table: a :class:`~headrace.transforms.table.Table` of this rank's rows, changed in place.
-            about: what must be the same on all ranks.
+            about: a description that must be equal on all ranks.
 
         Raises:
-            BatchError: on all ranks alike, where ranks have other columns, or share an id and must not.
+            BatchError: on all ranks, if columns differ, or if ranks have the same id under ``raise``.
         """
         own = len(table.live)
         kinds = {key: (column.dtype, tuple(column.shape[1:])) for key, column in table.columns.items()}
         self.meet(about)
-        # 1. How many rows each rank has. Who has the same columns as the others need not tell which.
-        told = self._all_gather(torch.tensor([own, _hashed(repr(kinds))]))
-        counts, hashes = told.T.tolist()
+        # 1. Exchange the number of rows and a hash of the columns, so that equal columns need no message.
+        counts, hashes = self._all_gather(torch.tensor([own, _hashed(repr(kinds))])).T.tolist()
         if not any(counts):
             table.size = 0
             return
         if 0 in counts or len(set(hashes)) > 1:
             kinds = self._agree_on_columns(table, kinds, counts)
-        # 2. The rows of each rank behind those of the one before it.
+        # 2. Join the rows of all ranks, in order of the ranks.
         table.ranks = self
         table.columns = self._gather({key: table.columns[key] for key in kinds}, counts)
         if self.decides:
@@ -121,34 +120,34 @@ class Ranks:
             for key, name in self.id_keys.items():
                 if key in table.columns:
                     table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
-        else:  # of the others it has none
+        else:  # this table has no rows of other ranks
             counts = [own if rank == self.rank else 0 for rank in range(self.size)]
         table.starts = [0, *accumulate(counts)]
         table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
-        """The dtype and shape in a row of each column that is exchanged, by key.
+        """The columns to exchange, with their dtype and shape per row.
 
         Args:
-            table: as :meth:`share` has it; without rows it gets columns of none.
-            kinds: of the columns of this rank.
-            counts: rows by rank.
+            table: that of :meth:`share`; without rows it gets empty columns.
+            kinds: dtype and shape per row of this rank's columns.
+            counts: number of rows, by rank.
 
         Raises:
-            BatchError: on all ranks alike, where ranks have other columns.
+            BatchError: on all ranks, if columns differ.
         """
         own = counts[self.rank]
         described = (describe_columns(table.batch), device_of(table.batch).type) if own else None
         every = self.gather_objects((kinds, table.dtypes, described))
         known = {rank: each for rank, each in enumerate(every) if counts[rank]}  # ranks with rows
-        # 1. Columns of few numbers a row on some ranks, and of other widths on others, are of tokens.
+        # 1. A narrow column of tokens looks like numbers. So columns with different widths are not exchanged.
         in_batch = [{key for key, *_ in of_row[0]} for _, _, of_row in known.values()]
         for key in {key for theirs, *_ in known.values() for key in theirs}:
             shapes = {theirs.get(key, (None, None))[1] for theirs, *_ in known.values()}
             if len(shapes) > 1 and all(key in there for there in in_batch):
                 for theirs, *_ in known.values():
                     theirs.pop(key, None)
-        # 2. All others are the same on all of them. A rank without rows gets them from the first.
+        # 2. All other columns must be equal. A rank without rows takes those of the first rank with rows.
         kinds, dtypes, of_first = next(iter(known.values()))
         every_key = {key for theirs, *_ in known.values() for key in theirs}
         for rank, (theirs, *_) in known.items():
@@ -157,7 +156,7 @@ class Ranks:
                 odd = sorted(str(key) for key in theirs if theirs[key] != kinds.get(key))
                 found = f"lacks {listing(lacks)}" if lacks else f"has others in {listing(odd)}"
                 raise BatchError(
-                    f"ranks must have the same columns, of one dtype and shape; rank {rank} {found}"
+                    f"all ranks must have the same columns, with equal dtypes and shapes; rank {rank} {found}"
                 )
         if not own:
             table.columns = {
@@ -169,31 +168,29 @@ class Ranks:
         return kinds
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
-        """(B, ...) of the rows in this rank's batch → (ΣB, ...) of those in the batches of all.
-
-        A barrier, and a collective.
+        """Join (B, ...) values of the rows of each rank to (ΣB, ...), by a barrier and a collective.
 
         Args:
             values: of this rank.
             counts: B by rank.
 
         Raises:
-            BatchError: one rank decides.
+            BatchError: only the first rank decides.
         """
         self.refuse_tokens()
         self.meet()
         return self._gather({"values": values}, counts)["values"]
 
     def refuse_tokens(self) -> None:
-        """Refuse what a stage does on each rank, where one decides and the others wait for it.
+        """Refuse an operation that every rank must run, if only the first rank decides.
 
         Raises:
-            BatchError: one rank decides.
+            BatchError: only the first rank decides.
         """
         if self.one_decides:
             raise BatchError(
-                "under decide_on='first_rank' that rank decides by the columns of a few numbers a row that "
-                "were read with the batch; here it needs tokens, or a column that nobody has declared. Set "
+                "decide_on='first_rank' needs stages that use only columns with a few numbers per row, "
+                "declared in advance; this stage reads tokens or a column that it has not declared. Set "
                 "pipeline.decide_on=each_rank"
             )
 
@@ -215,14 +212,14 @@ class Ranks:
         }
 
     def _all_gather(self, values: Tensor) -> Tensor:
-        """(R, ...) values of the ranks, of one shape on all; through the device where the group needs it."""
+        """(R, ...) values of all ranks, which have equal shapes; on the GPU if the backend needs it."""
         values = self._to_exchange(values)
         every = values.new_empty(self.size, *values.shape)
         dist.all_gather(list(every.unbind()), values, group=self.group)
         return every.cpu()
 
     def _gather_first(self, values: Tensor) -> Tensor:
-        """The same on the first rank; on the others nothing, (0, ...)."""
+        """The same on the first rank; (0, ...) on the others."""
         values = self._to_exchange(values)
         every = values.new_empty(self.size if self.decides else 0, *values.shape)
         dist.gather(values, list(every.unbind()) or None, dst=self._first, group=self.group)
@@ -232,10 +229,10 @@ class Ranks:
         return values.cuda() if dist.get_backend(self.group) == "nccl" else values
 
     def note(self, start: int) -> str:
-        """What row numbers mean in messages."""
+        """Explain the row numbers and ids of messages."""
         note = f" (Rows are numbered over all ranks, from {start} on rank {self.rank}.)"
         if self.shared_ids == "different":
-            note += " (Short ids are written behind the number of their rank.)"
+            note += " (Short ids have the number of their rank in front.)"
         return note
 
 
@@ -248,45 +245,45 @@ _LOCKS: dict[int, Any] = {}
 
 @contextmanager
 def sharing(ranks: Ranks | None) -> Iterator[None]:
-    """Share the batch of a block with other ranks: what one of them raises inside is raised on all.
+    """Share the batch of a block with other ranks: an error in the block of one rank is raised on all.
 
     Raises:
-        OtherRankError: another rank raised in its block, or does not come to the end of it.
+        OtherRankError: another rank raised in its block, or did not reach its end in time.
     """
     if ranks is None:
         yield
         return
     lock = _LOCKS.setdefault(id(ranks.group), threading.RLock())
-    lock.acquire()  # a group carries one batch at a time, whatever the threads
+    lock.acquire()  # several threads may share a group, which can process one batch at a time
     try:
         yield
         ranks.place = "the end of a batch"
         ranks.meet()
     except Exception as err:
-        if not ranks.refused:  # the others are told; what was told first is raised on all
+        if not ranks.refused:  # tell the others; all raise the first error that was told
             try:
                 ranks.meet(error=err)
             except OtherRankError as first:
                 if not str(first).startswith(f"rank {ranks.rank}:"):
                     raise
-            except dist.DistError as gone:  # the store went with rank 0, which heard of a refusal and ended
-                log.warning("rank %d cannot tell the others what it refuses: %s", ranks.rank, gone)
+            except dist.DistError as gone:  # rank 0 has the store, and may have ended after a refusal
+                log.warning("rank %d cannot send its error to the others: %s", ranks.rank, gone)
         raise
     finally:
         lock.release()
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:
-    """Ids under which rows of different ranks are one unit only where that is meant.
+    """Make ids of different ranks different, if `shared` says so. One device read, except under ``same``.
 
     Args:
         ids: (M,) int64.
-        rank: (M,) int64.
-        shared: as :class:`Ranks` has it.
-        name: what the message calls the ids.
+        rank: (M,) int64, the rank of each row.
+        shared: `shared_ids` of :class:`Ranks`.
+        name: the name of the ids for messages.
 
     Raises:
-        BatchError: several ranks have an id, under ``raise``. One device read, none under ``same``.
+        BatchError: several ranks have the same id, under ``raise``.
 
     Example:
         >>> ids, rank = torch.tensor([7, 15, 7, -1]), torch.tensor([0, 0, 1, 1])
@@ -299,15 +296,17 @@ def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -
     if shared == "raise":
         if numbered.n == len(ids):
             return ids
-        torn = numbered.min(rank) < numbered.max(rank)
-        if bool(torn.any()) and (found := [n for n in ids[numbered.first[torn]].tolist() if n >= 0]):
+        on_several = numbered.min(rank) < numbered.max(rank)
+        found = ids[numbered.first[on_several]].tolist() if bool(on_several.any()) else []
+        if found := [number for number in found if number >= 0]:
             raise BatchError(
-                f"{name} {listing(map(str, found))} on more than one rank: say shared_ids='same' if it is "
-                "the same unit there, 'different' if each rank numbers its own"
+                f"{name} {listing(map(str, found))} on more than one rank: set pipeline.shared_ids=same if "
+                "it is the same unit on all ranks, or pipeline.shared_ids=different if each rank has "
+                "its own ids"
             )
         return ids
     digits = 10 ** len(str(max(int(ids.amax()), 0)))
     fits = digits * (int(rank.amax()) + 1) < 2**62
     first = numbered.spread(numbered.first)
-    apart = rank * digits + ids if fits else first * (rank.amax() + 1) + rank
-    return torch.where(ids < 0, ids, apart)
+    different = rank * digits + ids if fits else first * (rank.amax() + 1) + rank
+    return torch.where(ids < 0, ids, different)

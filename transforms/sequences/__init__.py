@@ -1,4 +1,4 @@
-"""Rows as a model and its loss take them: dense, merged, scored, laid end to end, or as a tree."""
+"""Prepare rows for a model and its loss: pad, merge, score, pack, or build a tree."""
 
 from .dense import DenseRows
 from .merge import MergeTurns, merge_turns

@@ -1,4 +1,4 @@
-"""The stage that makes one dense batch of ragged rows, with masks that say which tokens are which."""
+"""The stage that pads ragged rows to one dense batch with an attention mask and a loss mask."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from headrace.transforms.tokens import (
 
 from .packing import TOKEN_KEYS
 
-# What wrappers of TorchRL write beside the whole, and how it lies there.
+# Columns that TorchRL's wrappers write in addition to the full sequences.
 PARTS: tuple[NestedKey, ...] = (
     PROMPT,
     RESPONSE,
@@ -53,31 +53,31 @@ OF_RESPONSE = ("log_probs", "response")
 class DenseRows(
     BatchTransform, columns=("tokens", "attention", "loss_mask", "log_prob", "rollout"), needed=("log_prob",)
 ):
-    """Make one dense batch of ragged rows, such as LLMCollector's: tokens padded once, on the left.
+    """Pad ragged rows, such as LLMCollector's, on the left to one dense batch.
 
-    A row is a turn, and of its tokens those train that the policy wrote in this turn: its response, at the
-    end. A loss mask that rows bring along is kept instead. Rows that are dense already have their padding on
-    the left, or lie as TorchRL's wrappers write them with ``pad_output=True``, prompts padded on the left and
-    responses on the right: those are moved. Masked rows stay masked.
+    A row is a turn: a prompt and, at its end, the response of the policy. The loss mask covers the response,
+    unless the rows have a loss mask already. Dense rows must be padded on the left, or as TorchRL's wrappers
+    do with ``pad_output=True``: prompts on the left and responses on the right. The stage moves the latter.
+    Masked rows stay masked.
 
-    Reads `tokens_key` and ``("tokens", "response")``, ``("tokens", "prompt")``, or `loss_mask_key`; writes
-    `tokens_key`, `attention_key`, `loss_mask_key`, and `log_prob_key` if it is there, (N, T) each. Ragged
-    columns that are as long as the tokens in every row are padded like them: by 0, False or NaN; of
-    log-probabilities as long as the response, under `log_prob_key` or ``("log_probs", "response")``, the
-    prompt has NaN. Those of TransformersWrapper, which has 0 for every first token, are none. All other
-    columns are kept, texts and histories too, but for the parts of the whole: ``prompt`` and ``response`` of
-    tokens and log-probabilities, by whose width GRPOLoss's masking strategy ``sft`` would take a wrong mask.
+    Reads `tokens_key`, and `loss_mask_key` or ``("tokens", "response")`` and ``("tokens", "prompt")``. Writes
+    `tokens_key`, `attention_key`, `loss_mask_key`, and `log_prob_key` if the rows have it, (N, T) each.
+
+    - Ragged columns with one entry per token are padded, with 0, False or NaN.
+    - Log-probabilities of only the response, under `log_prob_key` or ``("log_probs", "response")``, get NaN
+      for the prompt. Those of TransformersWrapper are ignored, because it writes 0 for each first token.
+    - The ``prompt`` and ``response`` of tokens and log-probabilities are removed: GRPOLoss's masking strategy
+      ``sft`` would make a wrong mask of their width. All other columns are kept.
 
     Args:
-        pad_id: the token that stands for padding: the tokenizer's `pad_token_id`.
-        width: tokens of a row with its padding, T, where batches must have one width. None: those of the
-            longest.
+        pad_id: the padding token, which is the tokenizer's `pad_token_id`.
+        width: T, the number of tokens per row with padding; None: that of the longest row.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: tokens, or what says which of them train, are not there.
-        BatchError: prompt and response are not the whole; a row's columns differ in length; `pad_id` is a
-            real token; a hole between tokens, or padding behind them; no row has a response; a row is longer
+        MissingKeyError: the tokens are missing, or both the loss mask and the response.
+        BatchError: prompt and response are not the full sequence; columns of a row differ in length; `pad_id`
+            is a real token; padding is between or after tokens; no row has a response; or a row is longer
             than `width`.
 
     Example:
@@ -103,12 +103,12 @@ class DenseRows(
         writes = [self.tokens_key, self.attention_key, self.loss_mask_key, self.log_prob_key]
         super().__init__([self.tokens_key, PROMPT, RESPONSE], writes)
         if pad_id is None:
-            raise ValueError("pad_id must be an integer ≥ 0; got None. Give the tokenizer a padding token")
+            raise ValueError("pad_id must be an integer ≥ 0; got None. Add a padding token to the tokenizer")
         self.pad_id, self.width = at_least("pad_id", pad_id, 0), at_least("width", width, 1)
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Pad what is per token, and stack everything else beside it."""
-        # 1. What is per token is padded to one width, and all else is stacked.
+        """Pad columns per token, and stack all others."""
+        # 1. Pad columns per token to one width, and stack all others.
         if isinstance(batch, LazyStackedTensorDict):
             rest, columns, parts = self._padded(batch)
         else:
@@ -116,7 +116,7 @@ class DenseRows(
             keys = dict.fromkeys([*self.out_keys, *TOKEN_KEYS])
             rest = batch.exclude(*PARTS)
             columns = {key: batch.get(key) for key in keys if has_key(batch, key)}
-            if len(batch):  # ragged rows, which another rank may have, need not say it
+            if len(batch):  # an empty batch may belong to ranks with ragged rows, which need no mask
                 require(batch, self.attention_key, reader=rows.reader, option="attention_key")
             else:
                 columns.setdefault(self.attention_key, torch.ones_like(columns[self.tokens_key]).bool())
@@ -126,20 +126,20 @@ class DenseRows(
                 check_mask(batch, key)
         tokens, attention = columns[self.tokens_key], columns[self.attention_key]
 
-        # 2. Of a row's tokens its response trains, unless it says otherwise.
+        # 2. Without a loss mask, the response of each row is in the loss.
         has_response = is_whole = torch.ones(len(batch), dtype=torch.bool, device=tokens.device)
         if self.loss_mask_key not in columns:
             if parts is None:
                 raise MissingKeyError(
-                    f"{rows.reader} needs the key {self.loss_mask_key!r} (loss_mask_key), True where a token "
-                    f"trains, or {RESPONSE!r}, which does; the batch has {key_names(batch)}"
+                    f"{rows.reader} needs the key {self.loss_mask_key!r} (loss_mask_key), True at tokens in "
+                    f"the loss, or the key {RESPONSE!r}; the batch has {key_names(batch)}"
                 )
             response = parts.response & attention
             has_response = count_true(response) > 0
             in_loss = in_loss_there(rows)
             columns[self.loss_mask_key] = response if in_loss is None else response & in_loss[:, None]
 
-        # 3. A response that a wrapper has padded on the right is moved to the end of its row.
+        # 3. Move a response that a wrapper has padded on the right to the end of its row.
         if parts is not None:
             if parts.joined is not tokens:
                 width = max(parts.joined.shape[1], tokens.shape[1])
@@ -152,13 +152,14 @@ class DenseRows(
                 items = rest.exclude(*columns).items(include_nested=True, leaves_only=True)
                 if width > 1 and (odd := [key for key, each in items if each.shape[1:2] == (width,)]):
                     raise BatchError(
-                        f"the tokens of these rows are moved to their ends, and {listing(map(repr, odd))} as "
-                        "wide as they would stay: pad on the left, or leave them out (batch.exclude)"
+                        "the tokens of these rows must be moved to the end of the rows, and columns of the "
+                        f"same width would not be moved: {listing(map(repr, odd))}. Pad on the left, or "
+                        "remove these columns (batch.exclude)"
                     )
                 columns = {key: turn_right(column, behind) for key, column in columns.items()}
                 tokens, attention = columns[self.tokens_key], columns[self.attention_key]
 
-        # 4. What must hold of each row. One copy tells the table all of it.
+        # 4. Check each row, with one copy to the table.
         width = tokens.shape[1] if self.width is None else self.width
         found = rows.measured(
             has_response=has_response,
@@ -171,25 +172,25 @@ class DenseRows(
         )
         found["has_response"] = (found["has_response"] == 1).any().expand(len(rows))
         messages = {
-            "has_response": "some row needs a response; all are empty in {found}. Is the padding token what "
-            "ends them?",
-            "is_whole": "prompt and response, end to end, are the whole; they are not in {found}. Were "
-            "tokens cut off, or is `full` of another turn?",
+            "has_response": "at least one row needs a response; all are empty in {found}. Is the padding "
+            "token also the end-of-sequence token?",
+            "is_whole": "prompt and response together must be the full sequence; they are not in {found}. "
+            "Were tokens cut off, or is `full` from another turn?",
             "has_tokens": "every row needs a token; found none in {found}",
-            "together": "the tokens of a row lie together at its end, behind the padding; the attention mask "
-            "is False behind or between some in {found}. Pad on the left. A hole is a sampled padding token, "
-            "which wrappers of TorchRL take for padding wherever it stands: keep it from being sampled, "
+            "together": "the tokens of a row must be together at its end, after the padding; the attention "
+            "mask is False after or between tokens in {found}. Pad on the left. TorchRL's wrappers treat a "
+            "sampled padding token as padding: prevent its sampling with "
             "generate_kwargs={{'bad_words_ids': [[pad_id]]}}",
-            "no_padding": f"padding is told from tokens by pad_id={self.pad_id}, which is a real token in "
-            "{found}. Give the tokenizer a padding token of its own: one that also ends responses is cut off "
+            "no_padding": f"pad_id={self.pad_id} must be used only for padding; it is a real token in "
+            "{found}. Give the tokenizer its own padding token: one that also ends responses is cut off "
             "their ends",
-            "real_in_loss": "a token in the loss is a real one; the loss mask is True on padding in {found}",
-            "fits": f"no row has more tokens than width={width}; found more in {{found}}",
+            "real_in_loss": "tokens in the loss must be real; the loss mask is True on padding in {found}",
+            "fits": f"no row may have more tokens than width={width}; found more in {{found}}",
         }
         for law, message in messages.items():
             rows.require(found[law] == 1, message, describe_row(rows))
 
-        # 5. The same rows, with other columns.
+        # 5. Build the dense batch of the same rows.
         rows.stored_as(rest)
         dense = shallow_copy(rest)
         for key, column in columns.items():
@@ -198,7 +199,7 @@ class DenseRows(
         return dense
 
     def _parts(self, batch: TensorDictBase, tokens: Tensor) -> Parts | None:
-        """Of dense rows."""
+        """The parts of dense rows."""
         columns = [batch.get(key) for key in (PROMPT, RESPONSE) if has_key(batch, key)]
         if not has_key(batch, RESPONSE):
             return None
@@ -212,11 +213,11 @@ class DenseRows(
     def _padded(
         self, batch: LazyStackedTensorDict
     ) -> tuple[TensorDict, dict[NestedKey, Tensor], Parts | None]:
-        """What is not per token, stacked; what is, (N, T, ...), padded on the left; and the parts.
+        """The stacked columns; the columns per token, (N, T, ...) padded on the left; and the parts.
 
         Raises:
-            MissingKeyError: there are no tokens.
-            BatchError: a column is on some rows only; a ragged one is not per token.
+            MissingKeyError: the tokens are missing.
+            BatchError: only some rows have a column; or a ragged column is not per token.
         """
         by_row = columns_by_row(batch, [key for key in PARTS if key not in (PROMPT, RESPONSE)])
         if self.tokens_key not in by_row:
@@ -263,36 +264,36 @@ class DenseRows(
     def _of_response(
         self, entries: list[Tensor] | None, key: NestedKey, responses: list[int], sizes: list[int]
     ) -> Tensor | None:
-        """Log-probabilities that are as long as the responses, which engines alone have written."""
+        """Join log-probabilities of only the responses, as inference engines write them, or None."""
         if entries is None or sizes_of(entries) != responses or responses == sizes:
             return None
         log_probs = torch.cat(entries).float()
         if key == OF_RESPONSE:
             begins = torch.tensor([0, *accumulate(responses[:-1])])
             if 0 not in responses and not log_probs[begins].any():
-                return None  # as TransformersWrapper's generate writes for first tokens (TorchRL 0.14.1)
+                return None  # TransformersWrapper writes 0 for first tokens (TorchRL 0.14.1)
         return log_probs
 
 
 class Parts(NamedTuple):
-    """Prompts and responses, end to end, padded on the left as the tokens are."""
+    """Prompts and responses joined, padded on the left."""
 
     joined: Tensor
-    """(N, P); the tokens themselves where they are known to be the same."""
+    """(N, P); the tokens tensor itself if it is known to be equal."""
     known: Tensor | None
-    """(N, P) bool, where they say what the tokens are; None: everywhere."""
+    """(N, P) bool, True where `joined` can be compared with the tokens; None: everywhere."""
     response: Tensor
-    """(N, T) bool, as many of the last entries as the response has."""
+    """(N, T) bool, True at the response."""
 
 
 class Layout:
-    """Where ragged rows have their entries in dense ones, which are padded on the left.
+    """Lays out ragged rows as dense rows, padded on the left.
 
-    Rows are joined and laid out together: no operator is called for each.
+    All rows are laid out together, without a call for each row.
 
     Args:
         device: of the rows.
-        known: entries of each row, once more for each kind of column; they are sent to the device together.
+        known: lengths of the rows, for each kind of column. They are sent to the device together.
     """
 
     def __init__(self, device: torch.device, *known: list[int]):
@@ -301,7 +302,7 @@ class Layout:
         self._lengths = {tuple(sizes): each for sizes, each in zip(known, lengths, strict=True)}
 
     def places(self, sizes: list[int], width: int) -> Tensor:
-        """(N, T) bool, the last entries of each row, as many as it has."""
+        """(N, T) bool, True at the last entries of each row, as many as `sizes` says."""
         key = (width, *sizes)
         if key not in self._known:
             lengths = self._lengths.get(key[1:])
@@ -311,32 +312,32 @@ class Layout:
         return self._known[key]
 
     def rows(self, flat: Tensor, sizes: list[int], width: int, fill: float | None = None) -> Tensor:
-        """(N, T, ...) of all entries, :func:`end_to_end`; None: filled as :func:`.tokens.padded`."""
-        there = self.places(sizes, width)
-        made = flat.new_full((*there.shape, *flat.shape[1:]), no_token(flat) if fill is None else fill)
-        return made.masked_scatter_(there.view(*there.shape, *[1] * (flat.ndim - 1)), flat)
+        """(N, T, ...) of joined entries (:func:`end_to_end`); `fill` None: that of :func:`.tokens.padded`."""
+        places = self.places(sizes, width)
+        made = flat.new_full((*places.shape, *flat.shape[1:]), no_token(flat) if fill is None else fill)
+        return made.masked_scatter_(places.view(*places.shape, *[1] * (flat.ndim - 1)), flat)
 
 
 def end_to_end(rows: Sequence[Tensor], key: NestedKey) -> Tensor:
-    """(L, ...) of ragged rows, which must be of one kind."""
+    """Join ragged rows to (L, ...). They must have equal dtypes and shapes per token."""
     if len({(row.dtype, row.shape[1:]) for row in rows}) > 1:
-        padded(rows, key)  # says what is wrong
+        padded(rows, key)  # raises
     return torch.cat(rows)
 
 
 def sizes_of(rows: Sequence[Tensor]) -> list[int]:
-    """Entries of each row; of a number alone none."""
+    """The number of entries of each row; 0 for a scalar."""
     return [shape[0] if shape else 0 for shape in [row.shape for row in rows]]
 
 
 def of_one_shape(rows: Sequence[Tensor]) -> bool:
-    """Whether rows can be stacked."""
+    """Whether all rows have the same shape."""
     shape = rows[0].shape
     return all(row.shape == shape for row in rows)
 
 
 def entries_behind(attention: Tensor) -> Tensor:
-    """(N,) int64: the entries behind the last real token of each row.
+    """(N,) int64: the number of entries after the last real token of each row.
 
     Args:
         attention: (N, T) bool, True at real tokens.
@@ -347,16 +348,16 @@ def entries_behind(attention: Tensor) -> Tensor:
     """
     if attention.shape[1] == 0:
         return attention.sum(1)
-    is_there, behind = attention.flip(1).max(1)  # the first of the largest
-    return torch.where(is_there, behind, attention.shape[1])
+    has_token, behind = attention.flip(1).max(1)  # max returns the first of equal values
+    return torch.where(has_token, behind, attention.shape[1])
 
 
 def turn_right(column: Tensor, by: Tensor) -> Tensor:
-    """Move each row by some places to the right; what falls off comes in again on the left.
+    """Rotate each row to the right.
 
     Args:
         column: (N, T, ...).
-        by: (N,) int64.
+        by: (N,) int64, the number of places.
 
     Example:
         >>> turn_right(torch.tensor([[0, 5, 6, 0, 0]]), torch.tensor([2])).tolist()
@@ -368,12 +369,12 @@ def turn_right(column: Tensor, by: Tensor) -> Tensor:
 
 
 def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
-    """Give rows one width, on the left: more padding, or less.
+    """Add or remove padding on the left.
 
     Args:
         column: (N, T, ...).
-        width: entries of a row that comes out; what is cut off was padding.
-        value: what padding is. None: as :func:`.tokens.padded`.
+        width: new number of entries per row. Only padding may be cut off.
+        value: the padding; None: that of :func:`.tokens.padded`.
 
     Example:
         >>> fit_width(torch.tensor([[0, 7]]), 3).tolist(), fit_width(torch.tensor([[0, 7]]), 1).tolist()
@@ -382,5 +383,5 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
     if column.shape[1] == width:
         return column
     fill = no_token(column) if value is None else value
-    beside = (0, 0) * (column.ndim - 2)  # dimensions behind the tokens
+    beside = (0, 0) * (column.ndim - 2)  # no padding in the dimensions after the tokens
     return nn.functional.pad(column, (*beside, width - column.shape[1], 0), value=fill)

@@ -1,4 +1,4 @@
-"""Turns that are rows, merged into one row as long as each prompt goes on from the row before."""
+"""Merge turns that are rows into one row, while each prompt continues the row before."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ OF_SEGMENTS = (IS_FIRST_SEGMENT, INIT, LENGTH)
 
 
 class Merged(NamedTuple):
-    """Where rows go that are merged, and those of their tokens that train."""
+    """The assignment of rows and tokens to merged rows."""
 
     into: Tensor
-    """(N,) int64: the row that a row becomes a part of, the last of its segment; itself where it stays."""
+    """(N,) int64: the row that each row is merged into, the last of its segment; itself if it is kept."""
     broken: Tensor
-    """(N,) bool: there is a row before it in its rollout, which it does not go on from."""
+    """(N,) bool: the row does not continue the row before it in its rollout."""
     source: Tensor
-    """(K,) int64: tokens that train in rows that do not stay, row · T + column."""
+    """(K,) int64: trained tokens of rows that are not kept, as row · T + column."""
     to: Tensor
-    """(K,) int64: where they go, as many rows · T + columns of those that stay."""
+    """(K,) int64: their new positions, as row · T + column among the kept rows."""
 
 
 def merge_turns(
@@ -72,20 +72,20 @@ def merge_turns(
     masked: Tensor | None = None,
     there: Tensor | None = None,
 ) -> Merged:
-    """Find the rows of a rollout that are the beginning of the next one's prompt.
+    """Find rows whose tokens are the beginning of the next row's prompt, in the same rollout.
 
-    A row goes on from the row before it in its rollout if all tokens of that are its own first ones, and
-    none of them trains in it. Else, as where a conversation was tokenised anew, or compacted, a new segment
-    begins. Rows are compared as bytes on the host, to which they are copied from another device.
+    A row continues the row before it if it starts with all tokens of that row, and none of these is in its
+    own loss. Otherwise a new segment starts, for example after the conversation was tokenised again or
+    compacted. Rows are compared by their bytes on the CPU, and copied there if needed.
 
     Args:
         tokens: (N, T) int64.
         trains: (N, T) bool, the tokens in the loss.
         rollout: (N,) int64, equal in the rows of a rollout.
         turn: (N,) int64, orders the rows of a rollout; None: they are in order.
-        masked: (N,) bool, rows out of the loss. A row is not merged into one that says of itself that it
-            does not train, so those at the end of a segment stay as they are. None: there are none.
-        there: (N, T) bool, which tokens are no padding; None: those that are not ``END``.
+        masked: (N,) bool, rows out of the loss. No row is merged into one of these, so masked rows at the end
+            of a segment are not merged. None: no row is masked.
+        there: (N, T) bool, True at tokens that are no padding; None: those that are not ``END``.
 
     Example:
         >>> tokens = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [5, 9, 9, END]])
@@ -99,7 +99,7 @@ def merge_turns(
     there = (tokens != END if there is None else there).cpu()
     tokens, trains = tokens.long().cpu(), trains.cpu()
 
-    # 1. The rows of a rollout, turn by turn.
+    # 1. Sort the rows by rollout, then by turn.
     row = torch.arange(len(tokens))
     order = row if turn is None else turn.sort(stable=True).indices
     order = order[rollout[order].sort(stable=True).indices]
@@ -107,7 +107,7 @@ def merge_turns(
     follows = rollout[order] == rollout[previous]
     follows[:1] = False
 
-    # 2. Where the tokens of a row lie together: from `begin` on, and from 0 where some have holes.
+    # 2. The tokens of a row start at `begin`. If some rows have holes, move all tokens to the left.
     begin, count = _first(there), count_true(there)
     real = there.numpy()
     begins = len((real[:, 1:] > real[:, :-1]).ravel().nonzero()[0]) + int(there[:, :1].sum())
@@ -116,7 +116,7 @@ def merge_turns(
         tokens, trains = left_aligned(tokens, there), left_aligned(trains.long(), there) == 1
         begin = torch.zeros_like(begin)
 
-    # 3. Which rows go on: all tokens of the row before are the first ones, and none of them trains.
+    # 3. Find rows that start with all tokens of the row before, none of them in the loss.
     learns = count_true(trains)
     prompt = torch.where(learns > 0, _first(trains) - begin, count)
     goes_on = follows & (count[previous] <= prompt[order])
@@ -127,7 +127,7 @@ def merge_turns(
     same = [content.startswith(view[start:stop], own) for own, start, stop in zip(*known, strict=True)]
     goes_on[at] = torch.tensor(same, dtype=torch.bool)
 
-    # 4. The last row of each segment.
+    # 4. Find the last row of each segment.
     extends = goes_on
     if masked is not None:
         segment = (~goes_on).long().cumsum(0) - 1
@@ -140,12 +140,12 @@ def merge_turns(
     into = torch.empty_like(row).index_copy_(0, order, order[at])
     broken = torch.empty_like(ends).index_copy_(0, order, follows & ~goes_on)
 
-    # 5. A token goes to where that row has it.
+    # 5. Move each trained token to its position in that row.
     kept, leaves = (into == row).nonzero().flatten(), (into != row).nonzero().flatten()
-    home, counts = into[leaves], learns[leaves]
+    target, counts = into[leaves], learns[leaves]
     at = torch.from_numpy(trains.index_select(0, leaves).view(-1).numpy().nonzero()[0])
     source = at + repeated(width * (leaves - row[: len(leaves)]), counts)
-    moves = width * (torch.searchsorted(kept, home) - leaves) + begin[home] - begin[leaves]
+    moves = width * (torch.searchsorted(kept, target) - leaves) + begin[target] - begin[leaves]
     to = source + repeated(moves, counts)
     if not together:
         for mask, places in ((there, source), (there[kept], to)):
@@ -154,10 +154,10 @@ def merge_turns(
 
 
 def _first(flags: Tensor) -> Tensor:
-    """(N,) int64, of (N, T) bool on the CPU: the first column that is True, if one is."""
+    """(N,) int64: the first True column of (N, T) bool on the CPU, or 0."""
     if flags.shape[1] == 0:
         return torch.zeros(len(flags), dtype=torch.int64)
-    return torch.from_numpy(flags.numpy().argmax(1))  # a tenth of the time that torch takes
+    return torch.from_numpy(flags.numpy().argmax(1))  # ten times faster than torch
 
 
 class MergeTurns(
@@ -165,32 +165,32 @@ class MergeTurns(
     columns=("turn", "tokens", "attention", "loss_mask", "advantage", "rollout"),
     needed=("rollout",),
 ):
-    """Merge rows of a rollout that go on from one another into the last of them (:func:`merge_turns`).
+    """Merge consecutive rows of a rollout into the last of them (:func:`merge_turns`).
 
-    For trainers without attention over trees. Where rows are turns, each with all that came before it as its
-    prompt, one row with the masks of all computes the same: a token is trained with the log-probabilities,
-    advantage and other columns by token of the row in which it trains. A token trained before and after
-    weighs the same under every mean of LossWeight but those of ``sample`` and ``turn``, to which a merged row
-    is one. It stands before the cut, behind all that measures rows: gate, filters, advantages.
+    Use it for trainers without attention over trees. If rows are turns, and each has all earlier turns as its
+    prompt, one row with the loss masks of all turns trains the same tokens. Each token keeps the
+    log-probabilities, advantage and other token columns of the row in which it is trained. Its loss weight is
+    unchanged, except with the units ``sample`` and ``turn`` of LossWeight, where a merged row counts once.
+    Put the stage after the gate, the filters and the advantages, and before the split.
 
-    Where a prompt is not what was sampled before, such as one that was tokenised anew, a new segment begins,
-    counted as ``broken``. Columns by row must agree between rows that are merged, but for `last_keys`, texts
-    and the reward behind FanOutCollapse, of which that of the last row stays. TorchRL's ``prompt`` and
-    ``response`` of tokens and log-probabilities are left out. Rows leave as ``merged``; their tokens are
-    counted in the rows into which they are merged.
+    If a prompt differs from the row before, for example because it was tokenised again, a new segment starts,
+    counted in the metric ``broken``. Columns per row must be equal in merged rows. Exceptions are
+    `last_keys`, texts, and the reward after FanOutCollapse: these are taken from the last row. TorchRL's
+    ``prompt`` and ``response`` of tokens and log-probabilities are removed. Rows leave as ``merged``; their
+    tokens are counted in the row that they are merged into.
 
-    Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` where it is given.
-    Writes `loss_mask_key`, other columns by token that are there, and `advantage_key`, (N, T, 1).
+    Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` if it is set. Writes
+    `loss_mask_key`, other existing token columns, and `advantage_key`, (N, T, 1).
 
     Args:
-        token_keys: (N, T, ...) or ragged, columns by token that this library and TorchRL do not know.
-        last_keys: columns by row that may differ, besides the status and where rollouts end.
+        token_keys: (N, T, ...) or ragged, further token columns that this library and TorchRL do not know.
+        last_keys: columns per row that may differ, besides the status and the ends of rollouts.
         names: other names of columns, such as `turn_key` (:class:`ColumnNames`).
 
     Raises:
-        MissingKeyError: a column is not there.
-        BatchError: rows to merge differ in a column by row; the batch is cut already; turns are not distinct;
-            a token in the loss is no real one.
+        MissingKeyError: a column is missing.
+        BatchError: rows to merge differ in a column per row; the batch is cut already; turns are not
+            distinct; or the loss mask is True on padding.
 
     Example:
         >>> from tensordict import TensorDict
@@ -216,18 +216,18 @@ class MergeTurns(
         self.name_columns(names)
         self.token_keys, self.last_keys = (tuple(map(nested_key, keys)) for keys in (token_keys, last_keys))
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
-        super().__init__([self.rollout_key, *own, self.turn_key], [])  # it moves what others have measured
+        super().__init__([self.rollout_key, *own, self.turn_key], [])  # it only moves columns of others
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Merge, and take out what was merged."""
+        """Merge rows, and remove the merged ones."""
         if has_key(batch, MINIBATCH):
-            raise BatchError("rows are merged before they are cut: put MergeTurns before ShuffleSplit")
+            raise BatchError("rows must be merged before they are split: put MergeTurns before ShuffleSplit")
         batch = rows.write()
         device = device_of(batch)
         tokens = read_tokens(batch, self.tokens_key, reader=rows.reader, option="tokens_key").long()
         there, loss = (self._mask(batch, option, tokens) for option in ("attention_key", "loss_mask_key"))
 
-        # 1. Which rows go on from the one before them in their rollout.
+        # 1. Find rows that continue the one before them in their rollout.
         rollout = rows.integers("rollout", "rollout_id")
         rows.require(
             rollout >= 0,
@@ -248,7 +248,7 @@ class MergeTurns(
             there,
         )
 
-        # 2. Columns by row are those of the row into which it is merged. One copy tells the table all of it.
+        # 2. Check that columns per row are equal in merged rows, with one copy to the table.
         may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
         may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
         may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS, *([("next", "reward")] if has_key(batch, REWARD) else [])}
@@ -268,23 +268,23 @@ class MergeTurns(
         )
         rows.require(
             found["padding"] == 0,
-            "a token in the loss is a real one; the loss mask is True where the attention mask is False in "
-            "{found}, and merging would drop those tokens. Correct the mask that is wrong",
+            "tokens in the loss must be real; the loss mask is True where the attention mask is False in "
+            "{found}, and merging would drop those tokens. Correct the wrong mask",
             describe_row(rows),
         )
         for key in differs:
             rows.require(
                 found[f"differs in {key}"] == 0,
-                f"merged rows of a rollout agree in each column by row; {key!r} differs in {{found}}."
-                " Where that of the last row will do, name it in last_keys; where it is by token, in "
-                "token_keys; or leave it out (batch.exclude)",
+                f"merged rows of a rollout must be equal in each row column; {key!r} differs in {{found}}. "
+                "Name it in last_keys to use the value of the last row, or in token_keys if it is per "
+                "token, or remove it (batch.exclude)",
                 describe_row(rows),
             )
 
-        # 3. What the table says of a segment as a whole.
-        home = found["into"].long()
+        # 3. Update the table columns that describe whole segments.
+        target = found["into"].long()
         if of_segments:
-            segments = Ids(home)
+            segments = Ids(target)
             for key in of_segments - {LENGTH}:
                 rows.put(key, segments.spread(segments.any(rows.number(key) != 0)), dtype=torch.bool)
         if LENGTH in of_segments:
@@ -292,12 +292,12 @@ class MergeTurns(
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = rows.of_rank(home) == rows.table.live
+        stays = rows.of_rank(target) == rows.table.live
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
-        rows.merge(home, self.reasons[0])
+        rows.merge(target, self.reasons[0])
 
-        # 4. What is said of a token goes to where the row has it that it becomes a part of.
+        # 4. Move token columns to the rows that are kept.
         kept = stays.nonzero().flatten().to(device)
 
         def moved(values: Tensor) -> Tensor:
@@ -314,24 +314,25 @@ class MergeTurns(
         return made
 
     def _mask(self, batch: TensorDictBase, option: str, tokens: Tensor) -> Tensor:
-        """(B, T) bool, of an option that names a mask."""
+        """(B, T) bool, the mask that an option names."""
         key = getattr(self, option)
         mask = read_mask(batch, key, reader=type(self).__name__, option=option)
         if mask.shape != tokens.shape:
             raise BatchError(
-                f"a mask is as wide as the tokens, {tuple(tokens.shape)}; {key!r} is {tuple(mask.shape)}"
+                f"a mask must have the shape of the tokens, {tuple(tokens.shape)}; {key!r} has "
+                f"{tuple(mask.shape)}"
             )
         return mask
 
 
 def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
-    """(B, T, ...) of a column by token, or of one with an entry a row that stands for all of them."""
+    """(B, T, ...) of a token column, or of a column with one entry per row, which is repeated."""
 
     def widened(column: Tensor, width: int, dim: int) -> Tensor:
         if column.shape[dim : dim + 1] not in ((width,), (1,)):
             raise BatchError(
-                f"a column by token is as wide as the tokens, {width}; {key!r} is "
-                f"{tuple(column.shape[dim : dim + 1])}: cut or pad it like them, or leave it out"
+                f"a token column must have the width of the tokens, {width}; {key!r} has "
+                f"{tuple(column.shape[dim : dim + 1])}: cut or pad it like the tokens, or remove it"
             )
         return column.expand(*column.shape[:dim], width, *column.shape[dim + 1 :])
 
@@ -342,7 +343,7 @@ def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:
 
 
 def _differs(batch: TensorDictBase, key: NestedKey, into: Tensor) -> Tensor | None:
-    """(B,) bool: a column says other things of a row than of the one it is merged into; None of texts."""
+    """(B,) bool: the row differs in this column from the row it is merged into; None for texts."""
     parts = parts_of(batch, key)
     if not all(isinstance(part, Tensor) for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""The rows of a micro-batch end to end, for attention over sequences of different length."""
+"""Pack the rows of a micro-batch end to end, for variable-length attention or attention over a tree."""
 
 from __future__ import annotations
 
@@ -53,63 +53,62 @@ def pack(
     attention_key: NestedKey = ("masks", "all_attention_mask"),
     loss_mask_key: NestedKey = ("masks", "all_assistant_mask"),
 ) -> TensorDict:
-    """Lay rows end to end, without their padding. A loss summed by weight stays what it was.
+    """Pack rows end to end, without padding. The weighted sum of a token loss is unchanged.
 
-    As a `tree`, tokens that rows share go through the model once: equal ones at equal places, with all before
-    them equal, too (:func:`~headrace.transforms.sequences.prefix_tree.prefix_tree`). What goes into the loss
-    stays that of the rows. The model needs a mask, :func:`tree_mask` or :func:`tree_mask_mod`, and what it
-    says of its nodes comes back to the rows by :func:`unpack_tokens`.
+    With `tree`, tokens of common prefixes go through the model once
+    (:func:`~headrace.transforms.sequences.prefix_tree.prefix_tree`). The columns of the loss remain those of
+    the rows. The model needs the mask of :func:`tree_mask` or :func:`tree_mask_mod`. :func:`unpack_tokens`
+    copies its outputs from nodes to rows.
 
     Args:
         batch: TensorDict ``[n]``, dense or a lazy stack of ragged rows.
-        tree: whether tokens that rows share are one.
-        token_keys: per-token columns (n, T, ...), those that are there; they become (1, L, ...).
-        row_keys: per-row columns that the loss reads per token, those that are there: (n,) becomes (1, L),
-            (n, 1, 1) becomes (1, L, 1). A per-token (n, T, 1) is packed like `token_keys`.
-        input_keys: per-token columns (n, T, ...) that the model reads beside the tokens: they become (1, L,
-            ...), of a tree (1, M, ...), and rows share only tokens that agree in them to the bit.
-        row_input_keys: columns of any shape that it reads per row, such as images, tensors in every row: of a
-            tree, rows share tokens only if they agree in them to the bit. They stay among the ``rows``.
+        tree: share the tokens of common prefixes.
+        token_keys: per-token columns (n, T, ...); they become (1, L, ...). Missing ones are skipped.
+        row_keys: per-row columns that the loss reads per token: (n,) becomes (1, L), and (n, 1, 1) becomes
+            (1, L, 1). A per-token (n, T, 1) is packed like `token_keys`. Missing ones are skipped.
+        input_keys: further per-token inputs of the model, (n, T, ...); they become (1, L, ...), or (1, M,
+            ...) with a tree. Rows share only tokens with equal inputs, bit for bit.
+        row_input_keys: per-row inputs of the model, such as images: tensors of any shape. With a tree, rows
+            share tokens only if these are equal, bit for bit. They remain in ``rows``.
         tokens_key: (n, T) int64.
         attention_key: (n, T) bool, True at real tokens; L is their number.
-        loss_mask_key: (n, T) bool; False on each row's first token, before which there is nothing.
+        loss_mask_key: (n, T) bool, False on the first token of each row, which has no context.
 
     Returns:
-        TensorDict ``[1]`` with those columns under their own keys, and
+        TensorDict ``[1]`` with these columns under their own keys, and
 
         ================ ============== ==========================================================
         ``input_ids``    (1, L) int64   the tokens
         ``position_ids`` (1, L) int64   0, 1, … in each row
-        ``segment_ids``  (1, L) int64   which row, from 0: a token sees those of its own row
+        ``segment_ids``  (1, L) int64   the row, from 0; a token attends only to tokens of its row
         ``cu_seqlens``   (1, n+1) int32 where rows begin, and the end; variable-length attention takes [0]
         ``packed_at``    (1, L) int64   row · T + column, for :func:`unpack`
-        ``packed_from``  no tensor      n and T, of which :func:`unpack` makes shapes without a read
+        ``packed_from``  no tensor      n and T, so that :func:`unpack` needs no device read
         ``rows``         [1, n]         all other columns
         ================ ============== ==========================================================
 
-        Of a tree with M nodes, in depth-first order, these are in place of the first three, or more:
+        With a tree of M nodes, in depth-first order, these columns replace the first three or are added:
 
         ================ ============== ==========================================================
         ``input_ids``    (1, M) int64   the tokens
-        ``position_ids`` (1, M) int64   the depth, 0 at a root: the place in each row that has it
-        ``segment_ids``  (1, M) int64   which tree, from 0: those with one first token are one
-        ``tree_start``   (1, M) int64   token q sees k if and only if
+        ``position_ids`` (1, M) int64   the depth, 0 at a root: the position in each row with this node
+        ``segment_ids``  (1, M) int64   the tree, from 0; rows with the same first token are one tree
+        ``tree_start``   (1, M) int64   token q attends to k if and only if
         ``tree_end``     (1, M) int64   ``start[k] <= start[q] < end[k]``
         ``tree_parent``  (1, M) int64   the node of the token before; −1 at a root
         ``packed_node``  (1, L) int64   the node of each token of the rows
         ================ ============== ==========================================================
 
-        Its ``cu_seqlens`` is of the L tokens of the rows, and nothing for attention over nodes.
+        With a tree, ``cu_seqlens`` covers the L tokens of the rows. Do not use it for the nodes.
 
-        Two device reads, of any number of rows, dense or ragged: the number of real tokens, and whether all
-        is well; of a tree a third, the tokens, since rows are sorted on the host. Ragged lengths and the
-        nodes of a tree are sent to the device, by a copy each.
+        There are two device reads for any number of rows: the number of real tokens, and the result of the
+        checks. A tree needs a third read, of the tokens, because rows are sorted on the CPU. Ragged lengths
+        and the nodes of a tree are sent to the device with one copy each.
 
     Raises:
-        MissingKeyError: tokens or attention mask are not there.
-        BatchError: no rows; a row without a token, with a first token in the loss, or with one in the loss
-            that is no real token; a mask that is not bool; a per-token column of another width; an input that
-            is no tensor, by which rows could be compared.
+        MissingKeyError: tokens or attention mask are missing.
+        BatchError: the batch has no rows; a row has no token, has its first token in the loss, or has padding
+            in the loss; a mask is not bool; a per-token column has another width; or an input is no tensor.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -124,13 +123,13 @@ def pack(
         ([[5, 6, 8, 9]], [[4, 2, 4, 4]], [[0, 1, 0, 2, 3]])
     """
     if len(batch) == 0:
-        raise BatchError("a batch to pack has at least one row; got none")
+        raise BatchError("a batch to pack needs at least one row; got none")
     attention = _column(batch, attention_key, "attention_key")
     check_mask(batch, attention_key)
     shapes = _shapes(attention)
     sizes = [shape.numel() for shape in shapes]
     real, width = _end_to_end(attention).reshape(-1), max(sizes)
-    at = packed_at = real.nonzero().flatten()  # the first read: how many
+    at = packed_at = real.nonzero().flatten()  # the first device read
     if min(sizes) < width:
         size = torch.tensor(sizes)
         moved = repeated(torch.arange(len(sizes)) * width - size.cumsum(0) + size, size)
@@ -146,7 +145,7 @@ def pack(
             raise _outside([row for row, shape in enumerate(found) if shape != shapes[row]])
         loss = _end_to_end(loss_mask).reshape(-1)
         wrong += [loss & ~real, loss.index_select(0, at) & (position == 0)]
-    if bool(torch.stack([each.any() for each in wrong]).any()):  # the second
+    if bool(torch.stack([flags.any() for flags in wrong]).any()):  # the second device read
         _explain(sizes, segment, *wrong)
 
     inputs = {key: _column(batch, key, "input_keys") for key in map(nested_key, input_keys)}
@@ -156,11 +155,11 @@ def pack(
     )
     keys |= {} if tree else inputs
     if taken := [key for key in (*keys, *inputs) if key in (*OWN, *OWN_OF_TREE)]:
-        raise BatchError(f"pack writes {taken} itself: give the rows' own column another name")
+        raise BatchError(f"pack writes the columns {taken}: rename those of your rows")
     if both := [key for key in inputs if tree and key in keys]:
         raise BatchError(
-            f"{both} are in token_keys, of the rows' tokens, and in input_keys, of a tree's nodes: name "
-            "them in one"
+            f"{both} are in token_keys, which are packed per token, and in input_keys, which are packed per "
+            "node of a tree: name each only once"
         )
     columns = {key: _lay(column, key, sizes, at) for key, column in keys.items()}
     columns |= {key: _lay(column, key, sizes, at, segment) for key, column in spread.items()}
@@ -180,19 +179,19 @@ def pack(
 
 
 def unpack(packed: TensorDictBase) -> TensorDict:
-    """The rows that were packed, (n, T); what was padding is 0 or False. No device read.
+    """Restore packed rows as dense rows, (n, T), with 0 or False as padding. No device read.
 
-    Ragged rows come back as dense ones, padded on the right.
+    Ragged rows become dense rows, padded on the right.
 
     Args:
-        packed: TensorDict ``[1]``, as :func:`pack` returns it.
+        packed: TensorDict ``[1]``, the output of :func:`pack`.
 
     Returns:
-        TensorDict ``[n]``; a per-row column that was spread over tokens, such as the advantage, comes back
-        per token.
+        TensorDict ``[n]``. Per-row columns that were repeated for each token, such as the advantage, are per
+        token.
 
     Raises:
-        MissingKeyError: it was not packed.
+        MissingKeyError: `packed` is no output of :func:`pack`.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -204,24 +203,24 @@ def unpack(packed: TensorDictBase) -> TensorDict:
     rows = require(packed, "rows", reader="unpack", option="written by pack").squeeze(0)
     out = shallow_copy(rows)
     for key in packed.exclude(*OWN, *OWN_OF_TREE).keys(include_nested=True, leaves_only=True):
-        if not has_key(rows, key):  # as inputs of a tree are, whose column here is of its nodes
+        if not has_key(rows, key):  # inputs of a tree are in `rows`; their packed columns are per node
             out.set(key, _in_rows(packed.get(key)[0], packed))
     return out
 
 
 def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
-    """Per-token values of packed rows, such as a model's log-probabilities, back in rows. No device read.
+    """Unpack per-token values, such as a model's log-probabilities, to rows. No device read.
 
     Args:
-        values: (1, L, ...), or of a tree (1, M, ...): what is said of a node goes to all rows that have it.
-        packed: TensorDict ``[1]``, as :func:`pack` returns it.
+        values: (1, L, ...), or (1, M, ...) for a tree: the value of a node is copied to all rows with it.
+        packed: TensorDict ``[1]``, the output of :func:`pack`.
 
     Returns:
-        (n, T, ...), 0 or False where there was padding.
+        (n, T, ...), 0 or False at padding.
 
     Raises:
-        MissingKeyError: it was not packed.
-        BatchError: the values are of another number of tokens, or nodes.
+        MissingKeyError: `packed` is no output of :func:`pack`.
+        BatchError: the values have another number of tokens or nodes.
 
     Example:
         >>> tokens = torch.tensor([[0, 5, 6], [7, 0, 0]])
@@ -234,8 +233,8 @@ def unpack_tokens(values: Tensor, packed: TensorDictBase) -> Tensor:
     if values.shape[:2] != (1, size):
         what = "nodes of a tree" if has_key(packed, "packed_node") else "tokens"
         raise BatchError(
-            f"what is unpacked is (1, {size}, ...), of the {size} {what} that the model sees; got "
-            f"{tuple(values.shape)}. The packed columns themselves come back by unpack"
+            f"values must be (1, {size}, ...), for the {size} {what} that the model sees; got "
+            f"{tuple(values.shape)}. To restore the packed columns use unpack"
         )
     found = values[0]
     if has_key(packed, "packed_node"):
@@ -252,7 +251,7 @@ def _in_rows(values: Tensor, packed: TensorDictBase) -> Tensor:
 
 
 def _as_one(rows: TensorDictBase) -> TensorDictBase:
-    """``rows.unsqueeze(0)``, in a tenth of its time."""
+    """``rows.unsqueeze(0)``, ten times faster."""
     if type(rows) is not TensorDict or rows._has_names():
         return rows.unsqueeze(0)
     columns = {
@@ -263,66 +262,66 @@ def _as_one(rows: TensorDictBase) -> TensorDictBase:
 
 
 def _values(batch: TensorDictBase, key: NestedKey) -> Tensor | list[Tensor]:
-    """What is under a key, (n, ...), or row by row."""
+    """The values of a key, (n, ...), or a list by row."""
     parts = parts_of(batch, key) or [require(batch, key, reader="pack", option="row_input_keys")]
     if not all(isinstance(part, Tensor) for part in parts):
         raise BatchError(
-            f"rows share tokens only if their inputs are equal, and {key!r} is no tensor that could be "
-            "compared: give rows a column of numbers that differ where the inputs do, and name that in "
+            f"rows share tokens only if their inputs are equal, and {key!r} is no tensor, so it cannot be "
+            "compared: add a column of numbers that differ if the inputs differ, and name it in "
             "row_input_keys"
         )
     return parts if isinstance(batch, LazyStackedTensorDict) else parts[0]
 
 
 def _column(batch: TensorDictBase, key: NestedKey, option: str = "") -> Any:
-    """A column, dense or row by row; None where there is none, unless an option asks for it."""
+    """A column, dense or a list by row; None if it is missing, or an error if an option requires it."""
     ragged = isinstance(batch, LazyStackedTensorDict)
     column = entries_of(batch, key) if ragged else column_of(batch, key)
     return require(batch, key, reader="pack", option=option) if column is None and option else column
 
 
 def _shapes(column: Tensor | list[Tensor]) -> list[torch.Size]:
-    """Of each row."""
+    """The shape of each row."""
     return [column.shape[1:]] * len(column) if isinstance(column, Tensor) else [row.shape for row in column]
 
 
 def _end_to_end(column: Tensor | list[Tensor]) -> Tensor:
-    """One row behind the other, padding included."""
+    """The rows joined, with padding."""
     if isinstance(column, Tensor):
         return column.reshape(-1, *column.shape[2:])
     if len(dtypes := {row.dtype for row in column}) > 1:
-        found = listing(sorted(map(str, dtypes)))  # some of which torch would cast
-        raise BatchError(f"a per-token column has one dtype; found {found}")
+        found = listing(sorted(map(str, dtypes)))  # torch.cat would cast some of these silently
+        raise BatchError(f"a per-token column must have one dtype; found {found}")
     return torch.cat([row if row.ndim else row.view(1) for row in column])
 
 
 def _lay(
     column: Tensor | list[Tensor], key: NestedKey, sizes: list[int], at: Tensor, segment: Tensor | None = None
 ) -> Tensor:
-    """(1, L, ...) of what is per token or, where a segment is given, one number a row."""
+    """(1, L, ...) of a per-token column, or with `segment` of a column with one number per row."""
     flat, shapes = _end_to_end(column), _shapes(column)
     if segment is not None and flat.numel() == len(sizes) and all(shape.numel() == 1 for shape in shapes):
         return flat.reshape(-1).index_select(0, segment).view(1, -1, *[1] * (len(shapes[0]) - 1))
     for row, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
         if shape[:1] != (size,):
             raise BatchError(
-                f"a per-token column is ({len(sizes)}, {size}, ...), as wide as the attention mask; {key!r} "
-                f"is {(len(sizes), *shape)} at row {row}: leave it out of token_keys to keep it per row"
+                f"a per-token column must be ({len(sizes)}, {size}, ...), as wide as the attention mask; "
+                f"{key!r} is {(len(sizes), *shape)} at row {row}: remove it from token_keys"
             )
         if isinstance(column, Tensor):
-            break  # all are as the first
+            break  # all rows have the shape of the first
     return flat.index_select(0, at).unsqueeze(0)
 
 
 def _outside(rows: list[int]) -> BatchError:
     return BatchError(
-        f"a token in the loss is a real one; in rows {rows[:10]} the loss mask has another shape than "
-        "the attention mask, or is True where that is False, and packing would drop those tokens"
+        f"tokens in the loss must be real; in rows {rows[:10]} the loss mask has another shape than the "
+        "attention mask, or is True where that is False, and packing would drop those tokens"
     )
 
 
 def _explain(sizes: list[int], segment: Tensor, empty: Tensor, *in_loss: Tensor) -> None:
-    """Raise for the first fault, with the rows. Reads as often as it takes."""
+    """Raise an error for the first fault, with the rows. May read from the device several times."""
     rows = empty.nonzero().flatten().tolist()
     if rows:
         raise BatchError(f"every row needs a token; rows {rows[:10]} have none")
@@ -331,6 +330,6 @@ def _explain(sizes: list[int], segment: Tensor, empty: Tensor, *in_loss: Tensor)
     if rows:
         raise _outside(rows)
     raise BatchError(
-        "a row's first token has nothing before it to predict it from; it is in the loss in rows "
-        f"{segment[first].tolist()[:10]}: take it out of the loss mask"
+        "the first token of a row has no context to predict it from, and it is in the loss in rows "
+        f"{segment[first].tolist()[:10]}: remove it from the loss mask"
     )

@@ -1,4 +1,4 @@
-"""The tree of tokens that rows make where they begin alike, and what a model needs of it."""
+"""The tree of tokens of rows with common prefixes, and its masks and log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ READ = "written by pack(..., tree=True)"
 
 
 class PrefixTree(NamedTuple):
-    """The nodes of rows, depth first: a node, then all that come behind it, then its next sibling."""
+    """The nodes of rows in depth-first order: a node, then its descendants, then its next sibling."""
 
     node: Tensor
     """(L,) int64, the node of each token, row by row."""
     source: Tensor
-    """(M,) int64, a token that is each node, by its number among all."""
+    """(M,) int64, the index of one token of each node."""
     depth: Tensor
-    """(M,) int64, tokens before it in its rows."""
+    """(M,) int64, the number of tokens before it in its rows."""
     parent: Tensor
     """(M,) int64, the node of the token before it; −1 at a root."""
     end: Tensor
-    """(M,) int64: the nodes behind node m, and m itself, are those from m to end[m] − 1."""
+    """(M,) int64: node m and its descendants are the nodes m to end[m] − 1."""
     tree: Tensor
-    """(M,) int64, which tree it is in, from 0."""
+    """(M,) int64, the number of its tree, from 0."""
 
 
 def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:
-    """Find the tokens that rows share: equal ones at equal places, with all before them equal, too.
+    """Find the tokens of common prefixes: equal tokens at equal positions after equal tokens are one node.
 
-    Tokens of the same rows that follow one another are a branch
-    (:func:`~headrace.transforms.prefixes.branches`), and their nodes have numbers that do, too.
+    Consecutive tokens of the same rows are a branch (:func:`~headrace.transforms.prefixes.branches`). Their
+    nodes have consecutive numbers.
 
     Args:
-        order: (N,) int64, the row at each place, by :func:`~headrace.transforms.prefixes.prefix_order`.
-        shared: (N,) int64, by place, the tokens that a row shares with the one before.
-        lengths: (N,) int64, tokens of each row, at least one.
+        order: (N,) int64, row numbers sorted by prefix (:func:`~headrace.transforms.prefixes.prefix_order`).
+        shared: (N,) int64, the number of leading tokens that each row of `order` shares with the one before.
+        lengths: (N,) int64, tokens per row, at least one.
 
     Example:
         >>> labels = torch.tensor([[5, 1, 1], [5, 2, END], [5, 1, 3]])
@@ -51,21 +51,21 @@ def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:
         >>> tree.node.tolist(), tree.depth.tolist(), tree.parent.tolist(), tree.end.tolist()
         ([0, 1, 2, 0, 4, 0, 1, 3], [0, 1, 2, 2, 1], [-1, 0, 1, 1, 0], [5, 4, 3, 4, 5])
     """
-    apart = shared.masked_fill(shared == 0, -1)  # rows that share nothing are of two trees
-    tree = branches(apart.tolist(), lengths.index_select(0, order).tolist())
+    shared = shared.masked_fill(shared == 0, -1)  # rows without a common token are in different trees
+    tree = branches(shared.tolist(), lengths.index_select(0, order).tolist())
     found = torch.tensor(tree, dtype=torch.int64)
     first, last, begin, end = found.t().contiguous()[:4]
     size, starts = end - begin, lengths.cumsum(0) - lengths
-    before = torch.cat([size.new_zeros(1), size.cumsum(0)])  # nodes in front of each branch
+    before = torch.cat([size.new_zeros(1), size.cumsum(0)])  # number of nodes before each branch
     behind = before[torch.searchsorted(first, last)]
-    # Numbers that follow one another, from one that each branch begins with.
+    # Consecutive numbers in each branch, from its first node on.
     nodes = torch.arange(int(before[-1]))
     branch = ways(found, order)[1]
     counts = size.index_select(0, branch)
     node = torch.arange(int(counts.sum()))
     node += repeated((before[:-1].index_select(0, branch) - counts.cumsum(0) + counts), counts)
     depth = nodes + repeated(begin - before[:-1], size)
-    at = starts.index_select(0, order.index_select(0, first)) + begin  # a branch's first token, in some row
+    at = starts.index_select(0, order.index_select(0, first)) + begin  # a branch's first token, in one row
     parent, has_own = nodes - 1, size > 0
     is_root = begin == 0
     parent[before[:-1][has_own]] = torch.where(is_root, -1, node[(at - 1).clamp_min(0)])[has_own]
@@ -81,17 +81,17 @@ def tree_columns(
     row_inputs: Mapping[NestedKey, Tensor | Sequence[Tensor]],
     shape: tuple[int, int],
 ) -> dict[NestedKey, Tensor]:
-    """The columns of the M nodes, and the node of each of the L tokens. One device read: the tokens.
+    """The columns of the M nodes, and the node of each of the L tokens. Reads the tokens from the device.
 
     Args:
-        rows: (1, L) int64 each, of rows end to end: ``input_ids``, and of each token its row,
-            ``segment_ids``, and its place in that, ``position_ids``.
-        inputs: (1, L, ...), in which tokens must agree to be one.
-        row_inputs: (n, ...), or n tensors, in which rows must agree to share any.
-        shape: n rows, and at least as many tokens as the longest has.
+        rows: (1, L) int64 each: the tokens ``input_ids``, their rows ``segment_ids``, and their positions
+            ``position_ids``.
+        inputs: (1, L, ...), which must be equal in shared tokens.
+        row_inputs: (n, ...), or n tensors, which must be equal in rows that share tokens.
+        shape: n, and at least the number of tokens of the longest row.
     """
     tokens, segment, position = (rows[key][0] for key in ("input_ids", "segment_ids", "position_ids"))
-    # A row in words: those of its first token and its inputs, those of the row's inputs, and so on.
+    # Each row as words to compare: its first token with inputs, the inputs of the row, its other tokens.
     words = [
         tokens[:, None].long(),
         *(as_words(each[0]).reshape(len(tokens), -1) for each in inputs.values()),
@@ -122,19 +122,19 @@ def tree_columns(
 
 
 def tree_mask(packed: TensorDictBase, dtype: torch.dtype | None = None) -> Tensor:
-    """Which token of a tree sees which: itself, and those before it in its rows. No device read.
+    """The attention mask of a tree: a token attends to itself and its ancestors. No device read.
 
     Args:
-        packed: TensorDict ``[1]``, as ``pack(batch, tree=True)`` returns it.
-        dtype: a floating-point one makes a mask to add to attention scores, 0 or the least number of the
-            dtype. Models of transformers take that one: of a bool mask their ``eager`` attention makes
-            something wrong without a word.
+        packed: TensorDict ``[1]``, the output of ``pack(batch, tree=True)``.
+        dtype: None for a bool mask. A floating-point dtype makes a mask to add to attention scores, with 0
+            and the smallest number of the dtype. Use this for models of transformers: with a bool mask their
+            ``eager`` attention silently computes wrong results.
 
     Returns:
-        (1, 1, M, M), query by key: bool, True where it sees; or `dtype`.
+        (1, 1, M, M), query by key: bool, True where the query attends to the key; or `dtype`.
 
     Raises:
-        MissingKeyError: it was not packed as a tree.
+        MissingKeyError: `packed` is no tree.
 
     Example:
         >>> from headrace.transforms import pack
@@ -155,19 +155,19 @@ def tree_mask(packed: TensorDictBase, dtype: torch.dtype | None = None) -> Tenso
 
 
 def tree_mask_mod(packed: TensorDictBase) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """:func:`tree_mask` as FlexAttention takes it, which computes it block by block.
+    """:func:`tree_mask` as a function for FlexAttention, which computes the mask block by block.
 
-    ``create_block_mask(tree_mask_mod(packed), 1, None, M, M)`` of ``torch.nn.attention.flex_attention`` makes
-    of it what ``flex_attention(query, key, value, block_mask=...)`` takes.
+    Use ``create_block_mask(tree_mask_mod(packed), 1, None, M, M)`` of ``torch.nn.attention.flex_attention``
+    for the argument `block_mask` of ``flex_attention``.
 
     Args:
-        packed: TensorDict ``[1]``, as ``pack(batch, tree=True)`` returns it.
+        packed: TensorDict ``[1]``, the output of ``pack(batch, tree=True)``.
 
     Returns:
-        A function of batch, head, query and key, int64 each, to bool: True where the query sees the key.
+        A function of batch, head, query and key, int64 each: True where the query attends to the key.
 
     Raises:
-        MissingKeyError: it was not packed as a tree.
+        MissingKeyError: `packed` is no tree.
 
     Example:
         >>> from headrace.transforms import pack
@@ -188,23 +188,23 @@ def tree_mask_mod(packed: TensorDictBase) -> Callable[[Tensor, Tensor, Tensor, T
 
 
 def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
-    """The log-probability of each node's token, after those before it. No device read.
+    """The log-probability of each node's token, given its ancestors. No device read.
 
-    A node's distribution is over the tokens behind it, and rows part behind a node: what is read of it is the
-    log-probability of each of its children. So nothing is as large as the logits but they and one copy of
-    them, however many rows there are.
+    The logits of a node are for the next token, and rows may continue differently after a node. So the
+    log-probability of a node is read from the logits of its parent. Only the logits and one copy of them have
+    the size of the logits, for any number of rows.
 
     Args:
-        logits: (1, M, V) of a model, at each node those of the next token.
-        packed: TensorDict ``[1]``, as ``pack(batch, tree=True)`` returns it.
+        logits: (1, M, V), the model's logits of the token after each node.
+        packed: TensorDict ``[1]``, the output of ``pack(batch, tree=True)``.
 
     Returns:
-        (1, M), 0 at a root, before which there is nothing. :func:`unpack_tokens` makes rows of it, (n, T),
-        and ``found[:, packed["packed_node"][0]]`` the (1, L) that packed columns are.
+        (1, M), 0 at a root, which has no context. :func:`unpack_tokens` converts it to rows, (n, T), and
+        ``found[:, packed["packed_node"][0]]`` to packed columns, (1, L).
 
     Raises:
-        MissingKeyError: it was not packed as a tree.
-        BatchError: the logits are not those of its nodes.
+        MissingKeyError: `packed` is no tree.
+        BatchError: the logits have another number of nodes.
 
     Example:
         >>> from headrace.transforms import pack, unpack_tokens
@@ -218,24 +218,24 @@ def tree_log_probs(logits: Tensor, packed: TensorDictBase) -> Tensor:
     parent = require(packed, "tree_parent", reader="tree_log_probs", option=READ)[0]
     _check_nodes(logits, packed)
     token, before = packed["input_ids"][0].long(), parent.clamp_min(0)
-    token = torch.where(token < 0, logits.shape[-1], token)  # refused, as other ids that there are not
-    token = torch.where(parent < 0, 0, token)  # nothing is read for a root
+    token = torch.where(token < 0, logits.shape[-1], token)  # so that indexing refuses negative ids, too
+    token = torch.where(parent < 0, 0, token)  # a valid id, because the value of a root is not used
     chosen = logits[0, before, token] - logits[0].logsumexp(-1).index_select(0, before)
     return torch.where(parent < 0, 0.0, chosen).unsqueeze(0)
 
 
 def logits_of_tokens(logits: Tensor, packed: TensorDictBase) -> Tensor:
-    """The logits from which each token of the rows was sampled, as large as plain packing has them.
+    """The logits of each token of the rows, as large as without a tree.
 
     Args:
-        logits: (1, M, V) of a model, at each node those of the next token.
-        packed: TensorDict ``[1]``, as ``pack(batch, tree=True)`` returns it.
+        logits: (1, M, V), the model's logits of the token after each node.
+        packed: TensorDict ``[1]``, the output of ``pack(batch, tree=True)``.
 
     Returns:
-        (1, L, V), those of the node before; for the first token of a row, before which there is none, some.
+        (1, L, V), the logits of the node before each token. Those of the first token of a row are arbitrary.
 
     Raises:
-        MissingKeyError: it was not packed as a tree.
+        MissingKeyError: `packed` is no tree.
 
     Example:
         >>> from headrace.transforms import pack
@@ -256,8 +256,8 @@ def _check_nodes(logits: Tensor, packed: TensorDictBase) -> None:
     nodes = packed["input_ids"].shape[1]
     if logits.ndim != 3 or logits.shape[:2] != (1, nodes):
         raise BatchError(
-            f"logits are those of the tree's {nodes} nodes, (1, {nodes}, V), of model(packed['input_ids'], "
-            f"...); got {tuple(logits.shape)}"
+            f"logits must be (1, {nodes}, V), for the {nodes} nodes of packed['input_ids']; got "
+            f"{tuple(logits.shape)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was sampled, under the policy that sampled it."""
+"""The stage that computes log-probabilities of sampled tokens under the policy that sampled them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .packing import TOKEN_KEYS
 def passes_of(
     lengths: Sequence[int], *, max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[list[int]]:
-    """Which rows go through a model together: short ones with short ones, so that little is padding.
+    """Group rows of similar lengths into forward passes, to reduce padding.
 
     Args:
-        lengths: (N,) tokens of the rows, at most `max_tokens` each; 0 where a row is not to go through.
-        max_rows: of a pass. None: any number.
-        max_tokens: of a pass, padding included. None: any number.
+        lengths: (N,) tokens per row, at most `max_tokens` each; rows with 0 are skipped.
+        max_rows: largest number of rows of a pass; None: any.
+        max_tokens: largest number of tokens of a pass with padding; None: any.
 
     Returns:
-        Row numbers by pass, each row that has tokens once.
+        The row numbers of each pass.
 
     Example:
         >>> passes_of([9, 2, 0, 3], max_tokens=9)
@@ -54,7 +54,7 @@ def passes_of(
 
 @contextmanager
 def evaluating(actor: Any) -> Iterator[None]:
-    """No gradients and no dropout inside; afterwards each module is in the mode that it was in."""
+    """Disable gradients and dropout in a block. Restores the mode of each module afterwards."""
     modules = list(actor.modules()) if isinstance(actor, nn.Module) else []
     modes = [module.training for module in modules]
     for module in modules:
@@ -70,17 +70,17 @@ def evaluating(actor: Any) -> Iterator[None]:
 def log_probs_of(
     actor: Any, rows: TensorDictBase, *, tokens_key: NestedKey, loss_mask_key: NestedKey
 ) -> Tensor:
-    """(n, T): what an actor's ``get_dist`` says of the tokens in the loss; of the others, anything.
+    """(n, T): the log-probabilities of tokens in the loss, from an actor; arbitrary for other tokens.
 
     Args:
-        actor: with ``get_dist(rows, logits_key=...)``, as TorchRL's GRPOLoss calls it. One that takes a
-            `mask_key`, as TorchRL's wrappers do, is given it, too.
+        actor: has ``get_dist(rows, logits_key=...)``, as for TorchRL's GRPOLoss. If this takes a `mask_key`,
+            as in TorchRL's wrappers, it gets `loss_mask_key`.
         rows: TensorDict ``[n]``.
         tokens_key: (n, T) int64.
         loss_mask_key: (n, T) bool.
 
     Raises:
-        BatchError: it speaks of other tokens than these.
+        BatchError: the actor returns another shape.
     """
     takes = inspect.signature(actor.get_dist).parameters
     mask = {"mask_key": loss_mask_key} if "mask_key" in takes else {}
@@ -88,9 +88,9 @@ def log_probs_of(
     found = actor.get_dist(rows, logits_key="logits", **mask).log_prob(tokens)
     if found.shape != tokens.shape:
         raise BatchError(
-            f"an actor has a log-probability for each token, {tuple(tokens.shape)}; {type(actor).__name__} "
-            f"gave {tuple(found.shape)}. A wrapper of TorchRL takes dense rows with input_mode='tokens', "
-            "input_key=('tokens', 'full'), generate=False, pad_output=True"
+            f"an actor must return a log-probability for each token, {tuple(tokens.shape)}; "
+            f"{type(actor).__name__} returned {tuple(found.shape)}. For dense rows create TorchRL's wrapper "
+            "with input_mode='tokens', input_key=('tokens', 'full'), generate=False, pad_output=True"
         )
     return found
 
@@ -98,33 +98,32 @@ def log_probs_of(
 class ScoreRows(
     BatchTransform, columns=("tokens", "attention", "loss_mask", "log_prob", "rollout"), needed=("log_prob",)
 ):
-    """Add the log-probabilities of sampled tokens under the policy that sampled them, while it is unchanged.
+    """Compute the log-probabilities of sampled tokens under the policy that sampled them.
 
-    GRPOLoss weighs each token by the ratio of its probabilities now and then. TorchRL's TransformersWrapper
-    writes those of then with 0 for the first token of each response, and not for the whole row.
+    Run it before the policy is updated. GRPOLoss needs the ratio of new and old probabilities of each token.
+    TorchRL's TransformersWrapper writes old log-probabilities only for the response, with 0 for its first
+    token.
 
-    Only rows with a token in the loss cost a forward pass: put it behind the gate and the filters, before the
-    rows are cut. What is not in the loss has NaN, which GRPOLoss leaves out. Log-probabilities that the rows
-    came with are written over. Those are of the model's logits: a temperature with which was sampled is
-    not in them. Under FSDP, where ranks go through the model together, score outside of the pipeline: ranks
-    take different numbers of passes.
+    Only rows with a token in the loss go through the model, so put the stage after the gate and the filters,
+    and before the split. Tokens out of the loss get NaN, which GRPOLoss ignores. Existing log-probabilities
+    are overwritten. The values are from the model's logits, without a sampling temperature. With FSDP, score
+    outside of the pipeline, because ranks would take different numbers of forward passes.
 
-    Reads `tokens_key`, `attention_key`, `loss_mask_key`; writes `log_prob_key`. The actor sees the rows'
-    tensors as they were collected, and no texts.
+    Reads `tokens_key`, `attention_key`, `loss_mask_key`; writes `log_prob_key`. The actor gets the rows'
+    tensors as they were collected, without texts.
 
     Args:
-        actor: with ``get_dist``, as GRPOLoss takes it; where YAML makes the stage it is set afterwards,
+        actor: the policy with ``get_dist``, as for GRPOLoss; if YAML creates the stage, set it later with
             ``pipeline.stages["score"].actor = actor``.
-        max_rows: rows of a forward pass, ≥ 1. None: any number.
-        max_tokens: tokens of a forward pass with its padding, ≥ 1. None: any number.
+        max_rows: largest number of rows per forward pass, ≥ 1; None: any.
+        max_tokens: largest number of tokens per forward pass with padding, ≥ 1; None: any.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         ValueError: there is no actor.
-        MissingKeyError: a column is not there.
-        BatchError: a row's first token is in the loss, with nothing before it to predict it from; a token
-            that trains has no finite log-probability; a row is longer than `max_tokens`; the actor speaks of
-            other tokens.
+        MissingKeyError: a column is missing.
+        BatchError: the first token of a row is in the loss, which has no context; a token in the loss has no
+            finite log-probability; a row is longer than `max_tokens`; or the actor returns another shape.
 
     Example:
         >>> from headrace.pipeline.reverse import DigitPolicy
@@ -153,7 +152,7 @@ class ScoreRows(
         self.max_tokens = at_least("max_tokens", max_tokens, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "actor":  # the policy is somebody else's: its weights are no state of this stage
+        if name == "actor":  # not registered as a submodule: its weights are no state of this stage
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -164,10 +163,10 @@ class ScoreRows(
         return f"{type(self).__name__}({actor}{', ' if options else ''}{options})"
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
-        """Score the rows that train, a pass after another."""
+        """Score the rows in the loss, in several forward passes."""
         if self.actor is None:
             raise ValueError(
-                "ScoreRows needs the policy that sampled the rows, an actor with get_dist: "
+                "ScoreRows needs the policy that sampled the rows, an actor with get_dist: set "
                 'pipeline.stages["score"].actor = actor'
             )
         left: Any = {"reader": rows.reader, "side": "left"}
@@ -176,7 +175,7 @@ class ScoreRows(
         loss_mask = read_mask(batch, self.loss_mask_key, option="loss_mask_key", **left)
         describe, width = describe_row(rows), tokens.shape[1]
 
-        # 1. Rows with a token in the loss, and how long they are: from their first real token on.
+        # 1. Find rows with a token in the loss, and their lengths from the first real token on.
         in_loss = in_loss_there(rows)
         trains = loss_mask if in_loss is None else loss_mask & in_loss[:, None]
         begins = attention & (attention.cumsum(1) == 1)
@@ -188,44 +187,45 @@ class ScoreRows(
         lengths = found["length"].long()
         rows.require(
             found["early"] == 0,
-            "a row's first token has nothing before it to predict it from, and padding is no token; they are "
-            "in the loss in {found}: take them out of the loss mask",
+            "the first token of a row has no context to predict it from, and padding is no token; they are "
+            "in the loss in {found}: remove them from the loss mask",
             describe,
         )
         if self.max_tokens is not None:
             rows.require(
                 lengths <= self.max_tokens,
-                f"no row has more tokens than a pass, max_tokens={self.max_tokens}; found {{found}}",
+                f"no row may have more than max_tokens={self.max_tokens} tokens; found {{found}}",
                 lambda row: f"{int(lengths[row])} in {describe(row)}",
             )
 
-        # 2. Through the actor, short rows with short ones.
+        # 2. Run the actor on rows of similar lengths.
         sizes = rows.of_rank(lengths).tolist()
         passes = passes_of(sizes, max_rows=self.max_rows, max_tokens=self.max_tokens)
         order = torch.tensor(list(chain(*passes)), dtype=torch.int64, device=tokens.device)
         seen = TensorDict(dict(leaves_of(batch)), batch_size=[len(batch)], device=batch.device)
         for key, column in ((self.tokens_key, tokens), (self.attention_key, attention)):
             seen.set(key, column)
-        seen.set(ATTENTION, attention)  # where wrappers of TorchRL look
+        seen.set(ATTENTION, attention)  # the key that TorchRL's wrappers read
         seen.set(self.loss_mask_key, trains)
         log_probs = torch.full(tokens.shape, torch.nan, dtype=FLOAT, device=tokens.device)
         per_token = dict.fromkeys([self.tokens_key, self.attention_key, self.loss_mask_key, *TOKEN_KEYS])
         with evaluating(self.actor):
-            for numbers, some in zip(passes, order.split([len(each) for each in passes]), strict=True):
-                first = width - sizes[numbers[-1]]  # the longest is the last
-                chunk = take_rows(seen, some)
+            chunks = order.split([len(numbers) for numbers in passes])
+            for numbers, chunk_rows in zip(passes, chunks, strict=True):
+                first = width - sizes[numbers[-1]]  # the last row of a pass is the longest
+                chunk = take_rows(seen, chunk_rows)
                 for key in [key for key in per_token if has_key(chunk, key)]:
                     chunk.set(key, chunk.get(key)[:, first:])
                 keys = {"tokens_key": self.tokens_key, "loss_mask_key": self.loss_mask_key}
-                said = log_probs_of(self.actor, chunk, **keys)
-                log_probs = log_probs.to(said.dtype)
-                log_probs[some, first:] = torch.where(chunk.get(self.loss_mask_key), said, torch.nan)
+                scored = log_probs_of(self.actor, chunk, **keys)
+                log_probs = log_probs.to(scored.dtype)
+                log_probs[chunk_rows, first:] = torch.where(chunk.get(self.loss_mask_key), scored, torch.nan)
 
-        # 3. What was sampled was possible.
+        # 3. Check that sampled tokens have finite log-probabilities.
         rows.require(
             rows.measured(possible=(~trains | log_probs.isfinite()).all(1))["possible"] == 1,
-            "a token that was sampled has a finite log-probability; found others in {found}. Is the actor "
-            "the policy that sampled them?",
+            "sampled tokens must have finite log-probabilities; found others in {found}. Is the actor the "
+            "policy that sampled them?",
             describe,
         )
         rows.metric("scored", len(order))
