@@ -217,5 +217,5 @@ def test_the_state_of_a_buffer_with_a_factory_goes_on():
 
 
 def test_a_buffer_without_an_assembler_has_no_account():
-    with pytest.raises(ValueError, match="for a buffer with an AssembleOnWrite"):
+    with pytest.raises(ValueError, match="needs a buffer with an AssembleOnWrite"):
         buffer_account(ReplayBuffer(storage=LazyTensorStorage(9)))

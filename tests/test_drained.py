@@ -276,5 +276,5 @@ def test_a_writer_that_is_killed_while_it_writes_is_an_error_in_bounded_time():
         assert len(next(iter(drain))) == 2
         writers.tell(0, "lock")
         writers.kill(0)
-        with pytest.raises(StalledError, match=r"locked for 1 s. If it was killed while it wrote"):
+        with pytest.raises(StalledError, match=r"locked for 1 s. If it was killed during a write"):
             next(iter(assembled(drain, GroupAssembler(), patience=30)))

@@ -168,7 +168,7 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
     batch = dense([([1], [2, 3]), ([4], [5])])
     for value in (float("nan"), float("-inf")):
         with pytest.raises(
-            BatchError, match=r"finite log-probability; found others in row 0 \(rollout 0\), row 1"
+            BatchError, match=r"finite log-probabilities; found others in row 0 \(rollout 0\), row 1"
         ):
             ScoreRows(actor=Wrong(value))(batch)
     with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong gave \(2, 4\).*pad_output=True"):

@@ -129,7 +129,9 @@ def test_options_that_make_no_sense_raise(options):
 
 def test_a_batch_is_refused_and_so_is_a_step_without_ids():
     env = make_quiz()
-    with pytest.raises(TypeError, match=r"where they begin: env.append_transform\(StampIds\(repeats=2\)\)"):
+    with pytest.raises(
+        TypeError, match=r"when they start: use env.append_transform\(StampIds\(repeats=2\)\)"
+    ):
         StampIds(2)(env.rollout(2))
     with pytest.raises(BatchError, match="StampIds needs the key 'group_id'"):
         env.step(env.rand_action(env.reset().exclude("group_id")))
@@ -177,7 +179,7 @@ def test_a_restored_environment_goes_on_with_the_next_whole_group():
     env.reset()
     other.load_state_dict(saved(env.state_dict()))
     assert other.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
-    with pytest.raises(ValueError, match=r"must be of one like this .*'workers': 2"):
+    with pytest.raises(ValueError, match=r"must have the same options .*'workers': 2"):
         make_quiz(1, 2).load_state_dict(env.state_dict())
 
 

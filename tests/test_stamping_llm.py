@@ -54,5 +54,5 @@ def test_the_prompt_is_found_where_the_environment_has_it(tokenizer, mode):
     key = ("text", "prompt") if mode == "text" else ("history", "prompt", "content")
     with set_list_to_stack(True):
         stamp.repeats, stamp.prompt_key = 3, key
-        with pytest.raises(BatchError, match=r"one prompt .*row 1 of group 0 has '….*' after '….*'"):
+        with pytest.raises(BatchError, match=r"same prompt .*row 1 of group 0 has '….*' after '….*'"):
             env.reset()

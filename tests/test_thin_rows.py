@@ -366,7 +366,7 @@ def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
 def test_a_producer_that_sends_no_columns_to_decide_by_is_named(name):
     source = RolloutQueue(name, decided_by=[GroupAssembler()])
     RolloutQueue(name).put(rows_of([Line(0, r, 0, True) for r in (0, 1)], 0))
-    with pytest.raises(BatchError, match=r"found none at \w+/0: give the producers' RolloutQueue the same"):
+    with pytest.raises(BatchError, match=r"puts \w+/0 did not: create the producers' RolloutQueue with"):
         next(iter(source))
 
 
@@ -382,5 +382,5 @@ def test_tokens_that_were_lost_or_differ_in_width_are_an_error_of_the_rank(name)
     with pytest.raises(BatchError, match="dense rows must have one width"):
         next(steps.minibatches(0))
     transfer_queue.kv_clear(keys_in(name)[:1], name)
-    with pytest.raises(BatchError, match=r"all rows that were put in partition.*found 1 of 2"):
+    with pytest.raises(BatchError, match=r"all rows that were put into partition.*returned 1 of 2"):
         next(steps.minibatches(0))

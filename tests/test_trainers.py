@@ -145,7 +145,7 @@ def test_a_trainers_own_stepper_takes_what_is_folded_in():
         (
             {},
             {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(9), batch_size=3)},
-            r"With one, take first, second = pipeline.halves\(\)",
+            r"With one, call first, second = pipeline.halves\(\)",
         ),
         ({"stepper": "trainer"}, {}, "ignores the weights that the pipeline writes"),
         ({}, {"optimizer": None, "optimization_stepper": DefaultOptimizationStepper()}, "pass optimizer="),

@@ -131,12 +131,12 @@ def test_what_the_queue_has_lost_is_refused(name, monkeypatch):
     get = transfer_queue.kv_batch_get
     monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda keys, partition: get(keys[1:], partition))
     with pytest.raises(
-        BatchError, match=rf"all rows that were put in partition '{name}'; found 3 of 4: \w+/0"
+        BatchError, match=rf"all rows that were put into partition '{name}'; it returned 3 of 4: \w+/0"
     ):
         next(iter(RolloutQueue(name)))
     monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda *args: get(*args).exclude("group_id"))
     with pytest.raises(
-        BatchError, match=r"all columns of rows that were put; found only \['expected_rollouts'"
+        BatchError, match=r"all columns that were put; it returned only \['expected_rollouts'"
     ):
         next(iter(RolloutQueue(name)))
 
