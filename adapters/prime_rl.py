@@ -37,8 +37,8 @@ class RecipeAlgorithm(Algorithm):
             ("next", "reward"): torch.tensor([trace.reward for _, trace in found], dtype=torch.float32),
             ("masks", "all_assistant_mask"): torch.arange(int(sampled.max())) < sampled.unsqueeze(1),
         }
-        credit = advantages_of(recipe_of_environment("as/prime_rl"), TensorDict(columns, [len(found)]))
+        result = advantages_of(recipe_of_environment("as/prime_rl"), TensorDict(columns, [len(found)]))
         for (_, trace), values, tokens in zip(
-            found, credit.advantage.tolist(), sampled.tolist(), strict=True
+            found, result.advantage.tolist(), sampled.tolist(), strict=True
         ):
             assign_advantages(trace, values[:tokens] if len(values) > 1 else values[0])

@@ -43,12 +43,12 @@ class RecipeAdvantages:
         batch["group_id"] = [f"{at}: {row.get('prompt')}" for at, row in zip(places, inputs, strict=True)]
         batch["expected_rollouts"] = torch.full_like(batch["rollout_id"], size)
         batch["masks", "all_assistant_mask"] = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
-        credit = advantages_of(self.pipeline, batch)
-        output["advantages"] = credit.advantage
-        output["tool_mask"] = credit.in_loss.int()  # by which TRL's losses count tokens
-        output["num_items_in_batch"] = self.accelerator.gather(credit.in_loss.sum()).sum()
-        log_run(self, credit.run)
-        logged, found = self._logs["advantages"], self.accelerator.gather(credit.advantage.mean(1)).tolist()
+        result = advantages_of(self.pipeline, batch)
+        output["advantages"] = result.advantage
+        output["tool_mask"] = result.in_loss.int()  # by which TRL's losses count tokens
+        output["num_items_in_batch"] = self.accelerator.gather(result.in_loss.sum()).sum()
+        log_run(self, result.run)
+        logged, found = self._logs["advantages"], self.accelerator.gather(result.advantage.mean(1)).tolist()
         for _ in range(min(len(logged), len(found))):  # in the place of TRL's own
             logged.pop()
         logged.extend(found)

@@ -3,8 +3,8 @@
     python benchmarks/engines.py [--rounds 5] [--rows 4096] [--writers 2]
 
 Writers send the same pieces of 32 rows, four whole groups of 8, through RayAssembler and a plain Ray queue,
-and through RolloutQueue and plain puts and gets of TransferQueue. What comes out of the plain ones is what
-was put: no groups, no counts, and nothing is refused.
+and through RolloutQueue and plain puts and gets of TransferQueue. The plain ones return rows as they were
+put: they form no groups, count nothing, and refuse nothing.
 """
 
 from __future__ import annotations

@@ -25,25 +25,25 @@ NO_GPU = "Not measured: no GPU was at hand."
 
 
 def seconds() -> float:
-    """Wall time, once the device has done what it was told."""
+    """Wall time, after the device has finished."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def gathered(batch: TensorDict) -> TensorDict:
-    """What a new pipeline makes of a batch, all minibatches in one."""
+    """The output of a new pipeline, all minibatches in one batch."""
     return load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")(batch)
 
 
 def differing(first: TensorDict, second: TensorDict) -> int:
-    """Columns that are not bit-equal; a NaN is itself."""
+    """The number of columns that are not bit-equal; NaN equals NaN."""
     keys = first.keys(include_nested=True, leaves_only=True)
     pairs = [[td[key].flatten().view(torch.uint8) for td in (first, second)] for key in keys]
     return sum(not torch.equal(a, b) for a, b in pairs)
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """The one table, empty of numbers where there is no GPU."""
+    """The table, without numbers if there is no GPU."""
     head = ["rows", "copy, ms", "pipeline / copy", "columns that differ"]
     rows, tokens = (64, 16) if options.quick else (4000, 2048)
     cells = [Cell(None)] * 3

@@ -1,8 +1,8 @@
-"""The grpo recipe in plain NumPy: the same decisions and the same gathers, and nothing around them.
+"""The grpo recipe in plain NumPy: the same decisions and the same gathers, without any other work.
 
-What the pipeline costs is measured against this; `tests/test_yardstick.py` compares what the two return. The
-N rows are the segments of U rollouts in P groups, V of them in complete ones; a suffix says by what an array
-is indexed. Nothing can be configured or resumed, and an error names no ids.
+The cost of the pipeline is measured against it, and `tests/test_yardstick.py` compares the results of both.
+The N rows are the segments of U rollouts in P groups, V of them in complete groups; a suffix names the
+index of an array. It has no options, cannot be resumed, and its errors name no ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IN_LOSS = ("headrace", "in_loss")
 
 
 class Rows(NamedTuple):
-    """What is decided on: a few numbers a row, (N,) each."""
+    """The table: a few numbers for each row, (N,) each."""
 
     group: np.ndarray
     rollout: np.ndarray
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What was decided."""
+    """The decisions."""
 
     order: np.ndarray  # (M,) row numbers in training order
     sizes: list[int]  # rows of each minibatch
@@ -61,7 +61,7 @@ def read(batch: TensorDict) -> Rows:
 
 
 def decide(rows: Rows, minibatches: int, incomplete: str = "raise", drawn: int = 0) -> Steps:
-    """Who trains, in which order and step, with which advantage and weight."""
+    """The rows that train, with their order, step, advantage and weight."""
     count, reward_dtype = len(rows.group), rows.reward.dtype
     rollout_N, first_U = number(rows.rollout)
     group_U, first_P = number(rows.group[first_U])

@@ -2,9 +2,9 @@
 
     python benchmarks/peers.py [--rounds 3]
 
-What TRL, verl, miles and rllm do is stated here in our own words, from how they describe and document it,
-with the containers they use. Nothing is copied from them, and their other work (tokens, masks, metrics,
-moving to devices) is left out, in their favour. MCAdvantage is TorchRL's own. What was looked up:
+The implementations of TRL, verl, miles and rllm are our own, from their documentation, with the containers
+that they use. No code is copied. Their other work (tokens, masks, metrics, device copies) is left out,
+which makes them faster. MCAdvantage is TorchRL's own. The sources are:
 
 - TRL, `trl/trainer/grpo_trainer.py` at d2b69d769dab6f77acbfd33252bcd7d22765571b;
 - verl, its estimator `grpo_vectorized` in `verl/trainer/ppo/core_algos.py` and `verl/utils/groupwise.py` at

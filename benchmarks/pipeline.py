@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline.py [--rounds 9]
 
-Rows have tokens, masks and log-probabilities, and a tenth of the groups is without variance, which the filter
-silences. A gather takes all rows in random order, column by column: who shuffles does no less.
+Rows have tokens, masks and log-probabilities. A tenth of the groups have equal rewards, which the filter
+masks. A gather copies all rows in random order, column by column. This is the least work of any shuffle.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/ranks.py [--ranks 2] [--rounds 10]
 
-The grpo recipe on ranks with rows of their own. More ranks than cores wait for a core.
+The grpo recipe on ranks that each have their own rows. With more ranks than cores, ranks wait for a core.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def join_ranks(rank: int, ranks: int, port: int) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""How a benchmark is run, alone or by `make bench`, and what is kept of it: the tables and the machine."""
+"""Run a benchmark, alone or by `make bench`, and keep its tables and a description of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timing import without_page_faults
 
 
 def machine() -> dict[str, str | int | float]:
-    """What the numbers depend on."""
+    """Describe the machine and the versions on which the numbers depend."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -5,12 +5,12 @@
     python benchmarks/scaling.py ray   [--processes 2 4 8] [--rollouts 2048] [--tokens 512]
     python benchmarks/scaling.py queue [--processes 2 4 8] [--rollouts 2048] [--tokens 512]
 
-`--rollouts` is per process. Wall time, and for ranks the CPU time of one: more processes than cores wait for
-a core, which the wall time has and the CPU time has not. `docs/scale.md` says what it means.
+`--rollouts` is per process. Results are wall times, and for ranks also the CPU time of one rank: with more
+processes than cores, the wall time includes the wait for a core. `docs/scale.md` explains the results.
 
-`control` is of the table alone, without tokens, from a thousand to ten million rollouts in one process, and
-on gloo ranks, where each decides and where the first does; then it is the first of 1,024 ranks with 1,024
-rollouts each. Of these the others are not there: what they would send is, and what they are sent is made.
+`control` measures the table alone, without tokens: from a thousand to ten million rollouts in one process;
+on gloo ranks, with `decide_on=each_rank` and `first_rank`; and the first of 1,024 ranks with 1,024 rollouts
+each. The other 1,023 ranks do not run: their data are given, and the messages to them are made.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class FirstOfMany(Ranks):
         self.columns, self.given = columns, 0
 
     def meet(self, about: str = "", error: BaseException | None = None) -> None:
-        """Nobody else is here."""
+        """No other rank runs."""
 
     def _all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack([values] * self.size)

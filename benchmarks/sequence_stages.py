@@ -1,6 +1,6 @@
-"""Stages that make other sequences of rows, and the formula in plain torch that each is measured over.
+"""Stages that change the sequences of rows, over their formulas in plain torch.
 
-`tokens.py` prints what is found here. Each formula is written out next to the call of the stage.
+`tokens.py` prints the results. Each formula is written next to the call of the stage.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def packing_little(rows: int, tokens: int, rounds: int) -> list[Row]:
 
 
 def merged_turns(rollouts: int, turns: int, tokens: int, rounds: int) -> Row:
-    """Rollouts whose turns are rows, each with all that came before as its prompt."""
+    """Rollouts whose turns are rows, each with all earlier turns as its prompt."""
     rows, width = rollouts * turns, turns * tokens
     batch = collected(rows, width)
     words = torch.randint(0, 30_000, (rollouts, width)).repeat_interleave(turns, 0)

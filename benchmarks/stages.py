@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py [--rounds 9]
 
-Each stage gets what the stage before it made. Operator calls are those that reach a TorchDispatchMode.
+Each stage gets the output of the stage before it. Operator calls are those that reach a TorchDispatchMode.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a step costs around its tokens: the cut under a budget, its report, and a checkpoint of waiting rows.
+"""Other costs of a step: the split under a token budget, the report, and a checkpoint of waiting rows.
 
-Each is beside what it is held against, written out. `benchmarks/tokens.py` prints these rows.
+Each is next to the code that it is compared with. `benchmarks/tokens.py` prints these rows.
 """
 
 from __future__ import annotations

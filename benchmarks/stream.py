@@ -2,9 +2,10 @@
 
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
-Rows come in pieces of 1,000, each within 4,000 rows of its place, and groups of 8 go out: as dense batches,
-and as the lazy stacks of ragged rows that LLMCollector yields, a tenth as many. MCAdvantage also computes an
-advantage, which costs little; it knows no failed, late, repeated or missing rollouts, and no state.
+Rows arrive in pieces of 1,000, each within 4,000 rows of its original position, and leave in groups of 8:
+as dense batches, and, with a tenth of the rows, as the lazy stacks of ragged rows of LLMCollector.
+MCAdvantage also computes an advantage, which costs little. It does not handle failed, late, repeated or
+missing rollouts, and has no saved state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks find: tables of numbers, some with a target, for the terminal, JSON and Markdown."""
+"""Tables of numbers, some with a target, for the terminal, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Cell:
-    """A number; None where it could not be measured here.
+    """A number; None if it could not be measured on this machine.
 
     Args:
         value: of one run.
@@ -29,14 +29,14 @@ class Cell:
 
     @property
     def missed(self) -> bool:
-        """Whether it has a target and is on its wrong side."""
+        """Whether it has a target and misses it."""
         if self.value is None or self.target is None:
             return False
         return self.value < self.target if self.at_least else self.value > self.target
 
     @property
     def goal(self) -> str:
-        """The target in words."""
+        """The target as text."""
         return f"{'≥' if self.at_least else '≤'} {self.target:,g}"
 
     def __str__(self) -> str:
@@ -77,12 +77,12 @@ class Table:
 
     @classmethod
     def of(cls, plain: dict) -> Table:
-        """A table that was JSON."""
+        """Make a table from its JSON data."""
         rows = [Row(row["name"], [Cell(**cell) for cell in row["cells"]]) for row in plain["rows"]]
         return cls(**plain | {"rows": rows})
 
     def console(self) -> Group:
-        """For the terminal."""
+        """The table for the terminal."""
         table = ConsoleTable(title=self.title)
         for number, name in enumerate(self.head):
             table.add_column(Text(name), justify="right" if number else "left")
@@ -91,7 +91,7 @@ class Table:
         return Group(table, Text(" ".join(self.note.split())), "")
 
     def markdown(self) -> str:
-        """For a page; what was missed is bold."""
+        """The table for the page, with missed targets in bold."""
         lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)]]
         for row in self.rows:
             lines.append([row.name, *(f"**{cell}**" if cell.missed else str(cell) for cell in row.cells)])

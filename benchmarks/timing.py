@@ -1,4 +1,4 @@
-"""Time of functions that take turns, without page faults."""
+"""Measure functions in alternating rounds, without page faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that work on tokens, each over its formula in plain torch, which is written out here."""
+"""Token-level stages, each over its formula in plain torch."""
 
 from __future__ import annotations
 

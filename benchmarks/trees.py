@@ -2,8 +2,8 @@
 
     python benchmarks/trees.py [--rounds 5]
 
-The model is a transformer in float32. Of packed rows each attends by itself, as variable-length kernels have
-it; a tree goes through with a mask of who sees whom, of which nothing is skipped.
+The model is a transformer in float32. Each packed row is a separate attention, as in variable-length
+kernels. A tree runs with a dense attention mask, without skipping masked blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def answers(prompts: int, prompt: int, count: int, length: int) -> Rows:
 
 
 def turns(rollouts: int, prompt: int, count: int, length: int) -> Rows:
-    """One group, whose rollouts have a row for each turn, with all that came before."""
+    """One group, whose rollouts have a row for each turn, with all earlier turns as its prompt."""
     stem = draw(prompt)
     wholes = [stem + draw(count * length) for _ in range(rollouts)]
     return [whole[: prompt + length * (turn + 1)] for whole in wholes for turn in range(count)]

@@ -2,8 +2,8 @@
 
     python benchmarks/yardstick.py [--rounds 9] [--huge 1]
 
-`--huge 1` adds ten million rows, which take two minutes and some gigabytes. What a rank costs is in
-`ranks.py`, the gather and the memory of long rows in `pipeline.py`, and what is counted in `structure.py`.
+`--huge 1` adds ten million rows, which take two minutes and some gigabytes. `ranks.py` measures ranks,
+`pipeline.py` the gather and the memory of long rows, and `structure.py` counts calls and lines.
 """
 
 from __future__ import annotations

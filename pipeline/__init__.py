@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs
     from .collect.trainer_hook import PipelineHook
-    from .credit import Credit, advantages_of
-    from .decision import Decider, Decision, decide
+    from .decision import Decider, Decision, RowAdvantages, advantages_of, decide
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
     from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
@@ -48,7 +47,6 @@ __all__ = [
     "AssembleOnWrite",
     "BufferAccount",
     "ConfigError",
-    "Credit",
     "Decider",
     "Decision",
     "DrainWriter",
@@ -62,6 +60,7 @@ __all__ = [
     "RepeatSampler",
     "ReportFolder",
     "RolloutQueue",
+    "RowAdvantages",
     "Run",
     "StageError",
     "StampIds",

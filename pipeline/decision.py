@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,11 @@ from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.schema import ROW, has_key
+from headrace.transforms.schema import FLOAT, ROW, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
-from .halves import part_of
+from .halves import before_the_cut, part_of
 from .ledger import Ledger
 from .load import load_pipeline
 from .pipeline import Pipeline
@@ -412,3 +412,53 @@ def refuse_state(pipeline: Pipeline) -> None:
             "one headrace.Decider(recipe, **options), call its decide(columns) for each batch, and save its "
             "state_dict()"
         )
+
+
+class RowAdvantages(NamedTuple):
+    """Advantage and mask of each input row, in the order of the input."""
+
+    advantage: Tensor
+    """(N, 1) float32, or (N, T) if each token has its own; 0 outside the loss."""
+    in_loss: Tensor
+    """(N, 1), or (N, T) if the batch has a loss mask; bool, True trains."""
+    run: Run
+    """The run, with ledger, metrics and report."""
+
+
+def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> RowAdvantages:
+    """Run the stages before the split, and return advantages and masks for all rows in input order.
+
+    Use it in a trainer that makes minibatches and loss weights itself. A row that a stage drops or masks has
+    advantage 0 and is out of the loss: leave it out of means over tokens or rows. The tensors are on the
+    batch's device. If the batch has a loss mask, this reads the device once, in addition to the stages.
+
+    Args:
+        pipeline: its split and weight are not used.
+        batch: TensorDict ``[N]`` with ids, rewards, and the other columns that the recipe reads.
+
+    Returns:
+        A :class:`RowAdvantages`.
+
+    Raises:
+        BatchError: a stage refused the batch, or moved tokens between rows, which the trainer's rows would
+            not follow.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import load_pipeline
+        >>> batch = TensorDict(
+        ...     {"group_id": [7, 4, 7, 4], "rollout_id": [0, 1, 2, 3], ("next", "reward"): [1.0, 2, 3, 2]},
+        ...     batch_size=[4],
+        ... )
+        >>> words = "pipeline.stages.gate.group_size=2", "pipeline.stages.filter.action=drop"
+        >>> pipeline = load_pipeline("pipeline=dr_grpo", *words)
+        >>> found = advantages_of(pipeline, batch)
+        >>> found.advantage.flatten().tolist(), found.in_loss.flatten().tolist()
+        ([-1.0, 0.0, 1.0, 0.0], [True, False, True, False])
+    """
+    decision, device = Decider(before_the_cut(pipeline)).decide(batch), device_of(batch)
+    advantage, in_loss = [
+        (each.unsqueeze(1) if each.ndim == 1 else each).to(device)
+        for each in (decision.advantage, decision.in_loss)
+    ]
+    return RowAdvantages(advantage.to(FLOAT), in_loss, decision.run)

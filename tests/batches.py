@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict, lazy_stack
 
 
 def batch_of(
@@ -44,3 +45,14 @@ def batch_of(
     if device == "cpu":
         batch["prompt_text"] = [f"prompt {g}" for g in groups]
     return batch.to(device)
+
+
+def cut_rows(batch: TensorDict, parts: Iterable[Any], keys: Iterable[NestedKey]) -> TensorDict:
+    """The same rows in a lazy stack, each with its part of these columns: a slice, or a mask."""
+    keys, rows = list(keys), []
+    for row, part in zip(batch.unbind(0), parts, strict=True):
+        row = row.clone()
+        for key in keys:
+            row[key] = row[key][part].clone()
+        rows.append(row)
+    return lazy_stack(rows)

@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 import torch
-from tensordict import TensorDict, lazy_stack
+from batches import cut_rows
+from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
 
@@ -37,15 +38,8 @@ def two_policies(rows: int, tokens: int, seed: int = 0, spread: float = 0.7) -> 
 
 def ragged(batch: TensorDict) -> TensorDict:
     """The same rows, each as long as it is to its last token in the loss."""
-    short = []
-    for row in batch.unbind(0):
-        inside = row[MASK].nonzero().flatten().tolist()
-        length = inside[-1] + 1 if inside else 1
-        row = row.clone()
-        for key in (OLD, SAMPLER, MASK):
-            row[key] = row[key][:length].clone()
-        short.append(row)
-    return lazy_stack(short)
+    ends = [max(row.nonzero().flatten().tolist(), default=0) + 1 for row in batch[MASK]]
+    return cut_rows(batch, map(slice, ends), (OLD, SAMPLER, MASK))
 
 
 class Alone(NamedTuple):

@@ -111,7 +111,7 @@ def test_the_same_rewards_however_the_step_is_cut(tmp_path):
 def test_without_weights_a_loss_per_token_is_refused(tmp_path):
     done = headrace_here(tmp_path, *QUICK, "~pipeline.stages.weight", check=False)
     assert done.returncode == 2
-    assert "set aggregation='token_mean' on GRPOLoss" in done.stderr
+    assert "Set aggregation='token_mean' on GRPOLoss" in done.stderr
 
 
 def test_ctrl_c_ends_it_with_the_table(tmp_path):

@@ -266,7 +266,7 @@ def test_columns_of_other_tokens_are_refused():
         importance_weight(batch[OLD], batch[SAMPLER], batch[MASK])
     batch = two_policies(4, 5)
     batch["advantage"] = torch.zeros(4, 3, 1)
-    with pytest.raises(BatchError, match=r"a token, \(N, 5, 1\); RolloutCorrection found 'advantage'"):
+    with pytest.raises(BatchError, match=r"per token, \(N, 5, 1\); RolloutCorrection found 'advantage'"):
         RolloutCorrection()(batch)
 
 

@@ -208,7 +208,7 @@ def with_column(key, values):
         (ragged([([], []), ([5], [8])]), r"every row needs a token; found none in row 0"),
         (with_column(LOG_PROB, [torch.zeros(3), torch.zeros(2)]), r"row 1 has 2 for 3 tokens. Were"),
         (with_column("seen", [torch.zeros(2), torch.zeros(4)]), r"'seen', .*; row 0 has 2 for 3 tokens"),
-        (with_column("seen", [torch.zeros(3, 1), torch.zeros(3, 2)]), r"'seen' are tensors of one dtype and"),
+        (with_column("seen", [torch.zeros(3, 1), torch.zeros(3, 2)]), r"'seen' must be tensors of one dtype"),
         (with_column(("tokens", "seen"), [None, torch.zeros(2)]), r"'seen'\) is on 1 of 2 rows: 1"),
         (with_column("seen", [torch.zeros(2), None]), r"on none; 'seen' is on 1 of 2 rows: 0"),
         (with_column(ATTENTION, [torch.tensor([True, False, True])] * 2), "after or between tokens in row 0"),

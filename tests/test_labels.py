@@ -121,7 +121,7 @@ def test_a_label_has_one_number_in_every_process():
 
 def test_two_labels_with_one_number_are_refused(monkeypatch):
     monkeypatch.setattr("headrace.transforms.ids._hashed", lambda label: len(label))
-    with pytest.raises(BatchError, match="'ab' and 'cd' have the same number: rename one"):
+    with pytest.raises(BatchError, match="'ab' and 'cd' have the same hash: rename one"):
         number_labels(["ab", "x", "cd"])
 
 
@@ -130,7 +130,7 @@ def test_two_labels_with_one_number_are_refused(monkeypatch):
     [
         (["a", ""], r"group_id: every row needs a label; found empty ones at rows 1"),
         (["a", None], r"every row needs a group_id; None at rows 1 of 2"),
-        (["a", 5], r"group_id: labels are one string a row; found 5 at row 1"),
+        (["a", 5], r"group_id: labels must be one string per row; found 5 at row 1"),
         ([{}, {}], r"group_id must be integers, at most 63 bits, or strings"),
     ],
 )

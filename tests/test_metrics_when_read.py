@@ -115,7 +115,7 @@ def test_columns_that_were_changed_in_place_are_not_measured(key):
     batch = two_policies(8, 6)
     run = pipeline().run(batch)
     batch[key].zero_()
-    with pytest.raises(RuntimeError, match=r"changed in place before the metrics of .* were read"):
+    with pytest.raises(RuntimeError, match=r"changed in place before the metrics of .* were computed"):
         _ = run.metrics
 
 

@@ -12,15 +12,18 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
+from busy import busy_batch, stages
 from composed import configure
 from dumps import verl_row, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.report import advise, percent, verdict
 from headrace.pipeline.tasks.compare import compare
 from headrace.pipeline.tasks.replay import replay
+from headrace.transforms import LossWeight
 
 pytestmark = pytest.mark.slow
 
@@ -144,10 +147,14 @@ def test_what_a_verl_dump_lacks_is_said(replayed):
     assert not [name for name in data["curves"] if name.startswith(("optimiser/", "seconds/"))]
 
 
-def test_a_comparison_is_the_mean_of_the_steps_of_its_page(dump, tmp_path):
+def test_a_comparison_is_the_mean_of_the_steps_of_its_page(make_batch, tmp_path):
+    for step in range(STEPS):
+        run = Pipeline(stages(weight=LossWeight())).run(busy_batch(make_batch))
+        write_dump(make_report(run, step=step), tmp_path / "dump")
     console = Console(width=300, record=True, file=io.StringIO())
-    words = ("pipelines=[grpo,dr_grpo]", "report.steps=50", f"pipeline.stages.gate.group_size={SIZE}")
-    config = configure("config", "task=compare", f"source.path={dump}", *words)
+    gate = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
+    words = ("pipelines=[grpo,dr_grpo]", "report.steps=50", *gate)
+    config = configure("config", "task=compare", f"source.path={tmp_path / 'dump'}", *words)
     compare(config, tmp_path, list(words[2:]), console)
     numbers = json.loads((tmp_path / "compare.json").read_text())["numbers"]
     data = data_of(tmp_path / "report.html")

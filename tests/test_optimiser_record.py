@@ -102,6 +102,8 @@ def test_a_number_that_the_report_has_already_is_refused():
     _, _, _, run = trained([1.0])
     with pytest.raises(ValueError, match="names that the report does not have; found rows/in"):
         make_report(run, numbers={"rows/in": 1.0})
+    with pytest.raises(ValueError, match="numbers must have a number by each name; got optimiser/lr=tensor"):
+        make_report(run, numbers={"optimiser/lr": torch.tensor(1.0)})
 
 
 def test_the_command_records_each_step_and_says_that_the_rate_is_zero(tmp_path):

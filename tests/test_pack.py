@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import cut_rows
 from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 
 from headrace.transforms import BatchError, MissingKeyError, pack, unpack, unpack_tokens
 
@@ -52,13 +53,7 @@ def test_unpacking_gives_back_the_rows(lengths, side):
 
 def ragged(dense, lengths) -> TensorDict:
     """The same rows without what lies behind their first entries."""
-    rows = []
-    for row, length in zip(dense.unbind(0), lengths, strict=True):
-        row = row.clone()
-        for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
-            row[key] = row[key][:length]
-        rows.append(row)
-    return lazy_stack(rows)
+    return cut_rows(dense, map(slice, lengths), (FULL, ATTENTION, LOSS, ("log_probs", "full")))
 
 
 def test_ragged_rows_pack_as_padded_ones():

@@ -425,7 +425,7 @@ def test_a_parent_that_is_not_in_the_batch_is_refused_and_only_of_those_in_the_t
     batch["parent_id"] = torch.tensor([9, -1, -1])  # nobody in the tree goes on from it
     stage(batch)
     batch["parent_id"] = torch.tensor([9, 1, -1])
-    with pytest.raises(BatchError, match=r"in the batch; found parent 9 of rollout 1 \(row 0\)"):
+    with pytest.raises(BatchError, match=r"in the same group; found parent 9 of rollout 1 \(row 0\)"):
         stage(batch)
     batch["parent_id"] = torch.tensor([2, 1, -1])
     with pytest.raises(BatchError, match="a cycle of parent 2 of rollout 1"):

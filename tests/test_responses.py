@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from batches import cut_rows
 from busy import reported, stages
 from fake_device import FakeDevice
 from hypothesis import given
@@ -90,13 +91,8 @@ def tokens_batch(groups: int = 3, size: int = 2, width: int = 6) -> TensorDict:
 
 def ragged(batch: TensorDict) -> TensorDict:
     """The same rows without their padding, the first with a token less at its end."""
-    rows = []
-    for k, row in enumerate(batch.unbind(0)):
-        row = row.clone()
-        for key in [key for key in row.keys(True, True) if row[key].ndim and row[key].shape[0] > 1]:
-            row[key] = row[key][1 : None if k else -1]
-        rows.append(row)
-    return lazy_stack(rows)
+    keys = [key for key in batch.keys(True, True) if batch[key].ndim > 1 and batch[key].shape[1] > 1]
+    return cut_rows(batch, [slice(1, None if row else -1) for row in range(len(batch))], keys)
 
 
 def with_terms(batch: TensorDict) -> TensorDict:

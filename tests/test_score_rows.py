@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from alone import said_by
+from batches import cut_rows
 from fake_device import waits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch import nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
@@ -75,13 +76,7 @@ def dense(rows) -> TensorDict:
 
 def ragged(rows) -> TensorDict:
     batch = dense(rows)
-    stack = []
-    for row in batch.unbind(0):
-        there = row[ATTENTION]
-        for key in (FULL, ATTENTION, LOSS_MASK):
-            row[key] = row[key][there]
-        stack.append(row)
-    return lazy_stack(stack)
+    return cut_rows(batch, batch[ATTENTION], (FULL, ATTENTION, LOSS_MASK))
 
 
 def expected(rows, actor) -> list[list[float]]:

@@ -81,7 +81,7 @@ def test_what_nobody_foresaw_ends_its_own_job_alone(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_has_jobs_of_an_earlier_sweep_shows_those_of_this_one(tmp_path):
-    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
+    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null"]
     headrace_here(tmp_path, "-m", "seed=1,2,3", *words)
     _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
     assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]

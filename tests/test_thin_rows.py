@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from assembly import Line, batch_of_lines, faulty_stream, same_rows
+from batches import cut_rows
 from composed import composed
 from recipes import CHAINS
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 
 from headrace.pipeline import Pipeline, RolloutQueue, StepQueue, assembled
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
@@ -76,11 +77,8 @@ def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = Fa
     rows[LOG_PROB] = log_prob.masked_fill(torch.rand(size, generator=draw) < 0.05, float("nan"))
     if not ragged:
         return rows
-    singles = [row.clone() for row in rows.unbind(0)]
-    for number, row in enumerate(singles):
-        for key in (("tokens", "full"), MASK, ("masks", "all_attention_mask"), LOG_PROB):
-            row[key] = row[key][: tokens - number % 3].clone()
-    return lazy_stack(singles)
+    keys = (("tokens", "full"), MASK, ("masks", "all_attention_mask"), LOG_PROB)
+    return cut_rows(rows, [slice(tokens - number % 3) for number in range(len(rows))], keys)
 
 
 def stream_of(seed: int, **options: Any) -> list[TensorDictBase]:

@@ -171,7 +171,7 @@ def test_finite_log_probabilities_are_no_mask(form, lacking):
 def test_a_prompt_and_a_response_that_are_not_the_whole_say_nothing():
     batch = scored("dense")
     batch[RESPONSE] = torch.zeros(2, 1)
-    with pytest.raises(MissingKeyError, match="as wide together as"):
+    with pytest.raises(MissingKeyError, match="together as wide as"):
         loss_tokens(batch, "absent", LOG_PROB)
 
 

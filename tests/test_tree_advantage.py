@@ -317,7 +317,7 @@ def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
         ({"parent_id": 77}, {"forks": "parent"}, r"found parent 77 of rollout 11 \(row 1\)"),
         ({"parent_id": 12}, {"forks": "parent"}, r"in the same group.*parent 12 of rollout 11"),
         ({"parent_id": 10}, {"forks": "parent"}, "a cycle of parent 11 of rollout 10.*of rollout 11"),
-        ({WORDS: [0.5, 1.0]}, {}, r"holds integers; found torch.float32"),
+        ({WORDS: [0.5, 1.0]}, {}, r"must hold integers; found torch.float32"),
         ({REAL: [True]}, {}, "tokens_key and attention_key must have one number for each token"),
     ],
 )

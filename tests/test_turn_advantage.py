@@ -335,8 +335,8 @@ def inside(**columns):
          "turn 0 of rollout 4 also on a row other than 0"),
         ({"rollout_id": [4, -5, 6]}, {}, "rollout_id ≥ 0; found -5"),
         ({"group_id": [0, -1, 1]}, {}, "group_id ≥ 0; found -1"),
-        ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "holds integers; found torch.float32"),
-        ({"turn_index": [0, 1, 2]}, {}, r"needs one number a token, \(N, T\), in 'turn_index'"),
+        ({"turn_index": [[0.0, 1.0, 2.0]] * 3}, {}, "must hold integers; found torch.float32"),
+        ({"turn_index": [0, 1, 2]}, {}, r"needs one number per token, \(N, T\), in 'turn_index'"),
         ({"turn_index": [[0, 1]] * 3}, {}, "one number for each token of a row; found 2 and 3"),
     ],
 )  # fmt: skip

@@ -249,7 +249,7 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
     out[LOG_PROB][1:, 2] = torch.nan  # out of the loss
     assert float(weight(out)["loss_weight"].sum()) == pytest.approx(0.25 + 0.25 + 0.25)
     with pytest.raises(
-        BatchError, match=r"'turn_index' \(turn_index_key\) holds integers; found torch.float32"
+        BatchError, match=r"'turn_index' \(turn_index_key\) must hold integers; found torch.float32"
     ):
         weight(out.set("turn_index", out["turn_index"].float()))
     with pytest.raises(BatchError, match="one number for each token of a row; found 2 and 3 tokens"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDict, lazy_stack
+from batches import cut_rows
+from tensordict import TensorDict
 
 FULL, ATTENTION = ("tokens", "full"), ("masks", "all_attention_mask")
 LOSS, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
@@ -30,13 +31,7 @@ def dense(rows: list[list[int]], width: int | None = None, side: str = "right") 
 
 def ragged(rows: list[list[int]]) -> TensorDict:
     """The same as a lazy stack, each row as long as it is."""
-    whole, short = dense(rows), []
-    for row, tokens in zip(whole.unbind(0), rows, strict=True):
-        row = row.clone()
-        for key in (FULL, ATTENTION, LOSS, LOG_PROBS):
-            row[key] = row[key][: len(tokens)].clone()
-        short.append(row)
-    return lazy_stack(short)
+    return cut_rows(dense(rows), [slice(len(row)) for row in rows], (FULL, ATTENTION, LOSS, LOG_PROBS))
 
 
 class Trie:

@@ -1,4 +1,4 @@
-"""Transforms between collection and loss: a folder or file a stage, its function and its class together."""
+"""Transforms between collection and loss. Each stage is one file or folder, with its function and class."""
 
 from . import schema
 from .advantage import (

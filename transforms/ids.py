@@ -1,7 +1,7 @@
 """Ids: labels of any kind as numbers, and arithmetic per id.
 
-Ids are labels: any order, any gaps, never used to index. :class:`Ids` numbers them from 0; sums, extremes and
-first rows per id are tables by that number.
+Ids are labels, in any order and with any gaps. They are never used to index. :class:`Ids` numbers them from
+0, and computes sums, extremes and first rows per id.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHORT = torch.iinfo(torch.int16)
 
 
 def number_labels(labels: Sequence[str]) -> Tensor:
-    """Numbers for labels such as UUIDs: equal ones for equal labels, in every batch, process and run.
+    """Hash labels such as UUIDs to numbers. Equal labels get equal numbers in every batch, process and run.
 
-    The number is a hash, the first 62 bits of BLAKE2b over the label in UTF-8. Each label is hashed once.
+    The number is the first 62 bits of BLAKE2b over the label in UTF-8. Each distinct label is hashed once.
 
     Args:
         labels: N strings, none of them empty.
@@ -32,7 +32,8 @@ def number_labels(labels: Sequence[str]) -> Tensor:
         (N,) int64 ≥ 0.
 
     Raises:
-        BatchError: a label is empty or no string (the rows are named), or two labels have the same number.
+        BatchError: a label is empty or not a string (the message lists the rows), or two labels have one
+            hash.
 
     Example:
         >>> number_labels(["7f3a", "90cc", "7f3a"]).tolist()
@@ -42,7 +43,7 @@ def number_labels(labels: Sequence[str]) -> Tensor:
         odd = [
             f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if isinstance(label, odd_types)
         ]
-        raise BatchError(f"labels are one string a row; found {listing(odd)}")
+        raise BatchError(f"labels must be one string per row; found {listing(odd)}")
     distinct, of = _distinct(labels)
     if "" in distinct:
         empty = [str(row) for row, label in enumerate(labels) if not label]
@@ -51,17 +52,17 @@ def number_labels(labels: Sequence[str]) -> Tensor:
     taken: dict[int, str] = {}
     for label, number in zip(distinct, numbers, strict=True):
         if taken.setdefault(number, label) != label:
-            raise BatchError(f"the labels {taken[number]!r} and {label!r} have the same number: rename one")
+            raise BatchError(f"the labels {taken[number]!r} and {label!r} have the same hash: rename one")
     return torch.tensor(numbers, dtype=torch.int64)[of]
 
 
 def _distinct(labels: Sequence[str]) -> tuple[list[str], Tensor]:
-    """The distinct labels in the order of their first rows, and (N,) int64, which of them each row has."""
-    import pyarrow  # here: most batches have no text ids
+    """The distinct labels in the order of their first rows, and (N,) int64, the index of each row's label."""
+    import pyarrow  # imported here, because most batches have no text ids
 
     try:
         encoded = pyarrow.array(labels, pyarrow.large_string()).dictionary_encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which Arrow has no text for
+    except UnicodeEncodeError:  # a lone surrogate, which Arrow cannot store
         number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
         return list(number), torch.tensor([number[label] for label in labels], dtype=torch.int64)
     indices = encoded.indices.to_numpy(zero_copy_only=False).astype("int64")
@@ -76,15 +77,16 @@ def _hashed(label: str) -> int:
 def as_ids(
     ids: Tensor | Sequence[int | str | None], name: str, *, device: torch.device | None = None
 ) -> Tensor:
-    """Check ids and bring them to (N,) int64; labels by :func:`number_labels`.
+    """Check ids and convert them to (N,) int64. Strings are hashed by :func:`number_labels`.
 
     Args:
         ids: (N,) or (N, 1) integers, as a tensor or a Python sequence; or a sequence of N strings.
-        name: what the message calls them.
-        device: where a Python sequence goes; a tensor must be there already.
+        name: name of the ids in messages.
+        device: device of the result for a Python sequence; a tensor stays on its device.
 
     Raises:
-        BatchError: a None (the rows are named), another shape, or numbers that are not integers.
+        BatchError: an id is None (the message lists the rows), the shape is wrong, or a number is not an
+            integer.
     """
     if not isinstance(ids, Tensor):
         missing = [row for row, value in enumerate(ids) if value is None]
@@ -95,7 +97,7 @@ def as_ids(
             )
         if any(isinstance(value, str) for value in ids):
             try:
-                return number_labels(ids).to(device)  # type: ignore[arg-type]  # which it looks at
+                return number_labels(ids).to(device)  # type: ignore[arg-type]  # it checks the types
             except BatchError as err:
                 raise BatchError(f"{name}: {err}") from err
         try:
@@ -105,25 +107,25 @@ def as_ids(
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise BatchError(f"{name} must be integers, got {ids.dtype}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:
-        raise BatchError(f"{name} must be one id a row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
+        raise BatchError(f"{name} must be one id per row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
     return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)
 
 
 class Ids:
-    """The ids of rows as numbers 0 … n − 1, ascending by id, and arithmetic per id.
+    """Numbers 0 … n − 1 for the ids of rows, ascending by id, and arithmetic per id.
 
-    Rows that do not count (`counts` False) are left out of every sum, extreme and count. What is known of
-    each id is an (n,) tensor; :meth:`spread` brings it to the rows.
+    Rows with `counts` False are left out of all sums, extremes and counts. A value per id is an (n,) tensor;
+    :meth:`spread` maps it to the rows.
 
     Args:
-        labels: (M,) int64, any labels; equal ones are one id.
+        labels: (M,) int64, any labels; equal labels are one id.
         counts: (M,) bool; None: all rows count.
 
     Attributes:
         of: (M,) int64, the number of each row's id.
-        n: how many ids there are.
-        ascending: whether the labels ascend, so that the rows of an id lie together.
-        lowest: the least label; 0 where there are no rows.
+        n: number of distinct ids.
+        ascending: whether the labels ascend, so that the rows of an id are contiguous.
+        lowest: the lowest label; 0 without rows.
 
     Example:
         >>> ids = Ids(torch.tensor([7, 3, 7, 9]))
@@ -145,7 +147,7 @@ class Ids:
             self.n, self.lowest = len(seen), int(seen[0])
             return
         self.lowest, high = (int(end) for end in labels.aminmax())
-        if high - self.lowest < 8 * len(labels):  # a table over the span costs less than a sort
+        if high - self.lowest < 8 * len(labels):  # a table over the range is cheaper than a sort
             slot = labels - self.lowest
             number = torch.bincount(slot).ne_(0).cumsum(0)
             self.of, self.n = number[slot] - 1, int(number[-1])
@@ -154,14 +156,13 @@ class Ids:
             self.n = len(found)
 
     def spread(self, per_id: Tensor) -> Tensor:
-        """(n,) → (M,): what is known of each row's id."""
+        """Map (n,) values per id to (M,) values per row."""
         return per_id.index_select(0, self.of)
 
     def sum(self, values: Tensor) -> Tensor:
-        """(n,) sums of (M,) `values`: int64 of integers and bools, else float64.
+        """(n,) sums of (M,) `values`: int64 for integers and bools, else float64.
 
-        Floats are added in the order of their size, so that the sum follows from the set of values, and not
-        from the order of the rows.
+        Floats are added in sorted order, so the sum does not depend on the order of the rows.
         """
         if self.counts is not None:
             values = torch.where(
@@ -178,19 +179,19 @@ class Ids:
         return torch.bincount(self.of[order], weights=values[order], minlength=self.n)
 
     def any(self, flags: Tensor) -> Tensor:
-        """(n,) bool: whether a row of the id has the flag."""
+        """(n,) bool: whether the flag is True for some row of the id."""
         return self.sum(flags) > 0
 
     def all(self, flags: Tensor) -> Tensor:
-        """(n,) bool: whether all rows of the id have the flag."""
+        """(n,) bool: whether the flag is True for all rows of the id."""
         return ~self.any(~flags)
 
     def min(self, values: Tensor) -> Tensor:
-        """(n,) smallest of (M,) `values`; the largest number of the dtype where no row counts."""
+        """(n,) smallest of (M,) `values`; the largest number of the dtype if no row counts."""
         return self._extreme(values, "amin")
 
     def max(self, values: Tensor) -> Tensor:
-        """(n,) largest of (M,) `values`; the smallest number of the dtype where no row counts."""
+        """(n,) largest of (M,) `values`; the smallest number of the dtype if no row counts."""
         return self._extreme(values, "amax")
 
     def _extreme(self, values: Tensor, which: str) -> Tensor:
@@ -205,14 +206,14 @@ class Ids:
 
     @cached_property
     def count(self) -> Tensor:
-        """(n,) int64, rows of each id that count."""
+        """(n,) int64, number of rows of each id that count."""
         if self.counts is None:
             return torch.bincount(self.of, minlength=self.n)
         return self.sum(self.counts)
 
     @cached_property
     def first(self) -> Tensor:
-        """(n,) int64, the first row of each id that counts; the number of rows where none does."""
+        """(n,) int64, index of the first row of each id that counts; M if none counts."""
         rows = torch.arange(len(self.labels), device=self.labels.device)
         if self.counts is None and self.n == len(rows):
             return rows if self.ascending else torch.empty_like(rows).scatter_(0, self.of, rows)
@@ -237,11 +238,11 @@ class Ids:
         return same
 
     def paired_with(self, other: Ids) -> Ids:
-        """The ids of pairs: rows with the same id here and there share one."""
+        """The ids of pairs: two rows get the same id if both of their ids are equal."""
         return Ids(self.of * max(other.n, 1) + other.of, self.counts)
 
     def positions(self, by: Tensor | None = None) -> Tensor:
-        """(M,) int64: where each row stands among those of its id, from 0, by (M,) `by` or as rows come."""
+        """(M,) int64: index of each row among the rows of its id, sorted by (M,) `by`, else in row order."""
         order = torch.arange(len(self.of), device=self.of.device) if by is None else by.argsort(stable=True)
         order = order[self.of[order].argsort(stable=True)]
         size = torch.bincount(self.of, minlength=self.n)
@@ -250,9 +251,9 @@ class Ids:
 
 
 def stable_order(values: Tensor) -> Tensor:
-    """(M,) int64, ``values.argsort(stable=True)`` of (M,) integers or floats on the CPU.
+    """Compute ``values.argsort(stable=True)`` of (M,) integers or floats on the CPU.
 
-    NumPy sorts integers that 16 bits can hold in a tenth of the time that torch takes.
+    NumPy sorts 16-bit integers ten times faster than torch.
 
     Example:
         >>> stable_order(torch.tensor([5, 3, 5, 1])).tolist()
@@ -266,22 +267,19 @@ def stable_order(values: Tensor) -> Tensor:
 
 
 def add_up(values: Tensor) -> Tensor:
-    """() float64, the sum of (M,) `values` by size: of one set of numbers it has the same bits in any order.
-
-    Zeros, as of rows that do not count, change no bit of it.
-    """
-    ordered = np.sort(values.double().cpu().numpy())  # a tenth of the time that torch takes
+    """Add (M,) `values` in sorted order: () float64. Their order, and zeros, change no bit of the sum."""
+    ordered = np.sort(values.double().cpu().numpy())  # ten times faster than torch
     return torch.tensor(np.add.accumulate(ordered)[-1] if len(ordered) else 0.0, dtype=torch.float64)
 
 
 def mean_of(values: Tensor) -> float:
-    """The mean of (M,) `values`, by :func:`add_up`; 0 of none."""
+    """The mean of (M,) `values`, from :func:`add_up`; 0 without values."""
     total = add_up(values) if values.is_floating_point() else values.sum()
     return float(total) / max(len(values), 1)
 
 
 def first_row(ids: Tensor) -> Tensor:
-    """For each row, the first row with the same id.
+    """Find the first row with the same id, for each row.
 
     Args:
         ids: (N,) int64, on any device.

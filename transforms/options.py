@@ -1,7 +1,7 @@
-"""Options of transforms and criteria: checked at construction, printed as they were given.
+"""Options of transforms and criteria: checks at construction, and their text form.
 
-That a number is one is checked here for all, against annotations (:func:`takes_options`); its range, and what
-goes together, by whoever has the option.
+:func:`takes_options` checks the types of numbers against annotations. Each class checks the ranges of its
+options, and their combinations.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tensordict.utils import NestedKey
 
 INF = float("inf")
 LowerBound = Annotated[float, -INF]
-"""A number, or −∞: open."""
+"""A number, or −∞ for no bound."""
 UpperBound = Annotated[float, INF]
-"""A number, or ∞: open."""
+"""A number, or ∞ for no bound."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 def takes_options(thing: T) -> T:
-    """Check the numbers among the options of a function or class before it is called.
+    """Check the numeric options of a function or class before each call.
 
-    An option is numeric where its annotation says ``int`` or ``float``, or is a sequence of them. It is no
-    bool, not NaN, and finite, but for :data:`LowerBound` and :data:`UpperBound`. An argument that may also be
-    a tensor is data, and not looked at.
+    An option is numeric if its annotation is ``int`` or ``float``, or a sequence of them. A bool or NaN is
+    refused. The number must be finite, except for :data:`LowerBound` and :data:`UpperBound`. An argument that
+    may also be a tensor is data, and is not checked.
 
-    Subclasses of BatchTransform, Criterion and TokenTerm are checked without it.
+    Subclasses of BatchTransform, Criterion and TokenTerm are checked without this decorator.
 
     Raises:
         ValueError: when called, with the option, its value and what is allowed.
@@ -55,7 +55,7 @@ def takes_options(thing: T) -> T:
     def checked(*args: Any, **kwargs: Any) -> Any:
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # which the call raises, in better words
+        except TypeError:  # the call below raises it with a better message
             given = {}
         for name, hint in numeric_options(thing).items():
             if name in given and (wanted := wanted_number(given[name], hint)):
@@ -66,10 +66,10 @@ def takes_options(thing: T) -> T:
 
 
 def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the parameters of a class or function by name; those that cannot be resolved are Any."""
+    """The types of the parameters of a class or function, by name; Any if a type cannot be resolved."""
     function = inspect.unwrap(thing.__init__ if inspect.isclass(thing) else thing)
     module = sys.modules.get(getattr(function, "__module__", ""), types.SimpleNamespace())
-    names = {"NestedKey": NestedKey, **vars(module)}  # of columns, which signatures spell out
+    names = {"NestedKey": NestedKey, **vars(module)}  # signatures list the keys of columns as NestedKey
     found = {}
     for name, parameter in inspect.signature(thing).parameters.items():
         annotation = parameter.annotation
@@ -77,25 +77,25 @@ def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
             continue
         try:
             found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
-        except Exception:  # a name that is imported for type checkers alone
+        except Exception:  # a name that is only imported for type checkers
             found[name] = Any
     return found
 
 
 @cache
 def numeric_options(thing: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a class or function that have a number in them, each with its type."""
+    """The numeric options of a class or function, with their types."""
     hints = annotations_of(thing)
     return {name: hint for name, hint in hints.items() if any(map(_has_numbers, _parts(hint)))}
 
 
 def is_numeric(hint: Any) -> bool:
-    """Whether a type is one of numbers, and no union."""
+    """Whether a type is a number type, not a union."""
     return hint in (int, float) or get_origin(hint) is Annotated
 
 
 def wanted_number(value: Any, hint: Any) -> str | None:
-    """What a value must be for the numbers in a type; None where it is that, or may be something else.
+    """Describe what a value must be if it is an invalid number for the type; None if it is not invalid.
 
     Example:
         >>> wanted_number(True, int | None), wanted_number(2, int | None), wanted_number("sum", int | str)
@@ -108,12 +108,12 @@ def wanted_number(value: Any, hint: Any) -> str | None:
         return None
     plain = value is None or isinstance(value, bool | float | str) or getattr(value, "ndim", None) == 0
     if type(value) in others or not (plain or set(others) <= {type(None)}):
-        return None  # what else it is, or is not, is not for here to say
+        return None  # not a number: its type is not checked here
     return " or ".join(number_in_words(part) for part in parts)
 
 
 def number_in_words(part: Any) -> str:
-    """A type of a union with numbers, in words."""
+    """Describe a type for a message."""
     if get_origin(part) is abc.Sequence:
         return f"a list (each {' or '.join(map(number_in_words, _parts(get_args(part)[0])))})"
     if get_origin(part) is Annotated:
@@ -125,13 +125,13 @@ def number_in_words(part: Any) -> str:
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type; none where data may be given."""
+    """The types of a union, or the single type; empty if a tensor is allowed."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return () if torch.Tensor in parts else parts
 
 
 def _has_numbers(part: Any) -> bool:
-    """Whether a type is one of numbers, or a sequence of them."""
+    """Whether a type is a number type, or a sequence of numbers."""
     return is_numeric(part) or (
         get_origin(part) is abc.Sequence and any(map(is_numeric, _parts(get_args(part)[0])))
     )
@@ -143,7 +143,7 @@ def _is_number(value: Any, part: Any) -> bool:
         if isinstance(value, str) or not hasattr(value, "__len__"):
             return False
         return not any(wanted_number(each, inner) for each in value)
-    if part is not int and getattr(value, "ndim", None) == 0:  # of numpy or torch
+    if part is not int and getattr(value, "ndim", None) == 0:  # a numpy or torch scalar
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int if part is int else int | float):
         return False
@@ -151,10 +151,10 @@ def _is_number(value: Any, part: Any) -> bool:
 
 
 def one_of(option: str, value: Any, allowed: Sequence[Any]) -> Any:
-    """Check that a value is one of a few.
+    """Check that a value is one of the allowed values, and return it.
 
     Raises:
-        ValueError: it is not; the message lists them.
+        ValueError: it is not; the message lists the allowed values.
     """
     if value not in allowed:
         raise ValueError(f"{option} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
@@ -162,7 +162,7 @@ def one_of(option: str, value: Any, allowed: Sequence[Any]) -> Any:
 
 
 def at_least(option: str, value: Any, low: int) -> Any:
-    """Check that an integer is ≥ `low`; None passes.
+    """Check that an integer is ≥ `low`, and return it. None is allowed.
 
     Raises:
         ValueError: it is not.
@@ -173,7 +173,7 @@ def at_least(option: str, value: Any, low: int) -> Any:
 
 
 def within(option: str, value: Any, low: float, high: float = INF) -> Any:
-    """Check that a number is in [low, high]; None passes.
+    """Check that a number is in [low, high], and return it. None is allowed.
 
     Raises:
         ValueError: it is not.
@@ -185,7 +185,7 @@ def within(option: str, value: Any, low: float, high: float = INF) -> Any:
 
 
 def above_zero(option: str, value: Any, high: float = INF) -> Any:
-    """Check that a number is in (0, high]; None passes.
+    """Check that a number is in (0, high], and return it. None is allowed.
 
     Raises:
         ValueError: it is not.
@@ -197,17 +197,17 @@ def above_zero(option: str, value: Any, high: float = INF) -> Any:
 
 
 def has_effect(owner: Callable[..., Any], option: str, value: Any, there: bool, needed: str) -> None:
-    """Check that an option is at its default where it has no effect.
+    """Refuse an option that has no effect, unless it has its default value.
 
     Args:
-        owner: the class or function that has it, whose signature says its default.
-        option: its name.
-        value: as given.
-        there: whether it has an effect in this combination.
-        needed: with what it has one, as it is written.
+        owner: class or function with the option; its signature has the default.
+        option: name of the option.
+        value: given value.
+        there: whether the option has an effect with the other options.
+        needed: the option that it needs to have an effect, for the message.
 
     Raises:
-        ValueError: it is at another value, and has none.
+        ValueError: the option has another value than its default, and no effect.
     """
     if not there and value != inspect.signature(owner).parameters[option].default:
         raise ValueError(
@@ -216,7 +216,7 @@ def has_effect(owner: Callable[..., Any], option: str, value: Any, there: bool, 
 
 
 def nested_key(key: Any) -> Any:
-    """A key from YAML by TorchRL's convention: ``[next, reward]`` is ``("next", "reward")``."""
+    """Convert a key from YAML to TorchRL's convention: ``[next, reward]`` to ``("next", "reward")``."""
     if key is None or isinstance(key, str):
         return key
     key = tuple(key)
@@ -224,10 +224,10 @@ def nested_key(key: Any) -> Any:
 
 
 def as_dtype(dtype: Any) -> torch.dtype | None:
-    """A floating-point dtype, also by its name, as YAML has it; None stays None.
+    """Convert the name of a floating-point dtype, from YAML, to the dtype. None stays None.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a floating-point dtype.
     """
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
@@ -236,14 +236,14 @@ def as_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def describe_options(thing: Any, *, leave_out: Sequence[str] = ()) -> str:
-    """The options of a transform or criterion that are not at their defaults, as they were given."""
+    """The options of a transform or criterion that differ from their defaults, as text."""
     given = [(name, getattr(thing, name, default), default) for name, default in _defaults(thing.__class__)]
     shown = [(name, value) for name, value, default in given if _differ(value, default)]
     return ", ".join(f"{name}={value!r}" for name, value in shown if name not in leave_out)
 
 
 def options_of(kind: type) -> list[str]:
-    """The names of its options, those of its columns among them."""
+    """The names of the options of a class, including those of its columns."""
     return [name for name, _ in _defaults(kind)]
 
 

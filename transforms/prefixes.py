@@ -1,7 +1,7 @@
-"""Rows by what they begin with: their lexicographic order, and how much neighbours in it share.
+"""Shared prefixes of rows: lexicographic order, prefix lengths of neighbours, and the tree they form.
 
-Equal is equal here, and no hash: rows are sorted as bytes, which Python compares one by one. A processor does
-that some gigabytes a second, so rows from another device are copied to the host, by one read.
+Rows are compared exactly, not by hashes: they are sorted as bytes, on the CPU. Rows from another device are
+copied by one device read.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from torch import Tensor, nn
 
 from .errors import BatchError
 
-END = torch.iinfo(torch.int64).min  # what stands behind the last token of a row, and is no token
+END = torch.iinfo(torch.int64).min  # padding after the last token of a row
 
 
 class PrefixOrder(NamedTuple):
-    """Rows in lexicographic order. A row that is the beginning of another comes before it. On the CPU."""
+    """Rows in lexicographic order. A row that is a prefix of another comes before it. On the CPU."""
 
     order: Tensor
-    """(N,) int64, the row at each place."""
+    """(N,) int64, row indices in sorted order."""
     shared: Tensor
-    """(N,) int64, by place: how many of its first labels a row shares with the one before it; 0 at first."""
+    """(N,) int64, in sorted order: length of the prefix shared with the previous row; 0 for the first row."""
 
 
 def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor | None = None) -> PrefixOrder:
-    """Order rows so that those that begin alike stand together. One device read.
+    """Sort rows so that rows with equal prefixes are neighbours. One device read.
 
-    What two rows share that are not neighbours is the least of what lies between them.
+    The prefix shared by two rows that are not neighbours is the shortest prefix shared between them.
 
     Args:
-        labels: (N, T) int64, by :func:`left_aligned`.
-        within: (N,) int64, on the CPU; rows that differ in it share nothing, and do not stand between one
-            another.
-        lengths: (N,) int64, on the CPU, labels of each row; None: those in front of the first ``END``.
+        labels: (N, T) int64, from :func:`left_aligned`.
+        within: (N,) int64, on the CPU; rows that differ in it share nothing and are sorted apart.
+        lengths: (N,) int64, on the CPU, number of labels of each row; None: those before the first ``END``.
 
     Example:
         >>> found = prefix_order(torch.tensor([[5, 1, 1], [5, 2, END], [5, 1, 3]]))
@@ -45,7 +44,7 @@ def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor |
     labels, (rows, width) = labels.cpu(), labels.shape
     order = torch.arange(rows)
     if rows > 1 and width:
-        # Bytes are compared as numbers without a sign, of which that of END is the least.
+        # Bytes compare as unsigned numbers. The XOR makes END the smallest.
         keys = (labels ^ END).numpy().astype(">i8").view(f"V{8 * width}").ravel().tolist()
         order = torch.tensor(sorted(range(rows), key=keys.__getitem__))
     if within is not None:
@@ -54,7 +53,7 @@ def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor |
     if rows > 1 and width:
         ordered = labels.index_select(0, order)
         differs = ordered[1:] != ordered[:-1]
-        first = torch.from_numpy(differs.numpy().argmax(1))  # of the largest
+        first = torch.from_numpy(differs.numpy().argmax(1))  # index of the first difference
         alike = (~differs.gather(1, first[:, None])).nonzero()[:, 0]
         if lengths is None:
             first[alike] = (ordered[1 + alike] != END).sum(1)
@@ -62,35 +61,36 @@ def prefix_order(labels: Tensor, within: Tensor | None = None, lengths: Tensor |
             first[alike] = lengths[order[1 + alike]]
         shared[1:] = first
     if within is not None:
-        home = within.index_select(0, order)
-        shared[1:].masked_fill_(home[1:] != home[:-1], 0)
+        part = within.index_select(0, order)
+        shared[1:].masked_fill_(part[1:] != part[:-1], 0)
     return PrefixOrder(order, shared)
 
 
 class PrefixBranch(NamedTuple):
-    """Tokens that the same rows have, and that follow one another."""
+    """A branch of the tree: consecutive tokens that are shared by the same rows."""
 
     first: int
-    """By place in the order, the rows that have them: from here ..."""
+    """Index in sorted order of the first row of the branch."""
     last: int
-    """... to the one in front of this."""
+    """Index in sorted order after the last row of the branch."""
     begin: int
-    """Tokens in front of them in these rows."""
+    """Index of the first token of the branch in these rows."""
     end: int
-    """The same, with them."""
+    """Index after the last token of the branch."""
     from_first: int
-    """Which rows the branch parts from, its own among them, as above; none at a root."""
+    """First row of the parent branch, as above; equal to `from_last` at a root."""
     from_last: int
+    """Index after the last row of the parent branch."""
 
 
 def branches(shared: list[int], lengths: list[int]) -> list[PrefixBranch]:
-    """The tree that rows make by what they share, in depth-first order: a branch, then those behind it.
+    """Build the tree of shared prefixes, in depth-first order: each branch is followed by its children.
 
-    A row that ends where others go on, or as they do, has an empty branch of its own.
+    A row that is a prefix of another row, or equal to it, has its own empty branch.
 
     Args:
-        shared: by place, of :class:`PrefixOrder`; -1 where another tree begins.
-        lengths: by place, tokens of a row.
+        shared: `shared` of :class:`PrefixOrder`, with -1 where another tree begins.
+        lengths: number of tokens of each row, in sorted order.
 
     Example:
         >>> for branch in branches([-1, 2, 1], [3, 3, 2]):  # 5 1 1, 5 1 3, 5 2
@@ -105,7 +105,7 @@ def branches(shared: list[int], lengths: list[int]) -> list[PrefixBranch]:
     forks: list[tuple[int, list[tuple[int, int, int]]]] = []  # on the way to a row: depth, branches so far
     for place, (length, common) in enumerate(zip(lengths, [*shared[1:], -1], strict=True)):
         branch = place, place + 1, length
-        while forks and forks[-1][0] > common:  # the next row has parted before
+        while forks and forks[-1][0] > common:  # the next row forks earlier
             depth, parted = forks.pop()
             parted.append(branch)
             whole = parted[0][0], place + 1
@@ -122,11 +122,11 @@ def branches(shared: list[int], lengths: list[int]) -> list[PrefixBranch]:
 
 
 def ways(tree: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Which branches each row goes along: (S,) int64 rows, from the first on, and the number of a branch.
+    """List the branches on the path of each row: (S,) int64 row indices, ascending, and (S,) branch indices.
 
     Args:
-        tree: (B, K) int64, :func:`branches` that begin with ``first`` and ``last``.
-        order: (N,) int64, of :class:`PrefixOrder`.
+        tree: (B, K) int64, :func:`branches`, whose first columns are ``first`` and ``last``.
+        order: (N,) int64, `order` of :class:`PrefixOrder`.
 
     Example:
         >>> ways(torch.tensor([[0, 2], [0, 1], [1, 2]]), torch.tensor([1, 0]))
@@ -140,7 +140,7 @@ def ways(tree: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeated(values: Tensor, counts: Tensor) -> Tensor:
-    """``torch.repeat_interleave`` on the CPU, in a tenth of its time: that makes an index for each entry.
+    """Compute ``torch.repeat_interleave`` on the CPU, ten times faster than torch.
 
     Example:
         >>> repeated(torch.tensor([7, 8]), torch.tensor([2, 1])).tolist()
@@ -150,12 +150,12 @@ def repeated(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def left_aligned(labels: Tensor, present: Tensor, count: Tensor | None = None) -> Tensor:
-    """(N, T) int64: those of each row that are present, from the left on, with `END` behind them.
+    """Move the present labels of each row to the left, and fill up with `END`: (N, T) int64.
 
     Args:
         labels: (N, T) int64.
         present: (N, T) bool.
-        count: ``present.cumsum(1)``, where that is known.
+        count: ``present.cumsum(1)``, if it is known.
 
     Example:
         >>> present = torch.tensor([[False, True, True]])
@@ -165,20 +165,20 @@ def left_aligned(labels: Tensor, present: Tensor, count: Tensor | None = None) -
     (rows, width), size = labels.shape, labels.numel()
     count = present.cumsum(1) if count is None else count
     place = count + (torch.arange(rows, device=labels.device) * width - 1)[:, None]
-    place = place.masked_fill_(~present, size)  # behind the last row, where it falls off
+    place = place.masked_fill_(~present, size)  # an extra entry that is cut off
     room = labels.new_full((size + 1,), END)
     return room.scatter_(0, place.view(-1), labels.reshape(-1))[:-1].view(rows, width)
 
 
 def as_words(values: Tensor) -> Tensor:
-    """Integers that are equal where values are, to the bit.
+    """Convert values to integers that are equal if the values are equal bit for bit.
 
     Example:
         >>> as_words(torch.tensor([1.0, -0.0, 0.0])).tolist()
         [1065353216, -2147483648, 0]
     """
     if values.is_complex():
-        raise BatchError(f"inputs are integers, floats or bools; found {values.dtype}")
+        raise BatchError(f"inputs must be integers, floats or bools; found {values.dtype}")
     if values.is_floating_point():
         sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         values = values.contiguous().view(sizes[values.element_size()])
@@ -186,7 +186,7 @@ def as_words(values: Tensor) -> Tensor:
 
 
 def words_of(rows: Tensor | Sequence[Tensor]) -> Tensor:
-    """(N, W) int64, equal where N tensors are, in shape and in every bit; they may be one, (N, ...).
+    """Convert N tensors, or one (N, ...), to (N, W) int64, equal rows for equal shapes and bits.
 
     Example:
         >>> words_of([torch.zeros(2), torch.ones(1), torch.zeros(1, 2)]).tolist()
@@ -194,7 +194,7 @@ def words_of(rows: Tensor | Sequence[Tensor]) -> Tensor:
     """
     if isinstance(rows, Tensor):
         return as_words(rows.detach()).reshape(len(rows), -1)
-    shapes = list(dict.fromkeys(row.shape for row in rows))  # known without a read
+    shapes = list(dict.fromkeys(row.shape for row in rows))  # needs no device read
     words = []
     for row in rows:
         content = as_words(row.detach()).reshape(-1)

@@ -1,7 +1,8 @@
-"""What is known of all rows of a batch: read from it in one copy, and written into it again.
+"""The table of a run: a few numbers per row, read from the batch in one copy and written back into it.
 
-A run has one table. Stages see it by a view (``rows.py``); here is how it comes out of a batch, how foreign
-code gets a batch of it and is read back, and how rows that wait from an earlier batch join it.
+A run has one table. Stages use it through a view (``rows.py``). This module reads the table from a batch,
+writes it into a batch, reads it again after a user's code has changed the batch, and appends carried rows of
+an earlier batch.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from .tensordicts import (
 )
 
 Effect = Literal["masked", "excluded", "dropped", "carried"]
-"""What becomes of a row that leaves: out of the loss; out of the statistics too; gone; kept for later."""
+"""Effect on a row: out of the loss; out of the statistics too; out of the batch; kept for the next."""
 
-OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns that a batch has of the table itself
-AHEAD = 16  # numbers a row, at most, that are read before somebody asks for them; more are of tokens
+OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns in which a batch stores the state of the table
+AHEAD = 16  # columns with more numbers per row are only read when a stage asks for them
 TRAINED = "trained"
 
 
 class Tokens(NamedTuple):
-    """The columns of tokens that a loss reads."""
+    """The token columns that a loss reads."""
 
     mask: NestedKey
-    """(N, T) bool, True in the loss."""
+    """(N, T) bool, True at tokens in the loss."""
     log_prob: NestedKey | None
-    """(N, T) float, without which a token is out of the loss."""
+    """(N, T) float; a token whose value is not finite is out of the loss."""
     others: Sequence[NestedKey]
-    """(N, T) float each, as far as they are there."""
+    """(N, T) float each; columns that the batch does not have are ignored."""
 
 
 class Written(NamedTuple):
-    """How a column that a stage has written goes into the batch."""
+    """The dtype and number of dimensions in which a column is written into the batch."""
 
     dtype: torch.dtype
     ndim: int
@@ -66,10 +67,10 @@ class Written(NamedTuple):
 
 
 class Late(NamedTuple):
-    """Something that is done to token columns where rows are gathered, a minibatch at a time."""
+    """A change of token columns that is made when rows are gathered, one minibatch at a time."""
 
     change: Callable[[TensorDictBase, dict[str, Tensor]], None]
-    """Changes the gathered rows in place of the batch; gets the numbers of these rows, on their device."""
+    """Changes gathered rows in place. It gets the rows and their `numbers`, on their device."""
     numbers: dict[str, Tensor]
     """(N,) or (N, K) each, by name."""
     writes: Sequence[NestedKey] = ()
@@ -78,33 +79,34 @@ class Late(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """Metrics that cost a pass over the tokens, which is made when somebody reads them.
+    """Metrics that need a pass over the tokens, which is made when they are first read.
 
-    A copy, or one that is saved, has the numbers, and not the columns.
+    A copied or pickled object holds the computed metrics instead of the columns.
     """
 
     of_tokens: Callable[[], Mapping[str, Tensor]]
-    """(N,) or (N, K) by name: what the tokens of each row are reduced to, on their device."""
+    """Reduces the tokens of each row: by name, (N,) or (N, K), on their device."""
     of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]]
-    """The metrics by name, of the same in float64 on the CPU."""
+    """Computes the metrics by name from these numbers, as float64 on the CPU."""
     columns: Sequence[Tensor]
-    """What is read then."""
+    """The token columns that are read."""
     versions: Sequence[int]
-    """Theirs, when the stage saw them."""
+    """The versions of the columns when the stage saw them, to detect changes in place."""
     prefix: str
-    """Of the names of the metrics."""
+    """Prefix of the names of the metrics."""
     reader: str
+    """Class name of the stage, for messages."""
 
     def __call__(self) -> dict[str, float]:
-        """Compute them.
+        """Compute the metrics.
 
         Raises:
-            RuntimeError: the columns have changed since.
+            RuntimeError: a column has changed in place since.
         """
         if list(self.versions) != [column._version for column in self.columns]:
             raise RuntimeError(
-                f"columns of tokens were changed in place before the metrics of {self.reader} were read, "
-                "which are computed of them only then: read them before (run.metrics), or change a copy"
+                f"token columns were changed in place before the metrics of {self.reader} were computed from "
+                "them: read the metrics before (run.metrics), or change a copy"
             )
         found = {name: values.detach().double().cpu() for name, values in self.of_tokens().items()}
         return {self.prefix + name: float(value) for name, value in self.of_rows(found).items()}
@@ -114,58 +116,62 @@ class Unread:
 
 
 class TokenCount(NamedTuple):
-    """The key of a column that counts tokens of each row: in a mask, and with a finite log-probability."""
+    """The key of a table column: the number of tokens of a row in a mask, with finite log-probabilities."""
 
     mask: NestedKey
     log_prob: NestedKey | None
 
 
 class Reduced(NamedTuple):
-    """The key of a column that :meth:`Rows.reduce` has made of another."""
+    """The key of a table column that :meth:`Rows.reduce` computed from another column."""
 
     name: str
     of: NestedKey
 
 
 class Table:
-    """What is known of all rows of a run; every view shares it.
+    """The table of all rows of a run. All views share it.
+
+    The table index of a row is its position in the table, 0 … N − 1.
 
     Args:
-        batch: the rows themselves, TensorDict ``[B]``, on their device; None: plain columns alone.
-        size: N, how many rows there are.
+        batch: this rank's rows, TensorDict ``[B]``, on their device; None: a table of plain columns.
+        size: N, the number of rows.
 
     Attributes:
-        live: (B,) int64, the number of each row of the batch in the table, ascending.
-        kept: (N,) bool: rows that are in the batch, or in that of their rank.
+        live: (B,) int64, table index of each row of the batch, ascending.
+        kept: (N,) bool, rows that are in the batch of their rank.
         columns: (N,) or (N, K) by key: int64, float64 or bool, on the CPU.
-        dtypes: in which dtype the batch has them.
-        written: the columns that stages have written.
-        late: what is done to columns of tokens where rows are gathered.
-        reason: (N,) int64; 0 is trained, and `names` says what the others are. The first reason stays.
-        effects: what becomes of rows, by reason.
-        here: (N,) bool: neither dropped nor carried.
-        index: (M,) int64, the rows that are here; None: all.
-        in_loss: (N,) bool.
-        masks_rows: a stage has taken rows out of the loss, which the batch is to say.
-        masked_columns: the columns of tokens in which it says so.
-        elsewhere: the batch has no tokens; whoever has them masks them.
-        no_lengths: nor does it have how many there are: it was read from a dump of texts.
-        finite: the columns whose numbers stay where a token is masked, and are finite there; None: masked
-            log-probabilities are NaN.
-        into: (N,) int64, the row whose tokens a row's became; itself for most. None: no rows were merged.
-        counted: (N,) bool: in the statistics. None: all are.
-        says_who_counts: a stage may take rows out of the statistics, so that the batch says who is in them.
-        metrics: what stages measured, ``<stage>/<name>``; with those that wait, :meth:`read_metrics`.
-        of_others: those of the rows of other ranks, where this rank decides for them, by rank.
-        told: columns that the other ranks have as well, where this rank decides for them.
-        unread: what computes metrics when they are read.
-        notes: what a stage keeps from `decide` to `state_after`, by the stage.
-        ranks: that share the batch; None: this process has the whole of it.
-        starts: the first row of each rank, and the end.
-        own: the rows of this rank.
-        numbers_of_rank: (n,) int64: the rows of this rank, as they came, and behind them those carried to it.
-        carried: (C,) int64, rows of earlier batches; `carried_starts` the first of each rank, and the end.
-        ids: of the rows that are here, by column.
+        dtypes: dtype of each column in the batch.
+        written: columns that stages have written.
+        late: changes of token columns that are made when rows are gathered.
+        reason: (N,) int64, index into `names` of the first reason of each row; 0 is trained.
+        effects: effect of each reason.
+        here: (N,) bool, rows that are neither dropped nor carried.
+        index: (M,) int64, table indices of the rows that are `here`; None: all.
+        in_loss: (N,) bool, rows in the loss.
+        masks_rows: a stage has taken rows out of the loss, so the batch must mask them.
+        masked_columns: token columns in which rows must be masked.
+        elsewhere: the batch has no tokens; they are masked where they are stored.
+        no_lengths: the batch has no token counts either, because it was read from a dump of texts.
+        finite: token columns that stay finite at masked tokens; None: masked log-probabilities become NaN.
+        into: (N,) int64, table index of the row that each row was merged into, or its own. None: no row was
+            merged.
+        counted: (N,) bool, rows that are not excluded. None: no row is excluded.
+        says_who_counts: a stage may exclude rows, so the batch gets the column ``counted``.
+        metrics: metrics of the stages, ``<stage>/<name>``; :meth:`read_metrics` adds those in `unread`.
+        of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
+        told: columns that the other ranks also have, if this rank decides for them.
+        unread: metrics that are computed when they are read.
+        notes: data that a stage keeps from `decide` to `state_after`, by stage.
+        ranks: ranks that share the batch; None: this process has all rows.
+        starts: table index of the first row of each rank, and N.
+        own: slice of this rank's rows.
+        numbers_of_rank: (n,) int64, table indices of this rank's rows as they arrived, then of rows carried
+            to it.
+        carried: (C,) int64, table indices of rows carried from earlier batches; `carried_starts` has the
+            first of each rank, and the end.
+        ids: :class:`Ids` of the rows that are `here`, by column.
     """
 
     def __init__(self, batch: TensorDictBase | None, size: int):
@@ -185,18 +191,18 @@ class Table:
         self.no_lengths = batch is not None and any_row_has(batch, NO_LENGTHS)
         self.elsewhere = self.no_lengths or (batch is not None and any_row_has(batch, ELSEWHERE))
         self.finite: Tokens | None = None
-        self.looked_up: TensorDictBase | None = None  # a batch, and keys that it does not have
+        self.looked_up: TensorDictBase | None = None  # the batch whose missing keys are in `absent`
         self.absent: set[Any] = set()
         self.ranks: Any = None
         self.starts: list[int] = []
         self.begin(size, slice(0, size))
 
     def begin(self, size: int, own: slice) -> None:
-        """So many rows are here, and nothing is decided yet.
+        """Reset all decisions for N rows.
 
         Args:
             size: N.
-            own: those of this rank.
+            own: slice of this rank's rows.
         """
         self.size, self.own = size, own
         self.reason = torch.zeros(size, dtype=torch.int64)
@@ -214,30 +220,30 @@ class Table:
 
     @property
     def left(self) -> int:
-        """How many rows are here."""
+        """The number of rows that have not left."""
         return self.size if self.index is None else len(self.index)
 
     @property
     def decides(self) -> bool:
-        """Whether decisions are made here, and not on another rank."""
+        """Whether this rank decides, not another rank for it."""
         return self.ranks is None or self.ranks.decides
 
     def take(self, numbers: Tensor) -> TensorDictBase:
-        """Gather rows of this rank's batch, by (n,) int64 numbers in the table."""
+        """Gather rows of this rank's batch, by (n,) int64 table indices."""
         at = self.places(numbers)
         return take_rows(self.batch, at.to(device_of(self.batch)), on_cpu=at)
 
     def places(self, numbers: Tensor) -> Tensor:
-        """(n,) int64: where rows of this rank are in its batch, by their numbers in the table."""
+        """(n,) int64: indices in this rank's batch, by (n,) table indices."""
         if len(self.live) == self.size:
             return numbers
         at = torch.full((self.size,), -1).index_copy_(0, self.live, torch.arange(len(self.live)))
         return at.index_select(0, numbers)
 
     def of_ranks(self, chosen: Tensor) -> list[Tensor]:
-        """The rows where (N,) bool `chosen`, by rank: (n,) int64 each, in the order of the rank's batch.
+        """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order.
 
-        Where no ranks share the batch, all are of one.
+        A list with one entry if no ranks share the batch.
         """
         if self.ranks is None:
             return [chosen.nonzero().flatten()]
@@ -247,11 +253,11 @@ class Table:
         ]
 
     def spans(self, rank: int) -> list[tuple[int, int]]:
-        """Where the rows of a rank begin and end: those of the batch, and those carried to it."""
+        """Begin and end, in the table, of the rows of a rank: those of its batch, and those carried to it."""
         return [(starts[rank], starts[rank + 1]) for starts in (self.starts, self.carried_starts) if starts]
 
     def of_rank(self, values: Tensor, rank: int) -> Tensor:
-        """Of (N, ...) values those of a rank's rows, in the order of its batch."""
+        """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
         parts = [values[a:b] for a, b in self.spans(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -264,20 +270,20 @@ class Table:
         return rank
 
     def read_metrics(self) -> dict[str, float]:
-        """What stages measured; what waited for that is computed, and lets go of its columns."""
+        """The metrics of all stages. Computes those in `unread` and releases their columns."""
         for measure in list(self.unread):
             self.metrics |= measure()
         self.unread.clear()
         return self.metrics
 
     def with_merged(self, counts: Tensor) -> Tensor:
-        """(N,) counts of rows, those of merged rows added to what they were merged into."""
+        """(N,) counts per row, where each merged row is added to the row that it was merged into."""
         return counts if self.into is None else torch.zeros_like(counts).index_add_(0, self.into, counts)
 
     # -- from a batch -------------------------------------------------------------------------------------
 
     def take_over(self) -> None:
-        """Go on with what stages decided that were alone with this batch before, as its columns say."""
+        """Read decisions that standalone stages made before, from the columns of the batch."""
         if IN_LOSS in self.columns:
             self.in_loss, self.masks_rows = self.columns[IN_LOSS].clone(), True
         if COUNTED in self.columns:
@@ -289,12 +295,12 @@ class Table:
         tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
         most: int | None = None,
     ) -> None:
-        """Bring columns of the batch to the table, in one packed copy; those that are there already stay.
+        """Read columns of the batch into the table, in one packed device read, unless they are known.
 
         Args:
-            keys: of columns of numbers per row.
-            tokens: as :meth:`Rows.read` takes them.
-            most: numbers a row; a column of more, or of ragged rows, is left where it is.
+            keys: keys of columns with numbers per row.
+            tokens: token counts, as in :meth:`Rows.read`.
+            most: a column with more numbers per row, or of ragged rows, is not read. None: no limit.
         """
         found = dict[Any, Tensor]()
         if self.looked_up is not self.batch:
@@ -305,7 +311,7 @@ class Table:
             column = number_column(self.batch, key, most=most)
             if column is None:
                 self.absent.add(key)
-            if isinstance(column, list):  # texts, of which some may be missing
+            if isinstance(column, list):  # text ids, some of which may be missing
                 there = [row for row, label in enumerate(column) if label not in ("", None)]
                 numbers = torch.full((len(column),), -1)
                 name = key if isinstance(key, str) else str(key[-1])
@@ -325,12 +331,12 @@ class Table:
             self.columns[key] = self.of_all(values)
 
     def _count(self, counted: Tensor) -> None:
-        """Take (N,) bool from a batch that says who is in the statistics."""
+        """Read (N,) bool from a batch that marks excluded rows."""
         self.says_who_counts = True
         self.counted = None if bool(counted.all()) else counted.clone()
 
     def of_all(self, values: Tensor) -> Tensor:
-        """(B, ...) values of the batch's rows as a column of the table; unknown for rows that left it."""
+        """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
         if self.ranks is None and len(values) == self.size:
             return values
         kept = self.of_ranks(self.kept)
@@ -340,7 +346,7 @@ class Table:
         return column.index_copy_(0, torch.cat(kept), values)
 
     def forget(self, changed: Collection[NestedKey]) -> None:
-        """Read columns of the batch, and what was counted in or reduced of them, anew when somebody asks."""
+        """Forget columns, and counts and reductions of them. They are read again when they are needed."""
         for key in list(self.columns):
             if any(source in changed for source in sources_of(key)):
                 del self.columns[key]
@@ -348,13 +354,13 @@ class Table:
                 self.written.pop(key, None)
 
     def reread(self, batch: TensorDictBase, numbers: Tensor) -> None:
-        """Read the table again from a batch that somebody's own code has made of :meth:`write`.
+        """Read the table again from a batch that a user's code made from the result of :meth:`write`.
 
-        A column that nobody changed keeps the values of the table.
+        Values that did not change keep the precision of the table.
 
         Args:
             batch: TensorDict ``[B]``.
-            numbers: (B,) int64, the number of each row in the table, ascending.
+            numbers: (B,) int64, table index of each row, ascending.
         """
         before = dict(self.columns)
         self.batch, self.live = batch, numbers
@@ -375,7 +381,7 @@ class Table:
             new = self.columns.get(key)
             if new is None:
                 if key not in counts and key not in self.written and not isinstance(key, Reduced):
-                    self.columns[key] = old  # measured, and in no batch
+                    self.columns[key] = old  # a measured column, which no batch has
                 continue
             if new.shape != old.shape or new.dtype != old.dtype:
                 continue
@@ -386,14 +392,14 @@ class Table:
             self.columns[key] = known
         self.late.clear()
         self.written = {key: how for key, how in self.written.items() if key in self.columns}
-        # They are in the table, and in no batch before it is written.
+        # The table has these columns. The batch only gets them when the table is written.
         of_table = [key for key in (*self.written, *OF_THE_TABLE) if column_of(batch, key) is not None]
         self.batch = leave_out(batch, of_table) if of_table and len(batch) else batch
 
     # -- into a batch -------------------------------------------------------------------------------------
 
     def write(self) -> TensorDictBase:
-        """The rows that are here, with all that was decided: the inverse of :meth:`Rows.read`.
+        """Write all decisions into a batch of the rows that have not left: the inverse of :meth:`Rows.read`.
 
         Values are rounded to the dtype of their column. Rows out of the loss are masked.
         """
@@ -407,7 +413,7 @@ class Table:
         return batch
 
     def as_decided(self) -> TensorDictBase:
-        """The rows that are here, with all that was decided, but that rows out of the loss are not masked."""
+        """As :meth:`write`, but rows out of the loss are not masked."""
         self.compact()
         batch = self.with_written(shallow_copy(self.batch))
         for change, numbers, _ in self.late:
@@ -416,9 +422,9 @@ class Table:
         return batch
 
     def decided_in_parts(self, parts: int = 16) -> Iterator[TensorDictBase]:
-        """:meth:`as_decided`, some rows at a time, one of no rows at least, and without columns of texts.
+        """Yield :meth:`as_decided` in parts, without text columns. There is at least one part, maybe empty.
 
-        So what waits for the gathering of rows is never there for all of them.
+        So the columns that are computed when rows are gathered never exist for all rows at once.
         """
         self.compact()
         step = max(-(-len(self.live) // parts), 1)
@@ -426,13 +432,13 @@ class Table:
             yield self.decided_between(slice(start, start + step))
 
     def decided_between(self, some: slice) -> TensorDictBase:
-        """:meth:`as_decided` of some rows of the batch."""
+        """:meth:`as_decided` for a slice of the rows of the batch."""
         part = copy(self)
         part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
         return part.as_decided()
 
     def with_written(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write the columns that stages have written to the table into the rows of :meth:`tokens`."""
+        """Write the columns that stages wrote into the table into `batch`, which has the rows `live`."""
         for key, (column, dtype, ndim) in self.written_columns().items():
             column = column[self.live]
             column = column.reshape(len(column), *column.shape[1:], *[1] * (ndim - column.ndim))
@@ -440,7 +446,7 @@ class Table:
         return batch
 
     def written_columns(self) -> dict[NestedKey, tuple[Tensor, torch.dtype, int]]:
-        """What stages have written, by key: values for all rows of the table, dtype and dimensions."""
+        """The columns that stages wrote, by key: values for all rows of the table, dtype and dimensions."""
         found = {key: (self.columns[key], *how) for key, how in self.written.items()}
         if self.masks_rows:
             found[IN_LOSS] = (self.in_loss, torch.bool, 1)
@@ -450,18 +456,18 @@ class Table:
         return found
 
     def settle(self) -> None:
-        """Make the columns now that were left to the gathering of rows: somebody asks for one of them."""
+        """Make all `late` changes now, because a stage reads one of the columns."""
         if self.late:
             self.batch = self.as_decided()
             self.forget({key for late in self.late for key in late.writes})
             self.late.clear()
 
     def is_late(self, key: NestedKey | None) -> bool:
-        """Whether a column is only made where rows are gathered."""
+        """Whether a column is only computed when rows are gathered."""
         return any(key in late.writes for late in self.late)
 
     def compact(self) -> None:
-        """Let the batch have the rows that are here, and no others."""
+        """Gather the batch so that it only has rows that have not left."""
         if not self.gone or torch.equal(self.kept, self.here):
             return
         kept = self.here[self.live].nonzero().flatten()
@@ -471,7 +477,7 @@ class Table:
         self.live, self.kept = self.live[kept], self.here.clone()
 
     def row_numbers(self) -> Tensor:
-        """(N,) int64: the number of each row of the table in the batch of its rank as it came."""
+        """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
         if self.ranks is None and self.carried is None:
             return self.numbers_of_rank
         numbers = torch.zeros(self.size, dtype=torch.int64)
@@ -479,7 +485,7 @@ class Table:
         return numbers
 
     def numbers_of(self, batch: TensorDictBase) -> Tensor:
-        """(B,) int64: the numbers in the table of rows that :meth:`write` has numbered."""
+        """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""
         if len(batch) == 0:  # an empty lazy stack has no columns
             return torch.zeros(0, dtype=torch.int64)
         return self.numbers_of_rank[column_of(batch, ROW).cpu()]
@@ -487,31 +493,32 @@ class Table:
     # -- rows that wait for the next batch ----------------------------------------------------------------
 
     def taken(self, numbers: Tensor) -> TensorDictBase:
-        """Some rows of this rank as a batch, with all that was decided: what :meth:`extend` takes later.
+        """Make a batch of some rows of this rank, with all decisions, for :meth:`extend` of a later table.
 
         Args:
-            numbers: (n,) int64, rows of the table.
+            numbers: (n,) int64, table indices.
         """
         part = copy(self)
         part.batch, part.live, part.gone = self.take(numbers), numbers, False
         return leave_out(part.as_decided(), [ROW])
 
     def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """Put rows that an earlier batch left for this one behind those of the batch.
+        """Append rows that an earlier batch carried to this one. All ranks call this together.
 
         Args:
-            carried: TensorDict ``[C]`` as :meth:`write` made it; None: there are none. Of several ranks all
-                call this together.
+            carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
+            remainder: the option `remainder` of the split.
 
         Raises:
-            BatchError: the columns differ; there are rows, several ranks, and no more are carried.
+            BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
         if carried is None and (self.ranks is None or remainder != "carry"):
             return
         if self.ranks is not None and remainder != "carry":
             raise BatchError(
-                "rows wait from an earlier batch, and ranks that share a batch go on with them under "
-                "remainder='carry' alone: set it, or leave them by a split without this state"
+                "rows were carried from an earlier batch, and ranks that share a batch can only use them "
+                "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
+                "a split without this state"
             )
         self.settle()
         more = Table(carried, 0 if carried is None else len(carried))
@@ -523,20 +530,20 @@ class Table:
             self.columns[ROW] = self.row_numbers()
 
     def _append(self, more: Table) -> None:
-        """Put the rows of another table, carried from an earlier batch, behind those of each rank.
+        """Append the rows of another table, which were carried from an earlier batch.
 
         Raises:
-            BatchError: their batches have different columns.
+            BatchError: the two batches have different columns.
         """
         ranks, before = self.ranks, self.size
         if ranks is not None:
             ranks.share(more)
-            if not more.starts:  # nobody has any
+            if not more.starts:  # no rank has carried rows
                 return
             if more.batch is None:
                 more.batch = self.batch[:0]
         if more.batch is not None and len(more.batch):
-            # What stages wrote to carried rows is in the table now, as it is of the other rows.
+            # Columns that stages wrote are in the table, also for the carried rows.
             written = [*self.written, *OF_THE_TABLE]
             plain = leave_out(more.batch, [key for key in written if column_of(self.batch, key) is None])
             self.batch = leave_out(self.batch, [key for key in written if column_of(plain, key) is None])
@@ -557,9 +564,9 @@ class Table:
             self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
         in_loss = more.columns.get(IN_LOSS, more.in_loss)
         self.in_loss = torch.cat([self.in_loss, in_loss])
-        came = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
+        arrived = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
         counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
-        counted = torch.cat([came, counted])
+        counted = torch.cat([arrived, counted])
         self.counted = None if bool(counted.all()) else counted
         own = slice(0, more.size) if ranks is None else more.own
         self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
@@ -574,13 +581,13 @@ class Table:
 
 
 def _unknown(like: Tensor, size: int) -> Tensor:
-    """A column of so many rows of which nothing is known: NaN, False or −1."""
+    """A column of `size` unknown values: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)
 
 
 def _mask_numbers(batch: TensorDictBase, keys: Collection[NestedKey], masked: Tensor) -> None:
-    """What :func:`mask_tokens_of` does, to the numbers of tokens that are elsewhere."""
+    """Set the token counts of masked rows to 0, for tokens that are stored elsewhere."""
     for key in keys:
         numbers = column_of(batch, number_of(key))
         if numbers is not None:
@@ -589,7 +596,7 @@ def _mask_numbers(batch: TensorDictBase, keys: Collection[NestedKey], masked: Te
 
 
 def sources_of(key: Any) -> list[NestedKey]:
-    """The columns of the batch that a column of the table is made of."""
+    """The columns of the batch from which a column of the table was computed."""
     if isinstance(key, TokenCount):
         return [each for each in key if each is not None]
     return [key.of] if isinstance(key, Reduced) else [key]

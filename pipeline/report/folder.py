@@ -100,8 +100,8 @@ class ReportFolder:
         if dump is not None and existing == "raise" and (old := row_files(folder)):
             raise FileExistsError(
                 f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the "
-                "first: take another folder (hydra.run.dir=FOLDER), remove that one, or continue its run "
-                "with ReportFolder(existing='resume')"
+                "first: take another folder (hydra.run.dir=FOLDER, with -m hydra.sweep.dir=FOLDER), remove "
+                "that one, or continue its run with ReportFolder(existing='resume')"
             )
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus

@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 
 from headrace.pipeline.wording import printable
+from headrace.transforms.options import takes_options
 
 from .advice import Advice, History, advice_at, symptoms
 from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
-from .over_steps import totals_over
+from .over_steps import Numbers, totals_over
 from .page_schema import Groups, PageData, PageLevel, PageRemedy, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
@@ -27,13 +28,14 @@ BESIDE = 300  # of a column beside a response
 LABEL = 80  # characters of the last user turn by which a group is called
 
 
+@takes_options
 def page_data(
     reports: Sequence[StepReport],
     *,
     title: str,
     history: History | None = None,
     advice: Sequence[Advice] | None = None,
-    totals: Mapping[str, float] | None = None,
+    totals: Numbers | None = None,
     recorded: int | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.

@@ -26,6 +26,7 @@ from .advice import Advisory, advise
 from .funnel import Level, funnel, funnel_table, left_numbers
 from .groups import compared_ids, groups_of, reading_order, rollouts_of, staleness_of
 from .numbers import numbers_of
+from .over_steps import Numbers
 from .row_columns import report_columns
 from .shared_tokens import count_shared_tokens, linear_of
 from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
@@ -197,7 +198,7 @@ def make_report(
     batch: TensorDictBase | None = None,
     parameters: float | None = None,
     decode: Decode | None = None,
-    numbers: Mapping[str, float] | None = None,
+    numbers: Numbers | None = None,
 ) -> StepReport:
     """The report of a run, or of the last batch of a pipeline.
 
@@ -220,7 +221,7 @@ def make_report(
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
-        ValueError: one of `numbers` has the name of another number of the report.
+        ValueError: one of `numbers` is none, or has the name of another number of the report.
 
     Example:
         >>> from tensordict import TensorDict
@@ -249,6 +250,9 @@ def make_report(
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
     metrics, there = dict(run.metrics), run.ungathered if run is processed and run.has_batch else None
+    for name, value in (numbers or {}).items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"numbers must have a number by each name; got {name}={value!r}")
     if twice := sorted({*metrics} & {*(numbers or {})}):
         raise ValueError(f"numbers must have names that the report does not have; found {', '.join(twice)}")
     metrics |= numbers or {}

@@ -322,8 +322,8 @@ class TreeAdvantage(
         tokens, outside = read_packed([tokens, outside])
         rows.require(
             rows.measured(outside=outside)["outside"] == 0,
-            "padding may not be in the loss; found the loss mask True where the attention mask is False in "
-            "{found}. Correct the mask that is wrong",
+            "tokens in the loss must be real tokens; the loss mask is True where the attention mask is False "
+            "in {found}. Correct the mask that is wrong",
             describe_row(rows),
         )
         # 3. The advantage of each token. Further rows of a rollout get that of its last branch.
