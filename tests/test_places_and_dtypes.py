@@ -355,7 +355,7 @@ def test_a_token_in_the_loss_that_is_padding_is_refused_with_its_row(rows):
     with pytest.raises(BatchError):
         pack(batch)
     batch["group_id"], batch["next", "reward"] = batch["rollout_id"], torch.ones(len(rows))
-    with pytest.raises(BatchError, match="tokens in the loss must be real tokens") as refused:
+    with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         TreeAdvantage()(batch)
     assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong
     batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss train nothing

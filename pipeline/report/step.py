@@ -199,6 +199,7 @@ def make_report(
     parameters: float | None = None,
     decode: Decode | None = None,
     numbers: Numbers | None = None,
+    texts: Mapping[str, Sequence[str]] | None = None,
 ) -> StepReport:
     """The report of a run, or of the last batch of a pipeline.
 
@@ -218,10 +219,13 @@ def make_report(
         numbers: of the trainer, which join those of the report: ``record.numbers`` of an
             :class:`OptimiserRecord`, or any by name, such as ``{"optimiser/lr": 1e-6}``. What is not known is
             left out.
+        texts: ``prompt``, ``response``, ``ground_truth`` or any other text of each of the N input rows, if
+            the rows of the run have none.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
-        ValueError: one of `numbers` is none, or has the name of another number of the report.
+        ValueError: one of `numbers` is none, or has the name of another number of the report; a text is not
+            of all rows.
 
     Example:
         >>> from tensordict import TensorDict
@@ -263,6 +267,9 @@ def make_report(
         }
         counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
         metrics |= counts.numbers(linear=linear_of(run.stages.values()), parameters=parameters)
+    given = {name: [str(text) for text in each] for name, each in (texts or {}).items()}
+    if wrong := {name: len(each) for name, each in given.items() if len(each) != len(columns["row"])}:
+        raise ValueError(f"texts must have one text for each of {len(columns['row'])} rows; found {wrong}")
     by_token: dict[int, TokenValues] = {}
     gates = [stage.group_size for stage in run.stages.values() if FINISHED in getattr(stage, "out_keys", ())]
     report = StepReport(
@@ -271,7 +278,7 @@ def make_report(
         columns=columns,
         names=tuple(run.ledger.names),
         actions=tuple(run.ledger.actions),
-        texts=_texts(run, columns, there if batch is None else batch, decode),
+        texts=_texts(run, columns, there if batch is None else batch, decode) | given,
         group_size=gates[0] if gates else None,
         solved=solved,
         each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
