@@ -19,7 +19,7 @@ from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.schema import FLOAT, ROW, has_key
+from headrace.transforms.schema import FLOAT, ROW, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
@@ -28,6 +28,7 @@ from .ledger import Ledger
 from .load import load_pipeline
 from .pipeline import Pipeline
 from .run import Run
+from .wording import suggest
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
 IDS = ("group", "rollout", "state", "parent", "baseline")
@@ -271,13 +272,19 @@ class Decider:
                     texts[key] = list(values)
             elif isinstance(values, Tensor):
                 batch[key] = values
+            elif name == "status" and all(isinstance(value, str) for value in values):
+                if wrong := sorted(set(values) - {each.name.lower() for each in Status}):
+                    known = ", ".join(each.name.lower() for each in Status)
+                    raise ValueError(f"status must be one of {known}, or its number; found {listing(wrong)}")
+                batch[key] = torch.tensor([Status[value.upper()] for value in values])
             else:
                 found = np.asarray(values, dtype=float if name == "reward" else None)
                 batch[key] = torch.from_numpy(found) if found.dtype.kind in "biuf" else list(values)
         if unread:
+            readable = [*COUNTS, *map(str, self._keys)]
             raise ValueError(
-                f"the recipe does not read the columns {listing(unread)}; it reads tokens, length and "
-                f"{listing(sorted(map(str, self._keys)))}. Check the names"
+                f"the recipe does not read the columns {listing(unread)}{suggest(unread[0], readable)}; "
+                f"it can read {', '.join(sorted(readable))}. Leave out the others"
             )
         return batch, texts
 

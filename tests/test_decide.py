@@ -211,3 +211,27 @@ def test_a_baseline_that_runs_goes_on_from_a_state():
     later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
     assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
     assert not torch.equal(first.advantage, one.decide(later).advantage)
+
+
+def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
+    by_name, by_number = (
+        headrace.decide(columns | {"status": status}, "grpo", group_size=2, minibatches=1)
+        for status in (["completed", "truncated"], [0, 1])
+    )
+    assert torch.equal(by_name.advantage, by_number.advantage)
+    with pytest.raises(ValueError, match="status must be one of completed, .*found done"):
+        headrace.decide(columns | {"status": ["done", "completed"]}, "grpo", group_size=2)
+    with pytest.raises(ValueError, match=r"the columns rewards \(did you mean 'reward'"):
+        headrace.decide(columns | {"rewards": [1, 0]}, "grpo", group_size=2)
+
+
+def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
+    decision = headrace.decide(columns, "grpo", group_size=2, minibatches=1)
+    report = headrace.make_report(decision, texts={"prompt": ["1 + 1"] * 2, "response": ["2", "3"]})
+    assert report.texts["response"] == ["2", "3"]
+    with pytest.raises(
+        ValueError, match="texts must have one text for each of 2 rows; found {'response': 1}"
+    ):
+        headrace.make_report(decision, texts={"response": ["2"]})
