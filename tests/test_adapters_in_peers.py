@@ -28,7 +28,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_an_adapter_gives_the_trainers_own_numbers_inside_it(name):
+def test_an_adapter_inside_its_trainer_gives_the_trainers_numbers(name):
     if not (FOLDER / name).is_dir():
         pytest.skip(
             f"HEADRACE_PEERS names no folder with {name}: "
