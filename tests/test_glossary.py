@@ -193,5 +193,5 @@ CHECKS = (wrong_options, avoided_names, missing_classes, unused_terms, unknown_c
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_glossary_says_what_the_code_says(check):
+def test_glossary_matches_the_code(check):
     assert check(PAGE) == []

@@ -167,14 +167,14 @@ def test_dependencies_point_one_way():
             assert not above + sorted(others - allowed), path
 
 
-def test_no_stage_imports_from_another_and_the_ground_floor_from_none():
+def test_no_stage_imports_another_and_shared_modules_import_none():
     for path in SOURCES:
         if path.is_relative_to(ROOT / "transforms") and path != ROOT / "transforms" / "__init__.py":
             mine = room(NAMES[path])
             assert not [name for name in imports(path) if room(name) not in (None, mine)], path
 
 
-def test_arithmetic_knows_no_torchrl():
+def test_arithmetic_imports_no_torchrl():
     """A module without a transform in it takes tensors or a batch, and not the contract."""
     for path in SOURCES:
         if not path.is_relative_to(ROOT / "transforms") or path.name in ("stage.py", "__init__.py"):
@@ -206,14 +206,14 @@ def inner_imports(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_tests_benchmarks_and_examples_import_what_users_do():
+def test_tests_benchmarks_and_examples_import_public_names():
     """But for the unit tests of inner modules, each of which is listed with those."""
     files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
     found = {path.name: inner for path in files if (inner := inner_imports(path))}
     assert found == INNER
 
 
-def test_imports_go_in_no_circle():
+def test_imports_have_no_cycle():
     graph = {NAMES[path]: imports(path) & MODULES.keys() - {NAMES[path]} for path in SOURCES}
     for path in SOURCES:  # a package's own listing may name its modules, which name no listing above them
         if path.name == "__init__.py":
@@ -222,7 +222,7 @@ def test_imports_go_in_no_circle():
     assert set(in_order) == set(MODULES)
 
 
-def test_no_two_public_names_are_alike():
+def test_no_two_public_names_are_equal():
     """But for a class and its function, which stand together, and what every reader of dumps has."""
     homes = defaultdict(list)
     for path in OURS:
@@ -236,13 +236,13 @@ def test_no_two_public_names_are_alike():
         )
 
 
-def test_no_two_files_are_named_alike():
+def test_no_two_files_have_the_same_name():
     stems = [path.stem for path in OURS if path.name not in ("__init__.py", "__main__.py")]
     alike = {stem for stem in stems if stems.count(stem) > 1}
     assert alike <= {"stage"}, "a file is named after its one concept"
 
 
-def test_no_module_has_the_name_of_a_function_that_its_package_shows():
+def test_no_module_has_the_name_of_an_exported_function():
     """Else `package.name` is the one or the other, by what was imported last."""
     shown = {
         path.parent: {
@@ -263,7 +263,7 @@ def test_no_module_has_the_name_of_a_function_that_its_package_shows():
     assert not found
 
 
-def test_the_pipeline_asks_no_stage_what_it_is():
+def test_the_pipeline_does_not_check_stage_types():
     """What a stage is for others it declares; BatchTransform is the contract, and Pipeline itself."""
     stages = {
         name
@@ -294,7 +294,7 @@ def test_every_folder_of_modules_is_a_package():
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_the_root_folders_are_what_is_installed():
+def test_root_folders_are_installed_once():
     """Once: `src/headrace` holds links to them, and what `import headrace` finds."""
     entries = {
         path.name: path for path in (ROOT / "src" / "headrace").iterdir() if path.name != "__pycache__"
@@ -305,6 +305,6 @@ def test_the_root_folders_are_what_is_installed():
 
 
 @pytest.mark.slow
-def test_importing_the_transforms_brings_no_hydra_along():
+def test_importing_transforms_does_not_import_hydra():
     code = "import sys, headrace.transforms; sys.exit('hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -79,7 +79,7 @@ CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CHAINS]
 )
-def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, quick):
+def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
     """Of each chain in a third of the ways to cut, with each fold; where it is quick, in one of them."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)
     weight = stages["weight"]
@@ -96,7 +96,7 @@ def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, quick):
             assert booked == sorted(trained_in(run, weighs=fold == "none")), (epochs, remainder, fold, start)
 
 
-def test_the_report_shows_of_each_trained_row_a_pass_that_trained_it():
+def test_the_report_shows_a_pass_that_trained_each_trained_row():
     """Five minibatches of 36 rows drop one, another one in each pass."""
     stages = stages_of("grpo") | {"split": ShuffleSplit(minibatches=5, remainder="drop")}
     run = Pipeline(stages).run(batch_for("grpo"), epochs=3)
