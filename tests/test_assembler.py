@@ -110,9 +110,7 @@ def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssemb
 @pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**9), by_segment=st.booleans(), resume=st.booleans())
-def test_it_equals_a_slow_assembler_for_any_stream_and_resume(
-    name, seed, by_segment, resume
-):
+def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_segment, resume):
     options = OPTIONS[name]
     slow_options = {key: value for key, value in options.items() if key != "groups"}
     fast, slow = make(by_segment, **options), SlowAssembler(by_segment=by_segment, **slow_options)

@@ -255,9 +255,7 @@ def two_segments(group: int, columns: list[str]) -> TensorDict:
     st.lists(st.sampled_from([str(("next", "done")), "is_init"]), unique=True),
     st.integers(0, 9),
 )
-def test_a_full_buffer_returns_complete_rollouts_in_order(
-    size, groups, columns, seed
-):
+def test_a_full_buffer_returns_complete_rollouts_in_order(size, groups, columns, seed):
     gate = CompletenessGate(on_incomplete="drop")
     buffer = ReplayBuffer(storage=LazyTensorStorage(size), batch_size=9, sample_unit=GroupUnit(gate=gate))
     for group in range(groups):

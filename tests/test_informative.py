@@ -28,9 +28,7 @@ def batch_of(rewards: dict[int, list[float]]) -> TensorDict:
 
 
 @given(st.data(), st.integers(1, 4), st.booleans())
-def test_each_batch_has_the_number_of_informative_groups_and_accounts_for_every_row(
-    data, wanted, lazy
-):
+def test_each_batch_has_the_number_of_informative_groups_and_accounts_for_every_row(data, wanted, lazy):
     sizes = data.draw(st.lists(st.integers(1, 4), max_size=6))
     rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
     batches, number = [], 0

@@ -132,9 +132,7 @@ def all_that_is_left(assembler: GroupAssembler) -> list[int]:
 @pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))
-def test_after_a_crash_rows_that_were_not_committed_come_again(
-    name, seed, tmp_path_factory
-):
+def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_path_factory):
     """Against one without a journal that did the same, but did not take what is to come out again."""
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -232,9 +230,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
             assert known(make("plain", journal=cut)) == states[0]
 
 
-def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(
-    tmp_path, clock
-):
+def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, wrong = path.read_bytes(), tmp_path / "wrong"

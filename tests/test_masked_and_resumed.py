@@ -235,9 +235,7 @@ def trained(minibatches) -> list[list[int]]:
     saved=st.sampled_from(["before the next batch", "when the next batch has begun"]),
     data=st.data(),
 )
-def test_an_interruption_anywhere_trains_nothing_again(
-    rows, epochs, remainder, again, saved, data
-):
+def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
     """A loop over all minibatches of an uninterrupted run, against one that is interrupted behind the n-th.
 
     The source gives the batch again that came last, whether or not it was finished, and then the others.

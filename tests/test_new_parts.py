@@ -71,6 +71,6 @@ def out_of_date(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [f"{path.relative_to(ROOT)}: run `make generate`" for path in generate.outdated()]
 
 
-def test_what_is_new_is_in_every_table(monkeypatch):
+def test_every_table_lists_a_new_part(monkeypatch):
     lacking = out_of_date(monkeypatch) + lacking_stages() + lacking_readers() + lacking_recipes()
     assert not lacking, "to be added:\n" + "\n".join(lacking)
