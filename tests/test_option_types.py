@@ -66,7 +66,7 @@ def test_a_value_fits_its_type_or_the_error_has_the_type(value, hint, wanted):
     assert misfit(value, hint) == wanted
 
 
-def test_unresolved_annotations_allow_any_value():
+def test_an_unresolved_annotation_is_any():
     assert annotations_of(CompletenessGate)["group_size"] == int | None
 
     def of_others(count: int, thing: NotImported) -> None: ...  # noqa: F821

@@ -73,7 +73,7 @@ def test_a_malicious_prompt_is_shown_as_text():
     assert data_of(page)["title"] == pages.HOSTILE
 
 
-def test_data_cannot_use_an_id_of_the_page():
+def test_placeholders_in_data_are_not_expanded():
     assert (
         data_of(render_page(pages.run_of(title="{{script}} {{policy}}")))["title"] == "{{script}} {{policy}}"
     )

@@ -61,7 +61,7 @@ def who_passes(groups, rollouts, size, said):
     st.lists(st.integers(0, 3), min_size=3, max_size=3),
     st.booleans(),
 )
-def test_a_group_size_that_contradicts_the_column_is_refused(rows, size, of_group, agree):
+def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, size, of_group, agree):
     groups = [group for group, _ in rows]
     rollouts = [group * 10 + number for group, number in rows]
     said = [size if agree and size else of_group[group] for group in groups]

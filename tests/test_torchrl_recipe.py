@@ -37,7 +37,7 @@ def code_of(name: str) -> list[str]:
     return [line for line in text.splitlines()[behind:] if line.strip()]
 
 
-def test_five_lines_differ():
+def test_the_two_recipes_differ_by_five_lines():
     lines = list(difflib.ndiff(code_of(BEFORE), code_of(AFTER)))
     gone, new = ([line for line in lines if line.startswith(sign)] for sign in "-+")
     assert len(gone) <= 5
@@ -65,7 +65,7 @@ def test_both_run_and_stop(examples, name, turns):
     assert any(value != 0 for _, value in steps)
 
 
-def test_rollouts_of_several_turns_get_the_same_advantage_from_both():
+def test_rollouts_of_several_turns_get_equal_advantages_from_both():
     """Where rewards of a group are equal MCAdvantage has round-off over 1e-6, and headrace none."""
     tokenizer = make_tokenizer()
 
