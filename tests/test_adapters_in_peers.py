@@ -1,4 +1,4 @@
-"""Adapters inside the installed code of the trainers, each in a process and with packages of its own.
+"""Adapters run inside the installed code of the trainers, each in its own process and with its own packages.
 
 A folder of packages for each, since they need versions of others that do not go together:
 `pip install --no-deps --target FOLDER/verl verl==0.9.1 …`, and so on, as `PEERS` has it. HEADRACE_PEERS

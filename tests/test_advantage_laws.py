@@ -1,4 +1,4 @@
-"""What holds for every batch, whatever its rewards, sizes and order."""
+"""Laws of the group-relative advantage for any rewards, sizes and order of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another trainer's rows get of a pipeline: each row its own, in the order in which they came."""
+"""Rows of another trainer get the advantages of a pipeline, in the order in which they came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report says in words what its numbers advise to look at, just beyond the bounds and not below."""
+"""A report shows an advisory beyond its bound and not at it."""
 
 from __future__ import annotations
 

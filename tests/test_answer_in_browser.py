@@ -1,4 +1,4 @@
-"""The page answers before one scrolls, and follows a run that goes on."""
+"""The first screen of the page has the verdict, and a live page follows its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights belong to an optimiser step: rows that a buffer samples are weighed after that, or refused."""
+"""Loss weights belong to an optimiser step: rows from a buffer are weighted after sampling, or refused."""
 
 from __future__ import annotations
 

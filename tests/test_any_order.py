@@ -1,4 +1,4 @@
-"""Every recipe: permuting rows permutes the bits, and no reward makes an advantage without measure."""
+"""For every recipe, permuting rows permutes the bits, and advantages are bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with rows of their own have the bits of one process that has them all."""
+"""Ranks that each hold some rows compute the bits of one process that holds all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Into a buffer of one process go whole groups alone, wherever a collector cuts its batches."""
+"""Only complete groups are written to a buffer, wherever a collector cuts its batches."""
 
 from __future__ import annotations
 

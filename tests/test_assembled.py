@@ -1,4 +1,4 @@
-"""Batches of whole groups from a source: its end, its silence, its state."""
+"""Batches of complete groups from a source: how it ends, when it is silent, how it resumes."""
 
 from __future__ import annotations
 

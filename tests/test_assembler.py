@@ -1,4 +1,4 @@
-"""The group assembler is what its docstring says: compared with a slow one, over streams with every fault."""
+"""The group assembler equals a slow reference over streams with every fault."""
 
 from __future__ import annotations
 

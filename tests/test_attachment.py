@@ -1,4 +1,4 @@
-"""One pipeline object at every place where TorchRL takes a transform, on real rollouts."""
+"""One pipeline object wherever TorchRL takes a transform, on real rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An audit finds what is wrong in a dump, and nothing else."""
+"""An audit finds the faults of a dump and reports no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bins that cost the same: what always holds, and how even they are next to Karmarkar and Karp's."""
+"""Bins of equal cost: their invariants, and how even they are compared with Karmarkar and Karp."""
 
 from __future__ import annotations
 

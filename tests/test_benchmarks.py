@@ -1,4 +1,4 @@
-"""Benchmarks run, say all that they promise, and the page says what they found. No timing is a test."""
+"""Benchmarks run and measure every cell, and their page has the stored results. No test depends on timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/certificates.json has the certificate of every recipe, and what it says is so."""
+"""docs/certificates.json has a current certificate of every recipe."""
 
 from __future__ import annotations
 

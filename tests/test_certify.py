@@ -1,4 +1,4 @@
-"""Certificates: what the expectation of a recipe's gradient is, all outcomes gone through."""
+"""Certificates: the expected gradient of a recipe, over all outcomes of a small task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What certificates say of corrections, gates, filters, trees and votes; and what sampling says of them."""
+"""Certificates of corrections, gates, filters and trees, checked against sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command's task certify: what it prints, writes, and refuses."""
+"""The command's task `certify`: what it prints, writes and refuses."""
 
 from __future__ import annotations
 

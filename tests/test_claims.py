@@ -1,4 +1,4 @@
-"""What papers state about bias and variance, over all groups, and when it holds (docs/certificates.md)."""
+"""Statements of papers on bias and variance, and when they hold (docs/certificates.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The segments of one rollout count as one."""
+"""The segments of one rollout count as one rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command, as a user runs it: in a folder of its own, and where that shows more in its own process."""
+"""The command, as a user runs it: in its own folder and, where needed, in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command says of itself and of words that it does not know: no task, mostly without torch."""
+"""Help, lists and errors of the command; most of these tests import no torch."""
 
 from __future__ import annotations
 

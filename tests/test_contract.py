@@ -1,4 +1,4 @@
-"""The contract that every exported transform keeps, the pipeline included."""
+"""The contract that every exported transform keeps, including the pipeline."""
 
 from __future__ import annotations
 

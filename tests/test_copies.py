@@ -1,4 +1,4 @@
-"""What is copied into workers, by buffers and by collectors, says so; what cannot be copied is refused."""
+"""Copies in workers, buffers and collectors are recognised; stages that cannot be copied are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Correction between the other stages: its place, its recipes, the loss behind it, and its report."""
+"""Correction among other stages: its position, its recipes, the loss after it, and its report."""
 
 from __future__ import annotations
 

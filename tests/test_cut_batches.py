@@ -1,4 +1,4 @@
-"""Collectors cut their batches in the middle of rollouts: nobody is trained with a part of a reward.
+"""Collectors cut batches inside rollouts: no rollout is trained with a part of its reward.
 
 What each rollout earned, and how many turns it had, is known from its id alone (``tests/chats.py``).
 """

@@ -1,4 +1,4 @@
-"""What is decided about plain columns is what a pipeline decides about the same rows as a batch."""
+"""`decide` on plain columns equals a pipeline on the same rows as a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ragged rows become one dense batch, whatever lengths they have; what cannot is refused with its rows."""
+"""Ragged rows of any lengths become one dense batch, or are refused with their ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch on an accelerator waits for, and that it comes to the same numbers there."""
+"""How often a batch on an accelerator is read, and that its numbers equal those on the CPU."""
 
 from __future__ import annotations
 

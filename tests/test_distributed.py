@@ -1,4 +1,4 @@
-"""What ranks are told of one another's ids, without a second process."""
+"""How ranks tell one another's ids apart, tested in one process."""
 
 from __future__ import annotations
 

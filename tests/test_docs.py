@@ -1,4 +1,4 @@
-"""Examples in docstrings and pages run and print what they say; what pages name is there."""
+"""Examples in docstrings and pages run and print what they show; names in the pages exist."""
 
 from __future__ import annotations
 

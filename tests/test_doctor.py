@@ -1,4 +1,4 @@
-"""``headrace doctor``: what it finds in order, and what it says of that which is not."""
+"""``headrace doctor``: the checks that pass, and the advice for those that fail."""
 
 from __future__ import annotations
 

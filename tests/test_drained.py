@@ -1,4 +1,4 @@
-"""What is written into a replay buffer comes out once, whoever writes, or it is said that it was lost."""
+"""Rows written to a replay buffer come out once, for any writers, or are reported lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows keep the ids that they have in the dump: in reports, ledgers, errors, and the dump of a replay."""
+"""Rows keep the ids of their dump in reports, ledgers, errors and the dump of a replay."""
 
 from __future__ import annotations
 

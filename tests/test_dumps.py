@@ -1,4 +1,4 @@
-"""What is written is read back, whole or not at all."""
+"""A dump is read back as it was written, completely or not at all."""
 
 from __future__ import annotations
 

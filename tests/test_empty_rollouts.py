@@ -1,4 +1,4 @@
-"""A rollout that arrives without a token in the loss: in no statistic, however many rows it has."""
+"""A rollout that arrives without a token in the loss is in no statistic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is out of the statistics moves nobody's number, and the report says of the others what is trained."""
+"""Excluded rows change no other row's advantage, and the report shows the advantages that train."""
 
 from __future__ import annotations
 

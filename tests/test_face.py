@@ -1,4 +1,4 @@
-"""`import headrace` has every public name, imports it when it is used, and says where other names are."""
+"""`import headrace` has every public name, imports lazily, and says where other names are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that is none counts what CUDA would wait for, and computes the same numbers."""
+"""The fake device counts the reads that CUDA would wait for, and computes the same numbers."""
 
 from __future__ import annotations
 

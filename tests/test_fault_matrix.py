@@ -1,4 +1,4 @@
-"""Every fault at every place: a reason or an error, nothing lost or trained twice, and no hang."""
+"""Every fault at every index of a stream is counted or raised; nothing is lost, trained twice or hangs."""
 
 from __future__ import annotations
 

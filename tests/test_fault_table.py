@@ -1,4 +1,4 @@
-"""What goes wrong in an environment is reported in bounded time, behind each source, as the page says."""
+"""Faults of an environment are reported in bounded time behind each source, as the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite of the field's bugs: headrace is right or refuses, and the pages say what the results say."""
+"""Known bugs of other projects: headrace is right or refuses, and the pages have the results."""
 
 from __future__ import annotations
 

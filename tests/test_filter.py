@@ -1,4 +1,4 @@
-"""Out of the loss, out of the statistics, and gone are three things."""
+"""Masked, excluded and dropped are three different actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout that is not finished is not there, and one that ends twice is none."""
+"""An unfinished rollout makes its group incomplete, and one that ends twice is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first rank decides for all with the bits that each would have decided for itself."""
+"""Deciding on the first rank gives the bits that each rank would have computed."""
 
 from __future__ import annotations
 

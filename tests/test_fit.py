@@ -1,4 +1,4 @@
-"""A token budget over several ranks without padding: whole units at the end are left out, and no more."""
+"""A token budget over several ranks without padding drops whole units at the end, and as few as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any callable is a stage; what it loses is recorded, what it breaks is refused."""
+"""Any callable is a stage; rows that it drops are recorded, and invalid output is refused."""
 
 from __future__ import annotations
 

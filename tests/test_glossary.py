@@ -1,4 +1,4 @@
-"""docs/glossary.md says what the code says: one word for a thing, one meaning for a word."""
+"""docs/glossary.md matches the code: one word per concept, one concept per word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that can be checked by hand, each with where it comes from."""
+"""Numbers that can be checked by hand, each with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract and the golden numbers on CUDA tensors, and no device read where none is promised."""
+"""The contract and the golden numbers on CUDA tensors, and no undocumented device read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows the gradient comes from, against a loop over tokens."""
+"""Which rows the gradient comes from, compared with a loop over tokens."""
 
 from __future__ import annotations
 

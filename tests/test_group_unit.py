@@ -1,4 +1,4 @@
-"""TorchRL's samplers draw rows; what they hand out is whole groups."""
+"""TorchRL's samplers select rows; complete groups come out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Through TorchRL's own GRPOLoss: out of the loss is out for good."""
+"""Masked rows have no effect in TorchRL's own GRPOLoss."""
 
 from __future__ import annotations
 

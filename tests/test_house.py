@@ -1,4 +1,4 @@
-"""Rules of the house that a linter does not know."""
+"""Repository checks that a linter does not have."""
 
 from __future__ import annotations
 

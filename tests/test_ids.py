@@ -1,4 +1,4 @@
-"""Arithmetic per id: over the rows of the id that count, whatever else is there and however rows lie."""
+"""Arithmetic per id over its counted rows, for any other rows and any order."""
 
 from __future__ import annotations
 

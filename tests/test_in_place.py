@@ -1,4 +1,4 @@
-"""Rollouts that verl v1 and NeMo RL keep in TransferQueue are read, decided and handed on in place."""
+"""Rollouts that verl v1 and NeMo RL keep in TransferQueue are read, decided and passed on in place."""
 
 from __future__ import annotations
 

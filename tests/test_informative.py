@@ -1,4 +1,4 @@
-"""Dynamic sampling as a loop: more prompts are asked for until enough groups have something to teach."""
+"""Dynamic sampling as a loop: prompts are requested until enough groups are informative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an assembler took in survives its process: another goes on from its journal as if it had not died."""
+"""Rows in an assembler survive its process: another resumes from its journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""load_pipeline by keyword: what an override says, typed, and refused in words."""
+"""load_pipeline by keyword: every override as a typed argument, with errors that name the option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is killed again and again, at any point of its stream, goes on from its journal."""
+"""A process that is killed repeatedly, at any point of its stream, resumes from its journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids that are text count as numbers do, and are named by their text; ragged columns lead to a lazy stack."""
+"""Text ids count as numbers do and are named by their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every stage that writes an advantage, whatever its equation."""
+"""Laws of every stage that writes an advantage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger against a loop over the minibatches: what they train, and only that, is booked as trained."""
+"""The ledger books as trained exactly what the minibatches train, compared with a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLMCollector through the assembler, however it yields rows: whole groups with the rewards they earned."""
+"""LLMCollector through the assembler, in every mode: complete groups with their rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LLMCollector yields becomes what GRPOLoss takes, in every mode and however rows are padded."""
+"""Rows of LLMCollector become rows of GRPOLoss, in every mode and with any padding."""
 
 from __future__ import annotations
 

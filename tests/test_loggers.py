@@ -1,4 +1,4 @@
-"""Trackers get every number, and where asked the table of groups."""
+"""Trackers get every number and, if asked, the table of groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said to Python's `logging`: little, lazily, and without a device read unless somebody listens."""
+"""What is logged: few records, built lazily, and no device read unless logging is enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weighted sum over any cut is the named mean."""
+"""The weighted sum over any cut equals the named mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts that lost rows on their way are counted as soon as a later row shows it, and never trained."""
+"""Rollouts that lost rows are counted as soon as a later row shows it, and never trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documented loss is finite in any loss of a user's own; what was trained is not trained again."""
+"""The documented loss is finite in any user loss, and trained rows are not trained again."""
 
 from __future__ import annotations
 

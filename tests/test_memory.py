@@ -1,4 +1,4 @@
-"""One minibatch in memory at a time."""
+"""Only one minibatch is in memory at a time."""
 
 from __future__ import annotations
 

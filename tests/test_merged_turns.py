@@ -1,4 +1,4 @@
-"""Turns that are merged into one row train as they did."""
+"""Turns merged into one row train as separate turns do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics that need another pass over the tokens are computed when they are read, of columns as they were."""
+"""Metrics that need another pass over the tokens are computed when read, from the columns of their stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ShuffleSplit promises in its docstring, of minibatches, ranks and micro-batches."""
+"""The promises in the docstring of ShuffleSplit, for minibatches, ranks and micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes on the command line: each is refused in one paragraph that has the words to type instead."""
+"""Each mistake on the command line is refused in one paragraph that has the overrides to type instead."""
 
 from __future__ import annotations
 

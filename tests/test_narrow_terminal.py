@@ -1,4 +1,4 @@
-"""What is printed at 80 and at 60 columns: no line is longer, and no word is broken."""
+"""Output at 80 and at 60 columns: no line is longer, and no word is broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is added is in every table: one failure says which files lack it, and what to do."""
+"""A new part is in every table; one failure lists the files that lack it, and what to do."""
 
 from __future__ import annotations
 

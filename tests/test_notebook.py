@@ -1,4 +1,4 @@
-"""What a notebook shows: tables that say what the objects say, and in which nothing of the data is HTML."""
+"""A notebook shows tables with the numbers of the objects, and data are escaped."""
 
 from __future__ import annotations
 

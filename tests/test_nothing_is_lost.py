@@ -1,4 +1,4 @@
-"""What is checkpointed, recorded and refused stays true where runs, stages and users meet."""
+"""Checkpoints, ledgers and errors stay correct where runs, stages and users interact."""
 
 from __future__ import annotations
 

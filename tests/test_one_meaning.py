@@ -1,4 +1,4 @@
-"""One meaning of a column, an option and a name, wherever it is read."""
+"""A column, an option and a name have one meaning wherever they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One quantity over one window has one number: on the page, in the terminal and in the files."""
+"""The same quantity over the same steps is the same number on the page, in the terminal and in the files."""
 
 from __future__ import annotations
 

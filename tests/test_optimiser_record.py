@@ -1,4 +1,4 @@
-"""What the optimiser did at a step is recorded as it is, and what nobody measured is absent."""
+"""The optimiser's numbers are recorded per step, and unmeasured ones are absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options: no numeric one is NaN, a bool or infinite, and none without effect is accepted."""
+"""Numeric options refuse NaN, bool and infinity, and options without effect are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values on the command line that are of the wrong type: refused in its words, before anything is made."""
+"""Values of the wrong type on the command line are refused by option name before anything is built."""
 
 from __future__ import annotations
 

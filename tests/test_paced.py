@@ -1,4 +1,4 @@
-"""Draws are dispatched only while they can still be trained in time."""
+"""Groups are dispatched only while they can still be trained in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows end to end lose nothing but their padding."""
+"""Packed rows lose only their padding."""
 
 from __future__ import annotations
 

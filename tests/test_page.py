@@ -1,4 +1,4 @@
-"""The report as a file: whole, alone, safe to open."""
+"""The report as a file: complete, self-contained and safe to open."""
 
 from __future__ import annotations
 

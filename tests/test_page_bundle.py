@@ -1,4 +1,4 @@
-"""JavaScript modules become one script, each by itself; those of the page are written so that they may."""
+"""JavaScript modules are bundled into one script, and the page's modules use only supported syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as it is seen: drawn, sorted, opened and read in a browser."""
+"""The report in a browser: drawn, sorted, opened and read."""
 
 from __future__ import annotations
 

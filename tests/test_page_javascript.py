@@ -1,4 +1,4 @@
-"""The page's JavaScript against the schema of its data, and its modules against one another."""
+"""The page's JavaScript reads the keys of its schema, and its modules import what they call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be read on the page: groups and their responses, found by a search, linked to by an address."""
+"""Reading the page: groups and their responses, the search, and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of the page: one schema, which what is shown keeps to."""
+"""The data of the page follow one schema."""
 
 from __future__ import annotations
 

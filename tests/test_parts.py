@@ -1,4 +1,4 @@
-"""Parts of recipes against slow statements of them, and the laws that they keep."""
+"""Parts of recipes equal slow references, and keep their laws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages run in order, each row is accounted for, errors name the stage."""
+"""Stages run in order, each row is in the ledger, and errors name the stage."""
 
 from __future__ import annotations
 

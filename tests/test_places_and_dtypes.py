@@ -1,4 +1,4 @@
-"""Laws at the edges of what a batch may be: places of rows that left, clips, dtypes, padding, parents."""
+"""Edge cases of a batch: indices of dropped rows, clips, dtypes, padding, parents."""
 
 from __future__ import annotations
 

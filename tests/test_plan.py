@@ -1,4 +1,4 @@
-"""``task=plan``: what is uninformative is what a replay says, and chances are those of counting."""
+"""``task=plan``: its share of uninformative groups is that of a replay; its chances are enumerated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows share is one node, what they do not share is two, and the rows come back."""
+"""Rows share nodes exactly where all inputs are equal, and values return to their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole groups by TransferQueue's own interface, against its sampler of consecutive numbers."""
+"""Complete groups through TransferQueue's own interface, compared with its own sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, and what a command line changes in them."""
+"""Recipes, and how overrides change them."""
 
 from __future__ import annotations
 

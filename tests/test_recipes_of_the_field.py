@@ -1,4 +1,4 @@
-"""Every recipe against an independent statement of its formula, one rollout after another."""
+"""Every recipe equals an independent statement of its formula, one rollout after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that share a batch refuse it together, and hear of it in time."""
+"""Ranks that share a batch raise its errors together and in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dump is graded again: a callable from texts to rewards, and then the same recipe."""
+"""A dump is graded again: a callable from texts to rewards, then the same recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a release needs says one version, and one thing of it."""
+"""The files of a release have one version."""
 
 from __future__ import annotations
 

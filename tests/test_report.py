@@ -1,4 +1,4 @@
-"""What a report tells adds up, and costs one device read."""
+"""The numbers of a report sum up, and cost one device read."""
 
 from __future__ import annotations
 

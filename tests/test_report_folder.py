@@ -1,4 +1,4 @@
-"""The page of a run grows with it, costs little, and says when the run is over."""
+"""The page of a run grows with it, costs little, and shows when the run has ended."""
 
 from __future__ import annotations
 

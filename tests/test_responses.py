@@ -1,4 +1,4 @@
-"""Prompts and responses in reports: as texts, token by token, and as much of them as a page has room for."""
+"""Prompts and responses in reports: as texts, token by token, and bounded in size."""
 
 from __future__ import annotations
 

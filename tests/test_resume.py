@@ -1,4 +1,4 @@
-"""A state taken in the middle of a batch goes on with that batch and that cut alone, or gives it up."""
+"""A state taken inside a batch resumes that batch with the same split, or discards it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several rewards are one: what filters, shaping, metrics and the report go by is what is trained."""
+"""Filters, shaping, metrics and the report use the weighted sum of several rewards that is trained."""
 
 from __future__ import annotations
 

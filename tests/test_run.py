@@ -1,4 +1,4 @@
-"""What a run returns is one batch's, for good; what a pipeline shows is the last run's of the thread."""
+"""A run keeps the results of one batch; a pipeline shows the last run of its thread."""
 
 from __future__ import annotations
 

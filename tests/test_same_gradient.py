@@ -1,4 +1,4 @@
-"""One batch, one gradient: however it is cut, shuffled, padded, packed and spread over processes."""
+"""A batch has one gradient, for any split, order, padding, packing and number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts in the order of dispatch, ids stamped once."""
+"""Prompts are sampled in groups, and ids are assigned once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows are scored under the policy as it is, in passes of bounded size; who trains nothing costs none."""
+"""Rows are scored under the current policy, in passes of bounded size; masked rows cost none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trees would save is seen before they are used."""
+"""The tokens that prefix trees would save are counted before trees are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TorchRL's workers need not lose is not lost, what they lose is counted, and a silent one is named."""
+"""Avoidable losses of TorchRL's workers do not occur, others are counted, and silent workers are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site is built without a warning, has every public name once, and asks nothing of anybody else."""
+"""The site builds without a warning, has every public name once, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 

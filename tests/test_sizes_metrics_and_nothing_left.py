@@ -1,4 +1,4 @@
-"""Two sources that say one thing, batches that end up empty, and numbers of tokens over ranks."""
+"""Group size against column, batches that end up empty, and token metrics over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow trainer steps over asynchronous workers for a long time: what begins is trained, counted or held."""
+"""A slow trainer over asynchronous workers for a long time: rollouts are trained, counted or held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dumps of other frameworks, in their documented schemas, as batches with numbers checked by hand."""
+"""Dumps of other frameworks, in their documented schemas, with numbers checked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged, malicious and random dumps: a SourceError or a valid batch, and nothing else."""
+"""Damaged, malicious and random dumps give a valid batch or a SourceError."""
 
 from __future__ import annotations
 

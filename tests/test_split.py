@@ -1,4 +1,4 @@
-"""Every row lands in exactly one minibatch, units whole, the same seed the same order."""
+"""Every row is in exactly one minibatch, units are whole, and a seed fixes the order."""
 
 from __future__ import annotations
 

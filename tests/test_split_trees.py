@@ -1,4 +1,4 @@
-"""Rows that begin alike are cut as one, for what they cost as one."""
+"""Rows with a shared prefix are split together, at their shared cost."""
 
 from __future__ import annotations
 

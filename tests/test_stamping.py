@@ -1,4 +1,4 @@
-"""Ids where an environment draws its prompts itself."""
+"""Ids if an environment samples its prompts itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of streams: any order of arrival, and a loop that goes on with any limit and any informative share."""
+"""Laws of streams: any order of arrival, and a loop that continues under any limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a sweep: a line for each job, whatever became of it."""
+"""A sweep ends with a line for each job, failed or not."""
 
 from __future__ import annotations
 

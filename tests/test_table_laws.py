@@ -1,4 +1,4 @@
-"""What a stage author may rely on: who leaves is masked, who is renamed is found, and nobody is lost."""
+"""Guarantees for authors of stages: masking, renamed columns and carried rows."""
 
 from __future__ import annotations
 

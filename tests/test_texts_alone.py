@@ -1,4 +1,4 @@
-"""A dump of texts: no number depends on a length, and with a tokenizer it is a dump with tokens.
+"""A text dump: no number depends on a length, and with a tokenizer it equals a dump with tokens.
 
 And what one fault in one step does to a replay of many.
 """

@@ -1,4 +1,4 @@
-"""Rows of TransferQueue are decided without their tokens, which the rank that trains on them fetches once."""
+"""Rows of TransferQueue are decided without tokens, and the rank that trains on them fetches these once."""
 
 from __future__ import annotations
 

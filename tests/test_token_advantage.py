@@ -1,4 +1,4 @@
-"""Terms by token, against statements of their formulas that take one token after another."""
+"""Terms per token equal statements of their formulas that loop over tokens."""
 
 from __future__ import annotations
 

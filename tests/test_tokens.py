@@ -1,4 +1,4 @@
-"""Tokens are counted by eight bytes at a time, whatever lies where, and added up in any order."""
+"""Tokens are counted and summed exactly for any width, padding and order."""
 
 from __future__ import annotations
 

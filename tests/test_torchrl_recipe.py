@@ -1,4 +1,4 @@
-"""TorchRL's GRPO recipe runs with MCAdvantage and with headrace, five lines apart, on one turn and on two."""
+"""TorchRL's GRPO recipe runs with MCAdvantage and with headrace; five lines differ."""
 
 from __future__ import annotations
 

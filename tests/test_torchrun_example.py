@@ -1,4 +1,4 @@
-"""The example on two processes, which torchrun starts, against the same in one."""
+"""The example on two processes under torchrun equals the same in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a model that sees trees trains as its rows do."""
+"""The example of a model on prefix trees trains as on its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: return-to-go against the others, against a loop and against the exact gradient of a small task."""
+"""Turn advantages equal those of a loop, and their bias is checked on the exact gradient of a small task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns inside rows: each weighs one in the loss of its step, against a loop over the tokens."""
+"""Turns inside rows each have weight 1 in the loss of their step, compared with a loop over tokens."""
 
 from __future__ import annotations
 

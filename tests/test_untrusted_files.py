@@ -1,4 +1,4 @@
-"""Files are not trusted: what is there twice, what claims more than it has, what a terminal would obey."""
+"""Files are not trusted: repeated records, false sizes, and control characters."""
 
 from __future__ import annotations
 

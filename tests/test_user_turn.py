@@ -1,4 +1,4 @@
-"""Of a prompt in the format of a chat, the last turn of the user is what is shown."""
+"""A prompt in a chat format is shown by its last user turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the project writes as JSON every reader takes: there is no NaN in JSON."""
+"""JSON that the project writes is valid: it has no NaN."""
 
 from __future__ import annotations
 

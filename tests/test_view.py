@@ -1,4 +1,4 @@
-"""``headrace view``: what is shown is what the files have, and nothing else is."""
+"""``headrace view`` shows what the files have and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``headrace view`` shows, in a browser: rows as text, prompts over the steps, and two runs."""
+"""``headrace view`` in a browser: rows as text, prompts over the steps, and two runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user gets from the package index: the wheel, alone in an environment, used from another folder."""
+"""The wheel, installed alone in an environment and used from another folder."""
 
 from __future__ import annotations
 

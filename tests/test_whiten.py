@@ -1,4 +1,4 @@
-"""Mean 0 and standard deviation 1, and exactly 0 where there is nothing to tell apart."""
+"""Whitening gives mean 0 and standard deviation 1, and exactly 0 for equal values."""
 
 from __future__ import annotations
 

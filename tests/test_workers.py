@@ -1,4 +1,4 @@
-"""Groups that are spread over worker processes are those of one process, or it is said why not."""
+"""Groups spread over worker processes equal those of one process, or the error has the reason."""
 
 from __future__ import annotations
 

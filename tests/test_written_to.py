@@ -1,4 +1,4 @@
-"""Who writes into columns that he was given changes those, and nothing that is known of others."""
+"""Writing into columns changes only those columns."""
 
 from __future__ import annotations
 

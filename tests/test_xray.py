@@ -1,4 +1,4 @@
-"""What a training step does with each token is measured from its gradient alone, and named."""
+"""The weight of each token in a training step is measured from its gradient, and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What headrace trains, in every way that there is to train it, is what its recipes say."""
+"""headrace trains the declared weights of its recipes in every way to train."""
 
 from __future__ import annotations
 

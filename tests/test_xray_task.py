@@ -1,4 +1,4 @@
-"""What `headrace task=xray` measures of other trainers: the numbers that their documentation says."""
+"""`headrace task=xray` on other trainers gives the numbers of their documentation."""
 
 from __future__ import annotations
 
