@@ -202,7 +202,7 @@ def test_equal_rewards_have_an_advantage_of_exactly_0(rewards, options, groups):
 @pytest.mark.parametrize("eps_mode", ["add", "clamp"])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_a_group_without_success_has_an_advantage_of_0(baseline, eps_mode, eps):
-    """MaxRL, arXiv:2602.02710; neither a shift nor the batch's mean is divided by ε alone."""
+    """MaxRL, arXiv:2602.02710: neither a shift nor the batch mean is divided by ε alone."""
     options = {"baseline": baseline, "scale": "mean", "eps_mode": eps_mode, "eps": eps, "shift": 0.25}
     found = group_relative_advantage([0.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 7, 7, 7], **options).tolist()
     assert found[:2] == [0.0, 0.0]
@@ -364,7 +364,7 @@ def groups_of_at_least(draw, k):
 
 @given(st.integers(2, 5).flatmap(lambda k: st.tuples(st.just(k), groups_of_at_least(k))), st.randoms())
 def test_best_of_k_equals_the_mean_over_all_sets_of_others(drawn, random):
-    """PKPO, arXiv:2505.15201: what a rollout adds to the best of k, over all sets of k − 1 others."""
+    """PKPO, arXiv:2505.15201: the gain over the best of k, averaged over all sets of k − 1 others."""
     k, (reward, groups) = drawn
     order = list(range(len(groups)))
     random.shuffle(order)

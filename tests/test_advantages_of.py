@@ -102,7 +102,7 @@ def test_all_advantages_are_0_if_no_row_is_kept(number):
 
 
 def test_merged_turns_are_refused():
-    """Another trainer has the turns as they were, and would give one of them the credit of all."""
+    """Another trainer keeps the single turns, and would credit one of them for all."""
     batch = TensorDict({"group_id": [0, 0, 0], "rollout_id": [0, 0, 1]}, [3])
     batch["tokens", "full"] = torch.tensor([[5, 6, 0], [5, 6, 7], [5, 8, 0]])
     batch["masks", "all_attention_mask"] = batch["tokens", "full"] > 0

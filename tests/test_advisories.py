@@ -76,7 +76,7 @@ def test_a_number_is_judged_by_its_last_five_steps():
     ("name", "number"), [("learning-rate-zero", "optimiser/lr"), ("gradient-zero", "optimiser/grad_norm")]
 )
 def test_unchanged_weights_are_reported_only_if_measured(name, number):
-    """Only where the number is exactly 0 at each of the last five steps, and not where it is unknown."""
+    """The number must be exactly 0 at each of the last five steps; an unknown number gives no advisory."""
     assert names(QUIET | {number: 1e-300}) == names(QUIET) == []
     history = steps_of(number, [0.1] * 7 + [0.0] * 5)
     (found,) = advise(history[-1][1], history)
@@ -95,7 +95,7 @@ def test_a_flat_reward_reports_a_learning_rate_of_0():
 
 
 def test_a_symptom_is_checked_or_names_its_missing_data():
-    """With all numbers nothing is unchecked; without one, the symptoms that are judged by it are."""
+    """With all numbers every symptom is checked; without one, the symptoms that need it are unchecked."""
     full = QUIET | RANGE | {"reward/all/mean": 0.5, "response_length/mean": 9.0, "tis/least_ess": 0.1}
     text = (ROOT / "pipeline/report/symptoms.yaml").read_text()
     bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
@@ -172,7 +172,7 @@ def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
 
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
 def test_rounding_of_a_mean_reward_is_no_movement(reward):
-    """The mean of eight times 0.1 is not that of seven."""
+    """The mean of eight values 0.1 differs from that of seven by rounding."""
     up, down = (float(np.nextafter(reward, end)) for end in (np.inf, -np.inf))
     for means in ([reward] * 8 + [up] * 8, [reward] * 8 + [down] * 8):
         history = steps_of("reward/all/mean", means)
@@ -202,7 +202,7 @@ def test_eleven_steps_give_no_trend():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0.01, 100), st.floats(-50, 50))
 def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
-    """Rewards times a factor, and moved: numbers are others, what is said of them is not."""
+    """Rewards are multiplied and shifted; the verdict is the same."""
 
     def kinds(rewards, low, high):
         more = {"reward/all/min": low, "reward/all/max": high}
@@ -255,7 +255,7 @@ def test_permuted_rows_have_the_same_numbers(make_batch):
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.0, 1.0])), min_size=1))
 def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
-    """A solver's 1 beside a verifier's 0 teaches nothing."""
+    """A solver's 1 and a verifier's 0 are not compared."""
     from batches import batch_of
 
     groups, roles, rewards = map(list, zip(*rollouts, strict=True))

@@ -93,7 +93,7 @@ def test_a_tile_shows_the_chosen_step(look):
 
 
 def test_the_optimiser_panel_shows_only_measured_numbers(look):
-    """Of a run without its numbers there is no panel; what a trainer does not give has no tile."""
+    """A run without optimiser numbers has no panel; a missing number has no tile."""
     run = long_run(live=None)
     assert look(run).seen("#optimiser") == ""
     measured = {
@@ -159,7 +159,7 @@ def test_an_advisory_opens_its_symptom(look):
 
 
 def test_the_first_open_group_is_in_the_loss(look):
-    """Group 1 spreads widest, and has left."""
+    """Group 1 has the widest spread but is not in the loss."""
     left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
     kept = pages.rollouts_of(2, [0.4, 0.6])
     pages.advantages(kept)

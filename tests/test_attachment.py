@@ -59,7 +59,7 @@ def test_what_the_collector_yields_is_flattened_and_complete(expected):
 
 @pytest.mark.parametrize("revised", [0.0, 0.5, 1.0])
 def test_any_share_of_revisions_gives_complete_groups(revised):
-    """Without a revision all slots end after their first turn, and the batch is at its half."""
+    """Without a revision all slots end after their first turn, and the batch is half full."""
     sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=2, remainder="drop")
     for at, batch in enumerate(make_collector(ReverseEnv(sampler, revised=revised), batches=2)):
         assert sorted({*batch["rollout_id"].flatten().tolist()}) == list(range(8 * at, 8 * at + 8))
@@ -172,7 +172,7 @@ def extended(buffer: ReplayBuffer, batch: TensorDict) -> ReplayBuffer:
 
 
 def test_chunks_of_trajectories_are_refused_as_unfinished():
-    """With trajs_per_batch, TorchRL runs the postproc over what it puts whole trajectories together from."""
+    """With trajs_per_batch, TorchRL runs the postproc on chunks before it joins trajectories."""
     gate = Pipeline({"gate": CompletenessGate()})
     chunks = {"trajs_per_batch": 4, "traj_format": "cat", "postproc": gate}
     with pytest.raises(IncompleteGroupsError, match=r"group 1 has 1 of 2 .*1 unfinished"):

@@ -232,7 +232,7 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
-    """Groups at random, each counted in one of three ways, by a loop over its rollouts."""
+    """Random groups, each counted in one of three ways, compared with a loop over rollouts."""
     draw = random.Random(seed)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
     for group in range(24):
@@ -255,7 +255,7 @@ def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
 
 
 def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
-    """A rollout of several rows and one out of the loss, with the mean reward of the others, scale none."""
+    """A rollout of several rows and a masked one, with baseline leave_one_out and scale none."""
     rows = Rows()
     rewards = [0.5, 0.5, 1.0, 0.0]
     rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
@@ -267,7 +267,7 @@ def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
 
 
 def test_two_possible_explanations_are_both_named(tmp_path):
-    """Rewards 1 1 0 0: a second row of a 1, or a 1 out of the loss that counts, are one baseline."""
+    """Rewards 1 1 0 0: a second row of a 1 and a counted masked 1 give the same baseline."""
     rows = Rows()
     rewards = [1.0, 1.0, 0.0, 0.0]
     rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
@@ -280,7 +280,7 @@ def test_two_possible_explanations_are_both_named(tmp_path):
 
 
 def test_groups_cut_by_position_are_named(tmp_path):
-    """Groups of 3 and 5, cut into fours, as by a reshape."""
+    """Groups of 3 and 5, cut into groups of four by a reshape."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -293,7 +293,7 @@ def test_groups_cut_by_position_are_named(tmp_path):
 
 
 def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
-    """Groups of 3 and 5, the first as if it were cut into fours and the second as it is."""
+    """Groups of 3 and 5: the first as if cut into groups of four, the second as it is."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}

@@ -120,7 +120,7 @@ class TurnMeans(BatchTransform):
 
 
 def test_summed_turn_means_lose_most_of_the_gradient():
-    """A stage of the user's own goes through like one of ours."""
+    """A user's stage is certified as ours are."""
     words = (
         "pipeline.stages.filter=null",
         "pipeline.stages.advantage=null",
@@ -162,7 +162,7 @@ def test_stages_over_the_batch_or_with_memory_say_so(recipe):
 
 
 def test_a_running_baseline_sees_no_other_outcome():
-    """Of the first batch it is a constant, which is no bias; with memory it would be."""
+    """In the first batch the baseline is a constant, which is unbiased."""
     assert ratio("rae") == pytest.approx([1, 1, 1], abs=1e-12)
 
 
@@ -176,7 +176,7 @@ def test_a_running_baseline_sees_no_other_outcome():
     ],
 )
 def test_groups_by_another_column_do_not_mix_outcomes(recipe, words):
-    """All rows have one role, of which a batch of all outcomes would make one group."""
+    """All rows have one role; a batch of all outcomes would make one group of them."""
     assert ratio(recipe, *words, group_size=2) == pytest.approx(ratio(recipe, group_size=2), rel=1e-9)
 
 

@@ -134,7 +134,7 @@ def test_token_weights_are_biased_for_several_tokens():
 
 
 def test_groups_lost_at_random_shorten_the_gradient():
-    """As often as the three others live; that it lives itself is in the objective."""
+    """The factor is the chance that the three others survive; its own chance is in the objective."""
     found = certified("rloo", "by_chance").advantage
     assert found.ratio == pytest.approx([0.8**3] * 2)
     assert found.cosine == pytest.approx(1, abs=1e-12)
@@ -164,7 +164,7 @@ def test_filtering_equal_groups_changes_no_expectation(recipe):
 
 
 def test_a_shift_is_unbiased_only_with_equal_groups():
-    """AsymRE's δ moves no expectation by itself; without the groups of equal rewards it does."""
+    """AsymRE's δ alone changes no expectation; without groups of equal rewards it does."""
     assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
     words = (
         "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "
@@ -187,12 +187,12 @@ def test_counting_rows_is_biased_under_fan_out(recipe):
 
 
 def test_a_baseline_with_a_shared_prefix_is_biased_at_the_fork():
-    """One of the three others shares the first action: 2/3 there, and nothing is lost behind it."""
+    """One of the three others shares the first action: 2/3 there, and no loss after it."""
     assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
 
 
 def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
-    """Two forks that begin with the same action by chance are one node of four leaves, by their tokens."""
+    """Two forks with the same first action by chance are one node of four leaves, by their tokens."""
     drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
     assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
     assert ratio("tree_grpo", "forks")[1] > 1.5

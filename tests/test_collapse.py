@@ -33,7 +33,7 @@ def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
     st.lists(st.booleans(), min_size=20, max_size=20),
 )
 def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
-    """Against a loop: of each rollout, the reward of the segment with the least or greatest turn.
+    """Compared with a loop: the reward of the segment with the lowest or highest turn.
 
     Where that one is out of the statistics, and others are in, nothing says what the rollout is worth.
     """
@@ -154,7 +154,7 @@ def test_a_missing_reward_is_refused_unless_skipped(make_batch):
     [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
 )
 def test_each_reduction_by_hand(reduce, expected):
-    """Segments 2, 1 and 3 of one rollout, with another's between them."""
+    """Segments 2, 1 and 3 of one rollout, with a row of another rollout between them."""
     rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
     found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
     assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]

@@ -122,7 +122,7 @@ def test_slime_gets_its_own_numbers_for_complete_groups(recipe):
 
 
 def test_fan_out_does_not_change_slimes_groups(recipe):
-    """Three rows of one rollout make nine rows of eight: slime takes them for one group."""
+    """Three rows of one rollout make nine rows instead of eight; slime takes them for one group."""
     rewards, groups = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 9.0, 9.0, 8.0, 8.0], [0] * 6 + [1] * 4
     samples = samples_of(rewards, groups, [0, 0, 0, 1, 2, 3, 4, 5, 6, 7])
     args = foreign.slime_args(group_size=4, groups=2)
@@ -187,7 +187,7 @@ def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
 @pytest.mark.parametrize("unit", ["token", "sample", "rollout"])
 def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer, unit):
-    """Rollouts that fan out, in two steps; in some groups all rewards are equal, and these leave the loss."""
+    """Rollouts with fan-out, in two steps; groups of equal rewards are masked."""
     {"slime": foreign.slime_ray, "miles": foreign.miles_ray}[trainer](monkeypatch)
     hook = importlib.import_module(f"headrace.adapters.{trainer}").convert_samples_to_train_data
     recipe("dr_grpo", f"pipeline.stages.weight.unit={unit}", "pipeline.stages.weight.length=null")

@@ -84,7 +84,7 @@ def test_an_error_is_one_paragraph(tmp_path, words, message):
 
 @pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
 def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
-    """Refused by Hydra before the task, and by a stage in it: nothing before or after the paragraph."""
+    """Errors of Hydra before the task, and of a stage in it; only the paragraph is printed."""
     done = headrace(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     here = headrace_here(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     assert done.returncode == here.returncode == 2
@@ -93,7 +93,7 @@ def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
 
 
 def test_rewards_are_equal_for_any_micro_batches(tmp_path):
-    """Packed, by tokens or through a loss that knows no weights: one gradient, so the same policy learns."""
+    """Packed, by tokens or with a loss without weights: one gradient, so the same policy is learned."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
     folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
     by_tokens = "pipeline.stages.split.max_tokens=50"
@@ -131,7 +131,7 @@ def test_ctrl_c_prints_the_closing_table(tmp_path):
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """Reward from 0.1 to above 0.5, a third of the way: every stage at work, fan-out and failures too."""
+    """The reward rises from 0.1 to above 0.5 with every stage, fan-out and failures."""
     done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=22")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))

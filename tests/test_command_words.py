@@ -114,7 +114,7 @@ def test_an_error_is_one_paragraph_with_overrides_to_type(tmp_path, words, messa
 
 
 def test_a_node_without_a_target_is_refused(tmp_path):
-    """In a process of its own: in this one other tests have brought groups of TorchRL's by that name."""
+    """In its own process, since other tests have registered TorchRL's groups of that name."""
     done = headrace(tmp_path, "sampler=3", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"

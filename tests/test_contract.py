@@ -397,7 +397,7 @@ def test_a_missing_column_is_named_with_what_to_do(name):
 
 @every
 def test_a_stage_keeps_nothing_of_a_batch(name):
-    """``vars`` are what they were, but for those stages that declare a state."""
+    """``vars`` are unchanged, except for stages that declare a state."""
     stage = STAGES[name]()
     before = dict(vars(stage))
     inside = {
@@ -423,7 +423,7 @@ def test_only_stages_that_declare_it_have_a_state(name):
 
 @every
 def test_rows_that_leave_are_dropped_or_masked_with_a_reason(name):
-    """Eight rows in: who leaves is not among those that come out, or out of the loss, and nobody else is."""
+    """Of eight rows, those that leave are dropped or masked, and no others."""
     stage = STAGES[name]()
     batch = rows()
     batch["number"] = torch.arange(8)

@@ -103,7 +103,7 @@ def elsewhere(function, *args) -> str:
 
 @pytest.mark.slow
 def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_stages_before_it():
-    """On the way in TorchRL 0.14.1 does not ask."""
+    """When rows are written, TorchRL 0.14.1 does not check."""
     batch = next(iter(make_collector(make_env())))
     assert re.search(REFUSED, elsewhere(extend, buffer_with(make_pipeline()), batch))
     assert elsewhere(extend, buffer_with(make_pipeline().halves()[0]), batch) == "18 rows"

@@ -135,7 +135,7 @@ def test_bounds_are_inclusive(old, low, high, dtype):
     ],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_divided_by_their_mean_above_1e8(level, logs, expected):
+def test_weights_are_divided_by_their_mean_unless_below_1e_8(level, logs, expected):
     """Two rows of one token each, whose weight is ρ at every level."""
     old, zero = torch.tensor(logs, dtype=torch.float64).unsqueeze(-1), torch.zeros(2, 1, dtype=torch.float64)
     batch = TensorDict({OLD: old, SAMPLER: zero, MASK: zero == 0, "advantage": torch.ones(2, 1, 1)}, [2])
@@ -278,7 +278,7 @@ def test_corrected_rows_are_not_corrected_again():
 @pytest.mark.parametrize("form", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_pipeline_equals_its_stages_one_after_another(level, form):
-    """Also where one reads what the one before leaves to the gathering of rows."""
+    """Also if a stage reads what the one before delays until rows are gathered."""
     keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
     stages = {
         "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),

@@ -119,7 +119,7 @@ def test_a_loss_with_the_sampler_in_its_ratio_is_refused(scene):
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_rejected_tokens_have_the_declared_denominator(scene, denominator):
-    """The gradient of kept tokens alone, over as many tokens as the option says."""
+    """The gradient of the kept tokens, divided by the number of tokens that the option sets."""
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     loss.set_keys(sample_log_prob=OLD)
@@ -252,7 +252,7 @@ def test_a_rejected_reward_is_in_the_baseline_only_if_kept_there(action, credit)
 
 
 def test_ragged_columns_of_different_lengths_are_refused():
-    """Filled up they would be read as log-probabilities of 0, and the last tokens weigh next to nothing."""
+    """Padded, they would be read as log-probabilities of 0."""
     batch = lazy_stack(list(rewarded([1.0, 0, 2, 5], [0, 0, 0, 0]).unbind(0)))
     for name, key in (("tis", SAMPLER), ("mis", SAMPLER), ("opd", ("teacher_log_probs", "full"))):
         cut = lazy_stack([row.clone() for row in batch.unbind(0)])
@@ -303,7 +303,7 @@ def credit_of(rewards: list[float], own: float) -> float:
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_equals_its_formula(name, kind):
-    """One row after another, in groups of four whose rewards differ."""
+    """One row after another, in groups of four with different rewards."""
     rewards = [1.0, 0, 2, 5, 3, 3, 4, 4, 0, 1, 1, 7]
     groups = [row // 4 for row in range(12)]
     batch = rewarded(rewards, groups, spread=0.002 if name in ("mis", "opsm", "mlperf") else 0.9)

@@ -83,7 +83,7 @@ def naive(batch: TensorDictBase) -> int:
 
 @pytest.mark.parametrize(("kind", "turns"), [("Collector", 6), ("LLMCollector", 3), ("LLMCollector", 18)])
 def test_no_rollout_is_trained_with_part_of_its_reward(kind, turns):
-    """Behind the gate what is cut does not train; behind the assembler every whole group does, once."""
+    """The gate refuses or drops cut rollouts; the assembler returns every complete group once."""
     batches = list(source(kind, turns))
     assert sum(map(naive, batches)) > 0, "the batches of this test are cut"
     runs = [make_pipeline("drop").run(batch) for batch in batches]

@@ -141,7 +141,7 @@ def test_advantages_need_no_tokens_and_weights_do():
 
 
 def test_rows_with_tokens_are_decided_as_their_columns():
-    """And a recipe that reads numbers of each token gives each its own advantage."""
+    """A recipe that reads numbers per token gives an advantage per token."""
     for seed in range(3):
         columns = read_by("grpo", columns_of(seed))
         batch = batch_of(columns_of(seed) | columns)

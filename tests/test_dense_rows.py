@@ -102,7 +102,7 @@ def test_rows_padded_by_a_wrapper_are_moved_to_the_same_columns(rows):
 
 @given(some_rows, some_rows)
 def test_rows_padded_by_a_wrapper_at_different_steps_make_one_batch(first, second):
-    """LLMCollector's stack over time: each step has a padding of its own."""
+    """LLMCollector stacks over time, and each step has its own padding."""
     steps = [list(as_written_padded(rows).unbind(0)) for rows in (first, second)]
     both = lazy_stack(steps[0] + steps[1])
     dense = DenseRows(pad_id=PAD)(both)
@@ -158,7 +158,7 @@ def test_a_mask_in_the_rows_is_kept():
 
 @pytest.mark.parametrize("key", [("log_probs", "response"), ("log_probs", "full")])
 def test_response_log_probabilities_align_with_its_tokens(key):
-    """As engines write them, which know those of the prompt no more than of what comes in front of it."""
+    """Engines write log-probabilities of the response without those of the prompt."""
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {key: [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0])]}))
     found = dense["log_probs", "full"]
     assert found[dense[LOSS_MASK]].tolist() == [-1, -2, -3]
@@ -166,7 +166,7 @@ def test_response_log_probabilities_align_with_its_tokens(key):
 
 
 def test_log_probabilities_without_first_tokens_become_nan():
-    """TransformersWrapper's generate writes 0 for them, by which their ratios would be next to nothing."""
+    """TransformersWrapper's generate writes 0 for them, and their ratios would be close to 0."""
     zeros = [torch.tensor([0.0]), torch.tensor([0.0, -3.0])]
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))
     assert ("log_probs", "full") not in dense.keys(True)
@@ -247,7 +247,7 @@ def test_dense_rows_with_padding_on_the_right_or_inside_are_refused():
 
 
 def test_a_padding_token_inside_a_response_is_refused():
-    """With pad_output=True it is seen; without, TransformersWrapper has taken it out already."""
+    """With pad_output=True it is visible; otherwise TransformersWrapper has removed it."""
     batch = as_written_padded([([5], [6, 7, 8])])
     batch[FULL][0, 2] = batch[RESPONSE][0, 1] = PAD
     batch[ATTENTION] = batch[FULL] != PAD

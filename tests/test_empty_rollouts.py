@@ -74,7 +74,7 @@ def by_hand(batch):
 
 
 def test_an_empty_rollout_of_four_leaves_a_mean_over_three():
-    """The numbers that NVIDIA-NeMo/RL #3467 asks for."""
+    """The numbers requested in NVIDIA-NeMo/RL #3467."""
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     assert advantages(Pipeline(stages()), batch) == [0.667, 0.0, -0.333, -0.333]
     assert advantages(Pipeline(stages(empty="count")), batch) == [0.5, 0.5, -0.5, -0.5]
@@ -116,7 +116,7 @@ def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
 
 
 def test_a_group_is_judged_without_empty_rollouts():
-    """Of rewards 9, 1, 1 and 1, of which the first is empty, those that count are equal (as in SkyRL)."""
+    """Rewards 9, 1, 1 and 1: the first is empty, and the counted ones are equal (as in SkyRL)."""
     chain = stages() | {"filter": SampleFilter(criterion=RewardsVary(), action="drop")}
     order = ["gate", "collapse", "filter", "advantage"]
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [0, 2, 2, 2]))) == 0
@@ -124,7 +124,7 @@ def test_a_group_is_judged_without_empty_rollouts():
 
 
 def test_whitening_excludes_empty_rollouts():
-    """Those that count have the advantages 2, -1 and -1, of mean 0 and deviation sqrt(3); the other has 0."""
+    """Counted rollouts have the advantages 2, -1 and -1, mean 0 and deviation sqrt(3); the other has 0."""
     chain = stages() | {"whitening": BatchWhitening()}
     found = Pipeline(chain)(rows_of([3.0, 7, 0, 0], [1, 0, 1, 1]))["advantage"].flatten()
     assert found[1] == 0
@@ -140,7 +140,7 @@ def test_an_empty_row_of_a_rollout_with_tokens_is_counted():
 
 
 def test_rows_masked_by_a_stage_still_count():
-    """Only rows that arrive without a token are empty; DAPO's mask of cut-off rollouts leaves them a vote."""
+    """Only rows that arrive without a token are empty; truncated rollouts that DAPO masks still count."""
 
     def low(batch):
         return batch["next", "reward"].reshape(-1) > 0.5

@@ -27,7 +27,7 @@ def test_headrace_exports_the_public_names_of_both_packages():
 
 
 def test_type_checkers_see_all_names_of_both_packages():
-    """By their `__all__`, from which star imports take the names: there is no second list to keep."""
+    """Star imports take the names of `__all__`, so there is no second list."""
     tree = ast.parse(Path(headrace.__file__).read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(guarded.test) == "TYPE_CHECKING"

@@ -51,7 +51,7 @@ def test_masked_rows_have_nothing_to_train(make_batch, action):
 
 
 def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
-    """Masked by two filters, one after another, and in either form of a batch."""
+    """Masked by two filters in sequence, in either form of a batch."""
     batch = make_batch([1.0, 8, 9, 3], [0] * 4)
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):
@@ -205,7 +205,7 @@ def test_staleness_is_counted_in_versions(make_batch):
 
 
 def test_staleness_is_measured_from_the_current_version(make_batch):
-    """The newest row of a batch says nothing of how far training has come."""
+    """The newest row of a batch is not the current version."""
     batch = make_batch([0.0, 1, 2], [0] * 3)
     batch["next", "policy_version"] = torch.tensor([3, 3, 3])
     assert kept_by(Fresh(max_staleness=2, current=9), batch) == [False] * 3

@@ -105,7 +105,7 @@ def test_ends_are_bool_columns(make_batch):
 
 
 def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
-    """The gate knows of segment numbers; and who tells it not to look means it."""
+    """The gate knows segment numbers, or was told not to check."""
     batch = ended(make_batch, [7, 7, 8], [True, True, True], segment=[0, 1, 0])
     for options in ({"segment_key": "segment"}, {"done_key": None}):
         gate = CompletenessGate(group_size=2, **options)
@@ -115,7 +115,7 @@ def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 def test_unfinished_rollouts_stay_unfinished_in_a_dump(make_batch, tmp_path, file_format):
-    """A dump has no ends; who was unfinished when it was written is not there when it is replayed."""
+    """A dump has no ends; a rollout unfinished when written is absent in a replay."""
     batch = ended(make_batch, [0, 1, 2, 3], [True, False, True, True], [0, 0, 1, 1])
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
     report = make_report(pipeline.run(batch))
@@ -268,7 +268,7 @@ class TurnsEnv(EnvBase):
 
 @pytest.mark.parametrize("slots", [1, 3, 4])
 def test_batches_that_end_inside_rollouts_train_no_wrong_reward(slots):
-    """Half of a rollout is in one batch and half in the next: in neither is it trained."""
+    """Half of a rollout is in one batch and half in the next; neither half is trained."""
     frames, batches = slots * 7, 8
     collector = Collector(
         TransformedEnv(TurnsEnv(slots), InitTracker()),

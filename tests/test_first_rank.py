@@ -43,7 +43,7 @@ CARRIED = (f"{SPLIT}.remainder=carry", f"{SPLIT}.minibatches=2")
 
 @pytest.mark.parametrize(("world", "recipes"), [(2, CHAINS), (3, FEW)])
 def test_deciding_on_the_first_rank_changes_no_result(world, recipes, tmp_path):
-    """Of every recipe that it can decide: rows, columns, metrics, ledger, report and state."""
+    """For every recipe that supports it: rows, columns, metrics, ledger, report and state."""
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in recipes if recipe not in EACH]
     pipelines += [("grpo", composed("pipeline=grpo", *words)) for words in VARIED]
     pipelines += [("halves", composed("pipeline=grpo"))]
@@ -54,7 +54,7 @@ def test_deciding_on_the_first_rank_changes_no_result(world, recipes, tmp_path):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_deciding_on_the_first_rank_keeps_the_same_state(world, tmp_path):
-    """Carried rows, and minibatches that were taken: a run goes on in the other way."""
+    """Carried rows and minibatches taken: a run resumes with the other option."""
     weigh = (f"{STAGE}.gate.group_size=2", f"{STAGE}.weight.unit=rollout")
     pipelines = [
         ("carried", shared_ids, composed("pipeline=grpo", *weigh, *CARRIED, f"{SPLIT}.unit={unit}"))

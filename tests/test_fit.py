@@ -67,7 +67,7 @@ def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, mult
 
 
 def test_a_minibatch_without_rows_is_no_step():
-    """Rollout 2 alone is one row for two ranks; the others fill a minibatch."""
+    """Rollout 2 has one row for two ranks; the others fill a minibatch."""
     rows = [(0, 4), (1, 4), (2, 4)]
     split = ShuffleSplit(minibatches=None, minibatch_size=2, max_tokens=4, ranks=2, remainder="drop")
     out, _, measured, *_ = cut_alone(split, batch_of(rows))

@@ -61,7 +61,7 @@ def test_chunks_count_rollouts_not_rows(make_batch):
 
 
 def test_the_example_of_slime_from_rewards_to_loss(make_batch):
-    """Rewards 1, 3 | 5, two groups: the third rollout stands alone and teaches nothing.
+    """Rewards 1, 3 | 5, two groups: the third rollout is alone in its group and has advantage 0.
 
     The clipped policy loss is −min(ρA, clip(ρ, 1 ± 0.2)A) with ρ = exp(−kl). A = −0.7071 with ρ = 1 gives
     0.7071; A = 0.7071 with ρ = exp(−0.3) = 0.7408 gives −0.5238; A = 0 gives 0: mean 0.0610897. Whitening all

@@ -58,7 +58,7 @@ def test_the_pipeline_runs_on_the_device_of_the_batch():
 
 @pytest.mark.parametrize("recipe", OF_ROWS)
 def test_a_batch_is_read_once_with_the_numbers_of_the_cpu(recipe):
-    """What waits for the device before minibatches are gathered is one packed copy."""
+    """The only device read before minibatches are gathered is one packed copy."""
     batch = collected("uniform", recipe).exclude("prompt_text")
     pipeline = composed(f"pipeline={recipe}", "pipeline.stages.split.minibatches=2")
     here = list(pipeline.minibatches(batch))

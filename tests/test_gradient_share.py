@@ -77,7 +77,7 @@ def test_the_cosine_uses_signed_weights():
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize("fold", ["none", "sum", "token_mean"])
 def test_shares_use_the_tokens_and_weights_in_the_loss(make_batch, fold, filtered, cut):
-    """A TokenFilter has taken tokens out, and the advantage may have the weight as a factor."""
+    """A TokenFilter has masked tokens, and the advantage may include the weight."""
     batch = make_batch([1.0, 0, 3, 2.5], [0, 0, 1, 1])
     mask = batch["masks", "all_assistant_mask"]
     mask[:, :4] = torch.arange(4) < torch.tensor([[1], [4], [2], [3]])

@@ -158,7 +158,7 @@ def test_without_replacement_each_group_comes_once_per_epoch():
     ],
 )
 def test_groups_are_drawn_by_the_priority_of_their_rows(sampler):
-    """The informative ones, say: those whose rewards vary."""
+    """For example informative groups, whose rewards vary."""
     torch.manual_seed(0)
     data = rows([2] * 10, segments=1)
     buffer = filled(data, sampler(), size=2)

@@ -61,7 +61,7 @@ def test_masked_rows_have_no_gradient_and_are_not_in_the_denominator(scene):
 
 
 def test_masked_rows_leave_a_loss_without_a_loss_mask(scene):
-    """With another mask than ours, as the strategy `sft` has, NaN log-probabilities keep the rows out."""
+    """With another mask than ours, as the strategy `sft` has, NaN log-probabilities mask the rows."""
     policy, batch = scene
     masked = SampleFilter(criterion=halve, loss_mask_key=("masks", "absent"))(batch)
     assert torch.equal(masked["masks", "all_assistant_mask"], batch["masks", "all_assistant_mask"])
@@ -119,7 +119,7 @@ def test_a_loss_without_weights_is_refused_unless_reduce_is_set(scene):
 
 
 def test_a_sum_of_means_refuses_weighted_rows(scene):
-    """It would ignore them; a batch whose weights are folded into the advantage has none."""
+    """It would ignore the weights; rows whose weights are folded into the advantage have none."""
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)

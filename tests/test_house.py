@@ -175,7 +175,7 @@ def test_no_stage_imports_another_and_shared_modules_import_none():
 
 
 def test_arithmetic_imports_no_torchrl():
-    """A module without a transform in it takes tensors or a batch, and not the contract."""
+    """A module without a transform takes tensors or a batch, and does not import the contract."""
     for path in SOURCES:
         if not path.is_relative_to(ROOT / "transforms") or path.name in ("stage.py", "__init__.py"):
             continue
@@ -207,7 +207,7 @@ def inner_imports(path: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_tests_benchmarks_and_examples_import_public_names():
-    """But for the unit tests of inner modules, each of which is listed with those."""
+    """Except for unit tests of inner modules, which are listed with these."""
     files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
     found = {path.name: inner for path in files if (inner := inner_imports(path))}
     assert found == INNER
@@ -223,7 +223,7 @@ def test_imports_have_no_cycle():
 
 
 def test_no_two_public_names_are_equal():
-    """But for a class and its function, which stand together, and what every reader of dumps has."""
+    """Except for a class and its function in one folder, and `parse_row`, which every reader of dumps has."""
     homes = defaultdict(list)
     for path in OURS:
         for node in TREES[path].body:
@@ -243,7 +243,7 @@ def test_no_two_files_have_the_same_name():
 
 
 def test_no_module_has_the_name_of_an_exported_function():
-    """Else `package.name` is the one or the other, by what was imported last."""
+    """Otherwise `package.name` depends on what was imported last."""
     shown = {
         path.parent: {
             alias.name
@@ -264,7 +264,7 @@ def test_no_module_has_the_name_of_an_exported_function():
 
 
 def test_the_pipeline_does_not_check_stage_types():
-    """What a stage is for others it declares; BatchTransform is the contract, and Pipeline itself."""
+    """Stages declare their traits; only BatchTransform and Pipeline may be checked."""
     stages = {
         name
         for name, thing in vars(headrace.transforms).items()
@@ -289,13 +289,13 @@ def test_data_is_never_checked_with_assert():
 
 
 def test_every_folder_of_modules_is_a_package():
-    """Or it is in no wheel: setuptools looks for packages by their `__init__.py`."""
+    """Otherwise no wheel has it: setuptools finds packages by their `__init__.py`."""
     folders = {path.parent for path in SOURCES}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
 def test_root_folders_are_installed_once():
-    """Once: `src/headrace` holds links to them, and what `import headrace` finds."""
+    """`src/headrace` links to them, and `import headrace` finds these links."""
     entries = {
         path.name: path for path in (ROOT / "src" / "headrace").iterdir() if path.name != "__pycache__"
     }

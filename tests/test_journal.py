@@ -133,7 +133,7 @@ def all_that_is_left(assembler: GroupAssembler) -> list[int]:
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))
 def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_path_factory):
-    """Against one without a journal that did the same, but did not take what is to come out again."""
+    """Compared with an assembler without a journal that has not taken what comes again."""
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
@@ -344,7 +344,7 @@ def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
 
 
 def test_the_last_process_to_open_it_continues_and_others_raise(tmp_path):
-    """As where a process hangs, is taken for dead, and wakes up."""
+    """As when a process hangs, is taken for dead, and wakes up."""
     first = make("plain", journal=tmp_path / "rows")
     second = make("plain", journal=tmp_path / "rows")
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])

@@ -162,7 +162,7 @@ def test_options_of_other_nodes_do_not_conflict():
 
 
 def test_keywords_have_the_types_of_the_stages_and_are_documented():
-    """A word that a stage takes, load_pipeline takes, and no other."""
+    """load_pipeline takes exactly the options of its stages."""
     hints = typing.get_type_hints(load_pipeline)
     parameters = inspect.signature(load_pipeline).parameters
     by_keyword = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}

@@ -115,7 +115,7 @@ def test_equal_labels_have_equal_numbers_and_others_do_not(labels):
 
 
 def test_a_label_has_the_same_number_in_every_process():
-    """Dumps and checkpoints have it, so it stays what it was."""
+    """The number is stored in dumps and checkpoints, so it must not change."""
     assert number_labels(["ünï", "b"]).tolist() == [1592140951099421541, 2385976210466362333]
 
 

@@ -145,7 +145,7 @@ def test_nothing_outside_the_loss_mask_is_read():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_advantage_is_rounded_once_to_its_dtype(dtype):
-    """What is by row is computed in float64, what is by token in no less than float32."""
+    """Row advantages are computed in float64, token advantages in at least float32."""
     for name, make in STAGES.items():
         wide = torch.float32 if isinstance(make(), TokenAdvantage | RolloutCorrection) else torch.float64
         exact = rows(dtype)

@@ -80,7 +80,7 @@ CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
     "recipe", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CHAINS]
 )
 def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
-    """Of each chain in a third of the ways to cut, with each fold; where it is quick, in one of them."""
+    """Each recipe with a third of the splits and each fold; with one split in the quick run."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)
     weight = stages["weight"]
     for number, (epochs, remainder) in enumerate(CUTS):
@@ -97,7 +97,7 @@ def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
 
 
 def test_the_report_shows_a_pass_that_trained_each_trained_row():
-    """Five minibatches of 36 rows drop one, another one in each pass."""
+    """Five minibatches of 36 rows leave one row out, a different one in each pass."""
     stages = stages_of("grpo") | {"split": ShuffleSplit(minibatches=5, remainder="drop")}
     run = Pipeline(stages).run(batch_for("grpo"), epochs=3)
     orders = [

@@ -84,7 +84,7 @@ def test_complete_groups_come_out_in_every_mode(mode, most):
 @several_turns
 @pytest.mark.parametrize("mode", ["trajectories", LAST])
 def test_groups_spread_over_asynchronous_environments_come_out_complete(mode, most):
-    """AsyncEnvPool yields a trajectory at a time, of whichever environment is first."""
+    """AsyncEnvPool yields one trajectory at a time, from whichever environment is first."""
     rows = SharedRows()
     make = partial(make_env, TOKENIZER, envs=1, most=most, source=rows)
     pool = AsyncEnvPool([make] * 3, backend="threading", stack="lazy")

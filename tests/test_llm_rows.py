@@ -112,7 +112,7 @@ def test_each_row_is_padded_on_the_left_and_trains_its_response(mode, envs, most
 
 @every_mode
 def test_the_loss_equals_that_of_the_ragged_rows_for_any_mask(mode, envs, most, options):
-    """TorchRL's own way: a scorer of ragged rows, and the strategy sft."""
+    """As in TorchRL: a scorer of ragged rows, and the strategy sft."""
     batch, model = collect(mode, envs, most, **options)
     flat = batch.reshape(-1)
     actor = make_actor(model, TOKENIZER)
@@ -147,7 +147,7 @@ def test_a_score_equals_that_of_the_row_alone_from_its_first_token(mode, envs, m
 
 @every_mode
 def test_a_report_shows_prompts_and_responses(mode, envs, most, options):
-    """Tokens alone are decoded by the policy's tokenizer; a history that is alone says it in its messages."""
+    """Tokens without texts are decoded by the policy's tokenizer; a history has its messages."""
     batch, model = collect(mode, envs, most, **options)
     rows = batch.reshape(-1).unbind(0)
     decode = decoder_of(None, make_actor(model, TOKENIZER))

@@ -236,7 +236,7 @@ def trained(minibatches) -> list[list[int]]:
     data=st.data(),
 )
 def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
-    """A loop over all minibatches of an uninterrupted run, against one that is interrupted behind the n-th.
+    """An uninterrupted loop over all minibatches, compared with one interrupted after the n-th.
 
     The source gives the batch again that came last, whether or not it was finished, and then the others.
     """
@@ -318,7 +318,7 @@ def test_an_interrupted_second_pass_resumes():
 
 
 def test_other_batches_and_batches_without_ids_are_trained():
-    """Ids that are the same are no proof, where rewards differ."""
+    """Equal ids are not the same batch if rewards differ."""
     other = numbered(0, 7)
     other["next", "reward"][3] = 0.0
     for first, second in ((numbered(0, 7), other), (numbered(0, 7), numbered(0, 6)), (None, None)):

@@ -72,7 +72,7 @@ def test_masked_groups_cost_no_copy_and_leave_the_callers_rows_unchanged(shuffle
 
 
 def test_token_weights_exist_for_one_minibatch_at_a_time():
-    """Importance weights and an advantage by token would be half of the batch again."""
+    """Importance weights and a token advantage would take half as much memory as the batch."""
     batch = with_old(batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096))
     batch["expected_rollouts"] = torch.full((256,), 8)
     batch = batch.exclude("prompt_text", "teacher_log_probs", "ref_log_probs", "entropy")

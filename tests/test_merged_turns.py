@@ -111,7 +111,7 @@ def test_a_merged_row_keeps_each_token_of_the_row_that_trains_it(rollouts, layou
 
 @given(ROLLOUTS, st.permutations(range(4)))
 def test_turns_are_merged_by_turn_index(rollouts, order):
-    """Wherever the rows stand; what comes out stands where the last of them stood."""
+    """For any order of rows; a merged row takes the index of the last of its rows."""
     rows = rows_of(rollouts)
     shuffled = sorted(range(len(rows)), key=lambda i: (order[rows[i]["rollout"]] * 7 + i * 3) % 5)
     batch = batch_of(rows, turn=True)

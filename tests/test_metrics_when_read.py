@@ -143,7 +143,7 @@ def test_no_grad_and_inference_mode_have_the_same_metrics(expected):
 
 
 def test_rows_masked_later_change_no_metric():
-    """Some had left before: who is in the loss is known then, and not asked again."""
+    """Some rows were masked before; the rows in the loss are fixed when the metric is defined."""
     batch = two_policies(8, 6, spread=3.0)
     batch["headrace", "in_loss"] = torch.arange(8) != 5
     before = Pipeline({"weigh": RolloutCorrection()}).run(batch).metrics

@@ -193,7 +193,7 @@ def test_micro_batches_have_at_most_so_many_rows_and_are_as_few_as_possible(leng
     st.sampled_from(["none", "tokens", "attention"]),
 )
 def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, multiple, cut, balance):
-    """By which ranks that hold rows of their own come to as many forward passes as one another."""
+    """So that ranks with their own rows do equally many forward passes."""
     assigned = assign_rows(
         torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut
     )

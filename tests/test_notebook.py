@@ -74,7 +74,7 @@ def test_a_pipeline_lists_its_stages_with_non_default_options():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=12))
 def test_a_ledger_counts_rows_rollouts_and_groups(rows):
-    """A rollout or group leaves where its last row does; of others parts may leave."""
+    """A rollout or group leaves with its last row."""
     rows = [(rollout // 2, rollout, kept) for _, rollout, kept in rows]
     groups, rollouts, kept = (list(column) for column in zip(*rows, strict=True))
     batch = TensorDict(

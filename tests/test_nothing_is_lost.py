@@ -37,7 +37,7 @@ def rows(make_batch, n: int = 8) -> TensorDict:
     ids=["the whole batch", "a peek", "a first full pass", "nothing"],
 )
 def test_reading_a_run_before_training_leaves_its_checkpoint_unchanged(make_batch, look):
-    """After one of four minibatches, three are left, whatever was looked at before."""
+    """After one of four minibatches three are left, whatever was read before."""
     pipeline, batch = four_steps(), rows(make_batch)
     run = pipeline.run(batch)
     orders = [part["rollout_id"].tolist() for part in four_steps().minibatches(batch)]

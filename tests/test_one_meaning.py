@@ -28,7 +28,7 @@ TRUNCATED = int(Status.TRUNCATED)
 
 
 def test_all_stages_read_truncation_where_the_gate_reads_it():
-    """An environment leaves at the root the status before the step; of all truncated rows none is missed."""
+    """An environment has the status before the step at the root; every truncated row is found."""
     batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)
     after = batch["next", "status"].flatten()
     assert int((after == TRUNCATED).sum()) > 10

@@ -83,7 +83,7 @@ def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default(thing, option
 
 
 def test_every_annotation_with_a_number_is_understood():
-    """A name that is there for type checkers alone would leave its option unchecked."""
+    """A name imported only for type checkers would leave its option unchecked."""
     seen = [parameter.values[1] for parameter in numeric_options()]
     assert {"eps", "clip", "weights", "high", "factor", "patience", "group_size", "seed", "k"} <= set(seen)
     assert len(seen) > 90

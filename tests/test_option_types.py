@@ -75,7 +75,7 @@ def test_an_unresolved_annotation_is_any():
 
 
 def test_every_option_takes_its_type_or_raises_by_name_without_python_terms():
-    """Each option of each class that stands in a recipe."""
+    """Each option of each class in a recipe."""
     tried, refused = set(), 0
     for recipe in CHAINS:
         config = compose_config("load", f"pipeline={recipe}")

@@ -83,7 +83,7 @@ def packed_by_hand(rows, width) -> dict[str, list]:
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
 def test_rows_of_any_padding_pack_as_by_a_loop(lengths, stacked):
-    """Also rows that are ragged and padded, as those of a collector that padded each step by itself."""
+    """Also ragged rows with padding, as from a collector that padded each step by itself."""
     batch = batch_of([length for length, _ in lengths], width=9, side="right")
     batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
     packed, rows = pack(batch), batch.unbind(0)
@@ -114,7 +114,7 @@ def test_a_per_token_advantage_is_packed_per_token():
 
 
 def test_columns_of_a_corrected_loss_are_packed():
-    """Such a loss measures its ratio from the trainer's policy at the start of the step."""
+    """The ratio of such a loss starts at the trainer's policy at the start of the step."""
     batch = batch_of([2, 3])
     batch["old_log_probs", "full"], batch["importance_weight"] = torch.rand(2, 3), torch.rand(2, 3)
     packed = pack(batch)

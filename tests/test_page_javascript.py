@@ -89,7 +89,7 @@ def test_each_field_is_used_by_a_module(kind):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_called_function_of_another_module_is_imported(name):
-    """Without an import the call fails, but only where the page gets to it."""
+    """Without an import the call fails only when the page reaches it."""
     text = MODULES[name]
     exports = re.findall(r"^export (?:function|const) (\w+)", "\n".join(MODULES.values()), re.M)
     called = {word for word in exports if re.search(rf"(?<![\w.]){word}\(", text)}
@@ -137,7 +137,7 @@ def test_numbers_have_four_digits_and_ticks_are_round(node):
 
 
 def test_every_metric_has_a_unit_or_is_listed_without_one(make_batch):
-    """Or is said to have none, by its name; so that a new one is thought of."""
+    """A new metric must be listed with its unit or without one."""
     patterns = re.findall(r"^  \[/(.*)/, \(", MODULES["units.js"], re.M)
     assert len(patterns) == MODULES["units.js"].count("  [/")
     batch = busy_batch(make_batch)

@@ -114,7 +114,7 @@ def test_a_long_response_is_folded_and_a_cut_one_shows_what_is_missing(look):
 
 
 def test_tokens_are_coloured_by_their_number_shown_in_the_tip(look):
-    """Orange below zero and blue above; one that is not in the loss has no colour."""
+    """Orange below zero and blue above; a masked token has no colour."""
     page = look(pages.reading_run(), address="#group=3", motion="reduce")
     tokens = "article[aria-label='rollout 300'] .token"
     assert page.texts(tokens) == ["low", " out", " <b>high"]

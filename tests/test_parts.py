@@ -157,7 +157,7 @@ def test_the_best_k_of_each_group_are_kept(drawn, k, by):
 
 
 def test_of_sets_of_equal_variance_the_one_with_the_most_large_rewards_is_kept():
-    """Which one rounding thinks larger is no matter."""
+    """Rounding must not decide between the sets."""
     for most in (0.1, 0.3, 0.7):
         batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
         assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
@@ -174,7 +174,7 @@ def test_a_group_mean_equal_to_the_bound_is_within_it(dtype, value, rows):
 
 @given(rollouts(), st.integers(1, 5))
 def test_the_k_of_largest_variance_are_kept(drawn, k):
-    """PODS, arXiv:2504.13818, against all sets of k; which of several is no matter, but not of the order."""
+    """PODS, arXiv:2504.13818, compared with all sets of k; the order of rows changes nothing."""
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     keep = per_rollout(batch, BestOf(k=k, by="variance")(batch))
@@ -190,7 +190,7 @@ def test_the_k_of_largest_variance_are_kept(drawn, k):
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 5), st.randoms())
 def test_of_equal_rewards_at_either_end_the_smaller_ids_are_kept(rewards, k, random):
-    """As for any other `by`: who is kept of a reward has smaller ids than who is not."""
+    """As for any other `by`: of equal rewards the smaller ids are kept."""
     ids = random.sample(range(20), len(rewards))
     batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards), ids))
     keep = BestOf(k=k, by="variance")(batch).tolist()
@@ -215,7 +215,7 @@ def test_statistics_are_over_the_kept_rollouts():
 
 
 def test_excluded_rollouts_are_not_among_the_best_k():
-    """An excluded rollout and one without a reward; the segments of one are one."""
+    """An excluded rollout and one without a reward; segments of one rollout are one."""
     batch = FanOutCollapse(missing="skip")(
         batch_of([9.0, 9.0, 9.0, NAN, 1.0, 2.0, 3.0], [0] * 7, [4, 5, 5, 6, 7, 8, 9])
     )
@@ -262,7 +262,7 @@ def test_positive_and_negative_advantages_have_their_factors(dtype):
 
 
 def test_stages_change_a_token_advantage_as_that_of_its_row():
-    """Whether in the table, where rows are gathered, or because a later stage asks for it."""
+    """In the table, where rows are gathered, or when a later stage reads it."""
     batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
     batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
     stages = {
@@ -334,7 +334,7 @@ def groups_of_one(rewards, keys, start, **columns):
     st.randoms(),
 )
 def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
-    """And neither the order of the rows nor their segments, nor a state between two batches, change a bit."""
+    """Row order, segments and a state between two batches change no bit."""
     options = {"decay": decay, "start": 0.5, "start_weight": 2.0, "baseline_key": "task"}
     stage, other = RunningBaseline(**options), RunningBaseline(**options)
     known: dict[int, tuple[float, float]] = {}
@@ -363,7 +363,7 @@ def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
 
 
 def test_a_repeated_batch_counts_once():
-    """As one that was interrupted does after its state was loaded."""
+    """As an interrupted batch does after its state was loaded."""
     stage = RunningBaseline(decay=0.5)
     first, second = (groups_of_one(rewards, [0, 0], 10 * i) for i, rewards in enumerate([[1.0, 3], [5.0, 7]]))
     stage(first)
@@ -393,7 +393,7 @@ def test_a_batch_refused_by_an_earlier_stage_does_not_count():
 
 
 def test_a_batch_refused_by_a_later_stage_does_not_count():
-    """Before and behind the cut; the batch that comes next is measured as if it had not been there."""
+    """Before and after the split; the next batch is measured as if the refused one had not come."""
     running = RunningBaseline(decay=0.5)
     stages = {
         "collapse": FanOutCollapse(),
@@ -423,7 +423,7 @@ def test_rollouts_without_a_reward_or_excluded_are_not_counted():
 
 
 def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
-    """Equal rewards in every batch would else look as if the batch came again, and never count."""
+    """Otherwise equal rewards in every batch would look like a repeated batch."""
     with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
         RunningBaseline(rollout_key=None)
     stage = RunningBaseline(decay=0.5)

@@ -133,7 +133,7 @@ def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
 
 @given(st.integers(1, 60))
 def test_a_group_of_one_is_never_informative(rollouts):
-    """Or an informative group would take some quadrillions of rollouts."""
+    """Otherwise an informative group would take quadrillions of rollouts."""
     different = np.ones(rollouts, int), np.zeros(rollouts, int)
     assert chance_of_equal(*different, 1).tolist() == [1.0]
 

@@ -136,7 +136,7 @@ def test_rows_with_different_images_share_no_node():
 
 @pytest.mark.parametrize("name", list(scenes()))
 def test_log_probs_of_nodes_equal_those_of_the_rows(name):
-    """Also where rows go on differently behind a node."""
+    """Also where rows continue differently after a node."""
     rows = scenes(tokens=8)[name]
     packed = pack(dense(rows), tree=True)
     logits = torch.randn(1, packed["input_ids"].shape[1], 8, dtype=torch.float64)

@@ -37,7 +37,7 @@ def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
 
 
 def test_a_dropped_reward_is_in_no_baseline(make_batch):
-    """Judged out and dropped, the reward of 8 is in nobody's baseline."""
+    """The reward of 8 is dropped and in no baseline."""
     pipeline = load_pipeline(
         "pipeline=dapo",
         "pipeline.stages.gate.group_size=3",
@@ -57,7 +57,7 @@ def nodes_of(*overrides):
 
 
 def test_a_recipe_lists_only_what_differs():
-    """Every option in its file has another value than in what it builds on."""
+    """Every option in its file differs from what the recipe builds on."""
     for name in (name for name in NAMES if name != "grpo"):
         written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
         builds_on, *stages = [entry for entry in written["defaults"] if entry != "_self_"]

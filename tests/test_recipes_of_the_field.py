@@ -142,7 +142,7 @@ def test_every_convention_has_a_reference_formula():
 
 
 def test_every_convention_has_its_source_and_date():
-    """Repository, file, what in it, and the commit with its date; then what differs."""
+    """Repository, file, item, commit and date; then the differences."""
     where = r"[\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
     for name in FORMULAS:
         text = (CONF / "as" / f"{name}.yaml").read_text()
@@ -330,7 +330,7 @@ BY_ROW = ("as/torchrl", "spo")  # compare rows, and say so
 
 
 def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
-    """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
+    """The repeated row is a segment without tokens, since OPO and whitening count tokens."""
     for name in (name for name in recipes if name not in BY_ROW):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
@@ -351,7 +351,7 @@ BESIDE_REWARDS = ("kl_in_advantage", "opd")  # add to the advantage
 
 
 def test_masking_rows_changes_no_advantage(make_batch, recipes):
-    """They leave the loss and not the statistics, of lengths no more than of rewards."""
+    """They leave the loss but not the statistics of rewards and lengths."""
     for name in (name for name in recipes if name not in OF_TOKENS):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()

@@ -32,7 +32,7 @@ REFUSED = {
 
 
 def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
-    """Afterwards they are at the same batch, and remember none that was refused."""
+    """Afterwards all ranks are at the same batch and remember no refused one."""
     world = 4
     for rank, (steps, draws) in enumerate(results_of(refuse_together, world, tmp_path)):
         found = {name: said for name, said, _ in steps}
@@ -53,7 +53,7 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
 
 
 def test_a_rank_that_cannot_reach_the_others_raises_its_own_error():
-    """Rank 0 may have heard of a refusal and ended, and the store with it."""
+    """Rank 0 may already have ended, and the store with it."""
 
     class Alone:
         rank, refused, group = 1, False, object()

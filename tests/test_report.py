@@ -326,7 +326,7 @@ def test_the_oldest_segment_is_the_staleness_of_a_rollout(make_batch):
 
 
 def test_a_rollout_removed_for_two_reasons_counts_once(make_batch):
-    """Row 0 is masked for its reward, row 1 for having no tokens: the rollout goes with the second."""
+    """Row 0 is masked for its reward, row 1 for having no tokens: the rollout leaves with the second."""
     batch = make_batch([9.0, 1, 1], [0, 0, 0], [0, 0, 1])
     batch["masks", "all_assistant_mask"][1] = False
     pipeline = Pipeline({"filter": SampleFilter(criterion=RewardWithin(high=5.0))})

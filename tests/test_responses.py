@@ -161,7 +161,7 @@ def test_the_decoder_is_of_the_environment_then_policy_then_tokenizer():
 @pytest.mark.parametrize("lay", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("decode", [None, letters], ids=["cells", "texts"])
 def test_a_report_has_each_token_of_a_row_with_its_number(lay, decode):
-    """By a loop; a token within a response that is not in the loss has none."""
+    """Compared with a loop; a masked token within a response has no number."""
     batch = with_terms(tokens_batch())
     batch[MASK][2, 4] = False
     rows = lay(batch)
@@ -190,7 +190,7 @@ def test_a_number_per_row_is_not_a_number_per_token():
 
 
 def test_only_groups_of_largest_spread_have_token_numbers(monkeypatch):
-    """Groups 2, 1 and 0 spread by less and less; rows have 3 tokens each."""
+    """Groups 2, 1 and 0 have decreasing spreads; rows have 3 tokens each."""
     monkeypatch.setattr(STEP, "TOKENS_READ", 10)
     report = make_report(Pipeline({}).run(with_terms(tokens_batch())))
     assert sorted(report.by_token) == [2, 4, 5]

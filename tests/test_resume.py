@@ -141,7 +141,7 @@ def test_a_state_inside_a_batch_loads_with_weights_only(tmp_path):
 def test_discarded_batches_are_not_trained_and_nothing_is_trained_twice(
     units, taken, epochs, saved, remainder
 ):
-    """Three batches, the second given up in its middle: lost is what it had not handed out, and no more."""
+    """Three batches, the second discarded inside: only the rows not yet handed out are lost."""
 
     def batch(number):
         return TensorDict(
@@ -213,7 +213,7 @@ def test_a_state_of_the_previous_version_loads_only_between_batches():
 
 @pytest.mark.parametrize("how", ["break", "exception"])
 def test_leaving_a_loop_keeps_the_batch_unfinished(how):
-    """From inside an iterator the two look the same; rows are not given up unless somebody says so."""
+    """An iterator cannot tell the two apart; rows are discarded only on request."""
     pipeline, orders = make(), rows_of(make().minibatches(sixteen()))
     try:
         for _ in pipeline.minibatches(sixteen()):

@@ -181,7 +181,7 @@ def test_whitening_excludes_rollouts_without_a_reward(make_batch, seed):
 
 
 def test_a_rollout_without_a_reward_changes_no_other_and_has_advantage_0(make_batch, recipes):
-    """In every recipe but that of steps, whose returns need each step's reward."""
+    """Except for the recipe of steps, whose returns need each step's reward."""
     for name in (name for name in recipes if name != "gigpo"):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()

@@ -94,7 +94,7 @@ def test_a_run_is_unchanged_by_later_runs(split, asked, make_batch):
 
 
 def test_writing_to_a_minibatch_changes_no_run_or_epoch(make_batch):
-    """Writing to a minibatch, as an optimiser step may, reaches neither the run nor the next epoch."""
+    """As an optimiser step may do."""
     for split in (None, ShuffleSplit(minibatches=1, shuffle=False)):
         run = Pipeline({"advantage": GroupRelativeAdvantage(scale="none"), "split": split}).run(
             make_batch([1.0, 3], [0, 0]), epochs=2
@@ -240,7 +240,7 @@ def fail(batch):
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("function", [refuse, fail])
 def test_a_refused_batch_leaves_the_state_of_the_split_unchanged(function, where):
-    """Orders drawn and rows carried: as if the batch had never come, whoever refuses it."""
+    """Permutations and carried rows are as if the batch had never come."""
     split = ShuffleSplit(minibatch_size=4, unit="sample", remainder="carry", seed=3)
     bad = Own(function=function, after=where == "after")
     order = {"bad": bad, "split": split} if where == "before" else {"split": split, "bad": bad}

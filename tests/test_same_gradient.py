@@ -55,7 +55,7 @@ def test_the_scene_has_fan_out_and_masked_rows(scene):
 
 @pytest.mark.parametrize("unit", MEANS)
 def test_the_gradient_equals_that_of_the_whole_batch(scene, unit, quick):
-    """Where it is quick, each unit in some of the ways to cut."""
+    """In the quick run each unit has some of the splits."""
     dtype, policy, batch = scene
     whole = gradient(policy, batch, unit)
     assert whole.norm() > 1e-3
@@ -123,7 +123,7 @@ def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
 
 @pytest.mark.slow
 def test_an_error_in_one_process_is_raised_in_all(tmp_path):
-    """Lest the others wait for it."""
+    """Otherwise the others would wait for it."""
     run_processes(run_uneven, 2, str(tmp_path), count=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for how, all_steps in (("minibatches", 2), ("call", 1)):

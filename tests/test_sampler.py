@@ -77,7 +77,7 @@ def test_group_and_rollout_ids_never_repeat(drawn, **options):
 
 @given(data=st.data(), **SHAPES)
 def test_the_batch_of_a_group_follows_from_its_id(data, **options):
-    """Against what was drawn: any groups of any batches, and their batches whole."""
+    """Compared with the sampled groups: any groups of any batches, and their whole batches."""
     drawer, other = (RepeatSampler(remainder="uneven", **options) for _ in "ab")
     batches = [draws["group_id"].unique().tolist() for draws in islice(drawer.draws(), 7)]
     seen = data.draw(st.lists(st.sampled_from([group for batch in batches for group in batch])))
@@ -143,7 +143,7 @@ def test_a_state_of_another_rank_is_refused_but_one_without_ranks_is_not():
 
 
 def test_a_prompt_without_rows_is_detected_by_its_neighbours():
-    """Over epochs, whatever was drawn ahead, and for a sampler that was restored or drew nothing itself."""
+    """Over epochs, for samples taken ahead, and for a restored or new sampler."""
     options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
     sampler = RepeatSampler(8, **options)
     batches = list(islice(sampler.draws(), 7))

@@ -217,7 +217,7 @@ def test_language_model_rows_work_with_every_recipe_or_name_the_unplaced_stage(r
 
 
 def test_an_actor_gets_the_attention_mask_of_torchrls_wrappers():
-    """Where there is none, they take all but the padding token for tokens; ragged rows have any padding."""
+    """Without one, they treat all but the padding token as tokens; ragged rows have any padding."""
 
     class Attends(Bigram):
         def get_dist(self, batch, logits_key, mask_key=None):

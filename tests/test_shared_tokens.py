@@ -92,7 +92,7 @@ def test_a_batch_without_tokens_has_no_numbers(make_batch):
 
 
 def test_a_report_counts_the_kept_rows():
-    """Those that are masked go through the model, those that are dropped do not."""
+    """Masked rows go through the model, dropped rows do not."""
     batch = with_ids([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]], [0, 1, 2], [0, 0, 0])
     batch["next", "reward"] = torch.tensor([1.0, 2.0, 9.0])
     for action, tokens in (("mask", 8), ("drop", 6)):

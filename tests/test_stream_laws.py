@@ -220,7 +220,7 @@ def test_rows_of_a_stale_group_are_late_and_failed_ones_are_failed(on_timeout):
     seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
 )
 def test_refills_do_not_depend_on_order_and_a_minimum_is_kept_if_they_fail(seed, least, fallback):
-    """As a loop: ask while there are too few and so often as may be, then keep what is enough."""
+    """Compared with a loop: request while too few are left, at most so often, then keep the rest."""
     rng = random.Random(seed)
     fails = [
         [rng.random() < 0.5 for _ in range(4)] for _ in range(3)
@@ -295,7 +295,7 @@ def test_a_stale_group_is_dispatched_again_and_its_old_rows_stay_stale():
 
 
 def test_surplus_rollouts_stay_surplus_if_their_group_is_dispatched_again():
-    """Rollout 2 was one too many, and comes in three rows: before, while and after its group waits again."""
+    """Rollout 2 is surplus and comes in three rows: before, while and after its group waits again."""
     options = {
         "max_staleness": 0,
         "on_stale": "refill",

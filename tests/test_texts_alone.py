@@ -94,7 +94,7 @@ def _equal(one, other):
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_no_number_of_a_text_dump_depends_on_a_length(recipe, texts, tokenizers):
-    """Else it would differ between two tokenizers, or from what no tokenizer says."""
+    """Otherwise it would depend on the tokenizer."""
     try:
         found = numbers_of(recipe, only(texts, **BY_PROMPT))
     except MissingKeyError as err:

@@ -265,7 +265,7 @@ def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatc
 
 
 def test_rows_leave_the_queue_once_unused(name):
-    """Not while they wait for their group, for a rank or for the next batch, as carried rows do."""
+    """Rows stay while they wait for their group, a rank or the next batch, as carried rows do."""
     words = ("pipeline=grpo", "pipeline.stages.split.minibatches=null", f"{SPLIT}minibatch_size=24")
     pipeline = composed(*words, f"{SPLIT}remainder=carry")
     assembler = GroupAssembler(groups=2)

@@ -120,7 +120,7 @@ def test_a_batch_may_reuse_the_memory_of_the_last():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_token_with_a_nan_log_probability_is_masked(value):
-    """GRPOLoss leaves it out, so that no mean may count it."""
+    """GRPOLoss masks it, so no mean may count it."""
     mask, log_prob = torch.tensor([[True, True, False], [True, True, True]]), torch.zeros(2, 3)
     log_prob[1, 2] = value
     batch = TensorDict({"mask": mask, "log_prob": log_prob}, batch_size=[2])

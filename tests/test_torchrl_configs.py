@@ -56,7 +56,7 @@ def test_no_entry_has_the_name_of_one_of_torchrl():
 
 @pytest.mark.parametrize("name", STAGES)
 def test_an_entry_has_its_class_options_at_their_defaults(name):
-    """Those of conf/stage, but that no pipeline is there to rename columns for all."""
+    """As in conf/stage, but without a pipeline that renames columns for all stages."""
     node = OmegaConf.to_container(composed_app(f"transform=[{name}]").transform[name])
     assert node.pop("_convert_") == "all"
     written = OmegaConf.to_container(OmegaConf.load(CONF / "stage" / f"{name}.yaml"))

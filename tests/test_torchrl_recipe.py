@@ -66,7 +66,7 @@ def test_both_run_and_stop(examples, name, turns):
 
 
 def test_rollouts_of_several_turns_get_equal_advantages_from_both():
-    """Where rewards of a group are equal MCAdvantage has round-off over 1e-6, and headrace none."""
+    """With equal rewards in a group MCAdvantage has round-off over 1e-6, and headrace 0."""
     tokenizer = make_tokenizer()
 
     def collect():

@@ -118,7 +118,7 @@ def test_a_dead_producer_is_a_stall_in_bounded_time(name):
 
 
 def test_rows_with_other_columns_are_read_separately_and_lose_none(name):
-    """Asked for both at once, the queue returns the columns that all have."""
+    """In one request the queue would return only the columns that all rows have."""
     rows = batch_of_lines(LINES)
     send(RolloutQueue(name), [rows[:2], rows[2:4].exclude("text"), rows[4:6].exclude("text")])
     first, second = RolloutQueue(name, producers=1)

@@ -141,7 +141,7 @@ def test_equal_rewards_have_an_advantage_of_exactly_0():
 
 
 def test_under_forks_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
-    """11 goes on from 10 behind two tokens, 12 from 11 behind three; 13 begins anew with the same tokens."""
+    """11 continues 10 after two tokens, 12 continues 11 after three; 13 starts with the same tokens."""
     paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
     batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
     out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
@@ -159,7 +159,7 @@ def test_under_forks_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
 
 @given(trees(), OPTIONS, st.data())
 def test_ancestors_equal_the_labels_of_the_nodes(tree, options, data):
-    """Each rollout goes on from an earlier one of its group behind some of its tokens, or begins anew."""
+    """Each rollout continues an earlier one of its group after some of its tokens, or is new."""
     groups, paths, rewards = tree
     parents, labels = [], []
     for row, group in enumerate(groups):
@@ -236,7 +236,7 @@ def ratios(node_of, **options):
 
 
 def test_the_gradient_is_unbiased_if_the_baseline_excludes_the_node():
-    """Nodes by what was drawn, whatever it came out as: the sum over all outcomes, no sampling."""
+    """Nodes by draw: the sum over all outcomes, without sampling."""
 
     def drawn(branch, _a, leaf, _b):
         return [branch, 10 + leaf]
@@ -246,7 +246,7 @@ def test_the_gradient_is_unbiased_if_the_baseline_excludes_the_node():
 
 
 def test_under_forks_prefix_branches_equal_by_chance_are_one_node_and_biased():
-    """Three rollouts of one action each, drawn one by one: by their tokens, and each by itself."""
+    """Three rollouts of one action each: nodes by tokens, and one node for each rollout."""
 
     def ratio(label):
         found = true = 0.0
@@ -270,7 +270,7 @@ def test_under_forks_prefix_branches_equal_by_chance_are_one_node_and_biased():
 
 
 def test_later_rows_of_a_rollout_are_their_own_branch():
-    """10 has a second row; its first is also the whole of 11, from which it departs behind it."""
+    """10 has a second row; its first row is all of 11, and the second branches after it."""
     batch = leaves([[1, 2], [1, 2], [1, 3], [8, 8]], [0] * 4, [1.0, 5.0, 3.0, 1.0])
     rows = list(batch.unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
@@ -282,7 +282,7 @@ def test_later_rows_of_a_rollout_are_their_own_branch():
 
 
 def test_later_rows_branch_where_another_rollout_continues():
-    """Behind [1], which 10 and 11 have both, 12 goes on: the second row of 10 departs from all three."""
+    """After [1], which 10 and 11 share, 12 continues: the second row of 10 branches from all three."""
     rows = list(leaves([[1], [1], [1, 9], [7, 7]], [0] * 4, [0.0, 0.5, 2.5, 0.0]).unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
     out = TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)
@@ -293,7 +293,7 @@ def test_later_rows_branch_where_another_rollout_continues():
 
 
 def test_a_rollout_without_its_first_row_is_not_in_the_tree():
-    """Its second row would stand where rollouts begin."""
+    """Otherwise its second row would start at the root."""
     rows = list(leaves([[5, 1], [9, 9], [5, 2]], [0] * 3, [1.0, 1.0, 3.0]).unbind(0))
     rows[1]["rollout_id"] = torch.tensor(10)
     for row, counts in zip(rows, (False, True, True), strict=True):

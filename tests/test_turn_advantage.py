@@ -58,7 +58,7 @@ OPTIONS = {
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
 def test_advantage_equals_that_of_a_loop_for_any_rows_of_turns(rollouts, options, data):
-    """Each turn on a row of its own, all on one, or anything between; rows in any order."""
+    """Each turn on its own row, all on one, or a mix; rows in any order."""
     rows = []
     for number, (group, turns) in enumerate(rollouts):
         pieces = defaultdict(dict)
@@ -145,7 +145,7 @@ def turns_as_rows(rewards, groups, rollouts, **columns):
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
 def test_rows_that_are_turns_equal_turns_inside_rows(rollouts, options, data):
-    """A rollout's k-th row is its turn k; gaps between turn numbers are none here."""
+    """A rollout's k-th row is its turn k; gaps in turn numbers are ignored."""
     rollouts = [(group, dict(enumerate(turns.values()))) for group, turns in rollouts if turns]
     rows = [(group, number, k, r) for number, (group, turns) in enumerate(rollouts) for k, r in turns.items()]
     if not rows:
@@ -162,7 +162,7 @@ def test_rows_that_are_turns_equal_turns_inside_rows(rollouts, options, data):
 
 
 def test_an_excluded_turn_keeps_its_index():
-    """Two rollouts of two turns, the first of which is out: the others stay the turns that they were."""
+    """Two rollouts of two turns, the first of them excluded: the other turns keep their index."""
     batch = turns_as_rows([10.0, 1.0, 20.0, 2.0], [0] * 4, [0, 0, 1, 1], turn=[0, 1, 0, 1])
     batch[COUNTED] = torch.tensor([False, True, True, True])
     for order in ([0, 1, 2, 3], [3, 1, 2, 0]):
@@ -245,7 +245,7 @@ def test_the_gradient_is_unbiased_only_against_the_others(options, expected):
 
 
 def test_inside_rows_the_gradient_is_unbiased_too():
-    """One row a rollout: a prompt token, and a token an action."""
+    """One row per rollout: a prompt token, and one token per action."""
     rows = all_groups()
     by_rollout = defaultdict(list)
     for group, rollout, k, reward, _ in rows:

@@ -186,7 +186,7 @@ def test_a_turn_of_one_token_weighs_as_one_of_three():
 
 
 def test_a_recipe_its_ordered_batch_and_copies_have_turn_weights():
-    """Rows that a filter masks, and padding, weigh nothing."""
+    """Masked rows and padding have weight 0."""
     batch = batch_of([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2], tokens=6)
     batch[MASK][:, 0] = False
     batch[MASK][:, -1] = True

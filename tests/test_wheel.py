@@ -123,7 +123,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["installed", "editable"])
 def test_type_checkers_find_the_installed_packages(kind, request, tmp_path):
-    """In an editable install too, whose packages are found by a line with a path and no code."""
+    """Also in an editable install, whose packages are found by a path in a .pth file."""
     python = request.getfixturevalue(kind)
     (tmp_path / "use.py").write_text(
         "import headrace\n"
@@ -164,7 +164,7 @@ def test_the_version_equals_that_of_the_package(kind, request, tmp_path):
 
 
 def test_every_adapter_attaches_as_its_page_says(installed, tmp_path):
-    """In one process; TRL is itself, the others stand-ins with the signatures of their commits."""
+    """In one process; TRL is installed, the others are stand-ins with the signatures of their commits."""
     pytest.importorskip("trl", reason="TRL is not installed")
     script, pages = ROOT / "tests" / "attach_as_pages_say.py", ROOT / "docs" / "coming-from"
     shown = run(installed, script, pages, cwd=tmp_path)

@@ -23,7 +23,7 @@ MODES = ["variance", "add", "clamp"]
     st.sampled_from(MODES),
 )
 def test_whitening_equals_its_definition(rows, ddof, eps, eps_mode):
-    """Each value as often as it weighs, by the standard library."""
+    """Each value repeated by its weight, with the standard library."""
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     each = [x for x, w in rows for _ in range(w)]
     found = whiten(values, weights, ddof=ddof, eps=eps, eps_mode=eps_mode)
