@@ -112,7 +112,7 @@ def test_rows_of_two_batches_with_equal_tokens_are_refused(unit):
         batch["masks", "all_assistant_mask"] = torch.ones(len(batch), 4, dtype=torch.bool)
     half = len(one) // 2
     step = torch.cat([one[:half], two[half:]]).exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
-    with pytest.raises(BatchError, match="weighed together"):
+    with pytest.raises(BatchError, match="rows must be those of one weighted step"):
         weight_of([step])
 
 

@@ -171,9 +171,9 @@ def test_rows_that_cannot_be_scored_are_refused_with_their_ids():
             BatchError, match=r"finite log-probabilities; found others in row 0 \(rollout 0\), row 1"
         ):
             ScoreRows(actor=Wrong(value))(batch)
-    with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong gave \(2, 4\).*pad_output=True"):
+    with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong returned \(2, 4\).*pad_output=True"):
         ScoreRows(actor=Wrong(width=1))(batch)
-    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 0"):
+    with pytest.raises(BatchError, match=r"max_tokens=2 tokens; found 3 in row 0"):
         ScoreRows(actor=Bigram(), max_tokens=2)(batch)
     with pytest.raises(ValueError, match=r'pipeline.stages\["score"\].actor = actor'):
         ScoreRows()(batch)
@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_scored_are_refused_with_their_ids():
 
 
 def test_an_order_with_a_misplaced_score_is_refused():
-    with pytest.raises(ValueError, match="put 'score' before 'split'"):
+    with pytest.raises(ValueError, match="Put 'score' before 'split'"):
         load_pipeline("+stage@pipeline.stages.score=score")
     order = "pipeline.order=[gate,collapse,filter,advantage,score,split,weight]"
     pipeline = load_pipeline("+stage@pipeline.stages.score=score", order)
@@ -252,7 +252,7 @@ def test_device_reads_do_not_grow_with_rows_and_passes(make):
 
 
 def test_a_row_that_is_too_long_is_named_by_its_own_number():
-    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 2"):
+    with pytest.raises(BatchError, match=r"max_tokens=2 tokens; found 3 in row 2"):
         ScoreRows(actor=Bigram(), max_tokens=2)(dense([([1], []), ([1, 2, 3], []), ([1], [2, 3])]))
 
 
