@@ -64,7 +64,7 @@ def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
     assert symptoms()[name].title
 
 
-def test_a_number_is_judged_by_its_last_five_steps():
+def test_an_advisory_uses_the_last_five_steps():
     for old, new in ((1.0, 0.0), (0.0, 1.0)):
         history = steps_of("rollouts/truncated", [old] * 7 + [new] * 5)
         assert names(history[-1][1], history) == (["rollouts-truncated"] if new else [])

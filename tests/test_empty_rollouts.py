@@ -212,7 +212,7 @@ def test_a_report_has_the_number_of_empty_rollouts():
     assert "rollouts-empty" in [each.name for each in report.advisories]
 
 
-def test_without_a_gate_the_pipeline_excludes_empty_rollouts():
+def test_without_a_gate_the_recipe_decides_about_empty_rollouts():
     """`as/verl` compares all rewards with and without its gate, `grpo` those of rollouts with tokens."""
     for recipe, counts in (("as/verl", True), ("grpo", False)):
         pipeline = load_pipeline(f"pipeline={recipe}", "~pipeline.stages.gate")

@@ -192,7 +192,7 @@ def test_nested_environments_continue_separately():
         each.close()
 
 
-def test_an_environment_from_a_creator_numbers_from_where_that_was():
+def test_an_environment_of_a_creator_continues_its_numbers():
     env = EnvCreator(make_quiz)()
     assert env.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
 

@@ -67,7 +67,7 @@ def test_an_entry_has_its_class_options_at_their_defaults(name):
     }
 
 
-def test_a_list_choice_is_a_pipeline_in_its_order():
+def test_a_list_of_entries_is_a_pipeline_in_its_order():
     config = composed_app(
         "transform=[gate,collapse,filter,advantage]",
         "+transform/criterion@transform.filter.criterion=rewards_vary",

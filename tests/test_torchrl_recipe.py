@@ -56,7 +56,7 @@ def examples(monkeypatch):
 
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("name", [BEFORE, AFTER])
-def test_both_run_and_stop(examples, name, turns):
+def test_both_recipes_run_and_stop(examples, name, turns):
     steps = list(
         examples[name].train(steps=3, turns=turns, num_envs=16, dialog_turns_per_batch=32, batch_size=16)
     )
