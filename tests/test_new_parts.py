@@ -1,4 +1,4 @@
-"""What is added is in every table: one failure says which files lack it, and what to do."""
+"""A new part is in every table; one failure lists the files that lack it, and what to do."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def out_of_date(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [f"{path.relative_to(ROOT)}: run `make generate`" for path in generate.outdated()]
 
 
-def test_what_is_new_is_in_every_table(monkeypatch):
+def test_every_table_lists_a_new_part(monkeypatch):
     lacking = out_of_date(monkeypatch) + lacking_stages() + lacking_readers() + lacking_recipes()
     assert not lacking, "to be added:\n" + "\n".join(lacking)
