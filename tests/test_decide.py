@@ -220,7 +220,7 @@ def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
         for status in (["completed", "truncated"], [0, 1])
     )
     assert torch.equal(by_name.advantage, by_number.advantage)
-    with pytest.raises(ValueError, match="status must be one of completed, .*found done"):
+    with pytest.raises(ValueError, match=r"status must be one of completed, .*found done"):
         headrace.decide(columns | {"status": ["done", "completed"]}, "grpo", group_size=2)
     with pytest.raises(ValueError, match=r"the columns rewards \(did you mean 'reward'"):
         headrace.decide(columns | {"rewards": [1, 0]}, "grpo", group_size=2)
@@ -232,6 +232,6 @@ def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
     report = headrace.make_report(decision, texts={"prompt": ["1 + 1"] * 2, "response": ["2", "3"]})
     assert report.texts["response"] == ["2", "3"]
     with pytest.raises(
-        ValueError, match="texts must have one text for each of 2 rows; found {'response': 1}"
+        ValueError, match=r"texts must have one text for each of 2 rows; found \{.response.: 1\}"
     ):
         headrace.make_report(decision, texts={"response": ["2"]})
