@@ -98,7 +98,7 @@ def test_where_nobody_stays_there_is_nothing(number):
     pipeline = of_four("grpo", "pipeline.stages.gate.on_incomplete=drop")
     credit = advantages_of(pipeline, rows(seed=6)[:number])
     assert credit.advantage.tolist() == [[0.0]] * number
-    assert credit.in_loss.tolist() == [[False]] * number
+    assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as where rows stay
 
 
 def test_rows_that_take_tokens_of_others_are_refused():

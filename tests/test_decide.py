@@ -211,3 +211,17 @@ def test_a_baseline_that_runs_goes_on_from_a_state():
     later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
     assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
     assert not torch.equal(first.advantage, one.decide(later).advantage)
+
+
+def test_where_every_row_leaves_before_the_advantage_each_has_zero():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "expected_rollouts": [3, 3]}
+    words = ("pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.split.minibatches=1")
+    plain = decide(columns | {"tokens": [2, 2]}, "grpo", *words)
+    rows = TensorDict({name: torch.tensor(values) for name, values in columns.items()}, [2])
+    rows["next", "reward"], rows["masks", "all_assistant_mask"] = rows.pop("reward"), torch.ones(2, 3).bool()
+    for found in (plain, decide(rows, "grpo", *words)):
+        assert found.reason == ["gate/incomplete"] * 2
+        assert found.advantage.tolist() == found.loss_weight.tolist() == [0.0, 0.0]
+        assert found.steps == []
+    assert found.in_loss.shape == (2, 3)
+    assert not found.in_loss.any()
