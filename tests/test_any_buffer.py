@@ -112,7 +112,7 @@ def test_rows_of_two_batches_that_make_as_many_tokens_must_weigh_as_much(unit):
         batch["masks", "all_assistant_mask"] = torch.ones(len(batch), 4, dtype=torch.bool)
     half = len(one) // 2
     step = torch.cat([one[:half], two[half:]]).exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
-    with pytest.raises(BatchError, match="weighed together"):
+    with pytest.raises(BatchError, match="rows must be those of one weighted step"):
         weight_of([step])
 
 

@@ -209,7 +209,7 @@ def test_wrong_options_of_verl_are_refused_before_the_first_step():
         build({}, max_off_policy_strategy="keep")
     with pytest.raises(TypeError, match="on_failures"):
         build({"on_failures": "keep"})
-    with pytest.raises(ValueError, match=r"no conf/queue/vrl\.yaml; there are nemo_rl, verl"):
+    with pytest.raises(ValueError, match=r"framework must be one of nemo_rl, verl \(conf/queue\); got 'vrl'"):
         QueuedGroups.of("vrl")
     with pytest.raises(ValueError, match=r"\(\?P<group>…\)"):
         QueuedGroups("train", key="a", reward="r")

@@ -71,7 +71,7 @@ def test_keywords_are_the_overrides_that_they_stand_for(recipe, node):
     assert by_keyword != plain
     for word in KEYWORDS.keys() - taken.keys():
         with pytest.raises(
-            ConfigError, match=rf"no stage 'advantage'.*; there are gate, collapse, .*{'split'}"
+            ConfigError, match=rf"no stage 'advantage'.*; its stages are gate, collapse, .*{'split'}"
         ):
             node(recipe, **{word: VALUES[word][0]})
 
@@ -120,16 +120,16 @@ def test_rows_are_a_keyword_too():
 @pytest.mark.parametrize(
     ("words", "keywords", "message"),
     [
-        (["grp"], {}, r"no recipe 'grp' \(did you mean 'grpo'"),
+        (["grp"], {}, r"unknown recipe 'grp' \(did you mean 'grpo'"),
         (["grpo", "rloo"], {}, r"KEY=VALUE; got 'rloo'. .* give it first: load_pipeline\('rloo', …\)"),
         (["grpo", "pipeline=rloo"], {}, "pipeline is set twice, by pipeline=grpo and by pipeline=rloo"),
         (["grpo", "rows=llm"], {"rows": "llm"}, "rows is set twice"),
         (["grpo"], {"groupsize": 8}, r"no keyword 'groupsize' \(did you mean 'group_size'.*are rows"),
-        (["grpo"], {"clip": 8}, r"no keyword 'clip'; an option .* is stages={'advantage': {'clip': …}}"),
+        (["grpo"], {"clip": 8}, r"no keyword 'clip'; set it as stages={'advantage': {'clip': …}}"),
         (
             ["grpo"],
             {"stages": {"advantge": {"clip": None}}},
-            r"no stage 'advantge' \(did you mean 'advantage'\?\); there are gate",
+            r"no stage 'advantge' \(did you mean 'advantage'\?\); its stages are gate",
         ),
         (["grpo"], {"stages": {"advantge": None}}, r"no stage 'advantge' \(did you mean 'advantage'"),
         (
@@ -137,7 +137,7 @@ def test_rows_are_a_keyword_too():
             {"stages": {"advantage": {"clp": None}}},
             r"stage 'advantage' .*no option 'clp' \(did you mean 'clip'",
         ),
-        (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; there are gate, "),
+        (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
         (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),
         (["grpo"], {"seed": object()}, "stages.split.seed must be a value that YAML has; got <object"),
         (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is set twice, by seed=1 and by"),
@@ -148,7 +148,7 @@ def test_rows_are_a_keyword_too():
         (
             ["grpo", "criterion@pipeline.stages.filter.criterion=finite"],
             {"stages": {"filter": {"criterion": {"_target_": "my.Own"}}}},
-            "said twice",
+            "is set twice",
         ),
     ],
 )  # fmt: skip

@@ -102,7 +102,7 @@ def test_areal_whitens_over_the_tokens_of_the_step():
     squares = sum(t * (a - mean) ** 2 for a, t in zip(step.logged, TOKENS, strict=True))
     white = (step.logged - mean) / ((squares / (sum(TOKENS) - 1)) ** 0.5 + 1e-5)
     clauses = logged.explain_logged([step._replace(logged=white)])
-    assert clauses[0].startswith("they are those of as/areal to "), clauses
+    assert clauses[0].startswith("they are those of as/areal, within "), clauses
     assert "whitened over the batch" in clauses[1]
 
 
@@ -231,7 +231,7 @@ def test_a_trl_dump_says_whose_advantages_it_has(tmp_path):
     path = trl_dump(tmp_path / "completions.parquet", **columns)
     text = told(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
     assert "logged advantages: 16 rows have one, " in text
-    assert "they are those of as/trl to " in text
+    assert "they are those of as/trl, within " in text
     assert "theirs are divided by the group's std (ddof 1)" in text
     ((_, batch),) = open_source(tmp_path / "out" / "rollouts")
     assert "logged_advantage" in batch.keys()

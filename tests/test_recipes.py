@@ -133,11 +133,11 @@ def not_five(batch):
     [
         (
             "pipeline.stages.advantge.scale=none",
-            r"no 'pipeline.stages.advantge' \(did you mean 'advantage'\?\)",
+            r"unknown option 'pipeline.stages.advantge' \(did you mean 'advantage'\?\)",
         ),
         (
             "pipeline.stages.advantage.scael=none",
-            r"no 'pipeline.stages.advantage.scael' \(did you mean 'scale'",
+            r"unknown option 'pipeline.stages.advantage.scael' \(did you mean 'scale'",
         ),
         (
             "+pipeline.stages.advantage.scael=none",
@@ -147,8 +147,8 @@ def not_five(batch):
             "+pipeline.stages.advantge.scale=none",
             r"stage 'advantge' has no _target_ \(did you mean 'advantage'",
         ),
-        ("~pipeline.stages.fitler", r"no 'pipeline.stages.fitler' \(did you mean 'filter'"),
-        ("pipeline=gprpo", r"no recipe 'gprpo' \(did you mean 'grpo'.*as/verl"),
+        ("~pipeline.stages.fitler", r"unknown option 'pipeline.stages.fitler' \(did you mean 'filter'"),
+        ("pipeline=gprpo", r"unknown recipe 'gprpo' \(did you mean 'grpo'.*as/verl"),
         ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage.scale must be one of 'group'"),
         (
             "pipeline.stages.split.minibatches=0",

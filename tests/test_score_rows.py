@@ -171,9 +171,9 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
             BatchError, match=r"finite log-probabilities; found others in row 0 \(rollout 0\), row 1"
         ):
             ScoreRows(actor=Wrong(value))(batch)
-    with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong gave \(2, 4\).*pad_output=True"):
+    with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong returned \(2, 4\).*pad_output=True"):
         ScoreRows(actor=Wrong(width=1))(batch)
-    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 0"):
+    with pytest.raises(BatchError, match=r"max_tokens=2 tokens; found 3 in row 0"):
         ScoreRows(actor=Bigram(), max_tokens=2)(batch)
     with pytest.raises(ValueError, match=r'pipeline.stages\["score"\].actor = actor'):
         ScoreRows()(batch)
@@ -190,7 +190,7 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
 
 
 def test_the_order_knows_the_place_of_the_score():
-    with pytest.raises(ValueError, match="put 'score' before 'split'"):
+    with pytest.raises(ValueError, match="Put 'score' before 'split'"):
         load_pipeline("+stage@pipeline.stages.score=score")
     order = "pipeline.order=[gate,collapse,filter,advantage,score,split,weight]"
     pipeline = load_pipeline("+stage@pipeline.stages.score=score", order)
@@ -252,7 +252,7 @@ def test_scoring_waits_as_often_however_many_rows_and_passes_there_are(make):
 
 
 def test_a_row_that_is_too_long_is_named_by_its_own_number_behind_rows_that_train_nothing():
-    with pytest.raises(BatchError, match=r"max_tokens=2; found 3 in row 2"):
+    with pytest.raises(BatchError, match=r"max_tokens=2 tokens; found 3 in row 2"):
         ScoreRows(actor=Bigram(), max_tokens=2)(dense([([1], []), ([1, 2, 3], []), ([1], [2, 3])]))
 
 

@@ -67,7 +67,7 @@ def test_rows_of_a_group_with_different_prompts_are_refused_with_the_rows(repeat
     env = TransformedEnv(QuizEnv(4, repeats=2), StampIds(repeats=repeats, worker=0))
     with pytest.raises(
         BatchError,
-        match=rf"one prompt \('query'\); row {row} of group {group} has '\[1\]' after .*append StampIds",
+        match=rf"the same prompt \('query'\); row {row} of group {group} has '\[1\]' after .*append StampIds",
     ):
         env.reset()
 

@@ -7,9 +7,11 @@ import { extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
 import { walk } from "./walk.js";
 
 function groupName(group, room) {
-  const named = group.label ? `${group.id}  ${group.label.replace(/\s+/g, " ")}` : `group ${group.id}`;
   const letters = Math.floor(room / 7.6);
-  const text = named.length > letters && !group.label ? String(group.id) : named;
+  const [id, label] = [String(group.id), group.label?.replace(/\s+/g, " ")];
+  // A long id, such as a hash, would leave no room for the prompt.
+  const named = label ? (id.length > letters / 2 ? label : `${id}  ${label}`) : `group ${id}`;
+  const text = named.length > letters && !label ? id : named;
   return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
 }
 
