@@ -57,7 +57,7 @@ class Decision:
         keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
         if not keys:
             raise BatchError(f"no stage writes an advantage; the stages are {', '.join(self.run.stages)}")
-        if not len(self.run.batch):  # a stage that no row reached has written nothing
+        if self.run.rows is None or not len(self.run.batch):  # no row reached the stage
             return torch.zeros(len(self.keep), dtype=torch.float64)
         if self.came is None:
             found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])

@@ -310,6 +310,8 @@ def test_a_line_between_two_steps_of_a_file_fails_both_and_any_number_fail_each_
     assert [step for step, _ in outcomes] == list(range(1, 15))
     failed = [step for step, found in outcomes if isinstance(found, SourceError)]
     assert failed == [2, 3, *range(5, 14)]
+    (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(["{", *lines[8:]]))
+    assert [step for step, _ in open_source(tmp_path, "open_instruct").outcomes()] == [*range(8, 15)]
 
 
 def test_a_status_that_is_not_known_of_a_row_makes_no_share_of_truncated():

@@ -93,9 +93,9 @@ class Skipped:
         unnamed = kept.pop(None, None)
         if unnamed is None:
             return list(kept.items())
-        around = dict.fromkeys(step for step in (last, following) if step is not None) or {None: None}
-        first, *second = ((step, unnamed) for step in around)
-        return [first, *kept.items(), *second]
+        before = [(last, unnamed)] if last is not None or following is None else []
+        after = [(following, unnamed)] if following not in (None, last) else []
+        return [*before, *kept.items(), *after]  # the faults of a step lie beside its other records
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
