@@ -98,7 +98,7 @@ def test_all_advantages_are_0_if_no_row_is_kept(number):
     pipeline = of_four("grpo", "pipeline.stages.gate.on_incomplete=drop")
     credit = advantages_of(pipeline, rows(seed=6)[:number])
     assert credit.advantage.tolist() == [[0.0]] * number
-    assert credit.in_loss.tolist() == [[False]] * number
+    assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as where rows stay
 
 
 def test_merged_turns_are_refused():

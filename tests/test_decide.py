@@ -235,3 +235,17 @@ def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
         ValueError, match=r"texts must have one text for each of 2 rows; found \{.response.: 1\}"
     ):
         headrace.make_report(decision, texts={"response": ["2"]})
+
+
+def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "expected_rollouts": [3, 3]}
+    words = ("pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.split.minibatches=1")
+    plain = decide(columns | {"tokens": [2, 2]}, "grpo", *words)
+    rows = TensorDict({name: torch.tensor(values) for name, values in columns.items()}, [2])
+    rows["next", "reward"], rows["masks", "all_assistant_mask"] = rows.pop("reward"), torch.ones(2, 3).bool()
+    for found in (plain, decide(rows, "grpo", *words)):
+        assert found.reason == ["gate/incomplete"] * 2
+        assert found.advantage.tolist() == found.loss_weight.tolist() == [0.0, 0.0]
+        assert found.steps == []
+    assert found.in_loss.shape == (2, 3)
+    assert not found.in_loss.any()

@@ -117,3 +117,14 @@ def test_the_command_records_each_step_and_reports_a_zero_rate(tmp_path):
     for stage in ("collect", "reward", "headrace", "optimise"):
         assert f"seconds/{stage}" in head
     assert {"optimiser/lr", "optimiser/loss", "optimiser/grad_norm", "optimiser/clip_fraction"} <= set(head)
+
+
+def test_a_microbatch_without_tokens_in_the_loss_is_in_no_mean():
+    """If all its rows are masked, a loss that takes a mean over its tokens returns NaN."""
+    record = OptimiserRecord()
+    for entropy, tokens in ((2.0, [3, 1]), (math.nan, [0, 0]), (5.0, [2])):
+        record.add_terms(TensorDict({"entropy": torch.tensor(entropy)}), torch.tensor(tokens))
+    record.add_terms(TensorDict({"kl_approx": torch.tensor(1.0)}), torch.tensor([0]))
+    record.add_step(torch.tensor(0.5), lr=0.1, norm=1.0, tokens=6.0, clips=None)
+    assert record.numbers["optimiser/entropy"] == pytest.approx((2.0 * 4 + 5.0 * 2) / 6)
+    assert "optimiser/kl_approx" not in record.numbers

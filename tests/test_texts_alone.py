@@ -17,6 +17,7 @@ from dumps import (
     episode,
     nemo_row,
     node,
+    open_instruct_row,
     slime_dump,
     slime_sample,
     trl_dump,
@@ -297,6 +298,20 @@ def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
     source = open_source(tmp_path, group_by="prompt", skip_bad=True)
     assert [len(batch) for _, batch in source] == [6, 6, 5, 6]
     assert source.skipped == 1
+
+
+def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
+    """Nobody knows of which step a line is that cannot be read: without it, the other step has a row less."""
+    lines = [json.dumps(open_instruct_row(0, 0, 1.0, step=step)) for step in range(1, 15)]
+    lines[2:2] = ["{"]  # between the steps 2 and 3
+    lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13
+    (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(lines))
+    outcomes = list(open_source(tmp_path, "open_instruct").outcomes())
+    assert [step for step, _ in outcomes] == list(range(1, 15))
+    failed = [step for step, found in outcomes if isinstance(found, SourceError)]
+    assert failed == [2, 3, *range(5, 14)]
+    (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(["{", *lines[8:]]))
+    assert [step for step, _ in open_source(tmp_path, "open_instruct").outcomes()] == [*range(8, 15)]
 
 
 def test_an_unknown_status_gives_no_truncated_share():

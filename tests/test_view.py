@@ -140,6 +140,43 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, o
     assert client.ask("prompt", key=key)["text"] == "What is 1 + 1?"
 
 
+def write_rows(folder, steps):
+    """Files of rows (group, rollout, reward, prompt), by step."""
+    (folder / "rollouts").mkdir()
+    for step, rows in steps.items():
+        names = ("group_id", "rollout_id", "rollout_reward", "prompt")
+        table = pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+        pq.write_table(table, folder / "rollouts" / f"step_{step:08d}.parquet")
+    return folder
+
+
+def test_the_mean_of_a_prompt_counts_each_rollout_with_a_reward_once(tmp_path):
+    """One of two rollouts of step 3 has no reward, and one of step 4 has two rows: (1 + 0 + 0) / 3."""
+    rows = {
+        3: [(1, 1, 1.0, "Q"), (1, 2, None, "Q")],
+        4: [(2, 3, 0.0, "Q"), (2, 3, 0.0, "Q"), (2, 4, 0.0, "Q")],
+    }
+    with served(write_rows(tmp_path, rows)) as client:
+        [told] = client.ask("prompts")["prompts"][0]["runs"]
+    assert told["reward"] == pytest.approx(1 / 3)
+    assert (told["rollouts"], told["first"], told["last"]) == (4, [3, 1.0], [4, 0.0])
+
+
+def test_ids_of_64_bits_are_sorted_as_integers(tmp_path):
+    ids = [LARGE + 2, LARGE, LARGE + 3, LARGE + 1]
+    with served(write_rows(tmp_path, {0: [(each, each, 0.5, "Q") for each in ids]})) as client:
+        for order, expected in (("ascending", sorted(ids)), ("descending", sorted(ids, reverse=True))):
+            rows = shown(client.ask("rows", run=0, step=0, sort="group_id", order=order))
+            assert [row["group_id"] for row in rows] == expected
+
+
+def test_prompts_are_found_in_any_case_like_rows(tmp_path):
+    """At the end of a word, a small sigma is another letter."""
+    with served(write_rows(tmp_path, {0: [(1, 1, 0.5, "ΟΔΟΣΑ")]})) as client:
+        assert client.ask("prompts", text="ΟΔΟΣ")["found"] == 1
+        assert client.ask("rows", run=0, step=0, text="ΟΔΟΣ")["found"] == 1
+
+
 def test_metrics_of_a_step_equal_those_of_the_page(client):
     report = report_of_step(2)
     page = page_data([report], title="")["steps"][0]
