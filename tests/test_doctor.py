@@ -27,7 +27,7 @@ def examine():
 
 def test_a_sound_installation_has_no_findings(tmp_path):
     shown = headrace_here(tmp_path, "doctor").stdout
-    assert shown.splitlines()[-1] == "all is well"
+    assert shown.splitlines()[-1] == "everything is in order"
     assert "grpo on cpu: the right advantages, in " in shown
     assert f"torch {torch.__version__}" in shown
     assert not [line for line in shown.splitlines() if line.startswith("bad")]
@@ -66,7 +66,7 @@ def test_each_fault_is_a_line_with_what_to_do(examine, monkeypatch, broken, line
     assert line in shown
     assert status == ("bad " in shown)
     assert shown.splitlines()[-1] == (
-        "all is well" if not status else f"{shown.count('bad  ')} to mend, see above"
+        "everything is in order" if not status else f"{shown.count('bad  ')} to fix, see above"
     )
 
 
