@@ -163,9 +163,9 @@ CASES = [
         "failed. Its reward must have no effect. The others are 1, 0, 0: mean 1/3, std 0.577. If the reward "
         "of the masked row is in the baseline, they get 0.866, −0.866, −0.866: the row changes the others.",
         [
-            Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "these rewards, and these numbers"),
-            Thread("NVIDIA-NeMo/RL", 4160, "2026-09-17", "loss-masked rows vote in the baseline"),
-            Thread("OpenRLHF/OpenRLHF", 1239, "2026-05-17", "zero-action samples shift valid siblings"),
+            Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "the case with these rewards and advantages"),
+            Thread("NVIDIA-NeMo/RL", 4160, "2026-09-17", "loss-masked rows count in the baseline"),
+            Thread("OpenRLHF/OpenRLHF", 1239, "2026-05-17", "samples without actions change the baseline"),
         ],
     ),
     Case(
@@ -216,9 +216,10 @@ CASES = [
         | whole("tokens", "1 1 1 5")
         | whole("rank", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
-        "The same rows on two ranks, whose gradients are averaged. Each token must still have the weight "
-        "1/8, or each row 1/4. A mean over each rank's own tokens gives 1/4 and 1/12: a token weighs more on "
-        "a rank with fewer tokens.",
+        "One optimiser step has four rows and eight tokens. Each of two ranks has two rows, and their "
+        "gradients are averaged. A mean over tokens must give each token the weight 1/8. A mean over rows "
+        "must give each row 1/4. The bug is a mean over each rank's own tokens: a token then has the weight "
+        "1/2 · 1/2 = 1/4 on the first rank and 1/2 · 1/6 = 1/12 on the second.",
         [
             Thread("verl-project/verl", 5366, "2026-02-24", "global counts are required with dp_size > 1"),
             Thread("huggingface/trl", 3231, "2025-04-04", "equal weights inside one device only"),
@@ -267,9 +268,10 @@ CASES = [
         2,
         rows(("group", "a a b b"), ("rollout", "0 1 0 1"), ("reward", "1 0 0 0.5")),
         [[0.707, -0.707, -0.707, 0.707]],
-        "Two workers number their rollouts from 0. Either ids are unique within their group (1, 0 and 0, "
-        "0.5: the mean and std of each give ±0.707), or the batch is refused. By the rollout id alone, "
-        "rows of two prompts become one rollout.",
+        "Two workers number their rollouts from 0, so two groups have the same rollout ids. Two results are "
+        "right: a rollout is identified by its group and its id, or the batch is refused. In the first case "
+        "the groups have the rewards 1, 0 and 0, 0.5, and their mean and std give ±0.707. The bug is to "
+        "identify a rollout by its id alone: rows of two prompts then become one rollout.",
         [
             Thread("InternLM/xtuner", 1923, "2026-06-17", "rollout ids of several samplers collide"),
             Thread("rllm-org/rllm", 829, "2026-08-12", "ids with a colon make one group of a batch"),
@@ -290,7 +292,7 @@ CASES = [
         "give 1.5 and −0.5, and the ungraded response would become less likely.",
         [
             Thread("huggingface/trl", 5902, "2026-06-01", "an unscored row became 0 in the baseline"),
-            Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "one NaN poisoned the whole tensor"),
+            Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "one NaN made the whole tensor NaN"),
         ],
     ),
     Case(

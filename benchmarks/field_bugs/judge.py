@@ -28,7 +28,7 @@ DESIGN = {
 # The documented settings with which a peer was called for a case.
 BY_IDS = "`compute_advantages_dynamic`, documented for prompts with different numbers of rows"
 STEPS = "`StepWiseGRPOAdvantageFn`, documented for runs with several steps"
-NONE = "the reward is set to None, as documented to exclude a completion"
+NONE = "the reward is set to None, the documented way to exclude a completion"
 SETTINGS = {
     ("trl", "nan-reward"): NONE,
     ("trl", "rejected-row"): NONE,
@@ -80,7 +80,7 @@ WRONG = {
     ),
     ("trinity-rft", "micro-batches"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",
-        "is verl's engine, which sums micro-batches, so two weigh twice as much as one",
+        "is verl's engine, which sums micro-batches, so two micro-batches double the gradient",
     ),
     ("trinity-rft", "ranks"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)", "averages ranks"
