@@ -381,11 +381,16 @@ NEEDED = {
 }
 
 
+def needed(name: str) -> list:
+    assert name in NEEDED, f"{name}: a line of NEEDED, the columns that it requires"
+    return NEEDED[name]
+
+
 @every
 def test_a_missing_column_is_named_with_what_to_do(name):
-    for key in NEEDED[name]:
+    for key in needed(name):
         batch = rows()
-        if REWARD not in NEEDED[name]:
+        if REWARD not in needed(name):
             batch = batch.exclude(REWARD)  # where it is not there, the reward as collected is what is read
         if name.startswith("weight"):
             batch = batch.exclude(("log_probs", "full"))
@@ -525,7 +530,7 @@ def test_who_leaves_is_gone_or_out_of_the_loss_and_has_a_reason(name):
 @every
 def test_an_id_that_is_not_set_is_named(name):
     for key in ("group_id", "rollout_id"):
-        if key not in NEEDED[name] or name.startswith("pipeline"):
+        if key not in needed(name) or name.startswith("pipeline"):
             continue
         if key == getattr(STAGES[name](), "state_key", None):
             continue  # here it stands for a state, which may be any label
