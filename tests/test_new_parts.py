@@ -93,6 +93,53 @@ def test_a_new_stage_or_reader_is_in_every_table(monkeypatch):
     assert not lacking, "to be added:\n" + "\n".join(lacking)
 
 
+def test_what_a_new_part_lacks_is_said_with_its_file(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_recipes
+    import make_stages
+
+    class Clip(BatchTransform):
+        """Clip rewards.
+
+        Args:
+            low: lowest reward.
+        """
+
+        def __init__(self, *, low: float, high: float, **names):
+            super().__init__()
+
+    monkeypatch.setattr(make_stages, "nodes", lambda contract: {"clip": Clip})
+    told = "lacks high, names under Args: add a line '    high: what it is' for each, in the order low, high"
+    assert told in make_stages.undocumented()[0]
+    assert outdated(make_stages) == make_stages.undocumented()
+
+    (tmp_path / "bare.yaml").write_text("defaults: [rloo]\n")
+    monkeypatch.setattr(make_recipes, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"^bare.yaml: its first line must be a comment with the equation"):
+        make_recipes.comment_of(tmp_path / "bare.yaml")
+
+
+@pytest.mark.slow
+def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_listings
+
+    package = tmp_path / "headrace" / "transforms"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "stage.py").write_text("class BatchTransform: ...\n")
+    (package / "x.py").write_text("from headrace.transforms import BatchTransform\n")
+    listing = package / "__init__.py"
+    listing.write_text("from .stage import BatchTransform\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(make_listings, "ROOT", tmp_path)
+    with pytest.raises(
+        SystemExit, match=r"^transforms/x.py imports from headrace.transforms, which imports it"
+    ):
+        make_listings.write({listing: "from .x import X\nfrom .stage import BatchTransform\n"})
+    assert listing.read_text() == "from .stage import BatchTransform\n"
+
+
 @pytest.mark.slow
 def test_a_new_recipe_or_dump_is_in_every_table(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
