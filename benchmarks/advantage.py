@@ -25,11 +25,12 @@ QUICK = (64, 128, 256, 512)
 UNIFORM = {8: (None, 2.6, 1.7, 1.6), 16: (None, 3.2, 1.9, 1.8)}
 OTHERS = (None, 3.5, 2.2, 2.2)
 GROWTH = 9.0
-NOTE = """The first line is the time of the formula, in milliseconds. The others are the time of
-`group_relative_advantage` over it, by layout of the rows: uniform (one row for each rollout, groups one
-after the other), fan-out (four rows for each rollout), the same with a last group that lacks a rollout,
-ragged (groups of random size), interleaved (group ids 0 to P − 1, repeated), and shuffled. The last column
-is the time of the largest batch over that of the one before, which has an eighth of its rows."""
+NOTE = """The first line is the time of the formula, in milliseconds. The other lines are the time of
+`group_relative_advantage` divided by it, for different layouts of the rows: uniform (one row for each
+rollout, the groups one after the other), fan-out (four rows for each rollout), fan-out with one rollout
+missing in the last group, ragged (groups of random size), interleaved (the group ids 0 to P − 1, repeated),
+and shuffled. The column "growth" is the time for the largest batch divided by the time for the next smaller
+one, which has an eighth of the rows."""
 
 
 def reshape_formula(reward: Tensor, group_size: int) -> Tensor:

@@ -28,8 +28,8 @@ from headrace.transforms import GroupAssembler
 GROUP_SIZE, PIECE = 8, 32
 MOST_BYTES = 200
 RECIPE = ("pipeline=grpo", "pipeline.stages.split.minibatches=2", "pipeline.stages.split.ranks=2")
-NOTE = f"""Rows per second, medians of alternating rounds, with {PIECE} rows a piece, dense or in lazy stacks
-of ragged rows. Bytes are those of one row through the assembler's actor, in and out."""
+NOTE = f"""Rows per second, medians of alternating rounds, with {PIECE} rows a piece, dense or in lazy
+stacks of ragged rows. Bytes are those of one row through the assembler's actor, in and out."""
 QUEUE_NOTE = f"""The same rows until they have arrived, in whole groups except for the plain puts and gets.
 For those by key the tokens are fetched when their groups are whole. Bytes are those of all messages of the
 process that runs assembler and pipeline and sends two ranks their rows, {PIECE * 8} rows a batch."""

@@ -18,10 +18,10 @@ from timing import measure, median_ms, ratio
 
 from headrace.pipeline import load_pipeline
 
-NOTE = f"""Wall time, including the wait for the device. A copy is of the whole batch, from the device to the
-device. Columns that differ: columns that are not bit-equal between two equal pipelines, in all {MINIBATCHES}
-minibatches."""
-NO_GPU = "Not measured: no GPU was at hand."
+NOTE = f"""Wall time, including the wait for the device. "Copy" is a copy of the whole batch within the
+device. "Columns that differ" counts columns that are not bit-equal between two equal pipelines, in all
+{MINIBATCHES} minibatches."""
+NO_GPU = "Not measured, because no GPU was available."
 
 
 def seconds() -> float:

@@ -18,7 +18,8 @@ Times are CPU times of one thread, unless a table says otherwise. In each round 
 random order, after a warm-up round. The allocator does not return memory to the system, because page faults
 would dominate the times. A ratio is the median over the rounds of one time over the other in the same
 round. It depends less on the machine than milliseconds do, but still varies by about a tenth from run to
-run. A number with a target in brackets is bold if it misses the target.
+run. "A over B" is the time of A divided by the time of B. A number with a target in brackets is bold if it
+misses the target.
 """
 
 

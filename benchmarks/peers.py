@@ -29,19 +29,21 @@ from torchrl.objectives.llm import MCAdvantage
 from headrace.transforms import group_relative_advantage
 
 GROUP_SIZE, EPS = 8, 1e-6
-NOTE = """The first line is the time of `group_relative_advantage` with ids and all checks, in milliseconds,
-for shuffled rows, one for each rollout, in groups of 8. The others are the times of other implementations
-over it, for the same numbers; those below 1 are faster. All implementations are our own, from each
-framework's documentation, without the rest of its work. Two are faster than headrace. TRL computes mean and
-std along a view of groups, which needs rows in the order of their groups, all of one size. verl's vectorised
-estimator with small integer uids sums rewards and their squares by uid. Neither sorts, identifies the rows
-of a rollout, or checks this, and squares in float32 lose digits for large rewards. verl's vectorised
-estimator is slower with text uids, which its own trainer makes: it first sorts them as Python objects, which
-takes longer than all of headrace. The others are loops. verl's default collects rewards into lists by a
-string, and computes mean and std of a tensor for each. miles keeps a rollout's reward by group and rollout,
-and centres group by group. rllm makes a group an object with its trajectories, and computes mean and std
-with NumPy. TorchRL's MCAdvantage collects rows by prompt until a group is whole, and does more than the
-others; it was not run with many rows."""
+NOTE = """The first line is the time of `group_relative_advantage` with ids and all checks, in milliseconds.
+The rows are shuffled, one row for each rollout, in groups of 8. The other lines are the times of other
+implementations divided by it. A number below 1 means that the other implementation is faster. All compute
+the same advantages. We wrote them from the documentation of each framework; they do nothing else that the
+framework does. Two are faster than headrace. TRL computes mean and std over a view with one line for each
+group: the rows must be in the order of their groups, and all groups must have the same size. verl's
+vectorised estimator with small integer uids sums rewards and squared rewards by uid. Neither sorts the
+rows, neither knows which rows belong to one rollout, and neither checks its input. Squares in float32 lose
+digits if rewards are large. With text uids, which verl's own trainer makes, the vectorised estimator is
+slower: it first sorts them as Python objects, which takes longer than all of headrace. The others are
+Python loops. verl's default collects rewards into lists by uid, and computes mean and std of one tensor for
+each group. miles stores each reward by group and rollout, and subtracts the mean group by group. rllm makes
+one object for each group with its trajectories, and computes mean and std with NumPy. TorchRL's MCAdvantage
+collects rows by prompt until a group is whole. It does more than the others, and was not run with many
+rows."""
 
 
 def trl(rewards: Tensor) -> Tensor:

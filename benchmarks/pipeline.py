@@ -31,11 +31,12 @@ SHAPES = ((512, 2048), (4000, 2048), (8192, 2048), (512, 16_384), (65_536, 128))
 TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
 PEAK = 0.15  # of the batch
 WITH_TEXTS = 3.5
-NOTE = f"""The first column is the time in which `take_rows` gathers the batch in random order, in
-milliseconds. The others are times over it. In pieces: the same in {MINIBATCHES} gathers. `td[perm]` is
-TensorDict's own gather. Then the grpo recipe in one piece, `pipeline(batch)`, and the loop over its
-{MINIBATCHES} minibatches, which deletes each. The last column is the peak memory of this loop in addition to
-the batch, in batches. Targets are for 4,000 rows of 2,048 tokens."""
+NOTE = f"""The column "gather" is the time that `take_rows` needs to gather the batch in random order, in
+milliseconds. The next columns are times divided by it: "in pieces" is the same gather in {MINIBATCHES}
+parts; `td[perm]` is TensorDict's own gather; "pipeline" is the grpo recipe in one piece, `pipeline(batch)`;
+"minibatches" is the loop over its {MINIBATCHES} minibatches, which deletes each minibatch before the next.
+The column "memory" is the peak memory of this loop, without the batch, divided by the size of the batch.
+Targets are for 4,000 rows of 2,048 tokens."""
 TEXTS = (
     """Rows of 16 tokens with a prompt and a text, over `pipeline(batch)` of the same rows without texts."""
 )

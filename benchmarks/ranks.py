@@ -1,4 +1,4 @@
-"""Ranks that share a batch, over one process.
+"""Ranks that share a batch, compared with one process.
 
     python benchmarks/ranks.py [--ranks 2] [--rounds 10]
 
@@ -23,9 +23,9 @@ from tables import Cell, Row, Table
 
 SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
 TARGET = 1.5  # of the smallest
-NOTE = f"""CPU time of one thread, and wall time, in ms. The loop over {MINIBATCHES} minibatches of the grpo
-recipe: on a rank that has its share of the rows, and in one process that has all of them. The ratio is of
-CPU time, of rank 0."""
+NOTE = f"""The loop over the {MINIBATCHES} minibatches of the grpo recipe: on a rank that has its share of
+the rows, and in one process that has all rows. CPU time is that of one thread; all times are in ms. The
+ratio is the CPU time of rank 0 divided by that of the one process."""
 # What a process group is asked for; those that this version has.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce

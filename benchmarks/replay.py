@@ -22,10 +22,11 @@ from tables import Cell, Row, Table
 
 PER_STEP, GROUP_SIZE = 8192, 8
 TARGET = 40_000  # rows a second
-NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,} rows a step, through the
-task: it is read, checked, and run through the default recipe, and report, page and dump are written. Wall
-time, in a process of its own. Over reading: over the time in which Arrow reads the files. Peak memory is
-that of the process; the last column is its memory after all imports, before it begins."""
+NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,} rows a step. The task reads
+and checks it, runs it through the default recipe, and writes report, page and dump. The time is wall time,
+in a new process. The column "over reading" is this time divided by the time that Arrow needs to read the
+files. "Peak" is the peak memory of the process, and "before" is its memory after all imports, before the
+task starts."""
 
 
 def write(folder: Path, rows: int) -> int:

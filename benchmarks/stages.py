@@ -50,14 +50,16 @@ OF_TOKENS = {
 GATHER_BY_TOKEN = "gather, by token"
 LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
 OPERATORS, MILLISECONDS = 400, 3.0
-NOTE = """The stages of the grpo recipe in order, then other stages of recipes. Each is called alone, on its
-batch in a pipeline. Over a gather: over a gather of that batch, as in the tables of rows. A stage that is
-called alone pays for checks of its rules and a new TensorDict, which a pipeline pays once for all stages.
-The filter alone masks rows in copies; in a pipeline the split masks what it gathers. "split, by token" is
-the split of a batch with advantages and weights for each token, over a gather of that batch: these columns
-move once, as all others. The last two columns are the costs of a tiny batch."""
-FIXED = f"""The grpo recipe on 64 rows of 16 tokens, in {MINIBATCHES} minibatches: the loop over all
-minibatches, and the same in one piece. On a GPU each operator call is a launch."""
+NOTE = """First the stages of the grpo recipe in order, then other stages of recipes. Each stage is called
+alone, on the batch that it gets in a pipeline. The column "over a gather" is its time divided by the time
+of a gather of that batch. A stage that is called alone also runs its own checks and makes a new TensorDict;
+a pipeline does this once for all stages. The filter alone copies the rows to mask them; in a pipeline the
+split masks the rows that it gathers. "split, by token" is the split of a batch with advantages and weights
+for each token, divided by a gather of that batch; each of these columns moves only once. The last two
+columns are for a tiny batch."""
+FIXED = f"""The grpo recipe on 64 rows of 16 tokens. "Minibatches" is the loop over {MINIBATCHES}
+minibatches, and "one piece" is the same batch as one minibatch. On a GPU each operator call is a kernel
+launch."""
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:

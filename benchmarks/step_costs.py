@@ -59,7 +59,7 @@ def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
         more += len(assign_rows(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
-    name = f"of {draws} draws of 20 rows of 50 to 90 tokens, those with more bins of 300 than first fit"
+    name = f"20 rows of 50 to 90 tokens in bins of 300: cases of {draws} with more bins than first fit"
     return [Row(name, [Cell(None), Cell(more, "d", 0)])]
 
 
@@ -115,7 +115,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
         *found,
         Row(f"make_report, {rows} rows, ms", [Cell(None), Cell(median_ms(times, "make"), ".2f", 1.0)]),
         Row(
-            f"report, {rows} rows, ms; beside it one table of Rich's",
+            f"report, {rows} rows, ms; first column: one table of Rich",
             [Cell(median_ms(times, "table"), ".1f"), Cell(median_ms(times, "print"), ".1f", 9.0)],
         ),
     ]

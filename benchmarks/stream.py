@@ -26,14 +26,14 @@ from headrace.transforms import GroupAssembler
 
 PIECE, NEAR = 1000, 4000
 TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
-NOTE = f"""The time of MCAdvantage over that of `GroupAssembler`, for rows in pieces of {PIECE:,}, each
-within {NEAR:,} rows of its original position: dense batches, and lazy stacks of ragged rows. MCAdvantage
-also computes an advantage, which costs little. It does not handle failed, late, repeated or missing
-rollouts, and has no saved state."""
+NOTE = f"""The time of MCAdvantage divided by that of `GroupAssembler`. Rows arrive in pieces of {PIECE:,},
+and each row is within {NEAR:,} rows of its original position. The batches are dense, or lazy stacks of
+ragged rows. MCAdvantage also computes an advantage, which takes little time. It does not handle failed,
+late, repeated or missing rollouts, and its state cannot be saved."""
 
 
-JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`, for the
-same streams. Each batch of 128 groups that is taken is committed."""
+JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`, for
+the same streams. Batches of 128 groups are taken, with a commit after each."""
 
 
 def dense_rows(count: int) -> TensorDict:

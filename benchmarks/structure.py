@@ -30,13 +30,13 @@ from headrace.transforms import BatchTransform
 ROOT = Path(__file__).parent.parent
 SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each
 ASKED_BY_TORCHRL = {"requires_shared_write_state"}
-NOTE_RUN = f"""The loop over the minibatches of the grpo recipe: {SMALL[0]} rows in {MINIBATCHES} minibatches
-unless the line has others, after a warm-up run. Files and functions are those of headrace that are entered,
-including comprehensions and lambdas. Calls are those of Python and C functions. An operator call is one that
-reaches a TorchDispatchMode: on a GPU each is a launch. Collectives are calls of the process group by one of
-two ranks; all_gather_object makes two."""
+NOTE_RUN = f"""The loop over the minibatches of the grpo recipe, after a warm-up run: {SMALL[0]} rows in
+{MINIBATCHES} minibatches, if the line does not say otherwise. "Files entered" and "functions entered" count
+those of headrace in which code runs, including comprehensions and lambdas. "Calls" counts calls of Python
+and C functions. An operator call is a call that reaches a TorchDispatchMode; on a GPU each is a kernel
+launch. "Collectives" counts calls of the process group by one of two ranks; all_gather_object makes two."""
 NOTE_READ = """Lines of code without docstrings, comments and empty lines. Traits are the public attributes
-of BatchTransform that a stage declares for others."""
+of BatchTransform by which a stage describes itself to the pipeline and to other stages."""
 
 
 class Operators(TorchDispatchMode):

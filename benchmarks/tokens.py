@@ -1,4 +1,4 @@
-"""Token-level stages over their formulas in plain torch, and other costs of a step.
+"""Token-level stages compared with their formulas in plain torch, and other costs of a step.
 
     python benchmarks/tokens.py [--rounds 9]
 
@@ -17,12 +17,12 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-WHY = """ Reasons for missed targets: pack and a tree with few tokens consist of small tensor calls, for
-which the plain formula takes 90 µs. MergeTurns reads its table and compares tokens as bytes, where the
-formula copies them once. DenseRows checks that prompt and response make up the whole row, which needs one
-column more than the formula."""
-AROUND = """The first column is the time of the formula, in ms, if there is one; the second is headrace over
-it, unless the name has another unit."""
+WHY = """ Some targets are missed for these reasons. With few tokens, the time of pack and of a tree is that
+of many small tensor calls; the plain formula takes 90 µs. MergeTurns reads its table and compares tokens as
+bytes, while the formula only copies tokens once. DenseRows checks that prompt and response make up the
+whole row, so it reads one column more than the formula."""
+AROUND = """The first column is the time of the plain formula in ms, if there is one. The second is the time
+of headrace divided by it, or in the unit that the line names."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""Prefix trees: shared tokens computed once, the time that saves, and the cost of finding them.
+"""Prefix trees: shared tokens are computed once. The time saved, and the cost of finding shared tokens.
 
     python benchmarks/trees.py [--rounds 5]
 
@@ -25,11 +25,10 @@ from headrace.transforms import pack, tree_mask, unpack
 
 VOCABULARY = 32_000
 WIDTH = 512
-NOTE = f"""Tokens of the rows, nodes of their tree, and the ratio of the two. Then forward and backward
-passes of 4 layers of width {WIDTH}, including packing: wall time on one core, and the time of packed rows
-over that of the tree."""
-FINDING = """The time of packing, for each token of the rows. For a tree it includes sorting the rows as
-bytes."""
+NOTE = f"""The number of tokens of the rows, the number of nodes of their prefix tree, and the ratio of the
+two. Then the wall time of forward and backward passes of 4 layers of width {WIDTH}, including packing, on
+one core, and the time for packed rows divided by the time for the tree."""
+FINDING = """The time of packing per token of the rows. For a tree it includes sorting the rows as bytes."""
 Rows = list[list[int]]
 
 

@@ -30,12 +30,13 @@ from headrace.pipeline import load_pipeline, make_report, write_dump
 ROWS, GROUP_SIZE, PROMPTS, ROUNDS = 1024, 8, 2000, 5
 WORDS = "the of and so then first next 12 answer is therefore we have x equals compute"
 TARGET = 1.0  # seconds
-NOTE = f"""{ROWS:,} rows a step, each with one of {PROMPTS:,} prompts and a response of about 1,000
-characters. From the start of the command, in a process of its own, to the answers with all steps and with the
-first rows of the last step, which is when a browser shows the run: CPU time of the process, and wall time,
-which depends on what else the machine does. Next, the wall time of the first question for the list of
-prompts, which reads the prompts of all steps, and of a text that is searched in the rows of a step. The least
-of {ROUNDS} starts, since other programs only add to it. Peak memory is that of the process."""
+NOTE = f"""{ROWS:,} rows a step. Each row has one of {PROMPTS:,} prompts and a response of about 1,000
+characters. "First rows" is the time from the start of the command, in a new process, until the server has
+returned the list of steps and the first rows of the last step, so that a browser can show them. It is given
+as CPU time of the process and as wall time, which depends on the other load of the machine. "All prompts"
+is the wall time of the first request for the list of prompts, for which the server reads the prompts of all
+steps. "Search" is the wall time to search a text in the rows of one step. Each number is the least of
+{ROUNDS} starts, because other programs can only make it greater. Peak memory is that of the process."""
 
 
 def write(folder: Path, steps: int) -> int:

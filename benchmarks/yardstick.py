@@ -1,4 +1,4 @@
-"""The library over the same work in plain Python and NumPy.
+"""headrace compared with the same work in plain Python and NumPy.
 
     python benchmarks/yardstick.py [--rounds 9] [--huge 1]
 
@@ -31,12 +31,13 @@ TOKENS = 100
 SMALL, LARGE, HUGE = (64, 512), (100_000, 1_000_000), 10_000_000  # rows
 RAGGED, STREAMED, WAITING = 512, 512, (700, 100_000)
 GROWTH = 13  # at most, where there are ten times as many rows
-NOTE = f"""NumPy: the loop over the {MINIBATCHES} minibatches of the grpo recipe, over the same decisions in
-plain NumPy with the same gathers (`benchmarks/numpy_grpo.py`). Rows have {TOKENS} tokens, or 2 for 100,000
-rows and more. Ragged rows, in a lazy stack, are over reading each needed column once and indexing the stack.
-In a stream, slices of one row are put into a `GroupAssembler` and whole groups are taken, over a dict of
-lists that are concatenated when they are whole; and one row is put while others wait."""
-HEAD = ["what, over what", "ms", "over, ms", "ratio"]
+NOTE = f"""The lines "over NumPy" compare the loop over the {MINIBATCHES} minibatches of the grpo recipe
+with the same decisions and gathers in plain NumPy (`benchmarks/numpy_grpo.py`). Rows have {TOKENS} tokens,
+or 2 for 100,000 rows and more. The line of ragged rows, in a lazy stack, compares with reading each needed
+column once and indexing the stack. In "rows put one by one", a `GroupAssembler` gets slices of one row and
+returns whole groups; it is compared with a dict of lists that are concatenated when a group is whole. The
+last line is the time to put one row while many other rows wait, compared with few."""
+HEAD = ["A over B", "A, ms", "B, ms", "A / B"]
 
 measure = partial(measure_by, clock=time.thread_time)
 

@@ -19,7 +19,7 @@ from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.schema import FLOAT, ROW, has_key
+from headrace.transforms.schema import FLOAT, ROW, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
@@ -28,6 +28,7 @@ from .ledger import Ledger
 from .load import load_pipeline
 from .pipeline import Pipeline
 from .run import Run
+from .wording import suggest
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
 IDS = ("group", "rollout", "state", "parent", "baseline")
@@ -57,13 +58,11 @@ class Decision:
         keys = [each.advantage_key for each in self.run.stages.values() if hasattr(each, "advantage_key")]
         if not keys:
             raise BatchError(f"no stage writes an advantage; the stages are {', '.join(self.run.stages)}")
-        if self.run.rows is None:
-            return torch.zeros(0, dtype=torch.float64)
+        if self.run.rows is None or not len(self.run.batch):  # no row reached the stage
+            return torch.zeros(len(self.keep), dtype=torch.float64)
         if self.came is None:
             found = self.run.of_rank(self.run.rows.table.columns[keys[-1]])
             return torch.where(self.keep, found.double(), 0.0)
-        if not len(self.run.batch):
-            return torch.zeros(len(self.keep), dtype=torch.float64)
         wide = self._put_back(self.run.batch.get(keys[-1])).double()
         if wide.shape[1] > 1:
             return torch.where(self.in_loss, wide, 0.0)
@@ -77,9 +76,12 @@ class Decision:
             BatchError: a stage moved tokens between rows, which the caller's rows would not follow.
         """
         key = self.run.keys.loss_mask
-        if self.came is None or not len(self.run.batch) or not has_key(self.came, key):
+        if self.came is None or not has_key(self.came, key):
             return self.keep
-        before, mask = self.came.get(key), self._put_back(self.run.batch.get(key))
+        before = self.came.get(key)
+        if not len(self.run.batch):
+            return before.new_zeros((len(self.keep), *before.shape[1:]), dtype=torch.bool)
+        mask = self._put_back(self.run.batch.get(key))
         new = (mask & ~before).any(1) if before.shape == mask.shape else mask.any(1)
         if rows := new.nonzero().flatten().tolist():
             raise BatchError(
@@ -103,8 +105,8 @@ class Decision:
         Raises:
             MissingKeyError: the columns have no ``tokens``, or the recipe has no split or no LossWeight.
         """
-        if self.run.rows is None:
-            return torch.zeros(0, dtype=torch.float64)
+        if not len(self.run.batch):
+            return torch.zeros(len(self.keep), dtype=torch.float64)
         if not self.run.places or "loss_weight" not in self.run.places[0]:
             raise MissingKeyError(
                 "loss weights need the number of tokens in the loss of each row, as columns['tokens'], and a "
@@ -271,13 +273,19 @@ class Decider:
                     texts[key] = list(values)
             elif isinstance(values, Tensor):
                 batch[key] = values
+            elif name == "status" and all(isinstance(value, str) for value in values):
+                if wrong := sorted(set(values) - {each.name.lower() for each in Status}):
+                    known = ", ".join(each.name.lower() for each in Status)
+                    raise ValueError(f"status must be one of {known}, or its number; found {listing(wrong)}")
+                batch[key] = torch.tensor([Status[value.upper()] for value in values])
             else:
                 found = np.asarray(values, dtype=float if name == "reward" else None)
                 batch[key] = torch.from_numpy(found) if found.dtype.kind in "biuf" else list(values)
         if unread:
+            readable = [*COUNTS, *map(str, self._keys)]
             raise ValueError(
-                f"the recipe does not read the columns {listing(unread)}; it reads tokens, length and "
-                f"{listing(sorted(map(str, self._keys)))}. Check the names"
+                f"the recipe does not read the columns {listing(unread)}{suggest(unread[0], readable)}; "
+                f"it can read {', '.join(sorted(readable))}. Leave out the others"
             )
         return batch, texts
 

@@ -203,6 +203,11 @@ def settings_of(
     """
     found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
+        if not (options is None or isinstance(options, Mapping)):
+            raise ConfigError(
+                f"stages[{name!r}] must be a mapping of options, with '_target_' for a whole stage, or None; "
+                f"got {options!r}"
+            )
         whole = options is None or "_target_" in options
         for key, value in {"": options}.items() if whole else (options or {}).items():
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")

@@ -1,4 +1,4 @@
-"""Adapters inside the installed code of the trainers, each in a process and with packages of its own.
+"""Adapters run inside the installed code of the trainers, each in its own process and with its own packages.
 
 A folder of packages for each, since they need versions of others that do not go together:
 `pip install --no-deps --target FOLDER/verl verl==0.9.1 …`, and so on, as `PEERS` has it. HEADRACE_PEERS
@@ -28,7 +28,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_an_adapter_gives_the_trainers_own_numbers_inside_it(name):
+def test_an_adapter_inside_its_trainer_gives_the_trainers_numbers(name):
     if not (FOLDER / name).is_dir():
         pytest.skip(
             f"HEADRACE_PEERS names no folder with {name}: "

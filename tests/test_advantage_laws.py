@@ -1,4 +1,4 @@
-"""What holds for every batch, whatever its rewards, sizes and order."""
+"""Laws of the group-relative advantage for any rewards, sizes and order of rows."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def credit_or_refusal(batch, options):
 
 
 @given(batches(), OPTIONS)
-def test_it_is_what_the_definition_says_rounded_once(batch, options):
+def test_advantage_equals_the_definition_rounded_once(batch, options):
     expected = by_loops(*batch, **options)
     found = credit_or_refusal(batch, options)
     if found is None:
@@ -190,7 +190,7 @@ def test_other_groups_change_no_bit_of_a_group(batch, company, options):
 
 
 @given(st.lists(REWARDS, min_size=1, max_size=8), OPTIONS, st.integers(1, 4))
-def test_a_group_of_equal_rewards_has_exactly_none(rewards, options, groups):
+def test_equal_rewards_have_an_advantage_of_exactly_0(rewards, options, groups):
     reward = torch.tensor(rewards).repeat_interleave(5)
     group_id = torch.arange(len(rewards)).repeat_interleave(5)
     of_the_group = options["scale"] in ("group", "leave_one_out", "mad")
@@ -201,8 +201,8 @@ def test_a_group_of_equal_rewards_has_exactly_none(rewards, options, groups):
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "median", "log_mean_exp", "batch", "none"])
 @pytest.mark.parametrize("eps_mode", ["add", "clamp"])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
-def test_a_group_that_never_succeeded_has_nothing_over_its_mean(baseline, eps_mode, eps):
-    """MaxRL, arXiv:2602.02710; neither a shift nor the batch's mean is divided by ε alone."""
+def test_a_group_without_success_has_an_advantage_of_0(baseline, eps_mode, eps):
+    """MaxRL, arXiv:2602.02710: neither a shift nor the batch mean is divided by ε alone."""
     options = {"baseline": baseline, "scale": "mean", "eps_mode": eps_mode, "eps": eps, "shift": 0.25}
     found = group_relative_advantage([0.0, 0.0, 0.0, 0.0, 1.0], [0, 0, 7, 7, 7], **options).tolist()
     assert found[:2] == [0.0, 0.0]
@@ -218,7 +218,7 @@ def test_a_group_that_never_succeeded_has_nothing_over_its_mean(baseline, eps_mo
     st.integers(0, 2**32),
     st.booleans(),
 )
-def test_the_rewards_own_dtype_asks_for_the_bits_of_the_reshape_formula(
+def test_dtype_of_the_rewards_gives_the_bits_of_the_reshape_formula(
     prompts, size, segments, dtype, scale, seed, scattered_ids
 ):
     generator = torch.Generator().manual_seed(seed)
@@ -247,7 +247,7 @@ def test_the_rewards_own_dtype_asks_for_the_bits_of_the_reshape_formula(
     assert torch.equal(found, expected.to(dtype))
 
 
-def test_lists_and_column_vectors_are_rows_too():
+def test_rewards_may_be_lists_or_column_vectors():
     as_lists = group_relative_advantage([1, 3, 5], [4, 4, 4], [7, 8, 9])
     as_columns = group_relative_advantage(
         torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([[4], [4], [4]]), torch.tensor([[7], [8], [9]])
@@ -274,25 +274,25 @@ def test_lists_and_column_vectors_are_rows_too():
         ({"group_id": [0, 0, 2**70]}, r"group_id must be integers, at most 63 bits"),
     ],
 )
-def test_wrong_data_raise_with_the_offenders(changes, message):
+def test_invalid_data_raise_with_the_row_ids(changes, message):
     sound = {"reward": [1.0, 2.0, 3.0], "group_id": [0, 0, 0], "rollout_id": [0, 1, 2]}
     with pytest.raises(BatchError, match=message):
         group_relative_advantage(**(sound | changes))
 
 
-def test_a_lone_rollout_raises_where_asked():
+def test_a_group_of_one_rollout_raises_if_asked():
     with pytest.raises(BatchError, match=r"at least two rollouts.*group 9 \(rollout 4\)"):
         group_relative_advantage([1.0, 2, 3, 3], [0, 0, 9, 9], [1, 2, 4, 4], singleton="raise")
 
 
-def test_rewards_that_cannot_be_squared_raise():
+def test_rewards_whose_square_overflows_raise():
     with pytest.raises(BatchError, match=r"squares into float64; found 1e\+200"):
         group_relative_advantage(torch.tensor([1e200, -1e200], dtype=torch.float64), [0, 0])
     with pytest.raises(BatchError, match=r"differences of rewards must fit into torch.float16.*found 6e\+04"):
         group_relative_advantage(torch.tensor([6e4, -6e4, 0.0], dtype=torch.float16), [0, 0, 0])
 
 
-def test_rewards_too_large_for_their_own_dtype_take_float64():
+def test_rewards_beyond_their_dtype_use_float64():
     found = group_relative_advantage(torch.tensor([1e30, -1e30, 1e30, 0.0]), [0, 0, 1, 1])
     assert found.tolist() == pytest.approx([0.7071068, -0.7071068, 0.7071068, -0.7071068])
 
@@ -309,18 +309,18 @@ def test_rewards_too_large_for_their_own_dtype_take_float64():
         ({"scale": "leave_one_out", "eps_mode": "clamp"}, "needs eps_mode='skip'; got eps_mode='clamp'"),
     ],
 )
-def test_an_option_that_is_none_raises(option, message):
+def test_an_invalid_option_raises(option, message):
     with pytest.raises(ValueError, match=message):
         group_relative_advantage([1.0, 2.0], [0, 0], **option)
 
 
-def test_nothing_in_gives_nothing():
+def test_an_empty_batch_gives_an_empty_advantage():
     assert group_relative_advantage([], []).shape == (0,)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
 @pytest.mark.parametrize("outlier", [100.0, 1e6, 1e9])
-def test_one_rollout_far_from_others_that_agree_is_measured_by_them(order, outlier):
+def test_an_outlier_is_scaled_by_the_std_of_the_others(order, outlier):
     # By hand: the others of the outlier are .01, .02, .03, with mean .02 and std .01.
     reward = torch.tensor([outlier, 0.01, 0.02, 0.03], dtype=torch.float64)[order]
     found = group_relative_advantage(
@@ -336,14 +336,14 @@ def test_integer_rewards_above_2_24_stay_distinct():
         assert found.tolist() == [-0.5, 0.5]
 
 
-def test_counts_do_not_end_where_float16_does():
+def test_counts_may_exceed_the_range_of_float16():
     rewards = torch.tensor([0.0, 1.0] * 40_000, dtype=torch.float16)
     for options in ({}, {"dtype": torch.float16}, {"scale": "batch"}):
         found = group_relative_advantage(rewards, torch.arange(80_000) // 8, **options)
         assert float(found[1]) == pytest.approx(7**0.5 / 8**0.5 if "scale" not in options else 1.0, rel=1e-3)
 
 
-def test_an_advantage_that_leaves_the_range_of_its_dtype_is_refused():
+def test_an_advantage_beyond_its_dtype_raises():
     with pytest.raises(BatchError, match=r"must fit into torch.float16; found 2.99906e\+06 at row 0"):
         group_relative_advantage(
             torch.tensor([3e4, 0, 0.01, 0.02], dtype=torch.float16),
@@ -363,8 +363,8 @@ def groups_of_at_least(draw, k):
 
 
 @given(st.integers(2, 5).flatmap(lambda k: st.tuples(st.just(k), groups_of_at_least(k))), st.randoms())
-def test_the_best_of_k_is_the_mean_over_all_sets_of_others(drawn, random):
-    """PKPO, arXiv:2505.15201: what a rollout adds to the best of k, over all sets of k − 1 others."""
+def test_best_of_k_equals_the_mean_over_all_sets_of_others(drawn, random):
+    """PKPO, arXiv:2505.15201: the gain over the best of k, averaged over all sets of k − 1 others."""
     k, (reward, groups) = drawn
     order = list(range(len(groups)))
     random.shuffle(order)
@@ -383,7 +383,7 @@ def test_the_best_of_k_is_the_mean_over_all_sets_of_others(drawn, random):
     assert torch.equal(twice, torch.cat([found, found]))
 
 
-def test_the_best_of_k_estimates_its_gradient_without_bias():
+def test_best_of_k_is_an_unbiased_gradient_estimate():
     """A coin with P(1) = p, n = 4: all 16 outcomes, against d/dp of 1 − (1 − p)^k, over k."""
     p, n = 0.3, 4
     for k in (2, 3, 4):
@@ -398,7 +398,7 @@ def test_the_best_of_k_estimates_its_gradient_without_bias():
         assert total == pytest.approx((1 - p) ** (k - 1), rel=1e-12)
 
 
-def test_a_group_smaller_than_k_is_refused_with_its_ids():
+def test_a_group_smaller_than_k_raises_with_its_ids():
     for rollouts in (None, [5, 6, 7, 9]):
         with pytest.raises(BatchError, match=r"at least k=3 rollouts.*found fewer in group 7 \(rollout \d\)"):
             group_relative_advantage(
@@ -418,6 +418,6 @@ def test_a_group_smaller_than_k_is_refused_with_its_ids():
         ({"scale": "mad"}, "scale='mad' needs eps_mode='skip'"),
     ],
 )
-def test_options_of_a_formula_that_do_not_go_together_are_refused(options, message):
+def test_contradicting_options_of_a_formula_raise(options, message):
     with pytest.raises(ValueError, match=message):
         group_relative_advantage([1.0, 2], [0, 0], **options)

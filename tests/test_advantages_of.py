@@ -1,4 +1,4 @@
-"""What another trainer's rows get of a pipeline: each row its own, in the order in which they came."""
+"""Rows of another trainer get the advantages of a pipeline, in the order in which they came."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(seed: int, groups: int = 5, size: int = 4) -> TensorDict:
     return batch
 
 
-def test_each_row_has_what_a_loop_over_its_group_says():
+def test_each_row_has_the_advantage_of_a_loop_over_its_group():
     pipeline = of_four("rloo")
     for batch in map(rows, range(10)):
         credit = advantages_of(pipeline, batch)
@@ -45,7 +45,7 @@ def test_each_row_has_what_a_loop_over_its_group_says():
 
 
 @pytest.mark.parametrize("action", ["mask", "exclude", "drop"])
-def test_whoever_leaves_keeps_the_place_and_has_nothing(action):
+def test_a_dropped_row_keeps_its_index_and_has_advantage_0(action):
     batch = rows(seed=1)
     whole = torch.tensor([False, True]).repeat(10)
     stages = dict(composed("pipeline=dr_grpo", "~pipeline.stages.gate").stages.items())
@@ -58,7 +58,7 @@ def test_whoever_leaves_keeps_the_place_and_has_nothing(action):
     assert (credit.run.ledger.reason[~whole] > 0).all()
 
 
-def test_the_order_of_rows_moves_no_bit():
+def test_row_order_changes_no_bit():
     batch, pipeline = rows(seed=2), of_four("grpo")
     credit, order = advantages_of(pipeline, batch), torch.randperm(20)
     permuted = advantages_of(pipeline, batch[order])
@@ -66,7 +66,7 @@ def test_the_order_of_rows_moves_no_bit():
     assert torch.equal(permuted.in_loss, credit.in_loss[order])
 
 
-def test_tokens_have_an_advantage_each_where_the_recipe_gives_them():
+def test_recipes_per_token_give_an_advantage_per_token():
     batch = rows(seed=3)
     batch["entropy", "full"] = torch.rand(20, 5)
     credit = advantages_of(of_four("high_entropy"), batch)
@@ -75,7 +75,7 @@ def test_tokens_have_an_advantage_each_where_the_recipe_gives_them():
     assert not credit.advantage[~credit.in_loss].any()
 
 
-def test_what_came_in_is_left_alone_and_a_pipeline_serves_again():
+def test_the_input_is_unchanged_and_the_pipeline_is_reusable():
     batch, pipeline = rows(seed=4), of_four("grpo")
     before = batch.clone()
     first, second = advantages_of(pipeline, batch), advantages_of(pipeline, batch)
@@ -84,7 +84,7 @@ def test_what_came_in_is_left_alone_and_a_pipeline_serves_again():
     assert (batch == before).all()
 
 
-def test_without_a_loss_mask_rows_that_stay_are_in_the_loss():
+def test_without_a_loss_mask_kept_rows_are_in_the_loss():
     batch = rows(seed=5).exclude("masks")
     credit = advantages_of(of_four("dr_grpo", "pipeline.stages.filter.action=drop"), batch)
     rewards = batch["next", "reward"].new_zeros(5).index_add_(0, batch["group_id"], batch["next", "reward"])
@@ -94,15 +94,15 @@ def test_without_a_loss_mask_rows_that_stay_are_in_the_loss():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_where_nobody_stays_there_is_nothing(number):
+def test_all_advantages_are_0_if_no_row_is_kept(number):
     pipeline = of_four("grpo", "pipeline.stages.gate.on_incomplete=drop")
     credit = advantages_of(pipeline, rows(seed=6)[:number])
     assert credit.advantage.tolist() == [[0.0]] * number
-    assert credit.in_loss.tolist() == [[False]] * number
+    assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as where rows stay
 
 
-def test_rows_that_take_tokens_of_others_are_refused():
-    """Another trainer has the turns as they were, and would give one of them the credit of all."""
+def test_merged_turns_are_refused():
+    """Another trainer keeps the single turns, and would credit one of them for all."""
     batch = TensorDict({"group_id": [0, 0, 0], "rollout_id": [0, 0, 1]}, [3])
     batch["tokens", "full"] = torch.tensor([[5, 6, 0], [5, 6, 7], [5, 8, 0]])
     batch["masks", "all_attention_mask"] = batch["tokens", "full"] > 0

@@ -1,4 +1,4 @@
-"""A report says in words what its numbers advise to look at, just beyond the bounds and not below."""
+"""A report shows an advisory beyond its bound and not at it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def steps_of(key, values, **more):
         ("stale", "staleness/mean", 2.0),
     ],
 )
-def test_each_rule_fires_just_beyond_its_bound_and_not_at_it(name, number, bound):
+def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
     assert names(QUIET | {number: bound}) == []
     assert names(QUIET | {number: bound + BEYOND}) == [name]
     (found,) = advise(
@@ -64,7 +64,7 @@ def test_each_rule_fires_just_beyond_its_bound_and_not_at_it(name, number, bound
     assert symptoms()[name].title
 
 
-def test_a_number_is_judged_by_its_last_five_steps():
+def test_an_advisory_uses_the_last_five_steps():
     for old, new in ((1.0, 0.0), (0.0, 1.0)):
         history = steps_of("rollouts/truncated", [old] * 7 + [new] * 5)
         assert names(history[-1][1], history) == (["rollouts-truncated"] if new else [])
@@ -75,8 +75,8 @@ def test_a_number_is_judged_by_its_last_five_steps():
 @pytest.mark.parametrize(
     ("name", "number"), [("learning-rate-zero", "optimiser/lr"), ("gradient-zero", "optimiser/grad_norm")]
 )
-def test_weights_that_do_not_change_are_told_and_nothing_is_guessed(name, number):
-    """Only where the number is exactly 0 at each of the last five steps, and not where it is unknown."""
+def test_unchanged_weights_are_reported_only_if_measured(name, number):
+    """The number must be exactly 0 at each of the last five steps; an unknown number gives no advisory."""
     assert names(QUIET | {number: 1e-300}) == names(QUIET) == []
     history = steps_of(number, [0.1] * 7 + [0.0] * 5)
     (found,) = advise(history[-1][1], history)
@@ -86,7 +86,7 @@ def test_weights_that_do_not_change_are_told_and_nothing_is_guessed(name, number
     assert names(history[-1][1], history) == []
 
 
-def test_a_flat_reward_says_that_the_learning_rate_is_zero():
+def test_a_flat_reward_reports_a_learning_rate_of_0():
     lacking = {"optimiser/lr": 0.0, "frac_reward_zero_std": 0.9}
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, **lacking)
     assert "The learning rate is 0: the weights do not change (steps 11 to 15)." in verdict(
@@ -94,8 +94,8 @@ def test_a_flat_reward_says_that_the_learning_rate_is_zero():
     )
 
 
-def test_a_symptom_is_checked_or_said_to_lack_its_data():
-    """With all numbers nothing is unchecked; without one, the symptoms that are judged by it are."""
+def test_a_symptom_is_checked_or_names_its_missing_data():
+    """With all numbers every symptom is checked; without one, the symptoms that need it are unchecked."""
     full = QUIET | RANGE | {"reward/all/mean": 0.5, "response_length/mean": 9.0, "tis/least_ess": 0.1}
     text = (ROOT / "pipeline/report/symptoms.yaml").read_text()
     bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
@@ -112,11 +112,11 @@ def test_a_symptom_is_checked_or_said_to_lack_its_data():
         assert unchecked(history) == [name for name in symptoms() if judged_by[name] == number]
 
 
-def test_one_group_of_three_may_carry_the_gradient():
+def test_one_of_three_groups_may_carry_the_gradient():
     assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
 
 
-def test_every_step_at_which_nothing_trained_is_named():
+def test_every_step_without_training_is_named():
     trained = [4.0, 0.0, 4.0, 0.0, 4.0]
     history = steps_of("rows/trained", trained)
     (found,) = advise(history[-1][1], history)
@@ -126,13 +126,13 @@ def test_every_step_at_which_nothing_trained_is_named():
 
 
 @pytest.mark.parametrize(("value", "fires"), [(0.5, False), (0.5 - BEYOND, True)])
-def test_a_stage_is_warned_of_below_its_own_least(value, fires):
+def test_each_stage_has_its_own_warning_bound(value, fires):
     numbers = QUIET | {"mine/reach_mean": value, "mine/least_reach": 0.5, "other/reach_mean": 0.0}
     found = advise(numbers)
     assert [each.number for each in found] == (["mine/reach_mean"] if fires else [])
 
 
-def test_lengths_explode_beyond_twice_the_beginning():
+def test_lengths_explode_above_twice_their_start():
     for factor, fires in ((2.0, False), (2.001, True)):
         history = steps_of("response_length/mean", [100.0] * 7 + [100.0 * factor] * 5)
         assert names(history[-1][1], history) == (["lengths-explode"] if fires else [])
@@ -164,15 +164,15 @@ def of_rewards(*quarters):
         ((0.95, 0.95, 0.95, 0.95), [], "stays near the greatest seen: 0.95 in steps 0 to 3, 0.95 in steps"),
     ],
 )
-def test_flat_stalled_and_falling_are_told_by_their_rule(quarters, found, said):
+def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
     fired, words = of_rewards(*quarters)
     assert fired == found
     assert words.startswith(f"The mean reward {said}")
 
 
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
-def test_a_reward_that_is_only_rounded_does_not_move(reward):
-    """The mean of eight times 0.1 is not that of seven."""
+def test_rounding_of_a_mean_reward_is_no_movement(reward):
+    """The mean of eight values 0.1 differs from that of seven by rounding."""
     up, down = (float(np.nextafter(reward, end)) for end in (np.inf, -np.inf))
     for means in ([reward] * 8 + [up] * 8, [reward] * 8 + [down] * 8):
         history = steps_of("reward/all/mean", means)
@@ -181,12 +181,12 @@ def test_a_reward_that_is_only_rounded_does_not_move(reward):
         assert verdict(history[-1][1], history).startswith("The mean reward is flat: ")
 
 
-def test_a_step_whose_reward_is_no_number_is_none_of_the_steps():
+def test_steps_with_a_nan_reward_are_left_out():
     history = steps_of("reward/all/mean", [float("nan")] * 13)
     assert verdict(history[-1][1], history) == "No reward was recorded."
 
 
-def test_a_reward_that_does_not_rise_says_why():
+def test_a_flat_reward_has_its_reason():
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
     assert verdict(history[-1][1], history) == (
         "The mean reward is flat: 0.1 in steps 0 to 3, 0.1 in steps 12 to 15. 92 % of the groups have equal "
@@ -194,7 +194,7 @@ def test_a_reward_that_does_not_rise_says_why():
     )
 
 
-def test_eleven_steps_are_too_few_to_say():
+def test_eleven_steps_give_no_trend():
     history = steps_of("reward/all/mean", [0.1] * 11, **RANGE)
     assert verdict(history[-1][1], history).endswith(": 11 steps are too few to say whether it learns.")
     assert verdict(QUIET, steps_of("rows/in", [4.0] * 20)) == "No reward was recorded."
@@ -202,7 +202,7 @@ def test_eleven_steps_are_too_few_to_say():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0.01, 100), st.floats(-50, 50))
 def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
-    """Rewards times a factor, and moved: numbers are others, what is said of them is not."""
+    """Rewards are multiplied and shifted; the verdict is the same."""
 
     def kinds(rewards, low, high):
         more = {"reward/all/min": low, "reward/all/max": high}
@@ -254,8 +254,8 @@ def test_permuted_rows_have_the_same_numbers(make_batch):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.0, 1.0])), min_size=1))
-def test_rewards_that_are_compared_by_role_are_equal_by_role(rollouts):
-    """A solver's 1 beside a verifier's 0 teaches nothing."""
+def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
+    """A solver's 1 and a verifier's 0 are not compared."""
     from batches import batch_of
 
     groups, roles, rewards = map(list, zip(*rollouts, strict=True))
@@ -278,7 +278,7 @@ def test_rewards_that_are_compared_by_role_are_equal_by_role(rollouts):
     assert report.columns["advantage_by_row"] == pytest.approx(report.columns["advantage"], nan_ok=True)
 
 
-def test_a_group_of_large_rewards_carries_the_gradient(make_batch):
+def test_a_group_of_large_advantages_carries_the_gradient(make_batch):
     """Advantages ±1 in four groups and ±9 in one, of one token each: 18 of 26."""
     rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none")})
@@ -297,7 +297,7 @@ def test_a_group_of_large_rewards_carries_the_gradient(make_batch):
 # -- symptoms --------------------------------------------------------------------------------------------
 
 
-def test_every_advisory_there_is_has_a_symptom():
+def test_every_advisory_has_a_symptom():
     source = (ROOT / "pipeline/report/advice.py").read_text()
     named = set(re.findall(r'"([a-z]+(?:-[a-z]+)+|stale|stalled)"', source))
     text = (ROOT / "pipeline/report/symptoms.yaml").read_text()
@@ -306,7 +306,7 @@ def test_every_advisory_there_is_has_a_symptom():
     assert not named & bounded
 
 
-def test_the_words_against_a_symptom_compose_and_build():
+def test_overrides_suggested_for_a_symptom_compose():
     words = {each.words for symptom in symptoms().values() for each in symptom.remedies if each.words}
     for line in sorted(words):
         if all(word.startswith(("pipeline", "+pipeline", "criterion@")) for word in line.split()):
@@ -319,7 +319,7 @@ def test_the_words_against_a_symptom_compose_and_build():
 
 
 @given(st.integers(2, 9), st.integers(1, 200))
-def test_thinned_things_are_few_evenly_spread_and_have_both_ends(most, number):
+def test_thinning_keeps_both_ends_and_even_spacing(most, number):
     some = Thinned(most)
     for item in range(number):
         some.add(item)

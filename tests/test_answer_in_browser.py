@@ -1,4 +1,4 @@
-"""The page answers before one scrolls, and follows a run that goes on."""
+"""The first screen of the page has the verdict, and a live page follows its run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def now(ago=0.0):
     return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - ago))
 
 
-def test_the_first_screen_answers(look):
+def test_the_first_screen_has_the_verdict(look):
     page = look(long_run(live=None), width=1280)
     bottom = "return Math.max(...[...document.querySelectorAll('#verdict, #answer .tile, #advisories > li')]"
     assert page.driver.execute_script(f"{bottom}.map((e) => e.getBoundingClientRect().bottom))") <= 800
@@ -84,7 +84,7 @@ def test_the_first_screen_answers(look):
     assert not page.one("#recipe").is_displayed()
 
 
-def test_a_tile_shows_the_step_that_is_chosen(look):
+def test_a_tile_shows_the_chosen_step(look):
     page = look(long_run(live=None))
     page.choose("number", "0")
     assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
@@ -92,8 +92,8 @@ def test_a_tile_shows_the_step_that_is_chosen(look):
     assert page.texts("#advisories summary")[0].startswith("Step 0 has")
 
 
-def test_the_optimiser_is_shown_as_far_as_it_was_measured(look):
-    """Of a run without its numbers there is no panel; what a trainer does not give has no tile."""
+def test_the_optimiser_panel_shows_only_measured_numbers(look):
+    """A run without optimiser numbers has no panel; a missing number has no tile."""
     run = long_run(live=None)
     assert look(run).seen("#optimiser") == ""
     measured = {
@@ -114,7 +114,7 @@ def test_the_optimiser_is_shown_as_far_as_it_was_measured(look):
     assert page.seen("#optimiser-title") == "The optimiser step 59"
 
 
-def test_each_number_says_of_which_steps_it_is(look):
+def test_each_number_names_its_steps(look):
     run = long_run(live=None) | {"recorded": 600, "totals": {"rows/in": 16000.0, "rows/trained": 11370.0}}
     page = look(run)
     assert page.texts("#answer h2 .of-step") == ["step 59"] * 6
@@ -126,7 +126,7 @@ def test_each_number_says_of_which_steps_it_is(look):
     assert "71 %" in page.seen("#totals")
 
 
-def test_what_cannot_be_checked_says_which_data_it_needs(look):
+def test_an_unchecked_symptom_names_its_missing_data(look):
     run = long_run(live=None)
     run["steps"][-1]["unchecked"] = ["The rollouts are stale: needs the policy version, in `policy_version`"]
     page = look(run)
@@ -137,7 +137,7 @@ def test_what_cannot_be_checked_says_which_data_it_needs(look):
     assert page.seen("#unchecked") == ""
 
 
-def test_lengths_are_those_of_all_rollouts_also_where_some_are_drawn(look):
+def test_lengths_are_of_all_rollouts_if_some_are_drawn(look):
     run = long_run(live=None)
     run["steps"][-1]["numbers"]["response_length/max"] = 9000.0
     run["steps"][-1]["shown"] = {"groups": 7, "of": 900}
@@ -149,7 +149,7 @@ def test_lengths_are_those_of_all_rollouts_also_where_some_are_drawn(look):
     )  # beyond what is drawn
 
 
-def test_an_advisory_opens_what_is_known_of_its_symptom(look):
+def test_an_advisory_opens_its_symptom(look):
     page = look(long_run(live=None))
     first = "#symptom-rollouts-truncated"
     assert "pipeline=dapo" not in page.seen(first)
@@ -158,8 +158,8 @@ def test_an_advisory_opens_what_is_known_of_its_symptom(look):
     assert symptoms()["rollouts-truncated"].title in page.seen(first)
 
 
-def test_a_group_in_the_loss_is_opened_first_and_one_segment_is_no_size(look):
-    """Group 1 spreads widest, and has left."""
+def test_the_first_open_group_is_in_the_loss(look):
+    """Group 1 has the widest spread but is not in the loss."""
     left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
     kept = pages.rollouts_of(2, [0.4, 0.6])
     pages.advantages(kept)
@@ -174,7 +174,7 @@ def test_a_group_in_the_loss_is_opened_first_and_one_segment_is_no_size(look):
     )
 
 
-def test_the_foot_says_when_and_how_the_run_was_made(look):
+def test_the_footer_has_time_and_origin_of_the_run(look):
     page = look(long_run(live=None))
     assert page.seen("#run") == "This run: began 2026-11-22T04:19:11+00:00"
     page.one("#run > summary").click()
@@ -191,7 +191,7 @@ def wait_for(condition):
     raise AssertionError("it did not come")
 
 
-def test_a_live_page_follows_its_run_and_stops_with_it(look, tmp_path):
+def test_a_live_page_updates_until_its_run_ends(look, tmp_path):
     run = long_run(live=1.0)
     some = run | {"steps": run["steps"][:3]}
     page = look(some)
@@ -213,7 +213,7 @@ def test_a_live_page_follows_its_run_and_stops_with_it(look, tmp_path):
     assert page.driver.execute_script("return window.same")
 
 
-def test_who_types_or_marks_text_on_a_live_page_is_not_interrupted(look, tmp_path):
+def test_a_live_page_does_not_interrupt_typing_or_selection(look, tmp_path):
     run = long_run(live=1.0)
     page = look(run | {"steps": run["steps"][:3]})
     page.one("#search").send_keys("gro")
@@ -230,7 +230,7 @@ def test_who_types_or_marks_text_on_a_live_page_is_not_interrupted(look, tmp_pat
     wait_for(lambda: not page.driver.execute_script("return window.same"))
 
 
-def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(look, tmp_path):
+def test_a_live_page_keeps_the_chosen_group_and_can_pause(look, tmp_path):
     run = long_run(live=1.0)
     some = run | {"steps": run["steps"][:3]}
     page = look(some)
@@ -247,7 +247,7 @@ def test_a_group_that_was_chosen_on_a_live_page_stays_and_one_can_pause(look, tm
     wait_for(lambda: not page.driver.execute_script("return window.same"))
 
 
-def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):
+def test_a_page_of_a_killed_run_shows_when_it_was_written(look):
     written = now(ago=3600.0)
     page = look(long_run(live=1.0, written=written))
     assert page.seen("#live") == f"The run is slow, or was stopped: last written {written}."
@@ -256,7 +256,7 @@ def test_a_page_of_a_run_that_was_killed_says_when_it_was_written(look):
     assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age
 
 
-def test_the_text_of_the_answer_has_a_contrast_of_at_least_4_5(look):
+def test_text_of_the_verdict_has_a_contrast_of_4_5(look):
     page = look(long_run(live=1.0, written=now(ago=3600.0)))
     for fold in (*page.all("#advisories summary"), page.one("#run > summary")):
         fold.click()

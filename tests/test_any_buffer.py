@@ -1,4 +1,4 @@
-"""Weights belong to an optimiser step: rows that a buffer samples are weighed after that, or refused."""
+"""Loss weights belong to an optimiser step: rows from a buffer are weighted after sampling, or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weight_of(minibatches) -> float:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_sample_that_is_weighed_as_a_step_adds_up_to_one(unit):
+def test_weights_of_a_sample_weighted_as_a_step_sum_to_one(unit):
     first, second = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}").halves()
     buffer = buffer_of((first, True))
     buffer.extend(collected())
@@ -63,7 +63,7 @@ def test_a_sample_that_is_weighed_as_a_step_adds_up_to_one(unit):
     assert weight_of([through.sample()]) == pytest.approx(1.0)
 
 
-def test_the_halves_together_are_the_whole():
+def test_two_halves_equal_the_whole_pipeline():
     pipeline = composed(*RECIPE, "pipeline.stages.split.shuffle=false")
     first, second = pipeline.halves()
     whole, halved = pipeline(collected()), second(first(collected()))
@@ -76,7 +76,7 @@ def test_the_halves_together_are_the_whole():
 
 @pytest.mark.parametrize("fold", ["none", "token_mean"])
 @pytest.mark.parametrize("how", ["a part", "two batches", "a part of two"])
-def test_rows_that_were_not_weighed_together_are_no_step(how, fold):
+def test_rows_that_were_not_weighted_together_are_refused(how, fold):
     pipeline = composed(*RECIPE, f"pipeline.stages.weight.fold={fold}")
     one, two = pipeline(collected()), pipeline(collected(4))
     step = {
@@ -89,7 +89,7 @@ def test_rows_that_were_not_weighed_together_are_no_step(how, fold):
 
 
 @pytest.mark.parametrize("rows", [[5, 6, 7, 5, 6, 7, 5, 6], [0] * 8, [5, 6, 7, 0, 1, 2, 3, 4]])
-def test_as_many_tokens_are_not_the_same_step(rows):
+def test_an_equal_token_count_does_not_make_a_step(rows):
     batch = batch_of([1.0] * 5 + [2.0, 3.0, 4.0], [0] * 8, [0] * 5 + [1, 2, 3])
     batch["masks", "all_assistant_mask"] = torch.ones(8, 4, dtype=torch.bool)
     done = composed(
@@ -105,7 +105,7 @@ def test_as_many_tokens_are_not_the_same_step(rows):
 
 
 @pytest.mark.parametrize("unit", ["rollout", "group"])
-def test_rows_of_two_batches_that_make_as_many_tokens_must_weigh_as_much(unit):
+def test_rows_of_two_batches_with_equal_tokens_are_refused(unit):
     pipeline = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}", "pipeline.stages.split.shuffle=false")
     one, two = pipeline(collected()), pipeline(collected(4))
     for batch in (one, two):
@@ -116,7 +116,7 @@ def test_rows_of_two_batches_that_make_as_many_tokens_must_weigh_as_much(unit):
         weight_of([step])
 
 
-def test_a_pipeline_on_the_wrong_side_of_a_buffer_says_where_it_belongs():
+def test_a_pipeline_on_the_wrong_side_is_refused_with_the_right_one():
     pipeline = composed(*RECIPE)
     first, second = pipeline.halves()
     for buffer in (
@@ -132,7 +132,7 @@ def test_a_pipeline_on_the_wrong_side_of_a_buffer_says_where_it_belongs():
         weighed.sample()
 
 
-def test_halves_take_each_others_rows_and_nobody_elses():
+def test_a_half_takes_only_rows_of_its_other_half():
     first, second = composed(*RECIPE).halves()
     with pytest.raises(BatchError, match="needs rows that the first half has processed; got 22"):
         second(collected())

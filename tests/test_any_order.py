@@ -1,4 +1,4 @@
-"""Every recipe: permuting rows permutes the bits, and no reward makes an advantage without measure."""
+"""For every recipe, permuting rows permutes the bits, and advantages are bounded."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def bound_of(pipeline, batch, largest_group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ADVANTAGES)
-def test_permuting_rows_permutes_the_bits_and_an_advantage_has_a_measure(make_batch, recipe):
+def test_row_order_permutes_the_bits_and_advantages_are_bounded(make_batch, recipe):
     @settings(max_examples=5)
     @given(collected(make_batch, recipe))
     def law(drawn):

@@ -1,4 +1,4 @@
-"""Ranks with rows of their own have the bits of one process that has them all."""
+"""Ranks that each hold some rows compute the bits of one process that holds all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes import ADVANTAGES, FEW
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "recipes"), [(2, ADVANTAGES), (4, FEW)])
-def test_every_recipe_has_the_bits_of_one_process_however_rows_are_spread(world, recipes, tmp_path):
+def test_every_recipe_has_the_bits_of_one_process_for_any_spread_of_rows(world, recipes, tmp_path):
     pipelines = pipelines_of(recipes)
     results = results_of(compare_with_one_process, world, tmp_path, pipelines)
     assert sum(compared for compared, _ in results) > 20 * len(CASES) * len(pipelines)
@@ -17,7 +17,7 @@ def test_every_recipe_has_the_bits_of_one_process_however_rows_are_spread(world,
 
 
 @pytest.mark.slow
-def test_what_is_carried_weighs_and_counts_on_its_rank(tmp_path):
+def test_carried_rows_are_weighted_and_counted_on_their_rank(tmp_path):
     """Under ``fold="token_mean"`` a row is multiplied by the tokens of its own micro-batch."""
     for off, carried, counted in results_of(fold_stream, 2, tmp_path):
         assert carried > 0

@@ -1,4 +1,4 @@
-"""Into a buffer of one process go whole groups alone, wherever a collector cuts its batches."""
+"""Only complete groups are written to a buffer, wherever a collector cuts its batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def collect_into(buffer: ReplayBuffer, frames: int, total: int, sizes: list | No
 
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
 @pytest.mark.parametrize("frames", [9, 18])
-def test_what_a_collector_writes_is_in_the_buffer_once_its_group_is_whole(kind, frames):
+def test_rows_are_in_the_buffer_once_their_group_is_complete(kind, frames):
     assembler, sizes = GroupAssembler(), []
     buffer = make_buffer(AssembleOnWrite(assembler), kind=kind)
     collect_into(buffer, frames, 72, sizes)
@@ -76,7 +76,7 @@ def test_what_a_collector_writes_is_in_the_buffer_once_its_group_is_whole(kind, 
         assert torch.equal(order[0][key][: len(order[1])], order[1][key]), key
 
 
-def test_a_pipeline_behind_it_sees_whole_groups_and_a_sample_trains_with_their_advantages():
+def test_a_pipeline_after_it_gets_complete_groups_to_train_on():
     first, second = load_pipeline(*RECIPE).halves()
     buffer = make_buffer(Compose(AssembleOnWrite(GroupAssembler()), first))
     for batch in of_one_process(240):
@@ -92,7 +92,7 @@ def test_a_pipeline_behind_it_sees_whole_groups_and_a_sample_trains_with_their_a
     assert [len(step) for step in second.minibatches(buffer.sample())] == [8]
 
 
-def test_rows_that_wait_are_in_the_state_of_the_buffer():
+def test_waiting_rows_are_in_the_buffers_state():
     def run(at: int | None) -> list:
         buffer = make_buffer(AssembleOnWrite(GroupAssembler()))
         for number, batch in enumerate(of_one_process(240)):
@@ -109,7 +109,7 @@ def test_rows_that_wait_are_in_the_state_of_the_buffer():
     assert run(None) == run(0) == run(2)
 
 
-def test_wrong_places_are_refused_with_the_right_one():
+def test_a_wrong_attachment_is_refused_with_the_right_one():
     transform = AssembleOnWrite(GroupAssembler())
     right = r"append_transform\(…, invert=True\); it got {}.*assembled\(drained\(buffer\), assembler\)"
     with pytest.raises(TypeError, match=right.format("an environment's steps")):
@@ -128,7 +128,7 @@ def test_wrong_places_are_refused_with_the_right_one():
         make_buffer(AssembleOnWrite(GroupAssembler())).extend(rows.exclude("group_id"))
 
 
-def test_a_copy_is_made_for_a_file_and_none_for_a_worker(monkeypatch):
+def test_a_copy_works_in_a_file_and_raises_in_a_worker(monkeypatch):
     transform = AssembleOnWrite(GroupAssembler())
     rows = next(of_one_process(60)).reshape(-1)
     for twin in (pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
@@ -138,7 +138,7 @@ def test_a_copy_is_made_for_a_file_and_none_for_a_worker(monkeypatch):
         transform._call(rows)
 
 
-def test_workers_are_not_given_assemblers_of_their_own():
+def test_worker_copies_of_an_assembler_are_refused():
     buffer = make_buffer(AssembleOnWrite(GroupAssembler()))
     buffer.extend(next(of_one_process(60)))
     buffer.share()
@@ -162,7 +162,7 @@ def with_factory(**options) -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(2000), transform_factory=factory, batch_size=4)
 
 
-def test_a_factory_writes_what_the_transform_writes_and_the_account_is_that_of_its_last_run():
+def test_a_factory_writes_as_the_transform_and_counts_its_last_run():
     (rows,) = of_one_process(60)
     made = with_factory()
     first, _ = load_pipeline(*RECIPE).halves()
@@ -179,7 +179,7 @@ def test_a_factory_writes_what_the_transform_writes_and_the_account_is_that_of_i
     assert account.held + len(made) == 60
 
 
-def test_what_was_refused_at_a_writer_is_raised_once_where_the_buffer_is_sampled():
+def test_a_writers_error_is_raised_once_on_sampling():
     (rows,) = of_one_process(60)
     buffer = with_factory()
     buffer.extend(rows.reshape(-1).clone())
@@ -191,7 +191,7 @@ def test_what_was_refused_at_a_writer_is_raised_once_where_the_buffer_is_sampled
     assert len(buffer.sample()) == 4
 
 
-def test_a_worker_that_is_silent_is_raised_where_the_buffer_is_sampled():
+def test_a_silent_worker_is_raised_on_sampling():
     fleet, buffer = Fleet(2, 1, 1, 99), with_factory(worker_patience=0.2)
     for rollout in range(40):
         worker = rollout % 2 if rollout < 4 else 0
@@ -205,7 +205,7 @@ def test_a_worker_that_is_silent_is_raised_where_the_buffer_is_sampled():
         buffer.sample()
 
 
-def test_the_state_of_a_buffer_with_a_factory_goes_on():
+def test_a_buffer_with_a_factory_resumes_from_its_state():
     (rows,) = of_one_process(60)
     buffer, whole = with_factory(), with_factory()
     whole.extend(rows.reshape(-1).clone())
@@ -216,6 +216,6 @@ def test_the_state_of_a_buffer_with_a_factory_goes_on():
     assert torch.equal(again[:]["rollout_id"].sort(0).values, whole[:]["rollout_id"].sort(0).values)
 
 
-def test_a_buffer_without_an_assembler_has_no_account():
+def test_a_buffer_without_an_assembler_has_no_counts():
     with pytest.raises(ValueError, match="needs a buffer with an AssembleOnWrite"):
         buffer_account(ReplayBuffer(storage=LazyTensorStorage(9)))

@@ -1,4 +1,4 @@
-"""Batches of whole groups from a source: its end, its silence, its state."""
+"""Batches of complete groups from a source: how it ends, when it is silent, how it resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def numbers(batches) -> list[list[int]]:
     return [batch["number"].tolist() for batch in batches]
 
 
-def test_whole_groups_come_out_and_what_is_not_whole_is_counted():
+def test_complete_groups_come_out_and_incomplete_ones_are_counted():
     assembler = GroupAssembler(groups=2)
     batches = numbers(assembled(rows(5, torn=3), assembler))
     assert [len(batch) for batch in batches] == [8, 8, 4]
@@ -46,14 +46,14 @@ def test_leftovers_are_yielded_dropped_or_refused():
         assembled([], assembler, leftovers="keep")
 
 
-def test_a_source_that_ends_with_nothing_is_an_error_with_the_rows_in_it():
+def test_a_source_without_a_complete_group_raises_with_its_rows():
     with pytest.raises(StalledError, match=r"ended, and no group became whole.*group 100 has 0 of 2.*2 held"):
         list(assembled(rows(0, torn=2), GroupAssembler()))
     with pytest.raises(StalledError, match="none arrived"):
         list(assembled([], GroupAssembler()))
 
 
-def test_a_source_that_yields_none_for_ever_is_noticed():
+def test_a_source_that_only_yields_none_raises():
     def source():
         yield from rows(1)
         while True:
@@ -63,7 +63,7 @@ def test_a_source_that_yields_none_for_ever_is_noticed():
         list(assembled(source(), GroupAssembler(max_idle=7)))
 
 
-def test_under_patience_none_is_silence_and_no_put():
+def test_under_patience_none_is_silence_and_not_a_put():
     def source(silent: int):
         for row in rows(2):
             yield from [None] * 150  # more than the puts after which an assembler is idle
@@ -80,7 +80,7 @@ def test_under_patience_none_is_silence_and_no_put():
         list(assembled(source(300), GroupAssembler(), patience=0.2))
 
 
-def test_while_none_comes_what_is_too_old_by_its_seconds_goes_out():
+def test_timeouts_apply_while_the_source_yields_none():
     def source():
         yield rows(1)[0]
         yield rows(1)[2]
@@ -92,7 +92,7 @@ def test_while_none_comes_what_is_too_old_by_its_seconds_goes_out():
     assert numbers([next(iter(assembled(source(), assembler, patience=60)))]) == [[0, 2]]
 
 
-def test_a_source_that_is_silent_is_an_error_in_bounded_time():
+def test_a_silent_source_raises_in_bounded_time():
     never = Event()
 
     def source():
@@ -106,7 +106,7 @@ def test_a_source_that_is_silent_is_an_error_in_bounded_time():
     never.set()
 
 
-def test_patience_changes_no_batch_reads_nothing_ahead_and_passes_errors_on():
+def test_patience_changes_no_batch_and_passes_errors_on():
     read = []
 
     def source():
@@ -127,7 +127,7 @@ def test_patience_changes_no_batch_reads_nothing_ahead_and_passes_errors_on():
 
 
 @pytest.mark.parametrize("patience", [None, 60])
-def test_where_a_collector_cuts_its_batches_changes_no_group(patience):
+def test_batch_boundaries_of_a_collector_change_no_group(patience):
     def collect(frames: int) -> list:
         env = make_env(prompts=3)
         total = 4 * env.frames_per_batch
@@ -174,7 +174,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_the_state_of_both_goes_on_where_it_was(at):
+def test_source_and_assembler_resume_from_their_state(at):
     expected = numbers(assembled(Counted(), GroupAssembler(groups=2)))
     stream = assembled(Counted(), GroupAssembler(groups=2))
     assert stream.shutdown() == "shut down"
@@ -190,7 +190,7 @@ def test_the_state_of_both_goes_on_where_it_was(at):
         assembled([], GroupAssembler(groups=2)).load_state_dict(stream.state_dict())
 
 
-def test_what_was_only_late_is_not_lost_with_the_error_that_says_so():
+def test_rows_that_are_only_late_survive_the_stall_error():
     may_go_on = Event()
 
     def source():

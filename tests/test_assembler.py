@@ -1,4 +1,4 @@
-"""The group assembler is what its docstring says: compared with a slow one, over streams with every fault."""
+"""The group assembler equals a slow reference over streams with every fault."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssemb
 @pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10**9), by_segment=st.booleans(), resume=st.booleans())
-def test_it_does_what_the_slow_one_does_with_any_stream_and_wherever_it_is_resumed(
-    name, seed, by_segment, resume
-):
+def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_segment, resume):
     options = OPTIONS[name]
     slow_options = {key: value for key, value in options.items() if key != "groups"}
     fast, slow = make(by_segment, **options), SlowAssembler(by_segment=by_segment, **slow_options)
@@ -169,7 +167,7 @@ def in_any_order(batch: TensorDict) -> TensorDict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "lazy"), [(1, False), (5, True), (1000, False)])
-def test_a_stream_and_its_batch_train_bit_for_bit_the_same(size, lazy):
+def test_a_stream_trains_the_bits_of_its_batch(size, lazy):
     batch = batch_of_lines(faultless())
     assembler = GroupAssembler()
     for piece in pieces(batch, size):
@@ -185,7 +183,7 @@ def test_a_stream_and_its_batch_train_bit_for_bit_the_same(size, lazy):
     assert len({float(a) for a in trained[0]["advantage"].flatten()}) > 2
 
 
-def test_copies_are_kept_since_collectors_write_into_their_buffers_again():
+def test_rows_are_copied_since_collectors_reuse_their_buffers():
     for lazy in (False, True):
         batch = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
         assembler = GroupAssembler()
@@ -194,7 +192,7 @@ def test_copies_are_kept_since_collectors_write_into_their_buffers_again():
         assert assembler.take().contiguous()["number"].tolist() == [0, 1]
 
 
-def test_what_is_handed_out_says_how_many_it_has_and_how_many_were_dispatched():
+def test_groups_come_with_their_present_and_dispatched_counts():
     assembler = GroupAssembler(group_size=2)
     assembler.put(batch_of_lines([Line(5, r, 0, True, expected=4) for r in (7, 3)]))
     assembler.put(batch_of_lines([Line(5, r, 0, True, expected=4) for r in (1, 9)], start=2))
@@ -206,7 +204,7 @@ def test_what_is_handed_out_says_how_many_it_has_and_how_many_were_dispatched():
     assert CompletenessGate()(out) is not None
 
 
-def test_of_more_rollouts_than_enough_a_selector_says_which_stay():
+def test_a_selector_chooses_among_surplus_rollouts():
     asked = []
 
     def extremes(rewards, k):
@@ -278,7 +276,7 @@ def state_of(assembler: GroupAssembler) -> str:
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_a_batch_with_a_fault_is_refused_whole_and_changes_nothing(fault):
+def test_an_invalid_batch_is_refused_whole(fault):
     lines, message = REFUSED[fault]
     assembler = make_begun(on_late="raise")
     before = state_of(assembler)
@@ -291,7 +289,7 @@ def test_a_batch_with_a_fault_is_refused_whole_and_changes_nothing(fault):
     assert len(assembler.take()) == 3
 
 
-def test_a_column_that_is_missing_or_new_or_of_another_kind_is_named():
+def test_a_missing_new_or_changed_column_is_named():
     for key in ("group_id", "rollout_id", "expected_rollouts", ("next", "done")):
         with pytest.raises(MissingKeyError, match="needs the key") as info:
             GroupAssembler().put(batch_of_lines([Line(0, 0, 0, True)]).exclude(key))
@@ -313,7 +311,7 @@ def test_a_column_that_is_missing_or_new_or_of_another_kind_is_named():
 
 
 @pytest.mark.parametrize("status", [2, 3], ids=["aborted", "failed"])
-def test_a_group_with_a_failure_is_not_waited_for(status):
+def test_a_group_with_a_failed_rollout_does_not_wait(status):
     lines = [Line(0, 0, 0, True, expected=3), Line(0, 1, 0, False, status, expected=3)]
     last = [Line(0, 2, 0, True, expected=3)]
 
@@ -338,7 +336,7 @@ def test_a_group_with_a_failure_is_not_waited_for(status):
         put(on_failure="raise")
 
 
-def test_a_refill_asks_for_what_is_missing_so_often_and_no_more():
+def test_missing_rollouts_are_asked_for_at_most_so_often():
     asked = []
     assembler = GroupAssembler(
         on_failure="refill", refill=lambda group, missing: asked.append((group, missing)), max_refills=2
@@ -364,7 +362,7 @@ def saved_plain(assembler: GroupAssembler, **options) -> GroupAssembler:
     return twin
 
 
-def test_what_is_too_old_is_dropped_kept_refilled_or_refused():
+def test_stale_groups_are_dropped_kept_refilled_or_refused():
     def wait(**options) -> GroupAssembler:
         assembler = GroupAssembler(timeout=2, **options)
         assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)]))
@@ -389,7 +387,7 @@ def test_what_is_too_old_is_dropped_kept_refilled_or_refused():
         wait(on_timeout="raise")
 
 
-def test_a_group_that_is_refilled_has_as_many_seconds_again(monkeypatch):
+def test_a_refilled_group_gets_the_full_timeout_again(monkeypatch):
     clock, asked = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     options = {"on_timeout": "refill", "refill": lambda *what: asked.append(what)}
@@ -401,7 +399,7 @@ def test_a_group_that_is_refilled_has_as_many_seconds_again(monkeypatch):
         assert len(asked) == times
 
 
-def test_seconds_are_counted_while_nothing_comes_and_over_a_restart(monkeypatch):
+def test_timeouts_count_during_silence_and_restarts(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     assembler = GroupAssembler(timeout_seconds=10, on_timeout="keep", min_rollouts=1)
@@ -422,7 +420,7 @@ def test_seconds_are_counted_while_nothing_comes_and_over_a_restart(monkeypatch)
         assert assembler.take()["group_id"].tolist() == [group]
 
 
-def test_a_stall_says_who_waits_and_where_the_rows_went():
+def test_a_stall_names_waiting_groups_and_missing_rows():
     assembler = GroupAssembler(max_idle=3)
     assembler.put(batch_of_lines([Line(0, 0, 0, True), Line(1, 2, 0, False)]))
     assembler.put(batch_of_lines([Line(2, 4, 0, True), Line(2, 5, 0, True, 3)], 2))
@@ -449,7 +447,7 @@ def test_a_stall_says_who_waits_and_where_the_rows_went():
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-def test_rows_that_are_too_old_when_they_go_out_are_masked_or_their_group_is_dropped(lazy):
+def test_stale_rows_are_masked_or_their_group_is_dropped(lazy):
     lines = [Line(g, 2 * g + r, s, s == 1, version=g + s) for g in (0, 1) for r in (0, 1) for s in (0, 1)]
     batch = batch_of_lines(lines)
 
@@ -470,7 +468,7 @@ def test_rows_that_are_too_old_when_they_go_out_are_masked_or_their_group_is_dro
     assert run.ledger.counts()["pipeline/no_loss_tokens"] == 2
 
 
-def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
+def test_capacity_is_what_may_be_dispatched_and_trained_in_time():
     sampler = RepeatSampler(10, group_size=2, prompts_per_batch=3, remainder="drop")
     draws = sampler.draws()
     assembler = GroupAssembler(groups=2, max_staleness=1)
@@ -493,7 +491,7 @@ def test_room_is_what_may_be_dispatched_and_still_be_trained_in_time():
         assembler.announce(draw[:2])
 
 
-def test_segments_that_end_each_by_themselves_are_waited_for_by_their_number():
+def test_segments_with_their_own_end_are_waited_for_by_count():
     batch = batch_of_lines([Line(0, 0, s, True, expected=1) for s in range(3)])
     batch["expected_segments"] = torch.full((3,), 3)
     for key in (None, "segment"):
@@ -504,7 +502,7 @@ def test_segments_that_end_each_by_themselves_are_waited_for_by_their_number():
         assert CompletenessGate(segment_key=key)(assembler.take()) is not None
 
 
-def test_segments_with_numbers_may_arrive_in_any_order_and_all_must_be_there():
+def test_numbered_segments_may_arrive_in_any_order():
     for order in itertools.permutations(range(3)):
         assembler = GroupAssembler(segment_key="segment")
         for segment in order:
@@ -522,7 +520,7 @@ def test_segments_with_numbers_may_arrive_in_any_order_and_all_must_be_there():
 
 
 @pytest.mark.parametrize("on_duplicate", ["raise", "drop"])
-def test_a_rollout_that_begins_again_before_it_has_ended_is_refused(on_duplicate):
+def test_a_rollout_that_restarts_before_its_end_is_refused(on_duplicate):
     def piece(*rollouts: int) -> TensorDict:
         rows = batch_of_lines([Line(0, rollout, 0, False) for rollout in rollouts])
         return rows.set("is_init", torch.ones(len(rows), dtype=torch.bool))
@@ -542,14 +540,14 @@ def test_a_rollout_that_begins_again_before_it_has_ended_is_refused(on_duplicate
     assert assembler.counts["duplicate"] == 1
 
 
-def test_each_row_is_a_rollout_where_nothing_says_that_it_ends():
+def test_without_ends_each_row_is_a_rollout():
     assembler = GroupAssembler(done_key=None)
     batch = batch_of_lines([Line(0, 0, 0, False), Line(0, 1, 0, False)]).exclude(("next", "done"))
     assembler.put(batch)
     assert len(assembler.take()) == 2
 
 
-def test_ids_may_be_text_and_errors_say_it():
+def test_ids_may_be_text_also_in_errors():
     batch = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)]).exclude("group_id", "rollout_id")
     batch["group_id"], batch["rollout_id"] = ["prompt a"] * 2, ["one", "two"]
     assembler = GroupAssembler()
@@ -560,13 +558,13 @@ def test_ids_may_be_text_and_errors_say_it():
     assert sorted(assembler.take()["rollout_label"]) == ["one", "two"]
 
 
-def test_a_state_of_one_that_reads_rows_in_another_way_is_refused():
+def test_a_state_of_another_configuration_is_refused():
     with pytest.raises(ValueError, match="reads the same columns"):
         GroupAssembler(segment_key="segment").load_state_dict(GroupAssembler().state_dict())
 
 
 @pytest.mark.parametrize("wrong", [1.5, True, "2", float("nan")])
-def test_numbers_of_groups_and_rollouts_are_integers(wrong):
+def test_counts_of_groups_and_rollouts_are_integers(wrong):
     assembler = GroupAssembler(groups=2, max_staleness=1)
     calls = {"n": assembler.take, "rollouts": assembler.capacity, "groups": assembler.want}
     for name, call in calls.items():
@@ -590,7 +588,7 @@ def test_numbers_of_groups_and_rollouts_are_integers(wrong):
         ({"groups": 0}, "groups must be an integer ≥ 1"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GroupAssembler(**options)
 
@@ -620,7 +618,7 @@ def held_bytes(assembler: GroupAssembler, ids: bool = False) -> int:
     return sum(storages.values()) + 8 * numbers
 
 
-def test_one_row_that_waits_does_not_hold_those_that_came_with_it():
+def test_a_waiting_row_keeps_no_memory_of_its_batch():
     lines = [Line(g, 2 * g + r, 0, True) for g in range(100) for r in (0, 1)]
     assembler = GroupAssembler()
     assembler.put(batch_of_lines([*lines, Line(999, 999, 0, True)]).exclude("text"))
@@ -667,7 +665,7 @@ def soak(faulty: bool, puts: int) -> tuple[dict[int, torch.Tensor], set[int], li
 
 
 @pytest.mark.slow
-def test_a_long_stream_with_faults_gives_each_faultless_group_once_as_without_and_holds_no_more_in_the_end():
+def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing():
     wanted, _, _ = soak(faulty=False, puts=600)
     found, clean, held = soak(faulty=True, puts=600)
     assert 0.8 * len(wanted) < len(clean) < 0.9 * len(wanted)
@@ -676,7 +674,7 @@ def test_a_long_stream_with_faults_gives_each_faultless_group_once_as_without_an
     assert sum(held[-100:]) < 1.3 * sum(held[100:200])
 
 
-def test_more_groups_than_may_wait_are_refused_where_nobody_is_to_be_dropped():
+def test_too_many_waiting_groups_raise_if_none_may_be_dropped():
     assembler = GroupAssembler(max_pending_groups=2, on_full="raise")
     for group in (0, 1):
         assembler.put(batch_of_lines([Line(group, 2 * group, 0, True)]))
@@ -692,7 +690,7 @@ def test_more_groups_than_may_wait_are_refused_where_nobody_is_to_be_dropped():
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_who_writes_into_what_was_handed_out_changes_nothing_that_waits(lazy):
+def test_writing_to_a_taken_group_changes_no_waiting_row(lazy):
     def put(lines: list[Line]) -> None:
         batch = batch_of_lines(lines)
         assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
@@ -708,7 +706,7 @@ def test_who_writes_into_what_was_handed_out_changes_nothing_that_waits(lazy):
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
-def test_texts_numbers_and_what_else_is_no_tensor_come_out_as_they_came(lazy, resumed):
+def test_texts_numbers_and_non_tensors_come_out_unchanged(lazy, resumed):
     values = ["a", 1, 2.5, {"k": [1]}]
     assembler = GroupAssembler()
     for number, value in enumerate(values):
@@ -740,7 +738,7 @@ def test_texts_numbers_and_what_else_is_no_tensor_come_out_as_they_came(lazy, re
         ({"done": [0, 1, 1], "is_init": [1, 0, 1], "expected_segments": [2] * 3}, True),
     ],
 )
-def test_what_is_handed_out_begins_and_ends_as_a_strict_gate_asks(columns, trains):
+def test_complete_groups_pass_a_strict_gate(columns, trains):
     batch = batch_of_lines([Line(0, 0, s, bool(done), expected=1) for s, done in enumerate(columns["done"])])
     batch["is_init"] = torch.tensor(columns["is_init"]).bool()
     if "expected_segments" in columns:
@@ -752,7 +750,7 @@ def test_what_is_handed_out_begins_and_ends_as_a_strict_gate_asks(columns, train
     assert out is None or len(CompletenessGate()(out)) == 3
 
 
-def test_columns_that_could_not_be_joined_when_they_go_out_are_refused_when_they_come():
+def test_columns_that_cannot_be_joined_are_refused_on_put():
     assembler = GroupAssembler()
     for rollout, size in ((0, [1]), (1, [1, 1])):
         batch = batch_of_lines([Line(0, rollout, 0, True)])
@@ -766,7 +764,7 @@ def test_columns_that_could_not_be_joined_when_they_go_out_are_refused_when_they
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_state_is_nobody_elses(lazy):
+def test_a_state_shares_no_memory_with_taken_rows(lazy):
     batch = batch_of_lines([Line(0, rollout, 0, True) for rollout in (0, 1)])
     assembler = GroupAssembler()
     assembler.put(lazy_stack(list(batch.unbind(0))) if lazy else batch)
@@ -801,7 +799,7 @@ def as_saved_before(state: dict) -> dict:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_of_many_pieces_are_saved_as_one_and_states_of_before_still_load(seed):
+def test_rows_of_many_pieces_are_saved_as_one_and_old_states_load(seed):
     pieces = Faults(seed, by_segment=True).pieces
     assembler, came = make(True, on_failure="keep", min_rollouts=1), 0
     for piece in pieces[: len(pieces) // 2]:

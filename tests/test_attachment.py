@@ -1,4 +1,4 @@
-"""One pipeline object at every place where TorchRL takes a transform, on real rollouts."""
+"""One pipeline object wherever TorchRL takes a transform, on real rollouts."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_what_the_collector_yields_is_flattened_and_complete(expected):
 
 
 @pytest.mark.parametrize("revised", [0.0, 0.5, 1.0])
-def test_every_share_of_revisions_gives_whole_groups(revised):
-    """Without a revision all slots end after their first turn, and the batch is at its half."""
+def test_any_share_of_revisions_gives_complete_groups(revised):
+    """Without a revision all slots end after their first turn, and the batch is half full."""
     sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=2, remainder="drop")
     for at, batch in enumerate(make_collector(ReverseEnv(sampler, revised=revised), batches=2)):
         assert sorted({*batch["rollout_id"].flatten().tolist()}) == list(range(8 * at, 8 * at + 8))
 
 
-def test_ranks_collect_together_what_one_process_does():
+def test_ranks_collect_what_one_process_does():
     def env_of(**share):
         sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", **share)
         return ReverseEnv(sampler, revised=0.5)
@@ -77,18 +77,18 @@ def test_ranks_collect_together_what_one_process_does():
     assert not set(shares[0]) & set(shares[1])
 
 
-def test_compose(expected):
+def test_works_inside_a_compose(expected):
     assert by_rollout(Compose(make_pipeline())(collected())) == expected
 
 
-def test_collector_postproc(expected):
+def test_works_as_a_collector_postproc(expected):
     for batch in make_collector(make_env(), postproc=make_pipeline()):
         assert by_rollout(batch) == expected
         assert sum(len(part) for part in split_minibatches(batch)) == 18
 
 
 @pytest.mark.parametrize("filled_by", ["extend", "collector"])
-def test_replay_buffer_on_the_way_in(filled_by):
+def test_works_when_a_replay_buffer_is_written(filled_by):
     pipeline, raw = make_pipeline(), []
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), sampler=SamplerWithoutReplacement(), batch_size=6)
     buffer.append_transform(pipeline, invert=True)
@@ -106,7 +106,7 @@ def test_replay_buffer_on_the_way_in(filled_by):
         pipeline(sampled)
 
 
-def test_replay_buffer_writes_nothing_where_nothing_is_left():
+def test_an_empty_result_is_not_written_to_a_replay_buffer():
     pipeline = make_pipeline("pipeline.stages.filter.criterion.tol=100", "pipeline.stages.filter.action=drop")
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=6)
     buffer.append_transform(Compose(pipeline), invert=True)
@@ -145,7 +145,7 @@ def narrow() -> SampleFilter:
         "stage",
     ],
 )
-def test_a_second_application_is_impossible(second):
+def test_a_second_application_is_refused(second):
     once = next(iter(make_collector(make_env(), postproc=make_pipeline())))
     attempts = {
         "standalone": lambda: make_pipeline()(once),
@@ -172,19 +172,19 @@ def extended(buffer: ReplayBuffer, batch: TensorDict) -> ReplayBuffer:
 
 
 def test_chunks_of_trajectories_are_refused_as_unfinished():
-    """With trajs_per_batch, TorchRL runs the postproc over what it puts whole trajectories together from."""
+    """With trajs_per_batch, TorchRL runs the postproc on chunks before it joins trajectories."""
     gate = Pipeline({"gate": CompletenessGate()})
     chunks = {"trajs_per_batch": 4, "traj_format": "cat", "postproc": gate}
     with pytest.raises(IncompleteGroupsError, match=r"group 1 has 1 of 2 .*1 unfinished"):
         list(collect(make_quiz(slots=2), 6, 10, **chunks))
 
 
-def test_wrong_data_stop_the_collector_with_the_stages_name():
+def test_invalid_data_stop_the_collector_with_the_stage_name():
     with pytest.raises(BatchError, match=r"stage 'gate', CompletenessGate\(group_size=9.*expects"):
         list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
 
 
-def test_it_crosses_to_a_worker_process():
+def test_it_is_sent_to_a_worker_process():
     with process_context().Pool(1) as pool:
         out = pool.apply(make_pipeline(), (collected(),))
     assert by_rollout(out) == by_rollout(make_pipeline()(collected()))

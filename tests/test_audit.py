@@ -1,4 +1,4 @@
-"""An audit finds what is wrong in a dump, and nothing else."""
+"""An audit finds the faults of a dump and reports no others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def sound_rows():
     return rows
 
 
-def test_slime_with_five_faults(tmp_path):
+def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     rows = sound_rows()
     rows.add(1, R[:3], grpo(R[:3]))
     rows.add(2, R, grpo(R), rollout_2={"prompt": "another prompt"})
@@ -115,7 +115,7 @@ def test_slime_with_five_faults(tmp_path):
     assert checks["weights"]["state"] == "not checked"
 
 
-def test_verl_with_three_faults(tmp_path):
+def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     rows = [dumps.verl_row(f"fine_{i}_0", float(i)) for i in range(4)]
     rows += [dumps.verl_row(f"short_{i}_0", float(i)) for i in range(3)]
     rows += [dumps.verl_row(f"mixed_{i}_0", float(i), prompt=f"{i // 2}+1?") for i in range(4)]
@@ -143,7 +143,7 @@ def trl_columns(advantages):
 AS_TRL = ("pipeline=as/trl", "source.group_by=prompt", "source.group_size=4")
 
 
-def test_a_trl_table_with_wrong_signs(tmp_path):
+def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
     wrong = [-value if i in (1, 4, 6) else value for i, value in enumerate(advantages)]
     path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **trl_columns(wrong))
@@ -214,7 +214,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_in_a_sound_dump_nothing_is_found(name, tmp_path):
+def test_a_sound_dump_has_no_findings(name, tmp_path):
     write, words = SOUND[name]
     write(tmp_path / "dump")
     text, checks = told(tmp_path / "dump", tmp_path, *words)
@@ -231,8 +231,8 @@ def test_in_a_sound_dump_nothing_is_found(name, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_group_is_said_to_be_counted_as_it_was(seed, tmp_path):
-    """Groups at random, each counted in one of three ways, by a loop over its rollouts."""
+def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
+    """Random groups, each counted in one of three ways, compared with a loop over rollouts."""
     draw = random.Random(seed)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
     for group in range(24):
@@ -254,8 +254,8 @@ def test_each_group_is_said_to_be_counted_as_it_was(seed, tmp_path):
     assert found(checks) == {name: groups for name, groups in truth.items() if groups}
 
 
-def test_where_both_ways_to_count_give_the_same_numbers_nothing_is_said(tmp_path):
-    """A rollout of several rows and one out of the loss, with the mean reward of the others, scale none."""
+def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
+    """A rollout of several rows and a masked one, with baseline leave_one_out and scale none."""
     rows = Rows()
     rewards = [0.5, 0.5, 1.0, 0.0]
     rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
@@ -266,8 +266,8 @@ def test_where_both_ways_to_count_give_the_same_numbers_nothing_is_said(tmp_path
     assert checks["counted_twice"]["state"] == checks["masked"]["state"] == "passed"
 
 
-def test_where_two_ways_explain_a_group_none_is_blamed_and_both_are_named(tmp_path):
-    """Rewards 1 1 0 0: a second row of a 1, or a 1 out of the loss that counts, are one baseline."""
+def test_two_possible_explanations_are_both_named(tmp_path):
+    """Rewards 1 1 0 0: a second row of a 1 and a counted masked 1 give the same baseline."""
     rows = Rows()
     rewards = [1.0, 1.0, 0.0, 0.0]
     rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
@@ -279,8 +279,8 @@ def test_where_two_ways_explain_a_group_none_is_blamed_and_both_are_named(tmp_pa
     assert "as if each row counts as a rollout as well as if rollouts out of the loss count" in said
 
 
-def test_groups_that_were_cut_by_position_are_named(tmp_path):
-    """Groups of 3 and 5, cut into fours, as by a reshape."""
+def test_groups_cut_by_position_are_named(tmp_path):
+    """Groups of 3 and 5, cut into groups of four by a reshape."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -292,8 +292,8 @@ def test_groups_that_were_cut_by_position_are_named(tmp_path):
     assert checks["advantages"]["findings"] == checks["signs"]["findings"] == []
 
 
-def test_a_step_was_cut_by_position_only_where_all_of_it_was(tmp_path):
-    """Groups of 3 and 5, the first as if it were cut into fours and the second as it is."""
+def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
+    """Groups of 3 and 5: the first as if cut into groups of four, the second as it is."""
     rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
     columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
@@ -303,7 +303,7 @@ def test_a_step_was_cut_by_position_only_where_all_of_it_was(tmp_path):
     assert all(row < 3 for row in checks["advantages"]["findings"][0]["rows"])
 
 
-def test_where_rows_and_rollouts_have_one_mean_a_wrong_sign_leaves_no_doubt_how_they_count(tmp_path):
+def test_a_wrong_sign_is_found_where_both_counts_agree(tmp_path):
     rows, centred = Rows(), [reward - statistics.mean(R) for reward in R]
     rows.add(0, R, [-centred[0], *centred[1:]], rows=dict.fromkeys(range(4), 2))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
@@ -312,7 +312,7 @@ def test_where_rows_and_rollouts_have_one_mean_a_wrong_sign_leaves_no_doubt_how_
     assert checks["counted_twice"]["state"] == "passed"
 
 
-def test_another_recipe_s_advantages_are_found_and_named(tmp_path):
+def test_the_recipe_of_other_advantages_is_named(tmp_path):
     columns = trl_columns([reward - statistics.mean(R) for reward in R + R[::-1]])
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
     text, checks = told(path, tmp_path, *AS_TRL)
@@ -321,7 +321,7 @@ def test_another_recipe_s_advantages_are_found_and_named(tmp_path):
     assert "they are those of as/" in checks["advantages"]["hint"]
 
 
-def test_a_recipe_that_counts_masked_rollouts_says_so(tmp_path):
+def test_recipes_that_count_masked_rollouts_are_named(tmp_path):
     rows = Rows()
     rows.add(4, R, grpo(R), **REMOVED)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
@@ -331,7 +331,7 @@ def test_a_recipe_that_counts_masked_rollouts_says_so(tmp_path):
     assert "set pipeline.empty=exclude" in next(iter(checks["masked"]["not_checked"]))
 
 
-def test_a_rollout_that_failed_makes_its_group_incomplete_and_may_not_count(tmp_path):
+def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
     rows = Rows()
     aborted = {"rollout_1": {"status": "aborted", "prompt": None}}
     rows.add(0, R, grpo(R, [1.0, 0.5, 0.25]), **aborted)
@@ -345,7 +345,7 @@ def test_a_rollout_that_failed_makes_its_group_incomplete_and_may_not_count(tmp_
     assert "not checked: groups with too many rollouts: the size of groups is not known" in text
 
 
-def test_a_recipe_that_remembers_has_no_advantages_to_compare(tmp_path):
+def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
     _, checks = told(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
     assert found(checks) == {}
@@ -363,14 +363,14 @@ def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
     return write_dump(make_report(run), folder)
 
 
-def test_a_group_that_did_not_train_is_no_incomplete_one_that_trained(tmp_path):
+def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
     path = headrace_dump(tmp_path / "dump", "pipeline.stages.gate.on_incomplete=drop", rows=7)
     _, checks = told(path, tmp_path)
     assert found(checks) == {}
     assert checks["incomplete"]["state"] == "passed"
 
 
-def test_weights_are_held_against_the_declared_mean(tmp_path):
+def test_weights_are_compared_with_the_declared_mean(tmp_path):
     words = ("pipeline.stages.weight.unit=rollout",)
     path = headrace_dump(tmp_path / "dump", *words)
     _, checks = told(path, tmp_path, *words)
@@ -395,7 +395,7 @@ def test_weights_are_held_against_the_declared_mean(tmp_path):
     assert checks["weights"]["gradient_share"] == pytest.approx(1)
 
 
-def test_weights_whose_gradients_are_averaged_over_ranks_are_that_many_times_as_large(tmp_path):
+def test_weights_for_averaged_gradients_are_multiplied_by_the_ranks(tmp_path):
     words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
     path = headrace_dump(tmp_path / "dump", *words)
     assert told(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
@@ -405,7 +405,7 @@ def test_weights_whose_gradients_are_averaged_over_ranks_are_that_many_times_as_
 # -- the command ---------------------------------------------------------------------------------------------
 
 
-def test_the_command_exits_with_one_where_something_is_found_and_it_is_strict(tmp_path):
+def test_a_strict_command_exits_with_1_on_findings(tmp_path):
     wrong = [-1.0, *grpo(R, eps=1e-4)[1:], *grpo(R[::-1], eps=1e-4)]
     dumps.trl_dump(tmp_path / "bad" / "completions_4.parquet", **trl_columns(wrong))
     words = ["task=audit", *AS_TRL, "source.path=bad", "hydra.run.dir=out"]
@@ -433,7 +433,7 @@ def test_the_command_exits_with_one_where_something_is_found_and_it_is_strict(tm
     assert headrace_here(tmp_path, *words, "audit.strict=true").returncode == 0
 
 
-def test_what_is_strict_raises_and_words_are_checked(tmp_path):
+def test_strict_raises_and_options_are_checked(tmp_path):
     path = dumps.trl_dump(
         tmp_path / "completions_4.parquet",
         **trl_columns([-value for value in grpo(R, eps=1e-4)] + grpo(R[::-1], eps=1e-4)),
@@ -445,7 +445,7 @@ def test_what_is_strict_raises_and_words_are_checked(tmp_path):
         audit(configure("config", "task=audit"), tmp_path / "out")
 
 
-def test_texts_of_a_dump_are_no_markup_on_the_page(tmp_path):
+def test_texts_of_a_dump_are_escaped_on_the_page(tmp_path):
     rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
     told(path, tmp_path, "source.group_size=4", "source.format=verl")
@@ -483,12 +483,12 @@ def trained(folder: Path, change) -> Path:
         ),
     ],
 )
-def test_what_slime_trained_is_refused_where_it_is_not_as_documented(change, said, tmp_path):
+def test_undocumented_slime_training_is_refused(change, said, tmp_path):
     with pytest.raises(SourceError, match=said):
         list(open_source(trained(tmp_path, change)))
 
 
-def test_slime_s_advantages_are_those_of_their_samples_by_place(tmp_path):
+def test_slime_advantages_belong_to_samples_by_index(tmp_path):
     rows = sound_rows()
     path = trained(tmp_path, lambda payload: payload["samples"].reverse())
     ((step, batch),) = open_source(path)

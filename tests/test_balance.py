@@ -1,4 +1,4 @@
-"""Bins that cost the same: what always holds, and how even they are next to Karmarkar and Karp's."""
+"""Bins of equal cost: their invariants, and how even they are compared with Karmarkar and Karp."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_counts_differ_by_at_most_one(costs, bins):
 
 
 @given(COSTS, st.integers(1, 20))
-def test_swaps_never_make_the_heaviest_bin_heavier_than_dealing(costs, bins):
+def test_swaps_never_make_the_heaviest_bin_heavier(costs, bins):
     assigned = [0] * bins
     for place, cost in enumerate(sorted(costs, reverse=True)):
         turn, seat = divmod(place, bins)
@@ -62,7 +62,7 @@ def test_swaps_never_make_the_heaviest_bin_heavier_than_dealing(costs, bins):
 
 
 @given(LENGTHS, st.integers(1, 40), st.integers(1, 5), st.data())
-def test_within_keeps_every_promise(lengths, budget, multiple, data):
+def test_balance_within_keeps_every_promise(lengths, budget, multiple, data):
     size = len(lengths)
     costs = data.draw(
         st.one_of(st.none(), st.lists(st.integers(0, 2**62), min_size=size, max_size=size)), label="costs"
@@ -97,7 +97,7 @@ def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
         assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
 
 
-def test_draws_that_took_more_bins_than_first_fit_no_longer_do():
+def test_no_more_bins_are_needed_than_by_first_fit():
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         lengths = torch.randint(50, 91, (20,), generator=generator)
@@ -116,7 +116,7 @@ def test_first_fit_decreasing_is_within_its_bound(lengths, budget):
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60))
-def test_first_fit_takes_the_first_bin_with_room(lengths, budget):
+def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
     bins: list[list[int]] = []
     for item, length in enumerate(lengths):
         for items in bins:
@@ -141,7 +141,7 @@ def test_the_same_input_gives_the_same_bins(costs, bins, budget):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bins", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_counts_are_as_even_as_karmarkar_and_karp(kind, bins, seed):
+def test_bins_of_equal_counts_are_as_even_as_karmarkar_and_karp(kind, bins, seed):
     for count in (32 * bins, 8192):
         costs = lengths_of(kind, count, seed)
         ours = imbalance(costs, balance_evenly(costs, bins), bins)
@@ -151,7 +151,7 @@ def test_equal_counts_are_as_even_as_karmarkar_and_karp(kind, bins, seed):
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=24))
-def test_evening_out_keeps_budget_and_items_and_empties_no_bin(items):
+def test_balancing_keeps_budget_and_items_and_empties_no_bin(items):
     length, cost, place = zip(*items, strict=True)
     bins = [[item for item, at in enumerate(place) if at == number] for number in sorted(set(place))]
     budget = max(sum(length[item] for item in members) for members in bins)
@@ -179,7 +179,7 @@ def test_evening_out_keeps_budget_and_items_and_empties_no_bin(items):
         (lambda: balance_within(column([1]), 2, costs=column([])), "every item needs a cost; got 0 for 1"),
     ],
 )
-def test_what_is_wrong_is_named(call, message):
+def test_invalid_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert isinstance(caught.value, BatchError) or "integer ≥ 1" in message

@@ -1,4 +1,4 @@
-"""Benchmarks run, say all that they promise, and the page says what they found. No timing is a test."""
+"""Benchmarks run and measure every cell, and their page has the stored results. No test depends on timing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def quick(tmp_path_factory) -> tuple[dict[str, dict], str]:
 
 
 @pytest.mark.slow
-def test_every_benchmark_runs_and_measures_every_cell(quick):
+def test_every_benchmark_measures_every_cell(quick):
     results, page = quick
     texts = {path.stem: path.read_text() for path in BENCHMARKS.glob("*.py")}
     # What needs a cluster of Ray is run by itself.
@@ -62,7 +62,7 @@ def test_every_benchmark_runs_and_measures_every_cell(quick):
 
 
 @pytest.mark.slow
-def test_the_results_that_are_kept_are_those_of_the_benchmarks_that_there_are(quick):
+def test_stored_results_belong_to_existing_benchmarks(quick):
     results, _ = quick
     assert results.keys() == RESULTS.keys()
     for name, result in results.items():
@@ -75,12 +75,12 @@ def test_the_results_that_are_kept_are_those_of_the_benchmarks_that_there_are(qu
         assert {key for key, value in kept["machine"].items() if value == ""} <= {"gpu"}, name
 
 
-def test_the_page_is_what_the_results_say(tmp_path):
+def test_the_page_has_the_numbers_of_the_results(tmp_path):
     run("--render", "--page", tmp_path / "page.md")
     assert PAGE.read_text() == (tmp_path / "page.md").read_text(), "make bench ARGS=--render"
 
 
-def test_a_target_that_is_missed_is_said_to_be_missed(tmp_path):
+def test_a_missed_target_is_reported(tmp_path):
     kept = RESULTS["advantage"]
     table = {"title": "T", "note": "N", "head": ["rows", "x"]}
     # value, target, and whether more is better

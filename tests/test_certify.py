@@ -1,4 +1,4 @@
-"""Certificates: what the expectation of a recipe's gradient is, all outcomes gone through."""
+"""Certificates: the expected gradient of a recipe, over all outcomes of a small task."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ratio(*arguments, **options) -> list[float]:
 # -- the stop-or-continue task, in numbers -----------------------------------------------------------------
 
 
-def test_the_true_gradient_is_that_of_the_mean_reward():
+def test_true_gradient_is_the_gradient_of_the_mean_reward():
     """By hand: J = Σ P(turns) · R, with P(go on) = σ(θ)."""
     theta = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64, requires_grad=True)
     on, stop = logsigmoid(theta).exp(), logsigmoid(-theta).exp()
@@ -54,7 +54,7 @@ def test_the_true_gradient_is_that_of_the_mean_reward():
     torch.testing.assert_close(StopOrContinue().true_gradient(), theta.grad, rtol=1e-13, atol=0)
 
 
-def test_leave_one_out_is_unbiased_to_the_last_digit():
+def test_leave_one_out_is_exactly_unbiased():
     found = certified("rloo")
     assert found.outcomes == 256
     assert found.advantage.ratio == pytest.approx([1, 1, 1], abs=1e-12)
@@ -63,12 +63,12 @@ def test_leave_one_out_is_unbiased_to_the_last_digit():
     assert found.advantage.variance == pytest.approx(0.0788, abs=5e-5)
 
 
-def test_a_std_bends_the_gradient():
+def test_dividing_by_std_biases_the_gradient():
     assert ratio("grpo") == pytest.approx([1.0225, 0.7806, 0.5272], abs=5e-5)
     assert certified("grpo").advantage.variance == pytest.approx(0.0733, abs=5e-5)
 
 
-def test_a_mean_over_tokens_bends_what_was_unbiased():
+def test_a_mean_over_tokens_biases_the_gradient():
     found = certified("rloo").loss
     assert found.ratio == pytest.approx([0.563, 0.469, 0.484], abs=5e-4)
     assert found.cosine == pytest.approx(0.9978, abs=5e-5)
@@ -83,7 +83,7 @@ def test_return_to_go_against_the_others_is_unbiased():
     assert zero == pytest.approx([1, 0.923, 0.592], abs=5e-4)
 
 
-def test_a_state_advantage_with_itself_in_the_mean_is_short_of_late_turns():
+def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
     """At turn k of m rollouts, (m − 1)/m; GiGPO adds it to that of the whole rollout, 0.75."""
     steps = {"task": TurnsAsRows()}
     words = (STEPS, "pipeline.stages.returns.discount=1.0")
@@ -119,8 +119,8 @@ class TurnMeans(BatchTransform):
         return batch.set("advantage", advantage.unsqueeze(-1))
 
 
-def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
-    """A stage of the user's own goes through like one of ours."""
+def test_summed_turn_means_lose_most_of_the_gradient():
+    """A user's stage is certified as ours are."""
     words = (
         "pipeline.stages.filter=null",
         "pipeline.stages.advantage=null",
@@ -134,7 +134,7 @@ def test_turn_means_added_up_over_ones_own_future_lose_most_of_it():
 
 
 @pytest.mark.parametrize("recipe", CHAINS)
-def test_what_keeps_within_groups_is_the_same_together_and_apart(recipe, monkeypatch):
+def test_stages_within_groups_have_the_same_certificate_in_any_batch(recipe, monkeypatch):
     """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
     task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
     together = certified(recipe, task=task, group_size=2)
@@ -156,13 +156,13 @@ OF_THE_BATCH = {
 
 
 @pytest.mark.parametrize("recipe", OF_THE_BATCH)
-def test_a_stage_that_measures_over_the_batch_or_remembers_says_so(recipe):
+def test_stages_over_the_batch_or_with_memory_say_so(recipe):
     stages = load_pipeline(f"pipeline={recipe}").stages
     assert [name for name, stage in stages.items() if not stage.within_groups] == [OF_THE_BATCH[recipe]]
 
 
-def test_a_running_baseline_has_seen_no_other_outcome():
-    """Of the first batch it is a constant, which is no bias; with memory it would be."""
+def test_a_running_baseline_sees_no_other_outcome():
+    """In the first batch the baseline is a constant, which is unbiased."""
     assert ratio("rae") == pytest.approx([1, 1, 1], abs=1e-12)
 
 
@@ -175,8 +175,8 @@ def test_a_running_baseline_has_seen_no_other_outcome():
         ("roles", ["pipeline.stages.peers.keys=[role,expected_rollouts]"]),
     ],
 )
-def test_groups_by_another_column_do_not_reach_over_outcomes(recipe, words):
-    """All rows have one role, of which a batch of all outcomes would make one group."""
+def test_groups_by_another_column_do_not_mix_outcomes(recipe, words):
+    """All rows have one role; a batch of all outcomes would make one group of them."""
     assert ratio(recipe, *words, group_size=2) == pytest.approx(ratio(recipe, group_size=2), rel=1e-9)
 
 
@@ -193,20 +193,20 @@ class Remembers(torch.nn.Module):
         return out
 
 
-def test_a_stage_of_ones_own_has_seen_no_other_outcome():
+def test_a_user_stage_sees_no_other_outcome():
     words = ["pipeline.stages.filter=null", "pipeline.order=[gate,collapse,advantage,odd,split,weight]"]
     words += ["+pipeline.stages.odd={_target_: test_certify.Remembers}"]
     assert ratio("dr_grpo", *words, group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
 
 
-def test_where_no_reward_is_to_be_had_nothing_is_divided():
+def test_an_objective_of_zero_gradient_has_no_ratio():
     found = certified("rloo", task=StopOrContinue(ends=[0.5, 0.0, -0.5, -1.0]), group_size=2)
     assert found.advantage.ratio == (None, None, None)
     assert found.loss.scale is None
     assert found.advantage.cosine is None
 
 
-def test_an_option_that_a_recipe_sets_itself_stands():
+def test_options_set_by_a_recipe_are_kept():
     """turns_as_rows sets collapse.reward=sum where a recipe leaves it at its default."""
     assert ratio("rloo", task=TurnsAsRows(), group_size=2) == pytest.approx([1, 1, 1])
     config = configure("load", "pipeline=rloo", "pipeline.stages.collapse.reward=last").pipeline
@@ -214,14 +214,14 @@ def test_an_option_that_a_recipe_sets_itself_stands():
     assert own.advantage.relative_bias > 0.1
 
 
-def test_a_recipe_that_needs_what_a_task_lacks_is_skipped_with_the_reason():
+def test_recipes_that_lack_a_column_are_skipped_with_the_reason():
     found = certified("gigpo")
     assert isinstance(found, Refused)
     assert "StateAdvantage needs the key 'state_id'" in found.reason
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_larger_groups_have_less_variance_and_a_mean_less_bias(size):
+def test_larger_groups_lower_variance_and_bias(size):
     assert ratio("dr_grpo", group_size=size) == pytest.approx([1 - 1 / size] * 3)
     assert certified("rloo", group_size=size).advantage.variance > certified(
         "rloo", group_size=size + 1
@@ -229,13 +229,13 @@ def test_larger_groups_have_less_variance_and_a_mean_less_bias(size):
 
 
 @pytest.mark.parametrize("fold", ["sum", "token_mean"])
-def test_weights_that_are_folded_in_are_taken_apart(fold):
+def test_folded_weights_are_divided_out(fold):
     folded = certified("rloo", f"pipeline.stages.weight.fold={fold}")
     assert folded.advantage == certified("rloo").advantage
     assert folded.loss == certified("rloo").loss
 
 
-def test_without_a_cut_or_weights_the_advantage_is_the_same_and_the_loss_that_of_each_group():
+def test_without_split_or_weights_the_advantage_is_unchanged():
     uncut = certified("rloo", "pipeline.stages.split=null", group_size=2)
     assert uncut == certified("rloo", group_size=2)
     bare = certified("rloo", "pipeline.stages.split=null", "pipeline.stages.weight=null", group_size=2)
@@ -243,7 +243,7 @@ def test_without_a_cut_or_weights_the_advantage_is_the_same_and_the_loss_that_of
     assert bare.loss is None
 
 
-def test_a_size_of_groups_that_a_task_does_not_have():
+def test_an_unavailable_group_size_raises():
     with pytest.raises(GroupSizeError, match=r"Forks samples 2 rollouts at a time: .* got 3"):
         Forks().outcomes(3)
     assert Forks().outcomes(4) == 64

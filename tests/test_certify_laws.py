@@ -1,4 +1,4 @@
-"""What certificates say of corrections, gates, filters, trees and votes; and what sampling says of them."""
+"""Certificates of corrections, gates, filters and trees, checked against sampling."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ratio(*arguments, **options) -> list[float]:
 # -- by hand ---------------------------------------------------------------------------------------------
 
 
-def test_two_rollouts_of_one_answer_by_hand(monkeypatch):
+def test_two_rollouts_of_one_action_by_hand(monkeypatch):
     """p = σ(θ): they differ with 2p(1 − p), and then A = ±½: E g = ½ p(1 − p), half of ∇J = p(1 − p)."""
     monkeypatch.setitem(TASKS, "coin", OneTurn(theta=[0.7]))
     p = float(torch.tensor(0.7, dtype=torch.float64).sigmoid())
@@ -71,14 +71,14 @@ def test_two_rollouts_of_one_answer_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task not in ("forks", "stale")])
-def test_leave_one_out_is_unbiased_or_short_by_what_failed(task):
+def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
     found = ratio("rloo", task)
     expected = {"by_chance": 0.8**3, "by_outcome": None}.get(task, 1.0)
     if expected is not None:
         assert found == pytest.approx([expected] * len(found), abs=1e-12)
 
 
-def test_the_weights_of_tokens_are_in_the_gradient_of_the_loss():
+def test_token_weights_are_in_the_gradient_of_the_loss():
     """Turns inside rows weigh one each, where all actions but the first are in a second turn."""
     task = TASKS["stop_or_continue"]
     words = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
@@ -112,12 +112,12 @@ UNBIASED = (
 OPEN = ("pipeline.stages.correction.bound=none", "pipeline.stages.correction.high=null")
 
 
-def test_untruncated_sequence_weights_undo_a_stale_sampler_exactly():
+def test_untruncated_sequence_weights_correct_a_stale_sampler_exactly():
     assert ratio("tis", "stale", *UNBIASED, *OPEN) == pytest.approx([1, 1], abs=1e-12)
     assert certified("rloo", "stale").advantage.relative_bias > 0.05
 
 
-def test_truncation_is_a_bias_that_goes_as_the_bound_opens():
+def test_truncation_bias_vanishes_as_the_bound_grows():
     bounds = [f"pipeline.stages.correction.high={high}" for high in (1.5, 2.0, 3.0, 5.0)]
     biases = [certified("tis", "stale", *UNBIASED, word).advantage.relative_bias for word in bounds]
     assert biases == sorted(biases, reverse=True)
@@ -125,7 +125,7 @@ def test_truncation_is_a_bias_that_goes_as_the_bound_opens():
     assert biases[-1] < 1e-12  # beyond the greatest weight, 4.1
 
 
-def test_weights_by_token_are_biased_where_rollouts_have_several():
+def test_token_weights_are_biased_for_several_tokens():
     words = [*UNBIASED[:3], *OPEN]
     assert certified("tis", "stale", *words).advantage.relative_bias > 0.05
 
@@ -133,20 +133,20 @@ def test_weights_by_token_are_biased_where_rollouts_have_several():
 # -- gates and filters -----------------------------------------------------------------------------------
 
 
-def test_groups_lost_by_chance_shorten_the_gradient_and_do_not_turn_it():
-    """As often as the three others live; that it lives itself is in the objective."""
+def test_groups_lost_at_random_shorten_the_gradient():
+    """The factor is the chance that the three others survive; its own chance is in the objective."""
     found = certified("rloo", "by_chance").advantage
     assert found.ratio == pytest.approx([0.8**3] * 2)
     assert found.cosine == pytest.approx(1, abs=1e-12)
 
 
-def test_groups_lost_by_their_outcome_turn_it():
+def test_groups_lost_by_outcome_bias_its_direction():
     found = certified("rloo", "by_outcome").advantage
     assert found.ratio[0] < 0.75 * found.ratio[1]  # the prompt that is solved more often fails more often
     assert found.cosine < 0.99
 
 
-def test_a_users_word_for_the_gate_is_left_as_it_is():
+def test_a_users_gate_option_is_kept():
     refused = certified("rloo", "by_chance", "pipeline.stages.gate.on_incomplete=raise")
     assert isinstance(refused, Refused)
     assert "incomplete" in refused.reason
@@ -157,14 +157,14 @@ def test_a_users_word_for_the_gate_is_left_as_it_is():
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "dapo"])
-def test_a_filter_of_equal_groups_changes_no_expectation(recipe):
+def test_filtering_equal_groups_changes_no_expectation(recipe):
     without = certified(recipe, "prompts", "pipeline.stages.filter=null")
     assert certified(recipe, "prompts").advantage == without.advantage
     assert certified(recipe, "prompts").loss == without.loss
 
 
-def test_a_shift_keeps_its_pull_on_equal_groups_only_without_a_filter():
-    """AsymRE's δ moves no expectation by itself; without the groups of equal rewards it does."""
+def test_a_shift_is_unbiased_only_with_equal_groups():
+    """AsymRE's δ alone changes no expectation; without groups of equal rewards it does."""
     assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
     words = (
         "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "
@@ -179,20 +179,20 @@ EACH_ROW = ("pipeline.stages.collapse.rollout_key=null", "pipeline.stages.advant
 
 
 @pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
-def test_a_vote_for_each_row_is_biased_under_fan_out(recipe):
+def test_counting_rows_is_biased_under_fan_out(recipe):
     once, each = certified(recipe, "fan_out").advantage, certified(recipe, "fan_out", *EACH_ROW).advantage
     assert once.cosine == pytest.approx(1, abs=1e-12)
     assert each.cosine < 0.999
     assert each.relative_bias > once.relative_bias + 0.03
 
 
-def test_a_baseline_of_a_sibling_with_the_same_beginning_is_short_at_the_fork():
-    """One of the three others shares the first action: 2/3 there, and nothing is lost behind it."""
+def test_a_baseline_with_a_shared_prefix_is_biased_at_the_fork():
+    """One of the three others shares the first action: 2/3 there, and no loss after it."""
     assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
 
 
-def test_a_tree_of_what_was_drawn_is_unbiased_and_one_of_equal_tokens_is_not():
-    """Two forks that begin with the same action by chance are one node of four leaves, by their tokens."""
+def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
+    """Two forks with the same first action by chance are one node of four leaves, by their tokens."""
     drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
     assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
     assert ratio("tree_grpo", "forks")[1] > 1.5
@@ -200,7 +200,7 @@ def test_a_tree_of_what_was_drawn_is_unbiased_and_one_of_equal_tokens_is_not():
     assert ratio("tree_grpo", "stop_or_continue", alone) == pytest.approx([1, 1, 1], abs=1e-12)
 
 
-def test_the_objective_has_the_recipes_own_weights_of_several_rewards():
+def test_the_objective_uses_the_recipes_reward_weights():
     words = ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.1]")
     assert ratio("rloo", "several_rewards", *words) == pytest.approx([1, 1], abs=1e-12)
     assert ratio("rloo", "several_rewards") == pytest.approx([1, 1], abs=1e-12)

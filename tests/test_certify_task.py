@@ -1,4 +1,4 @@
-"""The command's task certify: what it prints, writes, and refuses."""
+"""The command's task `certify`: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_it_prints_a_table_and_writes_the_numbers(tmp_path):
     assert first["advantage"]["ratio"] == pytest.approx([1, 1, 1], abs=1e-12)
 
 
-def test_the_page_has_the_section(tmp_path):
+def test_the_page_has_the_certificates(tmp_path):
     told(tmp_path, ONLY, "pipelines=[rloo,gigpo]")
     page = (tmp_path / "report.html").read_text()
     assert '"recipe":"rloo","task":"stop_or_continue","group_size":4' in page
     assert "StateAdvantage needs the key" in page
 
 
-def test_one_recipe_with_the_users_words(tmp_path):
+def test_one_recipe_with_user_overrides(tmp_path):
     words = ["pipeline=rloo", "pipeline.stages.advantage.baseline=mean", "certify.group_sizes=[2,3]", ONLY]
     _, text, found = told(tmp_path, *words)
     assert [(each["recipe"], each["group_size"], each["outcomes"]) for each in found] == [
@@ -74,7 +74,7 @@ def test_one_recipe_with_the_users_words(tmp_path):
     assert "groups of 2, 16 outcomes" in text
 
 
-def test_a_recipe_that_does_not_take_a_tasks_rows_is_named_with_the_reason(tmp_path):
+def test_a_recipe_that_refuses_a_task_is_named_with_the_reason(tmp_path):
     _, text, found = told(tmp_path, "pipelines=[gigpo,rloo]", "certify.only=[stop_or_continue,fan_out]")
     assert [each["recipe"] for each in found] == ["rloo", "rloo"]
     assert "gigpo refuses the rows of stop_or_continue, fan_out: stage 'states'" in text
@@ -82,14 +82,14 @@ def test_a_recipe_that_does_not_take_a_tasks_rows_is_named_with_the_reason(tmp_p
         told(tmp_path, "pipeline=gigpo", ONLY)
 
 
-def test_a_task_of_ones_own(tmp_path, monkeypatch):
+def test_a_user_task_is_certified(tmp_path, monkeypatch):
     (tmp_path / "coins.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     _, _, found = told(tmp_path, "+certify.tasks.coin={_target_: coins.Coin}", "certify.only=[coin]")
     assert (found[0]["task"], found[0]["outcomes"]) == ("coin", 16)
 
 
-def test_a_recipe_of_ones_own_among_others(tmp_path):
+def test_a_user_recipe_is_certified_among_others(tmp_path):
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
     text = "defaults: [rloo]\nstages: {advantage: {baseline: mean}}\n"
     (tmp_path / "mine" / "pipeline" / "own.yaml").write_text(text)
@@ -100,7 +100,7 @@ def test_a_recipe_of_ones_own_among_others(tmp_path):
     assert ratios == pytest.approx({"own": 0.75, "rloo": 1.0})
 
 
-def test_a_size_that_one_task_does_not_have_is_said_of_that_task_alone(tmp_path):
+def test_an_unavailable_group_size_is_reported_for_its_task_only(tmp_path):
     words = ["certify.group_sizes=[3]", "certify.only=[forks,fan_out]", "pipeline=rloo"]
     _, text, found = told(tmp_path, *words)
     assert [each["task"] for each in found] == ["fan_out"]
@@ -117,7 +117,7 @@ class Unknown(BatchTransform):
         return batch.set("advantage", torch.full((len(batch), 1, 1), float("nan")))
 
 
-def test_an_advantage_that_is_no_number_gets_no_certificate(tmp_path):
+def test_a_nan_advantage_gets_no_certificate(tmp_path):
     words = ["+pipeline.stages.advantage={_target_: test_certify_task.Unknown}", "pipeline=mt_grpo"]
     words += ["pipeline.stages.turns=null", "pipeline.order=[gate,collapse,advantage,split,weight]", ONLY]
     with pytest.raises(ConfigError, match="every token in the loss must be finite; found NaN"):
@@ -137,11 +137,11 @@ def test_an_advantage_that_is_no_number_gets_no_certificate(tmp_path):
         (["+certify.tasks.mine={a: 1}"], "certify.tasks.mine must be a node with a _target_"),
     ],
 )
-def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
+def test_an_error_is_one_paragraph(words, message, tmp_path):
     assert message in refused(tmp_path, "task=certify", *words)
 
 
-def test_a_task_whose_trajectories_do_not_add_up_is_refused():
+def test_probabilities_that_do_not_sum_to_1_are_refused():
     class Half(OneTurn):
         def prompts(self):
             return [prompt._replace(trajectories=prompt.trajectories[:1]) for prompt in super().prompts()]

@@ -1,4 +1,4 @@
-"""What papers state about bias and variance, over all groups, and when it holds (docs/certificates.md)."""
+"""Statements of papers on bias and variance, and when they hold (docs/certificates.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def certified(recipe, task, group_size, *words):
 # -- arXiv:2607.00152: the size of an update is the group's standard deviation ---
 
 
-def test_the_mean_size_is_twice_the_std_for_grpo_and_twice_its_square_for_dr_grpo():
+def test_mean_abs_advantage_is_2_std_for_grpo_and_2_std_squared_for_dr_grpo():
     """s with divisor n; a = k/n right answers: 2·a(1 − a)/s and 2·a(1 − a), where s² = a(1 − a)."""
     std = GROUPS.std(1, correction=0)
     grpo = advantages(GROUPS, ddof=0).abs().mean(1)
@@ -39,7 +39,7 @@ def test_the_mean_size_is_twice_the_std_for_grpo_and_twice_its_square_for_dr_grp
     assert torch.allclose(advantages(GROUPS, scale="none").abs().mean(1), 2 * std**2, atol=1e-15)
 
 
-def test_the_update_is_the_std_times_the_contrast_of_right_and_wrong():
+def test_the_update_is_std_times_the_contrast_of_right_and_wrong():
     """(1/n) Σ A_i g_i = s (mean g of right − mean g of wrong), whatever g is."""
     each = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     informative = (GROUPS.sum(1) > 0) & (GROUPS.sum(1) < 8)
@@ -49,7 +49,7 @@ def test_the_update_is_the_std_times_the_contrast_of_right_and_wrong():
     assert torch.allclose(found, std * contrast, atol=1e-14)
 
 
-def test_it_needs_two_rewards_and_the_divisor_n():
+def test_the_identity_needs_two_rewards_and_divisor_n():
     """With divisor n − 1 it is √(7/8) of that. Of rewards 0, ¼, ½, 1 it is 0.845, and 2s is 0.740."""
     std = GROUPS.std(1, correction=0)
     assert torch.allclose(advantages(GROUPS, eps=0.0).abs().mean(1), 2 * std * (7 / 8) ** 0.5, atol=1e-14)
@@ -71,7 +71,7 @@ def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> floa
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_of_informative_groups_easy_prompts_are_overestimated_and_of_all_groups_none_is(p):
+def test_easy_prompts_are_overestimated_only_over_informative_groups(p):
     """E[1 − mean | right] is 7/8 (1 − p), and over groups that are not all right 1/(1 − p⁷) times that."""
     assert of_a_success(p, informative=False) == pytest.approx(7 / 8, abs=1e-14)
     assert of_a_success(p, informative=True) == pytest.approx(7 / 8 / (1 - p**7), abs=1e-14)
@@ -80,7 +80,7 @@ def test_of_informative_groups_easy_prompts_are_overestimated_and_of_all_groups_
     assert gradient.advantage.ratio == pytest.approx([7 / 8], abs=1e-9)
 
 
-def test_the_paper_s_numbers():
+def test_numbers_of_the_paper():
     assert 0.1 * of_a_success(0.9, informative=True) == pytest.approx(0.168, abs=5e-4)
     assert of_a_success(0.1, informative=True) == pytest.approx(7 / 8, abs=1e-6)
 
@@ -94,7 +94,7 @@ def vl_norm(task, power: float):
     return certified("rloo", task, 4, *VL_NORM, f"pipeline.stages.weight.power={power}").loss
 
 
-def test_vl_norm_turns_where_length_follows_from_the_actions():
+def test_vl_norm_is_biased_if_length_depends_on_the_action():
     task = StopOrContinue()
     assert vl_norm(task, 0.0).ratio == pytest.approx([1, 1, 1], abs=1e-12)
     found = vl_norm(task, 1.0)
@@ -118,7 +118,7 @@ class AnyLength(OneTurn):
 
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_vl_norm_is_unbiased_where_length_is_independent_of_the_action(power):
+def test_vl_norm_is_unbiased_if_length_is_independent_of_the_action(power):
     assert vl_norm(AnyLength(theta=[0.7]), power).ratio == pytest.approx([1], abs=1e-12)
     depends = vl_norm(OneTurn(theta=[0.7], lengths=[1, 3]), power).ratio[0]
     assert abs(depends - 1) > 0.01

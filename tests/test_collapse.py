@@ -1,4 +1,4 @@
-"""The segments of one rollout count as one."""
+"""The segments of one rollout count as one rollout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headrace.transforms import (
 from headrace.transforms.schema import COUNTED, IS_FIRST_SEGMENT, REWARD, REWARDS
 
 
-def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
+def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
     batch = make_batch([1.0, 2.0, 5.0], [0, 0, 0], [7, 7, 8])
     with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):
         FanOutCollapse()(batch)
@@ -32,8 +32,8 @@ def test_siblings_must_agree_unless_told_how_they_add_up(make_batch):
     st.sampled_from(["first", "last"]),
     st.lists(st.booleans(), min_size=20, max_size=20),
 )
-def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segments, how, counted):
-    """Against a loop: of each rollout, the reward of the segment with the least or greatest turn.
+def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
+    """Compared with a loop: the reward of the segment with the lowest or highest turn.
 
     Where that one is out of the statistics, and others are in, nothing says what the rollout is worth.
     """
@@ -64,7 +64,7 @@ def test_first_and_last_may_follow_a_turn_column_whatever_the_order_of_rows(segm
     assert alone == [expected(row, everybody) for row in everybody]
 
 
-def test_a_turn_that_a_rollout_has_twice_is_refused(make_batch):
+def test_a_repeated_turn_of_a_rollout_is_refused(make_batch):
     batch = make_batch([1.0, 2.0, 3.0], [0, 0, 0], [7, 8, 7], turn=[4, 4, 4])
     message = r"must have different turns; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
     with pytest.raises(BatchError, match=message):
@@ -76,13 +76,13 @@ def test_a_turn_that_a_rollout_has_twice_is_refused(make_batch):
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
-def test_rewards_of_every_shape_that_collectors_write(make_batch, shape):
+def test_rewards_have_any_shape_that_collectors_write(make_batch, shape):
     batch = make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1])
     batch["next", "reward"] = batch["next", "reward"].view(shape)
     assert FanOutCollapse()(batch)[REWARD].tolist() == [1, 3, 3]
 
 
-def test_a_reward_per_token_is_no_reward_per_row(make_batch):
+def test_a_reward_per_token_is_refused(make_batch):
     batch = make_batch([1.0, 3], [0, 0])
     batch["next", "reward"] = torch.zeros(2, 4)
     with pytest.raises(
@@ -91,7 +91,7 @@ def test_a_reward_per_token_is_no_reward_per_row(make_batch):
         FanOutCollapse()(batch)
 
 
-def test_excluded_rows_are_neither_used_nor_checked(make_batch):
+def test_excluded_rows_are_not_used_or_checked(make_batch):
     batch = make_batch([float("nan"), 1.0, 3.0], [0, 0, 0], [0, 1, 2])
     batch[COUNTED] = torch.tensor([False, True, True])
     out = FanOutCollapse()(batch)
@@ -106,7 +106,7 @@ def test_without_the_collapse_a_repeated_rollout_raises(make_batch):
         GroupRelativeAdvantage()(batch)
 
 
-def test_a_rollout_may_lose_the_row_that_speaks_for_it(make_batch):
+def test_a_rollout_counts_once_if_its_first_row_leaves(make_batch):
     # After the first segment of rollout 1 is gone, its second still votes, once.
     out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
     assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
@@ -116,7 +116,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("rewards", [[NAN, 1.0], [1.0, NAN], [NAN, 0.0], [0.0, NAN]])
-def test_segments_that_disagree_on_what_is_missing_are_refused_with_their_numbers(make_batch, rewards):
+def test_segments_that_disagree_on_a_missing_reward_are_refused(make_batch, rewards):
     batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
     found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
     with pytest.raises(BatchError, match=rf"missing on all segments of its rollout; found {found}$"):
@@ -125,7 +125,7 @@ def test_segments_that_disagree_on_what_is_missing_are_refused_with_their_number
     assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
 
 
-def test_of_several_rewards_each_is_missing_by_itself(make_batch):
+def test_each_of_several_rewards_may_be_missing(make_batch):
     batch = make_batch([0.0] * 3, [0] * 3, [7, 7, 8])
     rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
     batch["next", "reward"] = torch.tensor(rewards)
@@ -154,26 +154,26 @@ def test_a_missing_reward_is_refused_unless_skipped(make_batch):
     [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
 )
 def test_each_reduction_by_hand(reduce, expected):
-    """Segments 2, 1 and 3 of one rollout, with another's between them."""
+    """Segments 2, 1 and 3 of one rollout, with a row of another rollout between them."""
     rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
     found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
     assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]
     assert found.is_first_segment.tolist() == [True, True, False, False]
 
 
-def test_an_option_that_is_none_raises():
+def test_an_unknown_option_raises():
     with pytest.raises(ValueError, match="reward must be one of 'shared', 'first'"):
         FanOutCollapse(reward="median")
     with pytest.raises(ValueError, match="reduce must be one of"):
         collapse_fan_out([1.0], [0], reduce="median")
 
 
-def test_sums_and_means_lose_nothing_to_a_large_segment():
+def test_sums_and_means_are_exact_beside_a_large_segment():
     rewards = [2.0**25, 1.0, -(2.0**25)]  # in float32 1 + 2²⁵ is 2²⁵
     assert collapse_fan_out(rewards, [0, 0, 0], reduce="sum").reward.tolist() == [1] * 3
     assert collapse_fan_out(rewards, [0, 0, 0], reduce="mean").reward.tolist() == pytest.approx([1 / 3] * 3)
 
 
-def test_long_lists_of_offenders_are_cut_and_counted():
+def test_long_lists_of_row_ids_are_cut_and_counted():
     with pytest.raises(BatchError, match=r"found -1 at row 0, .*-1 at row 7 and 12 more"):
         collapse_fan_out([1.0] * 20, [-1] * 20)

@@ -1,4 +1,4 @@
-"""The adapters of docs/coming-from give the trainers' own numbers, and refuse what these do not notice.
+"""The adapters of docs/coming-from give the trainers' own numbers, and refuse invalid batches.
 
 Here stand-ins are in the places of trainers that are not on the package index. The others are run by
 tests/test_adapters_in_peers.py.
@@ -62,7 +62,7 @@ def test_every_adapter_is_short_and_has_a_page():
             assert f"headrace.adapters.{path.stem}" in pages or path.stem in ("trl", "swift"), path.name
 
 
-def test_the_environment_names_a_recipe_once_for_all(recipe):
+def test_the_environment_names_the_recipe(recipe):
     recipe("rloo", "pipeline.stages.gate.group_size=4", "'pipeline.stages.advantage.scale=none'")
     found = recipe_of_environment("as/slime")
     assert found.stages["advantage"].baseline == "leave_one_out"
@@ -74,7 +74,7 @@ def test_the_environment_names_a_recipe_once_for_all(recipe):
         recipe_of_environment("as/slime")
 
 
-def test_a_misspelt_recipe_is_an_error_before_any_rollout(monkeypatch, recipe):
+def test_a_misspelt_recipe_raises_before_any_rollout(monkeypatch, recipe):
     foreign.prime_rl_algo(monkeypatch)
     foreign.skyrl_ppo_utils(monkeypatch)
     foreign.rllm_advantage(monkeypatch)
@@ -86,14 +86,14 @@ def test_a_misspelt_recipe_is_an_error_before_any_rollout(monkeypatch, recipe):
             importlib.import_module(f"headrace.adapters.{name}")
 
 
-def test_an_option_that_is_missing_is_named_as_a_word_of_the_environment(monkeypatch, recipe):
+def test_a_missing_option_is_named_as_an_environment_override(monkeypatch, recipe):
     registry = foreign.skyrl_ppo_utils(monkeypatch)
     adapter("skyrl")
     with pytest.raises(BatchError, match=r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'):
         registry["headrace"](torch.ones(2, 1), torch.ones(2, 1), index=["u", "u"])
 
 
-def test_what_is_no_trainer_is_refused():
+def test_an_unknown_trainer_is_refused():
     with pytest.raises(TypeError, match=r"import path in their configuration: docs/coming-from/README\.md"):
         attach(SimpleNamespace(reward_weights=torch.ones(1)))
 
@@ -109,7 +109,7 @@ def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeS
     ]
 
 
-def test_slime_gets_its_own_numbers_for_whole_groups(recipe):
+def test_slime_gets_its_own_numbers_for_complete_groups(recipe):
     args = foreign.slime_args(group_size=8, groups=3)
     for seed in range(5):
         rng = random.Random(seed)
@@ -121,8 +121,8 @@ def test_slime_gets_its_own_numbers_for_whole_groups(recipe):
         assert not any(sample.remove_sample for sample in samples)
 
 
-def test_a_fan_out_leaves_slimes_groups_as_they_are(recipe):
-    """Three rows of one rollout make nine rows of eight: slime takes them for one group."""
+def test_fan_out_does_not_change_slimes_groups(recipe):
+    """Three rows of one rollout make nine rows instead of eight; slime takes them for one group."""
     rewards, groups = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 9.0, 9.0, 8.0, 8.0], [0] * 6 + [1] * 4
     samples = samples_of(rewards, groups, [0, 0, 0, 1, 2, 3, 4, 5, 6, 7])
     args = foreign.slime_args(group_size=4, groups=2)
@@ -143,7 +143,7 @@ def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
         assert advantages == pytest.approx(foreign.miles_rewards(samples), rel=1e-4, abs=1e-6)
 
 
-def test_what_a_recipe_takes_out_of_the_loss_slime_removes(recipe):
+def test_slime_removes_rows_that_a_recipe_masks(recipe):
     recipe("grpo", "pipeline.empty=count")  # as slime does
     samples = samples_of([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
     samples[2].remove_sample = True
@@ -162,7 +162,7 @@ def test_what_a_recipe_takes_out_of_the_loss_slime_removes(recipe):
         ({"index": None, "rollout_id": None}, "None"),
     ],
 )
-def test_slimes_broken_samples_are_refused(recipe, change, message):
+def test_invalid_samples_of_slime_are_refused(recipe, change, message):
     samples = samples_of([1.0, 0.0, 0.0], [0, 0, 0], [0, 1, 1])
     vars(samples[2]).update(change)
     with pytest.raises(BatchError, match=message):
@@ -186,8 +186,8 @@ def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
 
 @pytest.mark.parametrize("trainer", ["slime", "miles"])
 @pytest.mark.parametrize("unit", ["token", "sample", "rollout"])
-def test_the_data_weighs_rows_as_the_recipe_does(monkeypatch, recipe, trainer, unit):
-    """Rollouts that fan out, in two steps; in some groups all rewards are equal, and these leave the loss."""
+def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer, unit):
+    """Rollouts with fan-out, in two steps; groups of equal rewards are masked."""
     {"slime": foreign.slime_ray, "miles": foreign.miles_ray}[trainer](monkeypatch)
     hook = importlib.import_module(f"headrace.adapters.{trainer}").convert_samples_to_train_data
     recipe("dr_grpo", f"pipeline.stages.weight.unit={unit}", "pipeline.stages.weight.length=null")
@@ -214,7 +214,7 @@ def test_the_data_weighs_rows_as_the_recipe_does(monkeypatch, recipe, trainer, u
     assert silent > 10
 
 
-def test_with_its_own_recipe_slimes_data_are_its_own(monkeypatch, recipe):
+def test_with_its_own_recipe_slimes_data_are_unchanged(monkeypatch, recipe):
     foreign.slime_ray(monkeypatch)
     args = foreign.slime_args(group_size=4, groups=2)
     rng = random.Random(0)
@@ -227,7 +227,7 @@ def test_with_its_own_recipe_slimes_data_are_its_own(monkeypatch, recipe):
     assert {name: found[name] for name in own} == own
 
 
-def test_what_the_hook_for_data_cannot_say_is_refused(monkeypatch, recipe):
+def test_what_slimes_data_cannot_express_is_refused(monkeypatch, recipe):
     foreign.slime_ray(monkeypatch)
     foreign.miles_ray(monkeypatch)
     samples = samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
@@ -259,7 +259,7 @@ def rollout_data(seed: int, **columns) -> dict[str, list]:
     return made | columns
 
 
-def test_slimes_tokens_get_what_the_recipe_gives_each(recipe):
+def test_slimes_tokens_have_the_recipes_advantage(recipe):
     """Without a term the reward of the row; of `opd` slime's own --use-opd, A − c · (student − teacher)."""
     args = foreign.slime_args(2, 3)
     for seed in range(20):
@@ -280,7 +280,7 @@ def test_slimes_tokens_get_what_the_recipe_gives_each(recipe):
                 assert torch.equal(data["returns"][row], data["advantages"][row])
 
 
-def test_slimes_two_hooks_share_a_recipe_between_rows_and_tokens(recipe):
+def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
     recipe("opd")
     args, samples = foreign.slime_args(2, 2), samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
     with pytest.raises(BatchError, match="teacher_log_probs"):
@@ -299,7 +299,7 @@ def test_slimes_two_hooks_share_a_recipe_between_rows_and_tokens(recipe):
         ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, "kl has parts of the responses"),
     ],
 )
-def test_what_slimes_ranks_cannot_know_is_refused(recipe, name, columns, error, message):
+def test_recipes_over_slimes_ranks_are_refused(recipe, name, columns, error, message):
     recipe(name)
     with pytest.raises(error, match=message):
         slime.compute_advantages(foreign.slime_args(2, 3), rollout_data(0, **columns))
@@ -336,7 +336,7 @@ def test_prime_rl_gets_its_own_numbers(prime_rl):
         assert found == [pytest.approx([value] * number, abs=1e-6) for value, number in theirs]
 
 
-def test_prime_rl_gets_an_advantage_for_each_token_where_a_recipe_has_them(prime_rl, recipe):
+def test_prime_rl_gets_an_advantage_per_token(prime_rl, recipe):
     words = [
         "~pipeline.stages.gate",
         "+stage@pipeline.stages.late=token_advantage",
@@ -349,7 +349,7 @@ def test_prime_rl_gets_an_advantage_for_each_token_where_a_recipe_has_them(prime
     assert score(prime_rl, episodes) == [[0.0, 0.5], [1.0], [-0.0]]
 
 
-def test_prime_rl_is_told_of_a_lost_trace(prime_rl, recipe):
+def test_prime_rl_reports_a_lost_rollout(prime_rl, recipe):
     recipe(None, "pipeline.stages.gate.group_size=3")
     with pytest.raises(IncompleteGroupsError, match="2 of 3"):
         score(prime_rl, [episode(1.0, [True]), episode(0.0, [True])])
@@ -411,7 +411,7 @@ def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
         registry["headrace"](rewards=rewards, algorithm_config=None, traj_groups=groups)
 
 
-def test_torchtitan_gets_its_own_numbers_and_hears_of_failures(monkeypatch, recipe):
+def test_torchtitan_gets_its_own_numbers_and_the_failures(monkeypatch, recipe):
     status = foreign.torchtitan_config(monkeypatch)
     module = adapter("torchtitan")
     estimator = module.RecipeEstimator.Config().build()
@@ -432,7 +432,7 @@ def test_torchtitan_gets_its_own_numbers_and_hears_of_failures(monkeypatch, reci
     assert estimator(group)[2] == pytest.approx((rewards[2] - mean) / std, abs=2e-6)
 
 
-def test_what_pages_tell_to_write_into_a_configuration_is_there():
+def test_names_in_the_pages_configurations_exist():
     text = "\n".join(page.read_text() for page in PAGES)
     paths = set(re.findall(r"headrace\.adapters\.(\w+)(?:\.(\w+)| import (\w+))?", text))
     assert len(paths) >= 8
@@ -452,7 +452,7 @@ def test_what_pages_tell_to_write_into_a_configuration_is_there():
         assert load_pipeline(recipe, **{word.arg: ast.literal_eval(word.value) for word in call.keywords})
 
 
-def test_recipes_criteria_and_options_that_pages_name_are_there():
+def test_recipes_criteria_and_options_in_the_pages_exist():
     text = "\n".join(page.read_text() for page in PAGES)
     for cell in re.findall(r"`pipeline=[^|\n]*", text):
         for name in re.findall(r"`(?:pipeline=)?([\w/]+)`", cell):

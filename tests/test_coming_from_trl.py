@@ -124,7 +124,7 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
-def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_trainer, theirs):
+def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):
     words = "pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1.0,0.5]"
     rewards = short_or_none, none_of_odd
     run = make_trainer("pipeline=as/trl", *words, rewards=rewards, steps=4)
@@ -139,12 +139,12 @@ def test_several_rewards_of_which_some_are_none_are_added_up_as_trl_does(make_tr
         torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_of_rewards_are_said_once(make_trainer):
+def test_reward_weights_are_set_in_one_option(make_trainer):
     with pytest.raises(ValueError, match=r"set collapse\.weights, and no"):
         make_trainer("pipeline=as/trl", rewards=(ones, short_or_none), reward_weights=[1.0, 0.5])
 
 
-def test_several_reward_functions_are_as_many_columns(make_trainer, theirs):
+def test_each_reward_function_is_a_column(make_trainer, theirs):
     run = make_trainer(
         "pipeline=as/trl", "pipeline.stages.collapse.columns=2", rewards=(ones, one_each), steps=1
     )
@@ -156,7 +156,7 @@ def test_several_reward_functions_are_as_many_columns(make_trainer, theirs):
     torch.testing.assert_close(run.batches[0]["advantages"].squeeze(1), theirs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_recipe_takes_out_of_the_loss_counts_no_tokens(make_trainer):
+def test_masked_rows_count_no_tokens(make_trainer):
     words = (
         "criterion@pipeline.stages.filter.criterion=not_truncated",
         "pipeline.stages.filter.action=exclude",
@@ -181,7 +181,7 @@ def test_what_a_recipe_takes_out_of_the_loss_counts_no_tokens(make_trainer):
     assert silent
 
 
-def test_groups_of_an_evaluation_have_their_own_size(make_trainer, theirs):
+def test_evaluation_groups_have_their_own_size(make_trainer, theirs):
     run = make_trainer("pipeline=as/trl", num_generations_eval=2, per_device_eval_batch_size=4)
     from datasets import Dataset
 
@@ -189,7 +189,7 @@ def test_groups_of_an_evaluation_have_their_own_size(make_trainer, theirs):
     torch.testing.assert_close(run.batches[0]["advantages"].squeeze(1), theirs[0], rtol=1e-4, atol=1e-5)
 
 
-def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(make_trainer, theirs):
+def test_prompts_that_are_not_repeated_are_refused(make_trainer, theirs):
     class OneOfEach(trl.GRPOTrainer):
         def _get_train_sampler(self, dataset=None):
             return torch.utils.data.SequentialSampler(dataset or self.train_dataset)
@@ -200,7 +200,7 @@ def test_prompts_that_are_not_repeated_are_refused_where_trl_compares_them(make_
     assert theirs[0].abs().max() > 0.1  # of prompts that have nothing to do with one another
 
 
-def test_a_recipe_is_attached_once_by_its_name_and_options(make_trainer):
+def test_a_recipe_is_attached_once_by_name_and_options(make_trainer):
     run = make_trainer("pipeline=as/trl")
     with pytest.raises(ValueError, match=r"has a recipe already: set trainer\.pipeline"):
         attach(run.trainer, "grpo")

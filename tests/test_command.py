@@ -1,4 +1,4 @@
-"""The command, as a user runs it: in a folder of its own, and where that shows more in its own process."""
+"""The command, as a user runs it: in its own folder and, where needed, in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def finished(tmp_path_factory):
     return folder, headrace(folder, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
 
 
-def test_it_shows_the_order_and_the_closing_table(finished):
+def test_it_prints_the_order_and_the_closing_table(finished):
     _, done = finished
     assert "4. advantage: GroupRelativeAdvantage(scale='none')" in done.stdout
     assert "1. gate:      CompletenessGate(expected_groups=RepeatSampler(prompts=1110" in done.stdout
@@ -36,7 +36,7 @@ def test_it_shows_the_order_and_the_closing_table(finished):
     assert done.stderr == ""
 
 
-def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
+def test_it_writes_the_resolved_config_and_the_numbers_of_every_step(finished):
     folder, _ = finished
     config = OmegaConf.load(folder / "out" / "config.yaml")
     assert config.pipeline.stages.split.seed == config.sampler.seed == 1
@@ -50,7 +50,7 @@ def test_it_writes_the_resolved_config_and_every_steps_numbers(finished):
         assert float(step["rows/trained"]) + left == 40
 
 
-def test_the_same_seed_gives_the_same_run_in_whatever_process(finished, tmp_path):
+def test_the_same_seed_gives_the_same_run_in_any_process(finished, tmp_path):
     folder, _ = finished
     headrace_here(tmp_path, *QUICK, "hydra.run.dir=out", "pipeline=dr_grpo", "seed=1")
     again, before = (without_times(place / "out" / "metrics.csv") for place in (tmp_path, folder))
@@ -78,13 +78,13 @@ def test_cfg_prints_the_job(tmp_path):
         (["train.transform=trees"], "train.transform must be one of 'pack', 'tree'; got 'trees'"),
     ],
 )
-def test_what_is_wrong_is_one_paragraph(tmp_path, words, message):
+def test_an_error_is_one_paragraph(tmp_path, words, message):
     assert message in refused(tmp_path, *QUICK, *words)
 
 
 @pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
-def test_a_process_of_its_own_says_what_is_wrong_in_the_same_words(tmp_path, word):
-    """Refused by Hydra before the task, and by a stage in it: nothing before or after the paragraph."""
+def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
+    """Errors of Hydra before the task, and of a stage in it; only the paragraph is printed."""
     done = headrace(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     here = headrace_here(tmp_path, *QUICK, word, "pipeline.stages.gate.on_incomplete=raise", check=False)
     assert done.returncode == here.returncode == 2
@@ -92,8 +92,8 @@ def test_a_process_of_its_own_says_what_is_wrong_in_the_same_words(tmp_path, wor
     assert done.stderr.startswith("headrace: ")
 
 
-def test_the_same_rewards_however_the_step_is_cut(tmp_path):
-    """Packed, by tokens or through a loss that knows no weights: one gradient, so the same policy learns."""
+def test_rewards_are_equal_for_any_micro_batches(tmp_path):
+    """Packed, by tokens or with a loss without weights: one gradient, so the same policy is learned."""
     packed = "train.transform={_target_: headrace.transforms.pack, _partial_: true}"
     folded = ["pipeline.stages.weight.fold=token_mean", "loss.aggregation=token_mean"]
     by_tokens = "pipeline.stages.split.max_tokens=50"
@@ -108,13 +108,13 @@ def test_the_same_rewards_however_the_step_is_cut(tmp_path):
     assert all(each == rewards["whole"] for each in rewards.values())
 
 
-def test_without_weights_a_loss_per_token_is_refused(tmp_path):
+def test_a_loss_per_token_without_weights_is_refused(tmp_path):
     done = headrace_here(tmp_path, *QUICK, "~pipeline.stages.weight", check=False)
     assert done.returncode == 2
     assert "Set aggregation='token_mean' on GRPOLoss" in done.stderr
 
 
-def test_ctrl_c_ends_it_with_the_table(tmp_path):
+def test_ctrl_c_prints_the_closing_table(tmp_path):
     run = Started(main, tmp_path, *QUICK, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.csv"
     for _ in range(600):
@@ -131,7 +131,7 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """Reward from 0.1 to above 0.5, a third of the way: every stage at work, fan-out and failures too."""
+    """The reward rises from 0.1 to above 0.5 with every stage, fan-out and failures."""
     done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=22")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))
@@ -143,7 +143,7 @@ def test_the_default_experiment_learns(tmp_path):
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)
 
 
-def test_every_public_name_of_the_pipeline_is_there_and_none_besides():
+def test_pipeline_exports_exactly_its_public_names():
     assert {name: getattr(pipeline, name) for name in pipeline.__all__}
     assert set(pipeline.__all__) <= set(dir(pipeline))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

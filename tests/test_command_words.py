@@ -1,4 +1,4 @@
-"""What the command says of itself and of words that it does not know: no task, mostly without torch."""
+"""Help, lists and errors of the command; most of these tests import no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.pipeline.composing import TASKS, recipes
 pytestmark = pytest.mark.slow
 
 
-def test_help_fits_a_terminal_and_has_every_task_and_command(tmp_path):
+def test_help_fits_a_terminal_and_lists_every_task_and_command(tmp_path):
     shown = headrace_here(tmp_path, "--help").stdout
     lines = shown.splitlines()
     assert len(lines) <= 40
@@ -45,12 +45,12 @@ def test_every_example_of_the_help_composes(tmp_path):
         assert headrace_here(tmp_path, "--cfg", "job", *words).stdout
 
 
-def test_the_version_is_said_with_those_it_stands_on(tmp_path):
+def test_version_lists_the_main_dependencies(tmp_path):
     names = [line.split()[0] for line in headrace_here(tmp_path, "--version").stdout.splitlines()]
     assert names == ["headrace", "torch", "torchrl", "tensordict"]
 
 
-def test_recipes_and_stages_are_listed_with_what_they_are(tmp_path):
+def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     shown = headrace_here(tmp_path, "recipes").stdout
     listed = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}
     assert list(listed) == recipes()
@@ -64,7 +64,7 @@ def test_recipes_and_stages_are_listed_with_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["--version"], ["stages", "gate"], ["--cfg", "job"], ["sed=1"]])
-def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
+def test_listing_and_hints_need_no_torch(tmp_path, words):
     code = (
         "import sys\nfrom headrace.pipeline.main import main\n"
         "try: main()\n"
@@ -74,12 +74,12 @@ def test_what_prints_or_hints_needs_no_torch(tmp_path, words):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_hint_of_python_is_that_of_the_command():
+def test_python_and_the_command_give_the_same_hint():
     with pytest.raises(ConfigError, match=r"did you mean pipeline\.stages\.gate\.group_size=3 or"):
         load_pipeline("group_size=3")
 
 
-def test_flags_may_stand_among_the_words():
+def test_flags_may_be_mixed_with_overrides():
     assert ready_words(["a=1", "--cfg", "job", "~pipeline.stages.filter"]) == [
         "--cfg",
         "job",
@@ -107,14 +107,14 @@ def test_flags_may_stand_among_the_words():
         (["pipeline.stages.advantage.scale=nonee"], "'none' (did you mean 'none' or"),
     ],
 )
-def test_what_cannot_be_is_one_paragraph_in_the_words_of_the_command(tmp_path, words, message):
+def test_an_error_is_one_paragraph_with_overrides_to_type(tmp_path, words, message):
     said = refused(tmp_path, *words)
     assert message in said
     assert not [word for word in ("Error", "None", "__init__", "<class") if word in said]
 
 
-def test_a_node_is_no_number(tmp_path):
-    """In a process of its own: in this one other tests have brought groups of TorchRL's by that name."""
+def test_a_node_without_a_target_is_refused(tmp_path):
+    """In its own process, since other tests have registered TorchRL's groups of that name."""
     done = headrace(tmp_path, "sampler=3", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"
@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["recipes"], ["--cfg", "job"]], ids=" ".join)
-def test_who_has_read_enough_hears_no_error(tmp_path, words):
+def test_a_closed_pipe_raises_no_error(tmp_path, words):
     command = [sys.executable, "-m", "headrace.pipeline", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
@@ -141,7 +141,7 @@ def test_who_has_read_enough_hears_no_error(tmp_path, words):
     assert (said, started.returncode) == ("", 141)
 
 
-def test_what_nobody_foresaw_says_how_to_see_where_it_comes_from(tmp_path, monkeypatch):
+def test_an_unexpected_error_says_how_to_get_its_traceback(tmp_path, monkeypatch):
     def break_down(*_, **__):
         raise KeyError("out of the blue")
 
@@ -152,7 +152,7 @@ def test_what_nobody_foresaw_says_how_to_see_where_it_comes_from(tmp_path, monke
     assert "HYDRA_FULL_ERROR=1 before the command shows where" in done.stderr
 
 
-def test_a_word_that_follows_another_reaches_the_task_as_it_was_typed(tmp_path):
+def test_overrides_reach_the_task_as_typed(tmp_path):
     words = [
         "train.steps=1",
         "policy.width=16",

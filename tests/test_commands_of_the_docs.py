@@ -1,4 +1,4 @@
-"""Every command that a page shows runs, in order, and in a folder of the page's own.
+"""Every command of a page runs, in order, in a folder of its own.
 
 Where a page looks at ``run/rollouts`` that it has not written, there is a dump of plain rollouts.
 """

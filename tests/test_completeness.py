@@ -21,7 +21,7 @@ from headrace.transforms import (
 DONE, CUT, ABORTED, FAILED = Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED
 
 
-def test_rollouts_are_counted_and_not_rows(make_batch):
+def test_rollouts_are_counted_not_rows(make_batch):
     # group 0 has two rows of one rollout: one rollout is missing
     batch = make_batch([1.0, 1, 2, 3], [0, 0, 1, 1], [0, 0, 1, 2])
     with pytest.raises(
@@ -32,7 +32,7 @@ def test_rollouts_are_counted_and_not_rows(make_batch):
     assert len(CompletenessGate(group_size=2)(fanned)) == 5
 
 
-def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
+def test_failed_and_aborted_rollouts_do_not_count_but_truncated_do(make_batch):
     batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], status=[DONE, CUT, DONE, FAILED, ABORTED, DONE])
     with pytest.raises(
         IncompleteGroupsError,
@@ -46,13 +46,13 @@ def test_failed_and_aborted_rollouts_do_not_count_and_truncated_do(make_batch):
 
 
 @pytest.mark.parametrize("states", [[CUT, FAILED, DONE], [FAILED, DONE, CUT], [DONE, CUT, FAILED]])
-def test_a_rollout_ended_as_its_worst_segment_did(make_batch, states):
+def test_a_rollout_has_its_worst_segments_status(make_batch, states):
     batch = make_batch([0.0] * 4, [0] * 4, [0, 1, 1, 1], status=[CUT, *states])
     with pytest.raises(IncompleteGroupsError, match=r"group 0 has 1 of 2 \(1 failed, 1 truncated\)"):
         CompletenessGate(group_size=2)(batch)
 
 
-def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(make_batch):
+def test_a_failed_rollout_never_passes_even_with_a_retry(make_batch):
     batch = make_batch([0.0] * 3, [0, 0, 0], status=[DONE, FAILED, DONE])
     outcome = said_by(CompletenessGate(group_size=2), batch)
     assert outcome.batch["rollout_id"].tolist() == [0, 2]
@@ -69,12 +69,12 @@ def test_a_failed_rollout_never_passes_even_if_a_retry_made_its_group_complete(m
         ({"min_rollouts": 3, "min_fraction": 0.1}, [2, 2, 2, 2]),
     ],
 )
-def test_keep_needs_enough_rollouts(make_batch, options, kept):
+def test_keep_requires_enough_rollouts(make_batch, options, kept):
     batch = make_batch([0.0] * 7, [0, 1, 1, 2, 2, 2, 2])
     assert CompletenessGate(group_size=4, on_incomplete="keep", **options)(batch)["group_id"].tolist() == kept
 
 
-def test_the_column_says_how_many_each_group_was_dispatched_with(make_batch):
+def test_a_column_has_the_dispatched_count_of_each_group(make_batch):
     batch = make_batch([0.0] * 4, [0, 1, 1, 1], expected_rollouts=[1, 3, 3, 3])
     assert len(CompletenessGate()(batch)) == 4
     batch["expected_rollouts"] = torch.tensor([2, 3, 3, 3])
@@ -88,12 +88,12 @@ def test_the_column_says_how_many_each_group_was_dispatched_with(make_batch):
 
 
 @pytest.mark.parametrize("mode", ["raise", "drop"])
-def test_more_rollouts_than_dispatched_is_an_error_in_every_mode(make_batch, mode):
+def test_more_rollouts_than_dispatched_raise_in_every_mode(make_batch, mode):
     with pytest.raises(BatchError, match="group 4 has 3 of 2"):
         CompletenessGate(group_size=2, on_incomplete=mode)(make_batch([0.0] * 3, [4, 4, 4]))
 
 
-def test_a_group_that_is_missing_entirely_is_caught(make_batch):
+def test_an_absent_group_is_detected(make_batch):
     batch = make_batch([0.0, 1], [3, 3])
     with pytest.raises(IncompleteGroupsError, match=r"group 8 has 0 of 2 \(no rows\)"):
         CompletenessGate(group_size=2, expected_groups=[3, 8])(batch)
@@ -112,32 +112,32 @@ def test_a_batch_without_rows_lacks_every_group(make_batch):
     assert CompletenessGate(group_size=2)(empty) is empty
 
 
-def test_a_fraction_is_met_at_its_boundary(make_batch):
+def test_a_fraction_includes_its_bound(make_batch):
     gate = CompletenessGate(group_size=13, on_incomplete="keep", min_fraction=7 / 13)
     assert len(gate(make_batch([0.0] * 7, [0] * 7))) == 7
 
 
-def test_the_status_after_the_step_is_the_one_that_counts(make_batch):
+def test_the_status_after_the_step_counts(make_batch):
     batch = make_batch([0.0, 1], [0, 0], status=[DONE, DONE])
     batch["next", "status"] = torch.tensor([[DONE], [FAILED]])
     with pytest.raises(IncompleteGroupsError, match="group 0 has 1 of 2"):
         CompletenessGate(group_size=2)(batch)
 
 
-def test_a_column_on_some_rows_is_no_column(make_batch):
+def test_a_column_on_some_rows_is_refused(make_batch):
     rows = list(make_batch([0.0, 1], [0, 0]).unbind(0))
     rows[1]["status"] = torch.tensor(3)
     with pytest.raises(BatchError, match="'status' is on 1 of 2 rows: 1"):
         CompletenessGate(group_size=2)(lazy_stack(rows))
 
 
-def test_a_status_under_another_name_must_be_there(make_batch):
+def test_a_renamed_status_column_is_required(make_batch):
     with pytest.raises(MissingKeyError, match=r"'stauts' \(status_key\)"):
         CompletenessGate(group_size=1, status_key="stauts")(make_batch([0.0], [0], status=[FAILED]))
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_group_was_dispatched_with_at_least_one_rollout(make_batch, number):
+def test_a_dispatched_count_is_at_least_1(make_batch, number):
     batch = make_batch([0.0] * 2, [4, 4], expected_rollouts=[number] * 2, status=[FAILED, FAILED])
     with pytest.raises(BatchError, match=rf"one number ≥ 1 per group; found group 4: \[{number}\]"):
         CompletenessGate(on_incomplete="drop")(batch)
@@ -152,7 +152,7 @@ def test_a_group_was_dispatched_with_at_least_one_rollout(make_batch, number):
         ({"rollout_id": [5, 5], "group_id": [0, 1]}, r"rollout 5 in groups \[0, 1\]"),
     ],
 )
-def test_wrong_data_raise_with_the_offenders(make_batch, columns, message):
+def test_invalid_data_raise_with_the_row_ids(make_batch, columns, message):
     batch = make_batch([0.0, 1], [0, 0], status=[0, 0])
     for name, values in columns.items():
         batch[name] = torch.tensor(values)
@@ -172,7 +172,7 @@ def test_wrong_data_raise_with_the_offenders(make_batch, columns, message):
         ({"group_size": "8"}, "group_size must be an integer or None; got '8'"),
     ],
 )
-def test_options_that_contradict_raise(options, message):
+def test_contradicting_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         CompletenessGate(**options)
 
@@ -187,6 +187,6 @@ def test_the_function_counts_unique_present_rollouts(rollouts):
     assert set(found.expected.tolist()) == {20}
 
 
-def test_the_function_needs_something_to_count_against():
+def test_the_function_requires_a_dispatched_count():
     with pytest.raises(BatchError, match="give group_size"):
         incomplete_groups([0], [0])

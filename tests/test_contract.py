@@ -1,4 +1,4 @@
-"""The contract that every exported transform keeps, the pipeline included."""
+"""The contract that every exported transform keeps, including the pipeline."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def same(a: TensorDict, b: TensorDict) -> bool:
 
 
 @every
-def test_the_input_is_left_alone(name):
+def test_the_input_is_unchanged(name):
     batch, untouched = rows(), rows()
     memory = {key: batch.get(key).data_ptr() for key in batch.keys(True, True) if key != "prompt_text"}
     STAGES[name]()(batch)
@@ -187,13 +187,13 @@ def test_the_input_is_left_alone(name):
 
 
 @every
-def test_a_locked_input_is_no_obstacle(name):
+def test_a_locked_input_is_accepted(name):
     batch = rows().lock_()
     assert same(STAGES[name]()(batch), STAGES[name]()(rows()))
 
 
 @every
-def test_strangers_columns_and_strings_stay_with_their_rows(name):
+def test_unknown_columns_and_strings_stay_with_their_rows(name):
     batch = rows()
     out = STAGES[name]()(batch)
     numbers = [int(deep[0, 0]) // 6 for deep in out["stranger", "deep"]]
@@ -236,13 +236,13 @@ def test_lazy_stacks_of_ragged_rows_are_accepted(name):
 
 
 @every
-def test_an_empty_batch_comes_back_as_it_is(name):
+def test_an_empty_batch_comes_back_empty(name):
     for empty in (rows()[:0], lazy_stack(list(rows().unbind(0)))[:0]):
         assert STAGES[name]()(empty) is empty
 
 
 @every
-def test_envs_by_time_is_flattened(name):
+def test_a_batch_of_envs_by_time_is_flattened(name):
     batch = rows()
     assert same(STAGES[name]()(batch.reshape(2, 4)), STAGES[name]()(batch))
 
@@ -279,7 +279,7 @@ def test_dtype_and_device_are_kept(name):
 
 
 @every
-def test_forward_and_call_are_the_same_and_inverse_is_the_identity(name):
+def test_forward_equals_call_and_inverse_is_the_identity(name):
     assert same(STAGES[name]()._call(rows()), STAGES[name]()(rows()))
     batch = rows()
     if name == "pipeline":  # what a replay buffer samples has been over it, or it stands in the wrong place
@@ -295,7 +295,7 @@ def test_a_pipelines_output_is_refused(name):
 
 
 @every
-def test_an_environment_is_refused_bare_and_inside_a_compose(name):
+def test_an_environment_is_refused(name):
     with pytest.raises(TypeError, match=r"whole batches.*Collector\(postproc=...\)"):
         TransformedEnv(CountingEnv(), STAGES[name]())
     with pytest.raises(TypeError, match="whole batches"):
@@ -303,7 +303,7 @@ def test_an_environment_is_refused_bare_and_inside_a_compose(name):
 
 
 @every
-def test_what_is_no_batch_is_refused(name):
+def test_an_input_that_is_no_batch_is_refused(name):
     with pytest.raises(TypeError, match="takes a TensorDict of rows, got dict"):
         STAGES[name]()({"reward": 1})
     with pytest.raises(BatchError, match=r"batch size \[\]"):
@@ -311,7 +311,7 @@ def test_what_is_no_batch_is_refused(name):
 
 
 @every
-def test_options_are_kept_under_their_names_and_printed(name):
+def test_options_are_attributes_and_printed(name):
     stage = STAGES[name]()
     assert repr(stage).startswith(type(stage).__name__)
     if not isinstance(stage, Pipeline):
@@ -475,8 +475,8 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
 
 
 @every
-def test_nothing_of_a_batch_stays_on_the_stage(name):
-    """``vars`` are what they were, but for those stages that declare a state."""
+def test_a_stage_keeps_nothing_of_a_batch(name):
+    """``vars`` are unchanged, except for stages that declare a state."""
     stage = STAGES[name]()
     before = dict(vars(stage))
     inside = {
@@ -501,8 +501,8 @@ def test_only_stages_that_declare_it_have_a_state(name):
 
 
 @every
-def test_who_leaves_is_gone_or_out_of_the_loss_and_has_a_reason(name):
-    """Eight rows in: who leaves is not among those that come out, or out of the loss, and nobody else is."""
+def test_rows_that_leave_are_dropped_or_masked_with_a_reason(name):
+    """Of eight rows, those that leave are dropped or masked, and no others."""
     stage = STAGES[name]()
     batch = rows()
     batch["number"] = torch.arange(8)
@@ -528,7 +528,7 @@ def test_who_leaves_is_gone_or_out_of_the_loss_and_has_a_reason(name):
 
 
 @every
-def test_an_id_that_is_not_set_is_named(name):
+def test_an_unset_id_is_named(name):
     for key in ("group_id", "rollout_id"):
         if key not in needed(name) or name.startswith("pipeline"):
             continue

@@ -1,4 +1,4 @@
-"""What is copied into workers, by buffers and by collectors, says so; what cannot be copied is refused."""
+"""Copies in workers, buffers and collectors are recognised; stages that cannot be copied are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = {
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-def test_a_copy_says_that_it_is_one_until_it_has_run_a_batch_itself(copied, ask):
+def test_a_copy_says_so_until_it_runs_a_batch(copied, ask):
     pipeline = make_pipeline()
     batch = next(iter(make_collector(make_env())))
     pipeline(batch)
@@ -60,7 +60,7 @@ REFUSED = r"keeps a state .*Append the first of pipeline.halves\(\)"
 
 
 @pytest.mark.parametrize("make", [make_pipeline, split, lambda: Compose(split())])
-def test_what_remembers_is_refused_where_torchrl_asks(make):
+def test_stages_with_memory_are_refused_where_torchrl_asks(make):
     with pytest.raises(TypeError, match=REFUSED):
         buffer_with(make(), invert=False)
     with pytest.raises(TypeError, match=REFUSED):
@@ -70,7 +70,7 @@ def test_what_remembers_is_refused_where_torchrl_asks(make):
 @pytest.mark.parametrize(
     "make", [CompletenessGate, lambda: make_pipeline().halves()[0], lambda: Pipeline({"f": FanOutCollapse()})]
 )
-def test_what_remembers_nothing_is_not_refused(make):
+def test_stages_without_memory_are_accepted(make):
     assert not make().requires_shared_write_state
     buffer_with(make(), invert=False)
 
@@ -102,8 +102,8 @@ def elsewhere(function, *args) -> str:
 
 
 @pytest.mark.slow
-def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_the_stages_before_it():
-    """On the way in TorchRL 0.14.1 does not ask."""
+def test_a_worker_that_writes_to_a_buffer_refuses_a_split_and_takes_stages_before_it():
+    """When rows are written, TorchRL 0.14.1 does not check."""
     batch = next(iter(make_collector(make_env())))
     assert re.search(REFUSED, elsewhere(extend, buffer_with(make_pipeline()), batch))
     assert elsewhere(extend, buffer_with(make_pipeline().halves()[0]), batch) == "18 rows"
@@ -117,7 +117,7 @@ def take_in_and_extend(pipeline: Pipeline, batch, answers) -> str:
 
 
 @pytest.mark.slow
-def test_after_an_asynchronous_collector_the_original_has_no_account():
+def test_after_an_asynchronous_collector_the_original_has_no_run():
     pipeline = Pipeline({"gate": CompletenessGate(on_incomplete="drop")})
     collector = MultiAsyncCollector(
         quiz_makers(2), frames_per_batch=24, total_frames=24 * 4, postproc=pipeline

@@ -58,7 +58,7 @@ def close(found: torch.Tensor, expected) -> None:
     [(bound, *limits) for bound in BOUNDS for limits in LIMITS if (bound, *limits) != ("zero", None, None)],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_those_of_a_loop(level, bound, low, high, normalise):
+def test_weights_equal_those_of_a_loop(level, bound, low, high, normalise):
     options = {"level": level, "bound": bound, "low": low, "high": high, "normalise": normalise}
     for seed in range(3):
         batch = two_policies(9, 7, seed)
@@ -72,7 +72,7 @@ def test_weights_are_those_of_a_loop(level, bound, low, high, normalise):
 
 @pytest.mark.parametrize("level", OVER)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_divergences_are_those_of_a_loop(estimator, level):
+def test_divergences_equal_those_of_a_loop(estimator, level):
     batch = two_policies(9, 7, 5)
     found = divergence(batch[OLD], batch[SAMPLER], batch[MASK], estimator=estimator, level=level)
     expected = stated_divergence(log_ratios(batch), estimator, level)
@@ -82,7 +82,7 @@ def test_divergences_are_those_of_a_loop(estimator, level):
 @pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (None, 1.5), (0.9, None), (0.0, 1.01)])
 @pytest.mark.parametrize("level", OVER)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_rejection_is_that_of_a_loop(estimator, level, low, high):
+def test_rejection_equals_that_of_a_loop(estimator, level, low, high):
     if estimator != "k1" and (low is not None or high is None):
         with pytest.raises(ValueError, match=f"{estimator} needs high > 0 and has no low"):
             Diverged(estimator=estimator, level=level, low=low, high=high)
@@ -135,7 +135,7 @@ def test_bounds_are_inclusive(old, low, high, dtype):
     ],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_divided_by_their_mean_however_small_unless_it_is_below_1e8(level, logs, expected):
+def test_weights_are_divided_by_their_mean_unless_below_1e_8(level, logs, expected):
     """Two rows of one token each, whose weight is ρ at every level."""
     old, zero = torch.tensor(logs, dtype=torch.float64).unsqueeze(-1), torch.zeros(2, 1, dtype=torch.float64)
     batch = TensorDict({OLD: old, SAMPLER: zero, MASK: zero == 0, "advantage": torch.ones(2, 1, 1)}, [2])
@@ -168,7 +168,7 @@ def test_ragged_rows_have_the_bits_of_dense_ones(level):
 
 
 @given(order=st.permutations(range(8)), unit=st.sampled_from(["sample", "rollout"]))
-def test_permuting_rows_permutes_who_is_rejected(order, unit):
+def test_permuting_rows_permutes_the_rejected(order, unit):
     batch, order = two_policies(8, 6, 1, spread=3.0), torch.tensor(order)
     for over in ("sum", "mean", "max"):
         criterion = Diverged(estimator="k1", level=over, high=2.0, unit=unit)
@@ -176,7 +176,7 @@ def test_permuting_rows_permutes_who_is_rejected(order, unit):
 
 
 @pytest.mark.parametrize("level", ["sequence", "mean"])
-def test_a_rollout_is_one_sequence_however_it_is_cut_into_rows(level):
+def test_a_rollout_is_one_sequence_for_any_cut_into_rows(level):
     """Rows of one rollout have one weight, that of the rollout as one row, and count once."""
     batch = two_policies(8, 6, 3)
     whole = TensorDict({"rollout_id": torch.arange(4), "advantage": torch.ones(4, 1, 1).double()}, [4])
@@ -195,7 +195,7 @@ def test_a_rollout_is_one_sequence_however_it_is_cut_into_rows(level):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("key", [OLD, SAMPLER])
-def test_what_is_not_finite_in_the_mask_is_refused_with_its_rows(key, value):
+def test_non_finite_values_in_the_mask_are_refused_with_their_rows(key, value):
     batch = two_policies(6, 5)
     row, token = 4, int(batch[MASK][4].nonzero()[0])
     batch[key][row, token] = value
@@ -209,7 +209,7 @@ def test_what_is_not_finite_in_the_mask_is_refused_with_its_rows(key, value):
             function(batch[OLD], batch[SAMPLER], batch[MASK])
 
 
-def test_a_row_out_of_the_loss_is_in_no_weight_and_no_number():
+def test_masked_rows_are_in_no_weight_and_no_metric():
     batch = two_policies(6, 5)
     batch["headrace", "in_loss"] = torch.tensor([True, True, False, True, True, True])
     gone = batch.clone()
@@ -236,7 +236,7 @@ def test_a_row_out_of_the_loss_is_in_no_weight_and_no_number():
         ({"least_ess": 2.0}, r"least_ess must be in \[0, 1\]"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(**options)
 
@@ -252,7 +252,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
         ({"high": 1.0, "judges": "positive"}, "judges must be one of"),
     ],
 )
-def test_criteria_that_make_no_sense_are_refused(options, message):
+def test_invalid_criteria_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Diverged(**options)
 
@@ -270,15 +270,15 @@ def test_columns_of_other_tokens_are_refused():
         RolloutCorrection()(batch)
 
 
-def test_rows_that_were_corrected_are_not_corrected_again():
+def test_corrected_rows_are_not_corrected_again():
     with pytest.raises(BatchError, match="a second correction would apply weights twice"):
         RolloutCorrection()(RolloutCorrection()(two_policies(4, 5)))
 
 
 @pytest.mark.parametrize("form", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_stages_in_a_pipeline_are_the_stages_one_after_another(level, form):
-    """Also where one reads what the one before leaves to the gathering of rows."""
+def test_a_pipeline_equals_its_stages_one_after_another(level, form):
+    """Also if a stage reads what the one before delays until rows are gathered."""
     keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
     stages = {
         "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),
@@ -298,7 +298,7 @@ def test_stages_in_a_pipeline_are_the_stages_one_after_another(level, form):
 # -- tokens, and what the loss is divided by ---------------------------------------------------------------
 
 
-def test_tokens_leave_the_mask_or_keep_their_place_in_the_denominator():
+def test_rejected_tokens_leave_the_mask_or_stay_in_the_denominator():
     batch = two_policies(6, 5)
     criterion = Diverged(estimator="k1", level="token", high=1.5)
     out = batch[MASK] & ~criterion(batch)
@@ -320,7 +320,7 @@ def test_tokens_leave_the_mask_or_keep_their_place_in_the_denominator():
         }
 
 
-def test_an_advantage_of_zero_is_not_negative():
+def test_an_advantage_of_0_is_not_negative():
     """A < 0, not A ≤ 0: the policies are a factor e apart everywhere, and 2 is allowed."""
     credit = torch.tensor([-1.0, 0.0, -0.0, 1.0])
     stays = [False, True, True, True]
@@ -338,7 +338,7 @@ def test_an_advantage_of_zero_is_not_negative():
 
 
 @pytest.mark.parametrize("returned", [torch.ones(6, 5), [True], torch.ones(6, 4) > 0])
-def test_a_criterion_that_judges_no_tokens_is_refused(returned):
+def test_a_criterion_without_tokens_is_refused(returned):
     with pytest.raises(
         BatchError, match=r"a criterion must return one bool per token, \(6, 5\), or one per row"
     ):
@@ -352,7 +352,7 @@ def test_a_criterion_that_judges_no_tokens_is_refused(returned):
 
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_numbers_are_those_of_a_loop(level, bound):
+def test_metrics_equal_those_of_a_loop(level, bound):
     batch = two_policies(9, 6, 7)
     logs = log_ratios(batch)
     weights = stated_weights(logs, level, bound, 0.5, 2.0, "none")
@@ -382,7 +382,7 @@ def test_numbers_are_those_of_a_loop(level, bound):
 
 
 @pytest.mark.parametrize("unit", ["sample", "rollout"])
-def test_who_rejects_says_how_far_the_policies_were_apart_before(unit):
+def test_divergences_are_measured_before_rejection(unit):
     batch = two_policies(8, 5)
     expected = alone(RolloutCorrection(unit=unit), batch).metrics
     for stage in (

@@ -1,4 +1,4 @@
-"""Correction between the other stages: its place, its recipes, the loss behind it, and its report."""
+"""Correction among other stages: its position, its recipes, the loss after it, and its report."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def gradient(policy, total) -> torch.Tensor:
         ({"normalise": "batch"}, 0.2),
     ],
 )
-def test_folding_weights_into_the_advantage_is_weighing_the_clipped_loss(scene, options, clip_epsilon):
+def test_folding_equals_weighting_the_clipped_loss(scene, options, clip_epsilon):
     policy, batch = scene
     loss = GRPOLoss(
         policy, masking_strategy="generic", entropy_bonus=False, aggregation="none", clip_epsilon=clip_epsilon
@@ -105,7 +105,7 @@ def test_folding_weights_into_the_advantage_is_weighing_the_clipped_loss(scene, 
     torch.testing.assert_close(folded, weighed, rtol=1e-12, atol=1e-14)
 
 
-def test_a_loss_that_measures_its_ratio_from_the_sampler_is_refused(scene):
+def test_a_loss_with_the_sampler_in_its_ratio_is_refused(scene):
     policy, batch = scene
     batch = LossWeight(dtype="float64")(RolloutCorrection()(batch))
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
@@ -118,8 +118,8 @@ def test_a_loss_that_measures_its_ratio_from_the_sampler_is_refused(scene):
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
-def test_the_denominator_of_rejected_tokens_is_what_was_declared(scene, denominator):
-    """The gradient of kept tokens alone, over as many tokens as the option says."""
+def test_rejected_tokens_have_the_declared_denominator(scene, denominator):
+    """The gradient of the kept tokens, divided by the number of tokens that the option sets."""
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     loss.set_keys(sample_log_prob=OLD)
@@ -209,7 +209,7 @@ def order(*names: str) -> Pipeline:
         (["collapse", "length", "turn_rows"], "no later stage reads that reward"),
     ],
 )
-def test_orders_that_are_silently_wrong_are_refused_by_name(names, message):
+def test_silently_wrong_orders_are_refused_by_name(names, message):
     with pytest.raises(ValueError, match=message):
         order(*names)
 
@@ -229,14 +229,14 @@ def test_orders_that_are_silently_wrong_are_refused_by_name(names, message):
         ["collapse", "length"],
     ],
 )
-def test_orders_that_mean_something_are_not_refused(names):
+def test_meaningful_orders_are_accepted(names):
     assert order(*names).order == names
 
 
 @pytest.mark.parametrize(
     ("action", "credit"), [("exclude", [0.5, -0.5]), ("mask", None), ("drop", [0.5, -0.5])]
 )
-def test_a_rejected_siblings_reward_is_in_the_baseline_only_where_it_was_left_there(action, credit):
+def test_a_rejected_reward_is_in_the_baseline_only_if_kept_there(action, credit):
     """verl issues 6375 and 6452: rewards 100 (rejected), 1 and 0, scale none."""
     batch = rewarded([100.0, 1, 0], [0, 0, 0], spread=0.0)
     batch[OLD][0] += 1.0
@@ -251,8 +251,8 @@ def test_a_rejected_siblings_reward_is_in_the_baseline_only_where_it_was_left_th
     assert run.ledger.rows("reject/diverged") == [{"row": 0, "rollout": 0, "group": 0}]
 
 
-def test_ragged_rows_whose_columns_have_other_lengths_are_refused():
-    """Filled up they would be read as log-probabilities of 0, and the last tokens weigh next to nothing."""
+def test_ragged_columns_of_different_lengths_are_refused():
+    """Padded, they would be read as log-probabilities of 0."""
     batch = lazy_stack(list(rewarded([1.0, 0, 2, 5], [0, 0, 0, 0]).unbind(0)))
     for name, key in (("tis", SAMPLER), ("mis", SAMPLER), ("opd", ("teacher_log_probs", "full"))):
         cut = lazy_stack([row.clone() for row in batch.unbind(0)])
@@ -267,7 +267,7 @@ def test_ragged_rows_whose_columns_have_other_lengths_are_refused():
             stage(batch)
 
 
-def test_a_ragged_advantage_by_token_is_for_no_loss_that_pads_it_on_the_other_side(scene):
+def test_a_ragged_token_advantage_is_refused_by_a_loss_that_pads_differently(scene):
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
     loss.set_keys(sample_log_prob=OLD)
@@ -280,7 +280,7 @@ def test_a_ragged_advantage_by_token_is_for_no_loss_that_pads_it_on_the_other_si
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_advantage_that_its_dtype_cannot_hold_is_refused(dtype):
+def test_an_advantage_beyond_its_dtype_is_refused(dtype):
     batch = rewarded([1.0, 0, 2, 5], [0, 0, 0, 0])
     batch["advantage"] = torch.full((4, 1, 1), torch.finfo(dtype).max / 4, dtype=dtype)
     batch[OLD] = batch[SAMPLER] + 3
@@ -302,8 +302,8 @@ def credit_of(rewards: list[float], own: float) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_its_formula(name, kind):
-    """One row after another, in groups of four whose rewards differ."""
+def test_a_recipe_equals_its_formula(name, kind):
+    """One row after another, in groups of four with different rewards."""
     rewards = [1.0, 0, 2, 5, 3, 3, 4, 4, 0, 1, 1, 7]
     groups = [row // 4 for row in range(12)]
     batch = rewarded(rewards, groups, spread=0.002 if name in ("mis", "opsm", "mlperf") else 0.9)
@@ -360,7 +360,7 @@ def test_every_preset_of_verl_is_in_the_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERL)
-def test_a_preset_of_verl_is_its_documented_behaviour(name):
+def test_a_preset_of_verl_behaves_as_documented(name):
     """The weight by the whole mask; a rejected row is out of the mask, and its reward in the baseline."""
     weigh, reject = VERL[name]
     rewards, groups = [1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1]
@@ -398,7 +398,7 @@ def test_a_preset_of_verl_is_its_documented_behaviour(name):
 
 
 @pytest.mark.parametrize(("least", "warns"), [(0.99, True), (0.0, False), (None, False)])
-def test_a_report_warns_of_an_effective_sample_size_below_its_bound(least, warns):
+def test_a_report_warns_of_a_low_effective_sample_size(least, warns):
     batch = rewarded([1.0, 0, 2, 5], [0, 0, 0, 0], spread=1.0)
     run = Pipeline(
         {"advantage": GroupRelativeAdvantage(), "correction": RolloutCorrection(least_ess=least)}

@@ -1,4 +1,4 @@
-"""Collectors cut their batches in the middle of rollouts: nobody is trained with a part of a reward.
+"""Collectors cut batches inside rollouts: no rollout is trained with a part of its reward.
 
 What each rollout earned, and how many turns it had, is known from its id alone (``tests/chats.py``).
 """
@@ -82,8 +82,8 @@ def naive(batch: TensorDictBase) -> int:
 
 
 @pytest.mark.parametrize(("kind", "turns"), [("Collector", 6), ("LLMCollector", 3), ("LLMCollector", 18)])
-def test_no_rollout_is_trained_with_a_part_of_its_reward(kind, turns):
-    """Behind the gate what is cut does not train; behind the assembler every whole group does, once."""
+def test_no_rollout_is_trained_with_part_of_its_reward(kind, turns):
+    """The gate refuses or drops cut rollouts; the assembler returns every complete group once."""
     batches = list(source(kind, turns))
     assert sum(map(naive, batches)) > 0, "the batches of this test are cut"
     runs = [make_pipeline("drop").run(batch) for batch in batches]

@@ -1,4 +1,4 @@
-"""What is decided about plain columns is what a pipeline decides about the same rows as a batch."""
+"""`decide` on plain columns equals a pipeline on the same rows as a batch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def read_by(recipe: str, columns: dict[str, list]) -> dict[str, list]:
 
 
 @pytest.mark.slow
-def test_every_recipe_decides_about_columns_as_about_a_batch():
+def test_every_recipe_decides_on_columns_as_on_a_batch():
     seen = set()
     words = {"minibatches": 2, "group_size": 4}
     for recipe in (name for name in ADVANTAGES if name not in TOKENS | REMEMBER):
@@ -105,7 +105,7 @@ def test_every_recipe_decides_about_columns_as_about_a_batch():
     assert {"", "filter/zero_variance", "gate/empty"} <= seen
 
 
-def test_lists_arrays_tensors_and_text_are_the_same_columns():
+def test_columns_may_be_lists_arrays_tensors_or_text():
     columns = read_by("grpo", columns_of(1))
     lists = decide(columns, group_size=4)
     arrays = decide({name: np.array(values) for name, values in columns.items()}, group_size=4)
@@ -120,7 +120,7 @@ def test_lists_arrays_tensors_and_text_are_the_same_columns():
     assert all(str(row["group"]).startswith("prompt ") for row in named.ledger.rows(out))
 
 
-def test_a_function_forgets_and_a_seed_is_an_order():
+def test_a_seed_gives_the_same_order_in_every_call():
     columns = read_by("grpo", columns_of(2))
     options = {"group_size": 4, "minibatches": 2}
     first, again, other = (decide(columns, seed=seed, **options) for seed in (3, 3, 4))
@@ -130,7 +130,7 @@ def test_a_function_forgets_and_a_seed_is_an_order():
     assert headrace.decide is decide
 
 
-def test_advantages_need_no_tokens_and_weights_say_so():
+def test_advantages_need_no_tokens_and_weights_do():
     columns = {name: values for name, values in read_by("grpo", columns_of(3)).items() if name != "tokens"}
     found = decide(columns, group_size=4)
     assert found.advantage.any()
@@ -140,8 +140,8 @@ def test_advantages_need_no_tokens_and_weights_say_so():
     assert (len(nothing.advantage), nothing.reason, nothing.steps) == (0, [], [])
 
 
-def test_rows_with_their_tokens_are_decided_about_as_their_columns():
-    """And a recipe that reads numbers of each token gives each its own advantage."""
+def test_rows_with_tokens_are_decided_as_their_columns():
+    """A recipe that reads numbers per token gives an advantage per token."""
     for seed in range(3):
         columns = read_by("grpo", columns_of(seed))
         batch = batch_of(columns_of(seed) | columns)
@@ -171,7 +171,7 @@ def test_rows_with_their_tokens_are_decided_about_as_their_columns():
         ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens' is the number of tokens"),
     ],
 )
-def test_what_cannot_be_decided_is_refused(recipe, change, error, says):
+def test_invalid_columns_are_refused(recipe, change, error, says):
     columns = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], "reward": [1.0, 0.0, 1.0, 0.0]}
     columns |= {"tokens": [3, 2, 1, 4]} | change
     if columns.pop("overlong", False):
@@ -183,7 +183,7 @@ def test_what_cannot_be_decided_is_refused(recipe, change, error, says):
 SPLIT = {"minibatch_size": 3, "remainder": "carry"}
 
 
-def test_rows_that_are_carried_over_train_in_a_later_call():
+def test_carried_rows_train_in_a_later_call():
     options = {"group_size": 2, "minibatches": None, "stages": {"split": SPLIT}}
     decider, trained = Decider("dr_grpo", **options), []
     for call in range(4):
@@ -203,7 +203,7 @@ def test_rows_that_are_carried_over_train_in_a_later_call():
     assert len(trained) == len(set(trained)) == 15
 
 
-def test_a_baseline_that_runs_goes_on_from_a_state():
+def test_a_running_baseline_resumes_from_a_state():
     columns = read_by("rae", columns_of(5))
     one, other = [Decider("rae", minibatches=1, group_size=4) for _ in range(2)]
     first = one.decide(columns)
@@ -211,3 +211,41 @@ def test_a_baseline_that_runs_goes_on_from_a_state():
     later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
     assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
     assert not torch.equal(first.advantage, one.decide(later).advantage)
+
+
+def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
+    by_name, by_number = (
+        headrace.decide(columns | {"status": status}, "grpo", group_size=2, minibatches=1)
+        for status in (["completed", "truncated"], [0, 1])
+    )
+    assert torch.equal(by_name.advantage, by_number.advantage)
+    with pytest.raises(ValueError, match=r"status must be one of completed, .*found done"):
+        headrace.decide(columns | {"status": ["done", "completed"]}, "grpo", group_size=2)
+    with pytest.raises(ValueError, match=r"the columns rewards \(did you mean 'reward'"):
+        headrace.decide(columns | {"rewards": [1, 0]}, "grpo", group_size=2)
+
+
+def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
+    decision = headrace.decide(columns, "grpo", group_size=2, minibatches=1)
+    report = headrace.make_report(decision, texts={"prompt": ["1 + 1"] * 2, "response": ["2", "3"]})
+    assert report.texts["response"] == ["2", "3"]
+    with pytest.raises(
+        ValueError, match=r"texts must have one text for each of 2 rows; found \{.response.: 1\}"
+    ):
+        headrace.make_report(decision, texts={"response": ["2"]})
+
+
+def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "expected_rollouts": [3, 3]}
+    words = ("pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.split.minibatches=1")
+    plain = decide(columns | {"tokens": [2, 2]}, "grpo", *words)
+    rows = TensorDict({name: torch.tensor(values) for name, values in columns.items()}, [2])
+    rows["next", "reward"], rows["masks", "all_assistant_mask"] = rows.pop("reward"), torch.ones(2, 3).bool()
+    for found in (plain, decide(rows, "grpo", *words)):
+        assert found.reason == ["gate/incomplete"] * 2
+        assert found.advantage.tolist() == found.loss_weight.tolist() == [0.0, 0.0]
+        assert found.steps == []
+    assert found.in_loss.shape == (2, 3)
+    assert not found.in_loss.any()

@@ -1,4 +1,4 @@
-"""Ragged rows become one dense batch, whatever lengths they have; what cannot is refused with its rows."""
+"""Ragged rows of any lengths become one dense batch, or are refused with their ids."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def read(dense) -> tuple[list, list, list]:
 
 
 @given(some_rows)
-def test_ragged_rows_are_padded_as_a_loop_pads_them(rows):
+def test_ragged_rows_are_padded_as_by_a_loop(rows):
     dense = DenseRows(pad_id=PAD)(ragged(rows))
     assert read(dense) == by_hand(rows, max(len(prompt + response) for prompt, response in rows))
     assert dense["rollout_id"].tolist() == list(range(100, 100 + len(rows)))
@@ -93,7 +93,7 @@ def test_ragged_rows_are_padded_as_a_loop_pads_them(rows):
 
 
 @given(some_rows)
-def test_rows_padded_by_a_wrapper_are_moved_to_the_same_places(rows):
+def test_rows_padded_by_a_wrapper_are_moved_to_the_same_columns(rows):
     written = as_written_padded(rows)
     dense = DenseRows(pad_id=PAD)(written)
     assert read(dense) == by_hand(rows, written[FULL].shape[1])
@@ -101,8 +101,8 @@ def test_rows_padded_by_a_wrapper_are_moved_to_the_same_places(rows):
 
 
 @given(some_rows, some_rows)
-def test_rows_padded_by_a_wrapper_at_different_steps_are_one_batch(first, second):
-    """LLMCollector's stack over time: each step has a padding of its own."""
+def test_rows_padded_by_a_wrapper_at_different_steps_make_one_batch(first, second):
+    """LLMCollector stacks over time, and each step has its own padding."""
     steps = [list(as_written_padded(rows).unbind(0)) for rows in (first, second)]
     both = lazy_stack(steps[0] + steps[1])
     dense = DenseRows(pad_id=PAD)(both)
@@ -110,14 +110,14 @@ def test_rows_padded_by_a_wrapper_at_different_steps_are_one_batch(first, second
 
 
 @given(some_rows)
-def test_what_is_dense_stays_as_it_is(rows):
+def test_a_dense_batch_is_unchanged(rows):
     once = DenseRows(pad_id=PAD)(ragged(rows))
     twice = DenseRows(pad_id=PAD)(once)
     assert all(twice.get(key) is once.get(key) for key in (FULL, ATTENTION, LOSS_MASK))
 
 
 @given(some_rows)
-def test_a_width_pads_further_cuts_padding_and_nothing_else(rows):
+def test_a_width_changes_only_padding(rows):
     longest = max(len(prompt + response) for prompt, response in rows)
     for batch in (ragged(rows), as_written_padded(rows)):
         for width in (longest, longest + 3):
@@ -132,7 +132,7 @@ def test_a_width_pads_further_cuts_padding_and_nothing_else(rows):
 ROWS = [([5, 6], [7]), ([5], [8, 9])]
 
 
-def test_per_token_columns_are_padded_by_what_they_are_and_others_stacked():
+def test_columns_per_token_are_padded_and_others_stacked():
     columns = {
         LOG_PROB: [-torch.ones(3)] * 2,
         ("next", "ref_log_probs", "full"): [torch.ones(3), torch.ones(3)],
@@ -147,7 +147,7 @@ def test_per_token_columns_are_padded_by_what_they_are_and_others_stacked():
     assert (dense["next", "reward"].dtype, dense["next", "reward"].shape) == (torch.bfloat16, (3, 1))
 
 
-def test_a_mask_that_rows_bring_is_kept():
+def test_a_mask_in_the_rows_is_kept():
     masks = [torch.tensor([False, True, True]), torch.tensor([False, False, True])]
     rows = ragged(ROWS)
     for row, mask in zip(rows.tensordicts, masks, strict=True):
@@ -157,16 +157,16 @@ def test_a_mask_that_rows_bring_is_kept():
 
 
 @pytest.mark.parametrize("key", [("log_probs", "response"), ("log_probs", "full")])
-def test_log_probabilities_of_the_response_stand_at_its_tokens(key):
-    """As engines write them, which know those of the prompt no more than of what comes in front of it."""
+def test_response_log_probabilities_align_with_its_tokens(key):
+    """Engines write log-probabilities of the response without those of the prompt."""
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {key: [torch.tensor([-1.0]), torch.tensor([-2.0, -3.0])]}))
     found = dense["log_probs", "full"]
     assert found[dense[LOSS_MASK]].tolist() == [-1, -2, -3]
     assert found[~dense[LOSS_MASK]].isnan().all()
 
 
-def test_log_probabilities_that_lack_those_of_first_tokens_are_none():
-    """TransformersWrapper's generate writes 0 for them, by which their ratios would be next to nothing."""
+def test_log_probabilities_without_first_tokens_become_nan():
+    """TransformersWrapper's generate writes 0 for them, and their ratios would be close to 0."""
     zeros = [torch.tensor([0.0]), torch.tensor([0.0, -3.0])]
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, {("log_probs", "response"): zeros}))
     assert ("log_probs", "full") not in dense.keys(True)
@@ -175,7 +175,7 @@ def test_log_probabilities_that_lack_those_of_first_tokens_are_none():
     assert sorted(found[found.isfinite()].tolist()) == [-3, -1, 0]
 
 
-def test_the_parts_go_since_a_loss_would_take_a_wrong_mask_by_their_width():
+def test_parts_are_removed_since_a_loss_would_misread_their_width():
     parts = {("log_probs", "prompt"): [torch.zeros(2), torch.zeros(1)]}
     dense = DenseRows(pad_id=PAD)(ragged(ROWS, parts))
     assert sorted(map(str, dense.keys(True, True))) == sorted(
@@ -183,7 +183,7 @@ def test_the_parts_go_since_a_loss_would_take_a_wrong_mask_by_their_width():
     )
 
 
-def test_a_silent_row_stays_silent():
+def test_a_masked_row_stays_masked():
     rows = ragged(ROWS)
     for row, there in zip(rows.tensordicts, (True, False), strict=True):
         row[schema.IN_LOSS] = torch.tensor(there)
@@ -215,19 +215,19 @@ def with_column(key, values):
         (with_column(LOSS_MASK, [torch.zeros(3)] * 2), "a loss mask is bool"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_ragged_rows_is_refused_with_the_rows(rows, message):
+def test_invalid_ragged_rows_are_refused_with_their_ids(rows, message):
     with pytest.raises(BatchError, match=message):
         DenseRows(pad_id=PAD)(rows)
 
 
-def test_prompt_and_attention_mask_may_be_missing_and_the_response_is_the_end_all_the_same():
+def test_prompt_and_attention_mask_are_optional():
     assert read(DenseRows(pad_id=PAD)(ragged(ROWS).exclude(PROMPT, ATTENTION))) == by_hand(ROWS, 3)
     rows = with_column(RESPONSE, [torch.tensor([7]), torch.tensor([8, 4])]).exclude(PROMPT)
     with pytest.raises(BatchError, match=r"must be the full sequence; they are not in row 1"):
         DenseRows(pad_id=PAD)(rows)
 
 
-def test_rows_that_were_cut_are_refused():
+def test_truncated_rows_are_refused():
     rows = ragged([([5, 6], [7, 8]), ([5], [8])])
     for row in rows.tensordicts:
         row[FULL], row[ATTENTION] = row[FULL][:3], row[ATTENTION][:3]
@@ -235,7 +235,7 @@ def test_rows_that_were_cut_are_refused():
         DenseRows(pad_id=PAD)(rows)
 
 
-def test_dense_rows_with_padding_on_the_wrong_side_or_in_the_middle_are_refused():
+def test_dense_rows_with_padding_on_the_right_or_inside_are_refused():
     batch = TensorDict({FULL: torch.tensor([[5, 6, 0]]), ATTENTION: torch.tensor([[True, True, False]])}, [1])
     batch[LOSS_MASK] = torch.tensor([[False, True, False]])
     with pytest.raises(BatchError, match=r"after or between tokens in row 0\. Pad on the left"):
@@ -246,8 +246,8 @@ def test_dense_rows_with_padding_on_the_wrong_side_or_in_the_middle_are_refused(
         DenseRows(pad_id=PAD)(batch)
 
 
-def test_a_padding_token_sampled_in_the_middle_of_a_response_is_refused():
-    """With pad_output=True it is seen; without, TransformersWrapper has taken it out already."""
+def test_a_padding_token_inside_a_response_is_refused():
+    """With pad_output=True it is visible; otherwise TransformersWrapper has removed it."""
     batch = as_written_padded([([5], [6, 7, 8])])
     batch[FULL][0, 2] = batch[RESPONSE][0, 1] = PAD
     batch[ATTENTION] = batch[FULL] != PAD
@@ -255,7 +255,7 @@ def test_a_padding_token_sampled_in_the_middle_of_a_response_is_refused():
         DenseRows(pad_id=PAD)(batch)
 
 
-def test_what_says_nothing_of_what_trains_is_refused():
+def test_rows_without_a_response_or_loss_mask_are_refused():
     with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\).*or the key \('tokens', 'response'\)"):
         DenseRows(pad_id=PAD)(ragged(ROWS).exclude(RESPONSE))
     with pytest.raises(MissingKeyError, match=r"\('tokens', 'full'\) \(tokens_key\)"):
@@ -265,7 +265,7 @@ def test_what_says_nothing_of_what_trains_is_refused():
             DenseRows(pad_id=pad_id)
 
 
-def test_the_order_knows_that_masks_come_first():
+def test_an_order_with_masks_before_dense_rows_is_refused():
     dense = DenseRows(pad_id=PAD)
     Pipeline({"gate": CompletenessGate(group_size=1), "dense": dense})
     Pipeline({"dense": dense, "filter": SampleFilter(criterion=LengthWithin(high=2))})
@@ -279,21 +279,21 @@ def test_the_order_knows_that_masks_come_first():
         load_pipeline("+stage@pipeline.stages.dense=dense", "pipeline.stages.dense.pad_id=0")
 
 
-def test_ragged_rows_of_two_dtypes_are_refused_not_cast():
+def test_ragged_rows_of_two_dtypes_are_refused():
     rows = ragged(ROWS)
     rows.tensordicts[1][FULL] = rows.tensordicts[1][FULL].to(torch.int32)
     with pytest.raises(BatchError, match=r"of one dtype and width; found .*torch.int32.*torch.int64"):
         DenseRows(pad_id=PAD)(rows)
 
 
-def test_a_column_as_wide_as_tokens_that_move_is_refused():
+def test_a_column_as_wide_as_moved_tokens_is_refused():
     batch = as_written_padded([([5], [6, 7, 8]), ([5], [6])])
     batch["token_reward"] = batch[FULL].float()
     with pytest.raises(BatchError, match=r"moved to the end of the rows.*'token_reward'"):
         DenseRows(pad_id=PAD)(batch)
 
 
-def test_no_operator_is_called_for_each_ragged_row():
+def test_no_operator_runs_per_ragged_row():
     class Operators(TorchDispatchMode):
         calls = 0
 
@@ -312,7 +312,7 @@ def test_no_operator_is_called_for_each_ragged_row():
 
 
 @pytest.mark.parametrize("make", [ragged, as_written_padded])
-def test_making_rows_dense_waits_as_often_however_many_there_are(make):
+def test_device_reads_do_not_grow_with_the_rows(make):
     waits = set()
     for number in (16, 128):
         rows = [([5] * (1 + row % 3), [6] * (1 + row % 5)) for row in range(number)]

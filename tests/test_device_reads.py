@@ -1,4 +1,4 @@
-"""What a batch on an accelerator waits for, and that it comes to the same numbers there."""
+"""How often a batch on an accelerator is read, and that its numbers equal those on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def same(there, here) -> bool:
 
 
 @pytest.mark.parametrize("recipe", OF_ROWS)
-def test_a_batch_is_read_once_and_gets_one_copy_and_has_the_numbers_of_the_cpu(recipe):
+def test_a_batch_is_read_once_and_copied_once_with_the_numbers_of_the_cpu(recipe):
     batch = collected("uniform", recipe).exclude("prompt_text")
     words = (f"pipeline={recipe}", "pipeline.stages.split.minibatches=2")
     here = list(composed(*words).minibatches(batch))
@@ -34,7 +34,7 @@ def test_a_batch_is_read_once_and_gets_one_copy_and_has_the_numbers_of_the_cpu(r
     assert all(same(one, other) for one, other in zip(there, here, strict=True))
 
 
-def test_what_is_shown_afterwards_is_in_the_table_already():
+def test_metrics_and_ledger_read_nothing_more():
     batch = collected("uniform", "grpo").exclude("prompt_text")
     with FakeDevice() as fake:
         run = composed("pipeline=grpo").run(fake.put(batch))
@@ -44,7 +44,7 @@ def test_what_is_shown_afterwards_is_in_the_table_already():
         assert len(fake.reads) == before
 
 
-def test_a_row_that_leaves_costs_no_second_read():
+def test_dropped_rows_cost_no_second_read():
     batch = collected("uniform", "grpo").exclude("prompt_text")
     some = take_rows(batch, torch.arange(len(batch) - 1))
     with FakeDevice() as fake:

@@ -1,4 +1,4 @@
-"""What ranks are told of one another's ids, without a second process."""
+"""How ranks tell one another's ids apart, tested in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def columns(rows):
 
 
 @given(ROWS)
-def test_the_same_id_is_the_same_unit_only_where_that_is_meant(rows):
+def test_equal_ids_are_one_unit_only_if_ids_are_shared(rows):
     ids, rank = columns(rows)
     apart = tell_apart(ids, rank, "different", "rollout_id").tolist()
     for i, one in enumerate(rows):
@@ -39,7 +39,7 @@ def test_the_same_id_is_the_same_unit_only_where_that_is_meant(rows):
 
 
 @given(ROWS)
-def test_an_id_on_more_than_one_rank_is_refused_with_all_that_are(rows):
+def test_an_id_on_several_ranks_is_refused_with_all_of_them(rows):
     ids, rank = columns(rows)
     twice = sorted({i for i, r in rows for j, s in rows if i == j and r != s})
     if not twice:
@@ -75,7 +75,7 @@ class OwnCriterion(Criterion):
         (LossWeight(unit="turn", turn_index_key="turn_index"), "it reads tokens"),
     ],
 )
-def test_the_first_rank_does_not_decide_what_is_asked_of_each(stage, why):
+def test_stages_for_each_rank_refuse_decide_on_first_rank(stage, why):
     with pytest.raises(
         ValueError, match=rf"these stages must run on each rank: 'odd' \({why}\)\. Set pipeline\.dec"
     ):
@@ -83,14 +83,14 @@ def test_the_first_rank_does_not_decide_what_is_asked_of_each(stage, why):
     Pipeline({"odd": stage}, process_group="world")
 
 
-def test_one_rank_decides_only_for_others():
+def test_decide_on_first_rank_needs_a_shared_batch():
     with pytest.raises(
         ValueError, match=r"decide_on='first_rank' needs ranks that share a batch: set pipeline\.proc"
     ):
         Pipeline({"collapse": FanOutCollapse()}, decide_on="first_rank")
 
 
-def test_rows_are_spread_over_ranks_in_one_way():
+def test_ranks_and_process_group_are_not_both_set():
     check_one_way(1, "world")
     check_one_way(4, None)
     with pytest.raises(ValueError, match="got ranks=2 and process_group='world'"):

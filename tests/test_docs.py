@@ -1,4 +1,4 @@
-"""Examples in docstrings and pages run and print what they say; what pages name is there."""
+"""Examples in docstrings and pages run and print what they show; names in the pages exist."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_exported_transform_and_function_has_an_example():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fences(page, "python")])
-def test_python_blocks_run_in_order_and_print_what_they_say(page, capsys):
+def test_python_blocks_run_in_order_and_print_what_is_shown(page, capsys):
     scope: dict = {"__name__": "readme"}
     for block in fences(page, "python"):
         if block.mark == "from":
@@ -66,7 +66,7 @@ def test_python_blocks_run_in_order_and_print_what_they_say(page, capsys):
                 assert said[1] in printed, line
 
 
-def test_blocks_that_are_not_run_say_why_and_are_few():
+def test_blocks_that_are_not_run_have_a_reason():
     blocks = [block for page in PAGES for language in ("python", "sh") for block in fences(page, language)]
     assert {block.mark for block in blocks} <= {None, "from", "fails", "not run"}
     not_run = [(block.page, block.said) for block in blocks if block.mark == "not run"]
@@ -74,19 +74,19 @@ def test_blocks_that_are_not_run_say_why_and_are_few():
     assert len(not_run) <= NOT_RUN, not_run
 
 
-def test_the_readme_is_read_in_five_minutes():
+def test_the_readme_takes_five_minutes_to_read():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
 
 
-def test_links_within_the_project_lead_somewhere():
+def test_links_within_the_project_resolve():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), (page, target)
 
 
-def test_files_and_targets_that_pages_name_are_there():
+def test_files_and_targets_in_the_pages_exist():
     folders = "transforms|pipeline|adapters|conf|docs|tests|tools|examples|benchmarks"
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for page in NOW:
@@ -97,7 +97,7 @@ def test_files_and_targets_that_pages_name_are_there():
             assert name in targets or page == "docs/recipes.md", (page, name)  # which a tool writes
 
 
-def test_a_decision_is_short_and_says_what_it_cost():
+def test_a_decision_is_short_and_has_its_cost():
     for path in DECISIONS:
         text = path.read_text()
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
@@ -107,7 +107,7 @@ def test_a_decision_is_short_and_says_what_it_cost():
         assert f"- [{headings[0]}]({path.name})" in index
 
 
-def test_the_recipe_of_contributing_gives_the_numbers_that_it_says(tmp_path):
+def test_the_recipe_in_contributing_gives_its_numbers(tmp_path):
     page = (ROOT / "CONTRIBUTING.md").read_text()
     recipe = re.search(r"```yaml\n# conf/(\S+)\n(.*?)```", page, re.DOTALL)
     assert recipe
@@ -151,7 +151,7 @@ def test_forms_and_workflows_are_yaml_and_run_the_tests():
             assert not word.startswith("tools/") or (ROOT / word).exists(), word
 
 
-def test_every_promise_names_a_test_that_there_is():
+def test_every_promise_names_an_existing_test():
     page = (ROOT / "docs/guarantees.md").read_text()
     promises = [line for line in page.splitlines() if line.startswith("| ")]
     for line in [line for line in promises if line != "| promise | held by |"]:

@@ -1,4 +1,4 @@
-"""``headrace doctor``: what it finds in order, and what it says of that which is not."""
+"""``headrace doctor``: the checks that pass, and the advice for those that fail."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def examine():
     return run
 
 
-def test_in_a_sound_installation_all_is_well(tmp_path):
+def test_a_sound_installation_has_no_findings(tmp_path):
     shown = headrace_here(tmp_path, "doctor").stdout
-    assert shown.splitlines()[-1] == "all is well"
+    assert shown.splitlines()[-1] == "everything is in order"
     assert "grpo on cpu: the right advantages, in " in shown
     assert f"torch {torch.__version__}" in shown
     assert not [line for line in shown.splitlines() if line.startswith("bad")]
     assert not list(tmp_path.iterdir())
 
 
-def test_the_golden_numbers_are_those_of_the_equation():
+def test_golden_numbers_equal_the_equation():
     """A = (R − mean) / std, ddof 1, over the rollouts of a group; one of equal rewards does not train."""
     one, other = (1 - 2) / 2**0.5, (5 - 8) / 18**0.5
     assert pytest.approx([one, -one, -one, other, -other]) == doctor.GOLDEN
     assert doctor.run_golden("cpu") == pytest.approx(doctor.GOLDEN, abs=doctor.TOLERANCE)
 
 
-def test_the_tested_versions_are_those_of_the_constraints():
+def test_tested_versions_are_those_of_the_constraints():
     lines = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
     assert doctor.tested() == dict(line.split("==") for line in lines if "==" in line)
     assert {*doctor.NEEDED, *doctor.EXTRAS.values()} <= doctor.tested().keys()
@@ -59,18 +59,18 @@ def test_the_tested_versions_are_those_of_the_constraints():
         ({"tested": lambda: {"torch": "0.1"}}, f"note torch {torch.__version__}; tested with 0.1"),
     ],
 )
-def test_what_is_missing_or_wrong_is_a_line_with_what_to_do(examine, monkeypatch, broken, line):
+def test_each_fault_is_a_line_with_what_to_do(examine, monkeypatch, broken, line):
     for name, stub in broken.items():
         monkeypatch.setattr(doctor, name, stub)
     status, shown = examine()
     assert line in shown
     assert status == ("bad " in shown)
     assert shown.splitlines()[-1] == (
-        "all is well" if not status else f"{shown.count('bad  ')} to mend, see above"
+        "everything is in order" if not status else f"{shown.count('bad  ')} to fix, see above"
     )
 
 
-def test_without_torch_it_says_so_and_goes_on(examine, monkeypatch):
+def test_without_torch_the_other_checks_still_run(examine, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
@@ -82,7 +82,7 @@ def test_without_torch_it_says_so_and_goes_on(examine, monkeypatch):
     assert "files can be written to" in shown
 
 
-def test_a_folder_that_cannot_be_written_to_is_bad(examine, monkeypatch):
+def test_an_unwritable_folder_is_a_fault(examine, monkeypatch):
     def refused(**_):
         raise PermissionError(13, "Permission denied")
 

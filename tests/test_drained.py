@@ -1,4 +1,4 @@
-"""What is written into a replay buffer comes out once, whoever writes, or it is said that it was lost."""
+"""Rows written to a replay buffer come out once, for any writers, or are reported lost."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def read(drain) -> list[int]:
 @pytest.mark.parametrize("kind", STORAGES)
 @settings(max_examples=25)
 @given(size=st.integers(1, 6), writes=st.lists(st.one_of(st.none(), st.integers(1, 6)), max_size=20))
-def test_each_row_comes_out_once_in_the_order_of_writing_or_is_said_to_be_lost(kind, size, writes):
-    """`writes`: so many rows, None: a look."""
+def test_each_row_comes_out_once_in_order_or_is_reported_lost(kind, size, writes):
+    """`writes`: the number of rows, or None for a read."""
     buffer_class = TensorDictReplayBuffer if kind == "tensor" else ReplayBuffer
     buffer = buffer_class(storage=STORAGES[kind](size))
     drain, written, seen = drained(buffer, wait=1e-6), 0, []
@@ -66,7 +66,7 @@ def test_each_row_comes_out_once_in_the_order_of_writing_or_is_said_to_be_lost(k
             assert read(drain) == []
 
 
-def test_a_state_goes_on_behind_what_was_read_and_knows_another_buffer():
+def test_a_state_resumes_behind_the_rows_read_and_refuses_another_buffer():
     buffer = ReplayBuffer(storage=LazyTensorStorage(5))
     first = drained(buffer)
     buffer.extend(numbered(0, 3))
@@ -84,7 +84,7 @@ def test_a_state_goes_on_behind_what_was_read_and_knows_another_buffer():
         read(second)
 
 
-def test_its_state_goes_with_that_of_the_buffer():
+def test_its_state_belongs_to_that_of_the_buffer():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3))
     first = drained(buffer)
     for number in range(4):
@@ -98,7 +98,7 @@ def test_its_state_goes_with_that_of_the_buffer():
     assert read(second) == [3]
 
 
-def test_more_rows_than_32_bits_count_are_read_on():
+def test_more_than_2_32_rows_can_be_read():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4))
     buffer.extend(numbered(0, 1))
     drain = drained(buffer)
@@ -110,7 +110,7 @@ def test_more_rows_than_32_bits_count_are_read_on():
     assert drain.position == 2**31 + 4
 
 
-def test_what_is_written_until_it_is_closed_is_read_and_then_it_ends():
+def test_rows_written_before_close_are_read_and_then_it_ends():
     buffer = ReplayBuffer(storage=LazyTensorStorage(4))
     drain = drained(buffer)
     looks = iter(drain)
@@ -146,7 +146,7 @@ def shared(size: int) -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(size), writer=DrainWriter(), shared=True)
 
 
-def test_strings_in_a_shared_buffer_are_refused_since_they_stay_where_they_were_written():
+def test_strings_in_a_shared_buffer_are_refused():
     rows = numbered(0, 2).set("text", ["a", "b"])
     buffer = shared(4)
     buffer.extend(rows)
@@ -157,7 +157,7 @@ def test_strings_in_a_shared_buffer_are_refused_since_they_stay_where_they_were_
     assert list(next(iter(drained(own)))["text"]) == ["a", "b"]
 
 
-def test_a_write_that_failed_is_noticed_and_never_read_as_rows():
+def test_a_failed_write_is_detected_and_never_read_as_rows():
     buffer = shared(6)
     buffer.extend(numbered(0, 2).set("tokens", torch.zeros(2, 3)))
     drain = drained(buffer)
@@ -170,7 +170,7 @@ def test_a_write_that_failed_is_noticed_and_never_read_as_rows():
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["extend", "add"])
-def test_a_column_that_is_not_written_is_refused_and_not_read_as_what_was_there(one):
+def test_a_missing_or_extra_column_is_refused_on_write(one):
     buffer = shared(6)
     buffer.extend(numbered(0, 2).set("group_id", torch.zeros(2)))
     rows = numbered(2, 2)
@@ -186,7 +186,7 @@ def test_a_column_that_is_not_written_is_refused_and_not_read_as_what_was_there(
 
 
 @pytest.mark.parametrize("kind", [ReplayBuffer, TensorDictReplayBuffer])
-def test_a_buffer_of_two_dimensions_is_read_by_its_first(kind):
+def test_a_buffer_of_two_dimensions_is_read_along_its_first(kind):
     buffer = kind(storage=LazyTensorStorage(8, ndim=2), writer=DrainWriter())
     drain, seen = drained(buffer), []
     for start in range(0, 12, 3):  # two environments, three times
@@ -205,7 +205,7 @@ def test_lazy_stacks_come_out_as_lazy_stacks():
     assert [row["tokens"].tolist() for row in rows.unbind(0)] == [[0], [0, 1, 2]]
 
 
-def test_a_buffer_that_stays_locked_is_an_error_in_bounded_time():
+def test_a_locked_buffer_raises_in_bounded_time():
     buffer = shared_buffer(4, numbered(0, 1))
     drain = drained(buffer, patience=0.2)
     with buffer._write_lock:
@@ -229,7 +229,7 @@ def rows_of(worker: int, workers: int, groups: int) -> TensorDict:
 
 
 @pytest.mark.slow
-def test_two_processes_that_write_at_once_lose_no_row_in_a_buffer_that_turns_over_often():
+def test_two_writing_processes_lose_no_row_in_a_buffer_that_wraps():
     groups, size = 60, 16
     sent = [rows_of(worker, 2, groups) for worker in (0, 1)]
     buffer, room = shared_buffer(size, sent[0]), process_context().Semaphore(size)
@@ -256,7 +256,7 @@ def test_two_processes_that_write_at_once_lose_no_row_in_a_buffer_that_turns_ove
 
 
 @pytest.mark.slow
-def test_writers_that_lap_the_reader_are_noticed():
+def test_writers_that_overtake_the_reader_are_detected():
     rows = rows_of(0, 2, 3)
     buffer = shared_buffer(4, rows)
     with told_writers(buffer, 2) as writers:
@@ -267,7 +267,7 @@ def test_writers_that_lap_the_reader_are_noticed():
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_while_it_writes_is_an_error_in_bounded_time():
+def test_a_writer_killed_while_writing_raises_in_bounded_time():
     rows = rows_of(0, 2, 3)
     buffer = shared_buffer(20, rows)
     with told_writers(buffer, 2) as writers:

@@ -1,4 +1,4 @@
-"""Rows keep the ids that they have in the dump: in reports, ledgers, errors, and the dump of a replay."""
+"""Rows keep the ids of their dump in reports, ledgers, errors and the dump of a replay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reported(path, *words):
 
 
 @pytest.mark.parametrize("write", [slime, tinker])  # a share of the gradient depends on lengths
-def test_a_comparison_says_the_ids_of_the_dump(write, tmp_path):
+def test_a_comparison_has_the_ids_of_the_dump(write, tmp_path):
     path, groups, _ = write(tmp_path)
     comparison = Comparison(("all", "none"))
     comparison.add(reported(path)[1], reported(path, "pipeline.stages.advantage.clip=[0,1.0]")[1])
@@ -61,7 +61,7 @@ def test_a_comparison_says_the_ids_of_the_dump(write, tmp_path):
 
 
 @pytest.mark.parametrize("write", [slime, verl, tinker])
-def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
+def test_report_ledger_and_page_have_the_ids_of_the_dump(write, tmp_path):
     path, groups, rollouts = write(tmp_path)
     run, report = reported(path)
     trained = run.ledger.rows("trained")
@@ -84,7 +84,7 @@ def test_report_ledger_and_page_say_the_ids_of_the_dump(write, tmp_path):
 
 
 @pytest.mark.parametrize(("write", "format"), [(slime, "parquet"), (verl, "jsonl"), (tinker, "parquet")])
-def test_a_replay_of_a_replay_keeps_them_too(write, format, tmp_path):
+def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
     path, groups, rollouts = write(tmp_path)
     for name in ("one", "two"):
         words = (*WORDS, f"source.path={path}", f"report.dump={format}", "pipeline.stages.gate.group_size=2")
@@ -105,14 +105,14 @@ def test_a_replay_of_a_replay_keeps_them_too(write, format, tmp_path):
 
 
 @pytest.mark.parametrize(("write", "named"), [(slime, "40"), (verl, "'7f3a_0'"), (tinker, "3")])
-def test_an_error_says_them(write, named, tmp_path):
+def test_an_error_has_the_ids_of_the_dump(write, named, tmp_path):
     path, *_ = write(tmp_path)
     ((_, batch),) = open_source(path)
     with pytest.raises(BatchError, match=f"group {named} has 2 of 3"):
         composed(*WORDS, "pipeline.stages.gate.group_size=3").run(batch)
 
 
-def test_ids_that_are_text_are_said_where_there_is_no_dump(make_batch):
+def test_text_ids_are_shown_without_a_dump(make_batch):
     batch = make_batch([0.0, 1.0], [0, 0])
     batch["group_id"] = ["left", "left"]
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)

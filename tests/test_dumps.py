@@ -1,4 +1,4 @@
-"""What is written is read back, whole or not at all."""
+"""A dump is read back as it was written, completely or not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
         assert second.columns[name] == pytest.approx(first.columns[name], nan_ok=True), name
 
 
-def test_a_dump_says_what_made_it(make_batch, tmp_path):
+def test_a_dump_records_its_origin(make_batch, tmp_path):
     _, report = reported(make_batch)
     metadata = pq.read_schema(write_dump(report, tmp_path, config="seed: 0\n")).metadata
     assert metadata[b"headrace.schema"] == b"1"
@@ -54,7 +54,7 @@ def test_a_dump_says_what_made_it(make_batch, tmp_path):
     assert json.loads(metadata[b"headrace.recipe"])[0][0] == "gate"
 
 
-def test_a_write_that_fails_leaves_what_was_there(make_batch, tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_previous_file(make_batch, tmp_path, monkeypatch):
     _, report = reported(make_batch)
     path = write_dump(report, tmp_path)
     before = path.read_bytes()
@@ -107,7 +107,7 @@ def put(table, name, values, kind=None):
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_several_rewards_come_back_in_either_form(format, make_batch, tmp_path):
+def test_several_rewards_are_read_back_in_either_format(format, make_batch, tmp_path):
     batch = make_batch([0.0] * 4, [0, 0, 1, 1])
     batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, float("nan")], [5.0, 5.0]])
     pipeline = Pipeline({})
@@ -117,7 +117,7 @@ def test_several_rewards_come_back_in_either_form(format, make_batch, tmp_path):
     assert torch.equal(again["next", "reward"].nan_to_num(-1), batch["next", "reward"].nan_to_num(-1))
 
 
-def test_half_a_surrogate_pair_is_written_as_a_mark(make_batch, tmp_path):
+def test_an_unpaired_surrogate_is_written_as_a_replacement(make_batch, tmp_path):
     batch = make_batch([0.0, 1.0], [0, 0])
     batch["prompt_text"] = ["\ud800 half", "whole"]
     pipeline = Pipeline({})
@@ -128,7 +128,7 @@ def test_half_a_surrogate_pair_is_written_as_a_mark(make_batch, tmp_path):
         assert list(again["prompt_text"]) == ["? half", "whole"]
 
 
-def test_a_step_without_rows_is_written_and_read_over(make_batch, tmp_path):
+def test_a_step_without_rows_is_written_and_skipped_on_reading(make_batch, tmp_path):
     batch, report = reported(make_batch, step=1)
     pipeline = Pipeline(stages())
     pipeline(batch[:0])
@@ -156,7 +156,7 @@ def test_steps_with_carried_rows_replay(make_batch, tmp_path):
         assert again.texts["prompt"] == reports[step].texts["prompt"]
 
 
-def test_a_file_that_is_bad_is_skipped_where_that_is_allowed(make_batch, tmp_path):
+def test_an_invalid_file_is_skipped_if_allowed(make_batch, tmp_path):
     for step in (0, 1):
         write_dump(reported(make_batch, step=step)[1], tmp_path)
     (tmp_path / "step_00000001.parquet").write_bytes(b"PAR1")
@@ -178,7 +178,7 @@ def test_a_damaged_dump_is_refused_with_its_name(name, make_batch, tmp_path):
 # -- pages and comparisons --------------------------------------------------------------------------
 
 
-def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
+def test_a_page_of_large_groups_shows_as_many_as_fit(make_batch):
     pipeline = Pipeline({"collapse": FanOutCollapse()})
     pipeline(make_batch([0.0] * 12000, [i // 60 for i in range(12000)]))
     step = page_data([make_report(pipeline)], title="wide")["steps"][0]
@@ -186,7 +186,7 @@ def test_a_page_of_wide_groups_shows_as_many_as_fit(make_batch):
     assert len(step["rows"]["row"]) == 83 * 60
 
 
-def test_a_dump_is_not_mixed_with_that_of_another_run(make_batch, tmp_path):
+def test_dumps_of_two_runs_are_not_mixed(make_batch, tmp_path):
     first = ReportFolder(tmp_path, title="one", dump="parquet")
     first.add(reported(make_batch)[1])
     with pytest.raises(
@@ -199,7 +199,7 @@ def flipped(report):
     return -report.columns["advantage"]
 
 
-def test_two_recipes_differ_where_they_differ(make_batch):
+def test_a_comparison_finds_the_rows_that_differ(make_batch):
     """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
 
     One weight for all, four tokens in each row of group 0 and two in the others: shares of the gradient go by

@@ -1,4 +1,4 @@
-"""A rollout that arrives without a token in the loss: in no statistic, however many rows it has."""
+"""A rollout that arrives without a token in the loss is in no statistic."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def by_hand(batch):
     return found
 
 
-def test_the_second_of_four_without_a_token_leaves_a_mean_over_three():
-    """The numbers that NVIDIA-NeMo/RL #3467 asks for."""
+def test_an_empty_rollout_of_four_leaves_a_mean_over_three():
+    """The numbers requested in NVIDIA-NeMo/RL #3467."""
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     assert advantages(Pipeline(stages()), batch) == [0.667, 0.0, -0.333, -0.333]
     assert advantages(Pipeline(stages(empty="count")), batch) == [0.5, 0.5, -0.5, -0.5]
@@ -82,7 +82,7 @@ def test_the_second_of_four_without_a_token_leaves_a_mean_over_three():
         Pipeline(stages(empty="raise"))(batch)
 
 
-def test_the_ledger_says_so_and_the_group_is_complete():
+def test_the_ledger_names_empty_rollouts_and_the_group_is_complete():
     pipeline = Pipeline(stages())
     pipeline(rows_of([1.0, 1, 0, 0], [2, 0, 2, 2]))
     assert pipeline.ledger.counts()["gate/empty"] == 1
@@ -90,7 +90,7 @@ def test_the_ledger_says_so_and_the_group_is_complete():
     assert pipeline.metrics["gate/incomplete_rows"] == 0
 
 
-def test_whoever_measures_leaves_them_out_as_a_loop_does():
+def test_every_statistic_excludes_empty_rollouts_as_a_loop_does():
     """Random groups with rollouts of several rows, of which some are empty and some rewards are missing."""
     generator = torch.Generator().manual_seed(0)
 
@@ -115,16 +115,16 @@ def test_whoever_measures_leaves_them_out_as_a_loop_does():
         assert advantages(Pipeline(without), batch.clone().set(("next", "reward"), reward)) == by_hand(batch)
 
 
-def test_a_group_is_judged_by_those_that_count():
-    """Of rewards 9, 1, 1 and 1, of which the first is empty, those that count are equal (as in SkyRL)."""
+def test_a_group_is_judged_without_empty_rollouts():
+    """Rewards 9, 1, 1 and 1: the first is empty, and the counted ones are equal (as in SkyRL)."""
     chain = stages() | {"filter": SampleFilter(criterion=RewardsVary(), action="drop")}
     order = ["gate", "collapse", "filter", "advantage"]
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [0, 2, 2, 2]))) == 0
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [1, 2, 2, 2]))) == 4
 
 
-def test_whitening_counts_those_that_are_there():
-    """Those that count have the advantages 2, -1 and -1, of mean 0 and deviation sqrt(3); the other has 0."""
+def test_whitening_excludes_empty_rollouts():
+    """Counted rollouts have the advantages 2, -1 and -1, mean 0 and deviation sqrt(3); the other has 0."""
     chain = stages() | {"whitening": BatchWhitening()}
     found = Pipeline(chain)(rows_of([3.0, 7, 0, 0], [1, 0, 1, 1]))["advantage"].flatten()
     assert found[1] == 0
@@ -132,15 +132,15 @@ def test_whitening_counts_those_that_are_there():
     assert float(found[0]) == pytest.approx(2 / 3**0.5, rel=1e-3)
 
 
-def test_a_row_without_a_token_is_no_empty_rollout_where_its_siblings_have_some():
+def test_an_empty_row_of_a_rollout_with_tokens_is_counted():
     batch = rows_of([2.0, 2, 0, 0, 0], [0, 3, 1, 1, 1], rollouts=[0, 0, 1, 2, 3])
     pipeline = Pipeline(stages())
     assert advantages(pipeline, batch) == by_hand(batch) == [1.5, 1.5, -0.5, -0.5, -0.5]
     assert pipeline.ledger.counts()["gate/empty"] == 0
 
 
-def test_rows_that_a_stage_masks_still_count():
-    """Only rows that arrive without a token are empty; DAPO's mask of cut-off rollouts leaves them a vote."""
+def test_rows_masked_by_a_stage_still_count():
+    """Only rows that arrive without a token are empty; truncated rollouts that DAPO masks still count."""
 
     def low(batch):
         return batch["next", "reward"].reshape(-1) > 0.5
@@ -153,7 +153,7 @@ def test_rows_that_a_stage_masks_still_count():
     assert apart["advantage"].flatten().tolist() == [0.5, 0.5, -0.5, -0.5]
 
 
-def test_stages_alone_go_by_what_the_gate_has_written():
+def test_single_stages_use_the_column_of_the_gate():
     batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
     for stage in stages().values():
         batch = stage(batch)
@@ -161,12 +161,12 @@ def test_stages_alone_go_by_what_the_gate_has_written():
     assert [round(each, 3) for each in batch["advantage"].flatten().tolist()] == [0.667, 0.0, -0.333, -0.333]
 
 
-def test_a_batch_has_the_same_columns_whoever_is_empty():
+def test_columns_do_not_depend_on_empty_rollouts():
     some, none = (Pipeline(stages())(rows_of([1.0, 1, 0, 0], tokens)) for tokens in ([2, 0, 2, 2], [2] * 4))
     assert set(some.keys(True, True)) == set(none.keys(True, True))
 
 
-def test_rows_that_wait_for_the_next_batch_are_counted_there_as_here():
+def test_carried_rows_are_counted_as_others():
     chain = stages() | {"split": ShuffleSplit(minibatch_size=4, remainder="carry"), "weight": LossWeight()}
     pipeline = Pipeline(chain)
     first = rows_of([1.0, 1, 0, 0] * 3, [2, 0, 2, 2] * 3, groups=[0] * 4 + [1] * 4 + [2] * 4)
@@ -177,7 +177,7 @@ def test_rows_that_wait_for_the_next_batch_are_counted_there_as_here():
 
 
 @pytest.mark.slow
-def test_the_reward_of_an_empty_rollout_moves_no_number_of_a_recipe():
+def test_the_reward_of_an_empty_rollout_changes_no_number():
     for recipe in ADVANTAGES:
         if recipe.startswith("as/") and recipe != "as/nemo_rl":
             continue  # they do as their frameworks do
@@ -195,7 +195,7 @@ def test_the_reward_of_an_empty_rollout_moves_no_number_of_a_recipe():
 
 
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
-def test_frameworks_that_count_them_do(recipe):
+def test_conventions_that_count_empty_rollouts_do(recipe):
     """TRL's mask_truncated_completions, verl, SkyRL's and prime-rl's advantage compare all rewards."""
     pipeline = load_pipeline(f"pipeline=as/{recipe}", group_size=4)
     found = []
@@ -205,14 +205,14 @@ def test_frameworks_that_count_them_do(recipe):
     assert found[0] != found[1]
 
 
-def test_a_report_says_how_many_are_empty():
+def test_a_report_has_the_number_of_empty_rollouts():
     run = Pipeline(stages()).run(rows_of([1.0, 1, 0, 0], [2, 0, 2, 2]))
     report = make_report(run)
     assert report.numbers["rollouts/empty"] == 0.25
     assert "rollouts-empty" in [each.name for each in report.advisories]
 
 
-def test_without_a_gate_the_pipeline_says_who_counts():
+def test_without_a_gate_the_recipe_decides_about_empty_rollouts():
     """`as/verl` compares all rewards with and without its gate, `grpo` those of rollouts with tokens."""
     for recipe, counts in (("as/verl", True), ("grpo", False)):
         pipeline = load_pipeline(f"pipeline={recipe}", "~pipeline.stages.gate")

@@ -1,4 +1,4 @@
-"""Who is out of the statistics moves nobody's number, and the report says of the others what is trained."""
+"""Excluded rows change no other row's advantage, and the report shows the advantages that train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def below(limit):
 
 
 @pytest.mark.parametrize("value", [100.0, 1000.0, float("inf")])
-def test_an_excluded_rows_reward_pays_nobody(make_batch, value):
+def test_an_excluded_reward_changes_no_other_row(make_batch, value):
     batch = make_batch([1.0, value, 3.0, 5.0], [0] * 4, [0, 0, 1, 2])
     batch["state_id"] = torch.zeros(4, dtype=torch.int64)
     stages = {
@@ -44,7 +44,7 @@ def test_an_excluded_rows_reward_pays_nobody(make_batch, value):
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-4.0, 0.0, 0.0, 4.0]
 
 
-def test_the_report_keeps_excluded_rows_out_of_the_statistics_of_their_group(make_batch):
+def test_the_report_excludes_rows_from_group_statistics(make_batch):
     batch = make_batch([NAN, 1.0, 1.0, 3.0, 5.0, 7.0], [0, 0, 0, 1, 1, 1])
     stages = {
         "filter": SampleFilter(criterion=Finite(), action="exclude"),
@@ -59,7 +59,7 @@ def test_the_report_keeps_excluded_rows_out_of_the_statistics_of_their_group(mak
 
 
 @pytest.mark.parametrize("action", ["exclude", "drop"])
-def test_a_rollout_is_reported_by_what_is_trained_of_it(make_batch, action):
+def test_a_rollout_is_reported_by_its_trained_advantage(make_batch, action):
     batch = make_batch([9.0, 1.0, 3.0, 5.0], [0] * 4, [0, 0, 1, 2])
     stages = {
         "filter": SampleFilter(criterion=below(8.0), action=action),
@@ -73,7 +73,7 @@ def test_a_rollout_is_reported_by_what_is_trained_of_it(make_batch, action):
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_a_weight_is_in_a_dump_once(make_batch, tmp_path, format):
+def test_reward_weights_are_applied_once_in_a_dump(make_batch, tmp_path, format):
     stages = {"collapse": FanOutCollapse(weights=[0.5]), "advantage": GroupRelativeAdvantage(scale="none")}
     report = make_report(Pipeline(stages).run(make_batch([1.0, 2.0, 3.0], [0, 0, 0])))
     write_dump(report, tmp_path, format=format)
@@ -82,7 +82,7 @@ def test_a_weight_is_in_a_dump_once(make_batch, tmp_path, format):
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_a_rollout_that_was_trained_without_a_reward_is_read_back_so(make_batch, tmp_path, format):
+def test_a_missing_reward_is_read_back_as_missing(make_batch, tmp_path, format):
     stages = {
         "collapse": FanOutCollapse(missing="skip"),
         "advantage": GroupRelativeAdvantage(scale="none", missing="skip"),
@@ -94,7 +94,7 @@ def test_a_rollout_that_was_trained_without_a_reward_is_read_back_so(make_batch,
     assert Pipeline(stages)(again)["advantage"].flatten().tolist() == [0.0, -0.5, 0.5]
 
 
-def test_an_advantage_that_is_not_finite_is_not_whitened(make_batch):
+def test_a_nan_advantage_is_not_whitened(make_batch):
     batch = make_batch([0.0] * 3, [0] * 3)
     batch["advantage"] = torch.tensor([1.0, NAN, 2.0]).view(3, 1, 1)
     with pytest.raises(BatchError, match=r"needs finite advantages .* found nan at row 1$"):

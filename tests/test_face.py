@@ -1,4 +1,4 @@
-"""`import headrace` has every public name, imports it when it is used, and says where other names are."""
+"""`import headrace` has every public name, imports lazily, and says where other names are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import headrace.transforms
 PUBLIC = {*headrace.pipeline.__all__, *headrace.transforms.__all__}
 
 
-def test_it_has_the_public_names_of_both_packages_and_no_other():
+def test_headrace_exports_the_public_names_of_both_packages():
     assert not set(headrace.pipeline.__all__) & set(headrace.transforms.__all__)
     assert set(headrace.__all__) == PUBLIC | {"__version__"}
     assert PUBLIC | {"conf", "pipeline", "transforms"} <= set(dir(headrace))
@@ -26,8 +26,8 @@ def test_it_has_the_public_names_of_both_packages_and_no_other():
         assert all(getattr(headrace, name) is getattr(package, name) for name in package.__all__)
 
 
-def test_type_checkers_see_all_of_both_packages():
-    """By their `__all__`, from which star imports take the names: there is no second list to keep."""
+def test_type_checkers_see_all_names_of_both_packages():
+    """Star imports take the names of `__all__`, so there is no second list."""
     tree = ast.parse(Path(headrace.__file__).read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     assert ast.unparse(guarded.test) == "TYPE_CHECKING"
@@ -35,7 +35,7 @@ def test_type_checkers_see_all_of_both_packages():
     assert stars == ["from .pipeline import *", "from .transforms import *"]
 
 
-def test_neither_importing_nor_listing_nor_misspelling_it_brings_torch_along():
+def test_importing_listing_and_misspelling_do_not_import_torch():
     code = (
         "import sys, headrace\n"
         "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace)\n"
@@ -63,13 +63,13 @@ def test_neither_importing_nor_listing_nor_misspelling_it_brings_torch_along():
         ("__path_hooks__", ""),
     ],
 )
-def test_a_name_that_is_not_there_is_refused_with_the_place_or_the_name_that_is_meant(name, hint):
+def test_an_unknown_name_is_refused_with_its_module_or_nearest_name(name, hint):
     with pytest.raises(AttributeError) as refused:
         getattr(headrace, name)
     assert str(refused.value) == f"module 'headrace' has no attribute {name!r}{hint}"
 
 
-def test_each_place_that_a_hint_names_has_the_name():
+def test_each_hinted_module_has_the_name():
     for module, names in headrace.OF_OTHERS.items():
         assert all(hasattr(import_module(module), name) for name in names), module
     for package in headrace.INNER:

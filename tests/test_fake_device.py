@@ -1,4 +1,4 @@
-"""The device that is none counts what CUDA would wait for, and computes the same numbers."""
+"""The fake device counts the reads that CUDA would wait for, and computes the same numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def made(fake: FakeDevice, device: torch.device) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("words", WHAT)
-def test_what_cuda_would_wait_for_is_counted(fake, words):
+def test_device_reads_that_block_cuda_are_counted(fake, words):
     there, here = made(fake, DEVICE), made(fake, CPU)
     fake.forget()
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def same(fake: FakeDevice, found, expected) -> None:
         assert found == expected
 
 
-def test_what_has_no_order_on_a_gpu_has_another_one_here(fake):
+def test_operators_without_order_on_a_gpu_are_reordered_here(fake):
     to, index = torch.zeros(1, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     values = torch.tensor([1.0, 1e16, -1e16, 0.0], dtype=torch.float64)
     there = [fake.put(each) for each in (to, index, values)]
@@ -92,7 +92,7 @@ def test_what_has_no_order_on_a_gpu_has_another_one_here(fake):
         assert (here.item(), found.item()) == (0, 1), name
 
 
-def test_it_keeps_the_memory_of_views_and_the_versions_of_writes(fake):
+def test_views_share_memory_and_writes_count_versions(fake):
     base = torch.zeros(4, device=DEVICE)
     view, bits, other = base[1:], base.view(torch.int32), base.clone()
     view.add_(1)
@@ -106,13 +106,13 @@ def test_it_keeps_the_memory_of_views_and_the_versions_of_writes(fake):
     assert gone() is None
 
 
-def test_devices_are_not_mixed(fake):
+def test_mixing_devices_raises(fake):
     for words in ("x + here", "x.index_select(0, here)", "here[ids]", "torch.equal(x, here)", "x.to('meta')"):
         with pytest.raises(RuntimeError, match=r"of the cpu|from or to meta"):
             eval(words, made(fake, DEVICE))
 
 
-def test_nothing_of_it_is_left_behind(fake):
+def test_it_leaves_nothing_behind(fake):
     x = fake.put(torch.ones(2))
     with pytest.raises(NotImplementedError, match="changes the shape of a tensor in place"):
         x.unsqueeze_(0)

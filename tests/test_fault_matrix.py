@@ -1,4 +1,4 @@
-"""Every fault at every place: a reason or an error, nothing lost or trained twice, and no hang."""
+"""Every fault at every index of a stream is counted or raised; nothing is lost, trained twice or hangs."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def refuse(error: BaseException) -> Carried:
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_each_fault_is_counted_or_said(name):
+def test_each_fault_is_counted_or_raised(name):
     check(CELLS[name], within(LONGEST, iterator, CELLS[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_so_it_is_in_a_buffer_that_two_processes_write(name):
+def test_each_fault_is_counted_or_raised_with_two_writers(name):
     check(CELLS[name], within(LONGEST, drain, CELLS[name]))

@@ -1,4 +1,4 @@
-"""What goes wrong in an environment is reported in bounded time, behind each source, as the page says."""
+"""Faults of an environment are reported in bounded time behind each source, as the page says."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SOON = {"hangs": PATIENCE + 15}  # seconds; other troubles are seen without wait
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "Ray"])
-def test_each_trouble_of_an_environment_is_reported_in_bounded_time(place):
+def test_each_environment_fault_is_reported_in_bounded_time(place):
     check(place)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
-def test_each_trouble_of_a_writer_on_ray_is_reported_in_bounded_time():
+def test_each_fault_of_a_ray_writer_is_reported_in_bounded_time():
     check("Ray")
 
 
@@ -34,7 +34,7 @@ def check(place: str) -> None:
             assert "ArithmeticError: the reward model is gone" in found.stderr
 
 
-def test_the_page_has_the_words_that_are_found():
+def test_the_page_has_the_reported_messages():
     page = PAGE.read_text()
     for trouble, cells in CELLS.items():
         lines = re.findall(rf"^\| {re.escape(trouble)} \|.*$", page, re.MULTILINE)

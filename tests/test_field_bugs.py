@@ -1,4 +1,4 @@
-"""The suite of the field's bugs: headrace is right or refuses, and the pages say what the results say."""
+"""Known bugs of other projects: headrace is right or refuses, and the pages have the results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_headrace_is_right_or_refuses_in_every_case():
     assert verdicts == {name: judge("headrace", case, kept[name])[0] for name, case in BY_NAME.items()}
 
 
-def test_what_headrace_refuses_it_refuses_with_the_ids():
+def test_headrace_refuses_with_the_ids():
     for name, said in (
         ("uneven-groups", "group 'a' has 5 of 4"),
         ("lone-rollout", "group 'b' has 1 of 4"),
@@ -52,7 +52,7 @@ def test_what_headrace_refuses_it_refuses_with_the_ids():
         assert said in of_headrace()[name]["refused"]
 
 
-def test_the_pages_are_what_the_results_say(tmp_path):
+def test_the_pages_have_the_results(tmp_path):
     subprocess.run([sys.executable, SUITE, "--render", "--docs", tmp_path], check=True)
     pages = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.md"))
     assert len(pages) == len(CASES) + 1
@@ -63,7 +63,7 @@ def test_the_pages_are_what_the_results_say(tmp_path):
     assert {path.stem for path in (ROOT / "docs" / "field-bugs").iterdir()} == set(BY_NAME)
 
 
-def test_a_project_that_cannot_be_installed_is_listed_as_such(tmp_path):
+def test_projects_that_cannot_be_installed_are_listed(tmp_path):
     results = RESULTS | {"verl": {"not_run": "no matching distribution"}}
     (tmp_path / "results.json").write_text(json.dumps(results))
     words = ["--render", "--docs", tmp_path, "--results", tmp_path / "results.json"]
@@ -73,7 +73,7 @@ def test_a_project_that_cannot_be_installed_is_listed_as_such(tmp_path):
     assert "| case | headrace | trl | torchrl | verl v1 |" in page
 
 
-def test_every_result_is_of_a_case_and_every_reason_of_a_verdict():
+def test_each_result_has_a_case_and_each_reason_a_verdict():
     reached = set()
     for peer, result in RESULTS.items():
         assert result["cases"].keys() == BY_NAME.keys(), peer
@@ -84,7 +84,7 @@ def test_every_result_is_of_a_case_and_every_reason_of_a_verdict():
     assert {("by design", *place) for place in DESIGN} | {("wrong", *place) for place in WRONG} <= reached
 
 
-def test_a_case_is_small_and_names_its_threads():
+def test_a_case_is_small_and_links_its_issues():
     assert len(CASES) >= 15
     for case in CASES:
         assert len(case.rows["group"]) <= 12
@@ -111,11 +111,11 @@ def by_the_formula(case: Case) -> list[float | None]:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.asks == "advantage" and c.name != "stale-group"])
-def test_the_answers_by_hand_are_those_of_the_formula(case):
+def test_answers_by_hand_equal_the_formula(case):
     assert near(by_the_formula(case), case.accepted[0])
 
 
-def test_a_verdict_is_not_right_for_a_wrong_number_a_nan_or_a_missing_one():
+def test_a_wrong_nan_or_missing_number_is_not_right():
     case = BY_NAME["masked-row"]
     right = case.accepted[0]
     assert judge("x", case, {"found": right})[0] == "right"

@@ -1,4 +1,4 @@
-"""Out of the loss, out of the statistics, and gone are three things."""
+"""Masked, excluded and dropped are three different actions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def advantage_after(batch, **options):
 @pytest.mark.parametrize(
     ("action", "advantage"), [("mask", [-3, -1, 4]), ("exclude", [-1, 1, 0]), ("drop", [-1, 1])]
 )
-def test_the_action_says_what_the_baseline_sees(make_batch, action, advantage):
+def test_the_action_decides_what_the_baseline_includes(make_batch, action, advantage):
     out = advantage_after(make_batch([1.0, 3, 8], [0, 0, 0]), action=action)
     assert out["advantage"].flatten().tolist() == advantage
 
 
 @pytest.mark.parametrize("action", ["mask", "exclude"])
-def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
+def test_masked_rows_have_nothing_to_train(make_batch, action):
     batch = make_batch([1.0, 3, 8], [0, 0, 0])
     out = advantage_after(batch, action=action)
     assert not out[MASK][2].any()
@@ -50,8 +50,8 @@ def test_out_of_the_loss_leaves_nothing_to_train(make_batch, action):
     assert out[IN_LOSS].tolist() == [True, True, False]
 
 
-def test_a_silenced_row_is_as_long_as_it_was_to_statistics_and_has_nothing_in_the_loss(make_batch):
-    """Masked by two filters, one after another, and in either form of a batch."""
+def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
+    """Masked by two filters in sequence, in either form of a batch."""
     batch = make_batch([1.0, 8, 9, 3], [0] * 4)
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):
@@ -64,7 +64,7 @@ def test_a_silenced_row_is_as_long_as_it_was_to_statistics_and_has_nothing_in_th
         assert stage(twice)["rollout_id"].tolist() == [0, 3]
 
 
-def test_batches_of_a_recipe_have_the_same_columns_whether_or_not_a_row_was_silenced(make_batch):
+def test_columns_do_not_depend_on_masked_rows(make_batch):
     stage = SampleFilter(criterion=RewardWithin(high=5.0))
     some, none = stage(make_batch([1.0, 8], [0, 0])), stage(make_batch([1.0, 2], [0, 0]))
     assert set(some.keys(True, True)) == set(none.keys(True, True))
@@ -74,14 +74,14 @@ def test_batches_of_a_recipe_have_the_same_columns_whether_or_not_a_row_was_sile
     ("unit", "kept"),
     [("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
 )
-def test_a_unit_stays_or_goes_as_one(make_batch, unit, kept):
+def test_a_unit_is_kept_or_removed_as_one(make_batch, unit, kept):
     batch = make_batch([1.0, 1, 9, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
     batch["row"] = torch.arange(6)
     stage = SampleFilter(criterion=RewardWithin(high=5.0), unit=unit, action="drop")
     assert stage(batch)["row"].tolist() == kept
 
 
-def test_the_hook_sees_every_row_with_its_verdict(make_batch):
+def test_the_hook_gets_every_row_with_its_verdict(make_batch):
     seen = []
     stage = SampleFilter(
         criterion=RewardWithin(high=5.0),
@@ -92,7 +92,7 @@ def test_the_hook_sees_every_row_with_its_verdict(make_batch):
     assert seen == [([1, 8, 3], [True, False, True])]
 
 
-def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
+def test_removing_all_rows_gives_an_empty_batch_and_a_metric(make_batch):
     stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
     outcome = said_by(stage, make_batch([1.0, 8], [0, 0]))
     assert outcome.batch.shape == (0,)
@@ -100,7 +100,7 @@ def test_nothing_left_is_an_empty_batch_and_a_metric(make_batch):
     assert outcome.reasons == ["reward_bounds"] * 2
 
 
-def test_a_row_that_could_not_be_masked_raises(make_batch):
+def test_a_row_that_cannot_be_masked_raises(make_batch):
     batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
     with pytest.raises(BatchError, match=r"1 rows must be masked out of the loss, but .*would still train"):
         SampleFilter(criterion=RewardWithin(high=5.0))(batch)
@@ -115,12 +115,12 @@ def test_a_row_that_could_not_be_masked_raises(make_batch):
         (lambda batch: [True, True], "list"),
     ],
 )
-def test_a_criterion_that_returns_something_else_raises(make_batch, answer, found):
+def test_a_criterion_that_returns_no_mask_raises(make_batch, answer, found):
     with pytest.raises(BatchError, match=rf"one bool per row, \(2,\).*returned .*{found}"):
         SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
 
 
-def test_a_unit_is_the_criterions_own_unless_given(make_batch):
+def test_the_default_unit_is_that_of_the_criterion(make_batch):
     batch = make_batch([1.0, 9, 1, 2], [0, 0, 1, 1])
     high = RewardWithin(high=5.0)
     assert len(SampleFilter(criterion=high, action="drop")(batch)) == 3
@@ -128,7 +128,7 @@ def test_a_unit_is_the_criterions_own_unless_given(make_batch):
     assert len(SampleFilter(criterion=RewardsVary(tol=5.0), action="drop")(batch)) == 2
 
 
-def test_who_has_left_the_statistics_judges_nobody(make_batch):
+def test_excluded_rows_do_not_affect_the_verdict(make_batch):
     batch = make_batch([float("nan"), 1.0, 3.0], [0, 0, 0])
     excluded = FanOutCollapse()(SampleFilter(criterion=Finite(), action="exclude")(batch))
     assert len(SampleFilter(criterion=RewardWithin(low=1.0), unit="group", action="drop")(excluded)) == 3
@@ -141,7 +141,7 @@ def kept_by(criterion, batch):
     return criterion(batch).tolist()
 
 
-def test_rewards_vary_has_a_tolerance_on_max_minus_min(make_batch):
+def test_rewards_vary_tolerates_a_range_of_tol(make_batch):
     batch = make_batch([1.0, 1.5, 2, 2, 7], [0, 0, 1, 1, 2])
     assert kept_by(RewardsVary(), batch) == [True, True, False, False, False]
     assert kept_by(RewardsVary(tol=0.5), batch) == [False] * 5
@@ -155,13 +155,13 @@ def test_integer_rewards_do_not_wrap(make_batch, dtype):
     assert kept_by(RewardsVary(), batch) == [True, True, False, False]
 
 
-def test_rewards_vary_over_the_rollouts_that_count(make_batch):
+def test_rewards_vary_over_counted_rollouts(make_batch):
     batch = make_batch([1.0, 1, 2], [0, 0, 0])
     batch[COUNTED] = torch.tensor([True, True, False])
     assert kept_by(RewardsVary(), batch) == [False, False, True]
 
 
-def test_rewards_vary_by_the_rollouts_reward_and_not_the_segments(make_batch):
+def test_rewards_vary_compares_rollouts_not_segments(make_batch):
     # both rollouts add up to 3
     batch = make_batch([1.0, 2, 3], [0, 0, 0], [5, 5, 6])
     assert kept_by(RewardsVary(), FanOutCollapse(reward="sum")(batch)) == [False] * 3
@@ -172,14 +172,14 @@ def test_reward_bounds_are_inclusive_and_nan_is_outside(make_batch):
     assert kept_by(RewardWithin(low=0.0, high=1.0), batch) == [True, True, False, False]
 
 
-def test_finite_looks_at_the_whole_row(make_batch):
+def test_finite_checks_the_whole_row(make_batch):
     batch = make_batch([0.0, float("inf"), float("nan")], [0] * 3)
     assert kept_by(Finite(), batch) == [True, False, False]
     batch[LOG_PROBS][0, 2] = float("nan")
     assert kept_by(Finite(key=LOG_PROBS), batch) == [False, True, True]
 
 
-def test_truncated_by_status_or_by_flag(make_batch):
+def test_truncation_is_a_status_or_a_flag(make_batch):
     batch = make_batch([0.0, 1], [0, 0], status=[Status.TRUNCATED, Status.COMPLETED])
     batch["next", "truncated"] = torch.tensor([[False], [True]])
     assert kept_by(NotTruncated(), batch) == [False, True]
@@ -195,7 +195,7 @@ def test_length_counts_tokens_in_the_loss(make_batch):
     assert kept_by(LengthWithin(high=3), ragged) == [True, False]
 
 
-def test_staleness_counts_versions_behind(make_batch):
+def test_staleness_is_counted_in_versions(make_batch):
     batch = make_batch([0.0, 1, 2], [0] * 3)
     batch["next", "policy_version"] = torch.tensor([3, 5, 4])
     assert kept_by(Fresh(current=5), batch) == [False, True, False]
@@ -204,8 +204,8 @@ def test_staleness_counts_versions_behind(make_batch):
     assert kept_by(Fresh(max_staleness=3, current=lambda: 7), batch) == [False, True, True]
 
 
-def test_a_batch_that_is_stale_as_a_whole_is_stale(make_batch):
-    """The newest row of a batch says nothing of how far training has come."""
+def test_staleness_is_measured_from_the_current_version(make_batch):
+    """The newest row of a batch is not the current version."""
     batch = make_batch([0.0, 1, 2], [0] * 3)
     batch["next", "policy_version"] = torch.tensor([3, 3, 3])
     assert kept_by(Fresh(max_staleness=2, current=9), batch) == [False] * 3
@@ -213,7 +213,7 @@ def test_a_batch_that_is_stale_as_a_whole_is_stale(make_batch):
         Fresh(max_staleness=2)
 
 
-def test_a_row_from_the_future_is_refused(make_batch):
+def test_a_row_of_a_later_version_is_refused(make_batch):
     batch = make_batch([0.0, 1], [0] * 2)
     batch["next", "policy_version"] = torch.tensor([3, 5])
     with pytest.raises(
@@ -237,12 +237,12 @@ def test_a_row_from_the_future_is_refused(make_batch):
         (lambda: SampleFilter(criterion=Finite(), action="delete"), "action must be one of"),
     ],
 )
-def test_options_that_make_no_sense_raise(make, message):
+def test_invalid_options_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_every_number_of_a_ragged_column_is_looked_at():
+def test_every_value_of_a_ragged_column_is_checked():
     rows = [[1.0, 2.0], [1.0, float("nan"), 2.0], [float("inf")], [0.0]]
     batch = lazy_stack([TensorDict({"x": torch.tensor(row)}, batch_size=[]) for row in rows])
     assert Finite(key="x")(batch).tolist() == [True, False, False, True]

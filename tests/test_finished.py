@@ -1,4 +1,4 @@
-"""A rollout that is not finished is not there, and one that ends twice is none."""
+"""An unfinished rollout makes its group incomplete, and one that ends twice is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def verdicts(batch, **options):
 # -- one end ---------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_without_an_end_is_unfinished_and_its_group_incomplete(make_batch):
+def test_a_rollout_without_an_end_makes_its_group_incomplete(make_batch):
     batch = ended(make_batch, [0, 0, 1, 1], [False, True, False, False])
     assert verdicts(batch) == [1, 1, 3, 3]
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_a_rollout_without_an_end_is_unfinished_and_its_group_incomplete(make_ba
         CompletenessGate(group_size=2)(batch)
 
 
-def test_a_batch_that_does_not_say_where_rollouts_end_is_taken_as_it_is(make_batch):
+def test_a_batch_without_done_is_accepted(make_batch):
     batch = ended(make_batch, [0, 1], [False, False])
     assert verdicts(batch) == [3, 3]
     assert verdicts(batch, done_key=None) == verdicts(batch.exclude(DONE)) == [0, 0]
@@ -63,14 +63,14 @@ def test_a_batch_that_does_not_say_where_rollouts_end_is_taken_as_it_is(make_bat
 
 
 @pytest.mark.parametrize("state", [Status.FAILED, Status.ABORTED])
-def test_a_lost_rollout_need_not_end_and_counts_as_lost(make_batch, state):
+def test_a_lost_rollout_counts_as_lost_without_an_end(make_batch, state):
     batch = ended(make_batch, [0, 1], [True, False], status=[Status.COMPLETED, state])
     assert verdicts(batch) == [1, 2]
 
 
 @pytest.mark.parametrize("mode", ["raise", "drop"])
 @pytest.mark.parametrize("done", [[True, True, True], [True, True, False]])
-def test_a_rollout_that_ends_twice_is_refused_in_every_mode(make_batch, mode, done):
+def test_a_rollout_with_two_ends_is_refused_in_every_mode(make_batch, mode, done):
     batch = ended(make_batch, [7, 7, 8], done)
     words = r"a rollout ends once; found more ends \(True\) in rollout 7 \(rows \[0, 1\]: \[True, True\]\)"
     with pytest.raises(
@@ -82,7 +82,7 @@ def test_a_rollout_that_ends_twice_is_refused_in_every_mode(make_batch, mode, do
             stage(batch)
 
 
-def test_rows_behind_the_end_are_refused(make_batch):
+def test_rows_after_the_end_are_refused(make_batch):
     batch = ended(make_batch, [7, 7, 8], [True, False, True])
     with pytest.raises(
         BatchError, match=r"rows after the end .* rollout 7 \(rows \[0, 1\]: \[True, False\]\)"
@@ -94,7 +94,7 @@ def test_rows_behind_the_end_are_refused(make_batch):
     assert verdicts(batch, segment_key="turn") == [3, 3, 1]
 
 
-def test_where_rollouts_end_is_said_by_bools(make_batch):
+def test_ends_are_bool_columns(make_batch):
     batch = ended(make_batch, [0, 1], [1.0, 1.0])
     with pytest.raises(
         BatchError, match=r"CompletenessGate needs one bool per row in .*'done'.* found torch.float32"
@@ -104,8 +104,8 @@ def test_where_rollouts_end_is_said_by_bools(make_batch):
         FanOutCollapse()(batch)
 
 
-def test_a_collapse_looks_at_ends_only_where_no_gate_has(make_batch):
-    """The gate knows of segment numbers; and who tells it not to look means it."""
+def test_a_collapse_checks_ends_only_without_a_gate(make_batch):
+    """The gate knows segment numbers, or was told not to check."""
     batch = ended(make_batch, [7, 7, 8], [True, True, True], segment=[0, 1, 0])
     for options in ({"segment_key": "segment"}, {"done_key": None}):
         gate = CompletenessGate(group_size=2, **options)
@@ -114,8 +114,8 @@ def test_a_collapse_looks_at_ends_only_where_no_gate_has(make_batch):
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
-def test_a_dump_does_not_finish_what_was_not(make_batch, tmp_path, file_format):
-    """A dump has no ends; who was unfinished when it was written is not there when it is replayed."""
+def test_unfinished_rollouts_stay_unfinished_in_a_dump(make_batch, tmp_path, file_format):
+    """A dump has no ends; a rollout unfinished when written is absent in a replay."""
     batch = ended(make_batch, [0, 1, 2, 3], [True, False, True, True], [0, 0, 1, 1])
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
     report = make_report(pipeline.run(batch))
@@ -128,7 +128,7 @@ def test_a_dump_does_not_finish_what_was_not(make_batch, tmp_path, file_format):
 # -- segments that end each by themselves ----------------------------------------------------------------
 
 
-def test_as_many_segments_must_end_as_are_expected(make_batch):
+def test_all_expected_segments_must_end(make_batch):
     batch = ended(make_batch, [7, 7, 7, 8], [True, False, True, True], expected_segments=[2, 2, 2, 1])
     assert verdicts(batch) == [0] * 4
     assert FanOutCollapse()(batch)[REWARD].tolist() == [1.0] * 4
@@ -183,7 +183,7 @@ rollout_rows = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_who_is_finished_is_what_a_loop_says(rollouts, with_begins, with_segments, with_expected, random):
+def test_finished_rollouts_are_those_of_a_loop(rollouts, with_begins, with_segments, with_expected, random):
     rows = [
         (number, done, begins if with_begins else None, segment if with_segments else None,
          expected if with_expected else None)
@@ -267,8 +267,8 @@ class TurnsEnv(EnvBase):
 
 
 @pytest.mark.parametrize("slots", [1, 3, 4])
-def test_no_wrong_reward_is_trained_where_batches_end_in_the_middle_of_rollouts(slots):
-    """Half of a rollout is in one batch and half in the next: in neither is it trained."""
+def test_batches_that_end_inside_rollouts_train_no_wrong_reward(slots):
+    """Half of a rollout is in one batch and half in the next; neither half is trained."""
     frames, batches = slots * 7, 8
     collector = Collector(
         TransformedEnv(TurnsEnv(slots), InitTracker()),
@@ -308,7 +308,7 @@ def test_no_wrong_reward_is_trained_where_batches_end_in_the_middle_of_rollouts(
         ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both there, interleaved
     ],
 )
-def test_as_much_must_begin_as_ends(make_batch, rows, options, verdict):
+def test_a_rollout_has_as_many_starts_as_ends(make_batch, rows, options, verdict):
     number = len(rows["done"])
     batch = make_batch([1.0] * number, [0] * number, [7] * number)
     batch["next", "done"], batch["is_init"] = (torch.tensor(rows[name]).bool() for name in ("done", "init"))
@@ -319,7 +319,7 @@ def test_as_much_must_begin_as_ends(make_batch, rows, options, verdict):
     assert verdicts(batch, group_size=1, segment_key=segment_key) == [verdict] * number
 
 
-def test_what_a_collector_padded_with_is_said_by_one_bool_a_row():
+def test_collector_padding_is_one_bool_per_row():
     columns = {"group_id": [0] * 4, "rollout_id": [0, 1, 2, 3], ("next", "reward"): [1.0] * 4}
     batch = TensorDict(columns, batch_size=[4])
     batch["collector", "mask"] = torch.tensor([True, True, False, True])

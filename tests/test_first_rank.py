@@ -1,4 +1,4 @@
-"""The first rank decides for all with the bits that each would have decided for itself."""
+"""Deciding on the first rank gives the bits that each rank would have computed."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ CARRIED = (f"{SPLIT}.remainder=carry", f"{SPLIT}.minibatches=2")
 
 
 @pytest.mark.parametrize(("world", "recipes"), [(2, CHAINS), (3, FEW)])
-def test_where_the_first_rank_decides_nothing_differs(world, recipes, tmp_path):
-    """Of every recipe that it can decide: rows, columns, metrics, ledger, report and state."""
+def test_deciding_on_the_first_rank_changes_no_result(world, recipes, tmp_path):
+    """For every recipe that supports it: rows, columns, metrics, ledger, report and state."""
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in recipes if recipe not in EACH]
     pipelines += [("grpo", composed("pipeline=grpo", *words)) for words in VARIED]
     pipelines += [("halves", composed("pipeline=grpo"))]
@@ -53,8 +53,8 @@ def test_where_the_first_rank_decides_nothing_differs(world, recipes, tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_where_the_first_rank_decides_the_same_is_remembered(world, tmp_path):
-    """Carried rows, and minibatches that were taken: a run goes on in the other way."""
+def test_deciding_on_the_first_rank_keeps_the_same_state(world, tmp_path):
+    """Carried rows and minibatches taken: a run resumes with the other option."""
     weigh = (f"{STAGE}.gate.group_size=2", f"{STAGE}.weight.unit=rollout")
     pipelines = [
         ("carried", shared_ids, composed("pipeline=grpo", *weigh, *CARRIED, f"{SPLIT}.unit={unit}"))
@@ -67,7 +67,7 @@ def test_where_the_first_rank_decides_the_same_is_remembered(world, tmp_path):
         assert steps_again == [0] * len(pipelines)
 
 
-def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
+def test_an_error_on_the_first_rank_is_raised_on_all_in_time(tmp_path):
     world = 3
     for rank, told in enumerate(results_of(refuse_what_one_decides, world, tmp_path)):
         said = [said for said, _ in told]
@@ -86,7 +86,7 @@ def test_what_the_first_rank_refuses_all_refuse_in_time(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", EACH)
-def test_stages_that_take_part_on_each_rank_are_named(recipe):
+def test_stages_that_run_on_each_rank_are_named(recipe):
     stages = dict(composed(f"pipeline={recipe}").stages.items())
     with pytest.raises(
         ValueError, match=re.escape(f"must run on each rank: {EACH[recipe]}. Set pipeline.dec")

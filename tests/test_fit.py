@@ -1,4 +1,4 @@
-"""A token budget over several ranks without padding: whole units at the end are left out, and no more."""
+"""A token budget over several ranks without padding drops whole units at the end, and as few as possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def longest_start(units, rows, **how) -> list[int]:
 
 
 @given(ROWS, st.integers(1, 4), st.integers(1, 3), st.integers(3, 20))
-def test_whole_units_are_left_out_until_no_micro_batch_is_empty(rows, ranks, multiple_of, max_tokens):
+def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, multiple_of, max_tokens):
     how = {"ranks": ranks, "multiple_of": multiple_of, "max_tokens": max_tokens}
     split = ShuffleSplit(minibatches=1, shuffle=False, remainder="drop", **how)
     expected = longest_start(by_unit(rows), rows, **how)
@@ -66,8 +66,8 @@ def test_whole_units_are_left_out_until_no_micro_batch_is_empty(rows, ranks, mul
         assert len(held) == 1 or int(held[ATTENTION].sum()) <= max_tokens
 
 
-def test_a_minibatch_of_which_nothing_remains_is_none():
-    """Rollout 2 alone is one row for two ranks; the others fill a minibatch."""
+def test_a_minibatch_without_rows_is_no_step():
+    """Rollout 2 has one row for two ranks; the others fill a minibatch."""
     rows = [(0, 4), (1, 4), (2, 4)]
     split = ShuffleSplit(minibatches=None, minibatch_size=2, max_tokens=4, ranks=2, remainder="drop")
     out, _, measured, *_ = cut_alone(split, batch_of(rows))
@@ -80,7 +80,7 @@ def test_a_minibatch_of_which_nothing_remains_is_none():
     assert out[MINIBATCH].tolist() == [0, 0]
 
 
-def test_a_drop_that_leaves_no_step_says_what_there_was_and_what_was_asked():
+def test_dropping_all_steps_raises_with_the_counts():
     batch = batch_of([(0, 4), (0, 4), (1, 4)])
     with pytest.raises(BatchError, match=r"2 units are too few for 3 minibatches.*no optimiser step is left"):
         ShuffleSplit(minibatches=3, remainder="drop")(batch)
@@ -91,7 +91,7 @@ def test_a_drop_that_leaves_no_step_says_what_there_was_and_what_was_asked():
     assert len(ShuffleSplit(minibatch_size=5, remainder="carry")(batch)) == 0
 
 
-def test_ranks_with_rows_of_their_own_agree_whom_to_leave_out(tmp_path):
+def test_ranks_with_own_rows_agree_on_dropped_units(tmp_path):
     run_processes(run_budget, 2, str(tmp_path), count=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for mine, number in ((first, 0), (second, 3)):

@@ -1,4 +1,4 @@
-"""Any callable is a stage; what it loses is recorded, what it breaks is refused."""
+"""Any callable is a stage; rows that it drops are recorded, and invalid output is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.transforms import (
 MASK = ("masks", "all_assistant_mask")
 
 
-def test_any_callable_is_a_stage_and_rows_it_loses_are_recorded(make_batch):
+def test_any_callable_is_a_stage_and_its_dropped_rows_are_recorded(make_batch):
     pipeline = Pipeline({"positive": keep_positive, "advantage": GroupRelativeAdvantage(scale="none")})
     out = pipeline(make_batch([0.0, 1, 3], [0, 0, 0]))
     assert out["advantage"].flatten().tolist() == [-1, 1]
@@ -34,7 +34,7 @@ class Quiet(BatchTransform):
         return batch[1:]
 
 
-def test_rows_masked_inside_a_compose_are_not_called_trained(make_batch):
+def test_rows_masked_in_a_compose_are_not_reported_as_trained(make_batch):
     batch = make_batch([1.0, 9], [0, 0]).exclude(MASK)
     pipeline = Pipeline({"inner": Compose(SampleFilter(criterion=RewardWithin(high=5.0)))})
     pipeline(batch)
@@ -42,7 +42,7 @@ def test_rows_masked_inside_a_compose_are_not_called_trained(make_batch):
     assert pipeline.metrics["rows/trained"] == 1
 
 
-def test_a_row_that_a_silent_transform_drops_is_recorded(make_batch):
+def test_rows_dropped_by_any_transform_are_recorded(make_batch):
     pipeline = Pipeline({"quiet": Quiet()})
     pipeline(make_batch([1.0, 2, 3], [0, 0, 0]))
     assert pipeline.ledger.names[int(pipeline.ledger.reason[0])] == "quiet/gone"
@@ -54,13 +54,13 @@ def test_a_stage_that_repeats_rows_is_refused(make_batch):
         Pipeline({"twice": lambda batch: batch[[0, 0, 1]]})(make_batch([1.0, 2, 3], [0, 0, 0]))
 
 
-def test_a_stage_with_a_bug_is_named_and_no_fault_of_the_data(make_batch):
+def test_a_stage_that_raises_is_named(make_batch):
     with pytest.raises(StageError, match="stage 'bug', <lambda>: division by zero") as info:
         Pipeline({"bug": lambda batch: 1 / 0})(make_batch([1.0], [0]))
     assert not isinstance(info.value, BatchError)
 
 
-def test_torchrls_own_transforms_are_stages(make_batch):
+def test_torchrl_transforms_are_stages(make_batch):
     scaling = RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")])
     pipeline = Pipeline({"scale": scaling, "advantage": GroupRelativeAdvantage(scale="none")})
     assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-10, 10]
@@ -70,10 +70,10 @@ def test_torchrls_own_transforms_are_stages(make_batch):
     ("stage", "found"),
     [(lambda batch: None, "NoneType"), (lambda batch: batch.exclude("headrace"), "TensorDict")],
 )
-def test_a_stage_that_loses_track_of_rows_is_refused(stage, found, make_batch):
+def test_a_stage_that_loses_row_ids_is_refused(stage, found, make_batch):
     with pytest.raises(BatchError, match=rf"stage 'odd'.*with the column.*returned {found}"):
         Pipeline({"odd": stage})(make_batch([1.0], [0]))
 
 
-def test_a_modules_state_is_the_pipelines():
+def test_a_pipelines_state_includes_its_modules():
     assert "stages.linear.weight" in Pipeline({"linear": nn.Linear(2, 2)}).state_dict()

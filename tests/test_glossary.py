@@ -1,4 +1,4 @@
-"""docs/glossary.md says what the code says: one word for a thing, one meaning for a word."""
+"""docs/glossary.md matches the code: one word per concept, one concept per word."""
 
 from __future__ import annotations
 
@@ -193,5 +193,5 @@ CHECKS = (wrong_options, avoided_names, missing_classes, unused_terms, unknown_c
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_glossary_says_what_the_code_says(check):
+def test_glossary_matches_the_code(check):
     assert check(PAGE) == []

@@ -1,4 +1,4 @@
-"""Numbers that can be checked by hand, each with where it comes from."""
+"""Numbers that can be checked by hand, each with its source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER_BATCH = {"chunks": None, "rigid_or_global": 2}  # groups
 
 
 @pytest.mark.parametrize(("reward", "groups", "rollouts", "expected"), [FAN_OUT, DEEP_FAN_OUT])
-def test_the_two_stages_give_the_functions_numbers(reward, groups, rollouts, expected, make_batch):
+def test_two_stages_give_the_numbers_of_the_function(reward, groups, rollouts, expected, make_batch):
     batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(make_batch(reward, groups, rollouts)))
     assert batch["advantage"].shape == (len(reward), 1, 1)
     assert batch["advantage"].flatten().tolist() == expected
@@ -32,7 +32,7 @@ def test_the_two_stages_give_the_functions_numbers(reward, groups, rollouts, exp
 
 @pytest.mark.parametrize("mode", ["chunks", "rigid_or_global"])
 @pytest.mark.parametrize("ids", ["absent", "all unset"])
-def test_groups_by_position_when_the_count_fits(mode, ids, make_batch):
+def test_groups_by_position_with_a_matching_count(mode, ids, make_batch):
     stage = GroupRelativeAdvantage(
         scale="none", without_ids=mode, group_size=2, groups_per_batch=PER_BATCH[mode], rollout_key=None
     )
@@ -42,7 +42,7 @@ def test_groups_by_position_when_the_count_fits(mode, ids, make_batch):
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("chunks", [-1, 1, 0]), ("rigid_or_global", [-2, 0, 2])])
-def test_groups_by_position_when_it_does_not(mode, expected, make_batch):
+def test_groups_by_position_without_a_matching_count(mode, expected, make_batch):
     # chunks: (0, 2) and a lone 4; one global group has the mean 2
     stage = GroupRelativeAdvantage(
         scale="none", without_ids=mode, group_size=2, groups_per_batch=PER_BATCH[mode], rollout_key=None
@@ -51,7 +51,7 @@ def test_groups_by_position_when_it_does_not(mode, expected, make_batch):
     assert stage(batch)["advantage"].flatten().tolist() == expected
 
 
-def test_chunks_count_rollouts_and_not_rows(make_batch):
+def test_chunks_count_rollouts_not_rows(make_batch):
     # rollouts 5 (two rows), 6 | 7, 8: means 1 and 3
     batch = make_batch([0.0, 0, 2, 2, 4], [0] * 5, [5, 5, 6, 7, 8]).exclude("group_id")
     collapsed = FanOutCollapse(group_key=None)(batch)
@@ -60,8 +60,8 @@ def test_chunks_count_rollouts_and_not_rows(make_batch):
     assert stage(collapsed)["group_id"].tolist() == [0, 0, 0, 1, 1]
 
 
-def test_slimes_example_from_rewards_to_loss(make_batch):
-    """Rewards 1, 3 | 5, two groups: the third rollout stands alone and teaches nothing.
+def test_the_example_of_slime_from_rewards_to_loss(make_batch):
+    """Rewards 1, 3 | 5, two groups: the third rollout is alone in its group and has advantage 0.
 
     The clipped policy loss is −min(ρA, clip(ρ, 1 ± 0.2)A) with ρ = exp(−kl). A = −0.7071 with ρ = 1 gives
     0.7071; A = 0.7071 with ρ = exp(−0.3) = 0.7408 gives −0.5238; A = 0 gives 0: mean 0.0610897. Whitening all

@@ -1,4 +1,4 @@
-"""The contract and the golden numbers on CUDA tensors, and no device read where none is promised."""
+"""The contract and the golden numbers on CUDA tensors, and no undocumented device read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_golden_numbers():
 
 
 @pytest.mark.parametrize("segments", [1, 3])
-def test_uniform_groups_are_bit_equal_to_the_reshape_formula(segments):
+def test_groups_of_one_size_have_the_bits_of_the_reshape_formula(segments):
     reward = torch.randn(512, device="cuda")
     x = reward.view(64, 8)
     x = x - x.mean(-1, keepdim=True)
@@ -40,7 +40,7 @@ def test_uniform_groups_are_bit_equal_to_the_reshape_formula(segments):
     assert torch.equal(found, expected)
 
 
-def test_devices_agree():
+def test_devices_give_equal_results():
     generator = torch.Generator().manual_seed(0)
     reward = torch.randint(0, 5, (300,), generator=generator).float()
     groups = torch.randint(0, 40, (300,), generator=generator)
@@ -48,7 +48,7 @@ def test_devices_agree():
     torch.testing.assert_close(on_gpu.cpu(), group_relative_advantage(reward, groups))
 
 
-def test_the_pipeline_runs_where_the_batch_is():
+def test_the_pipeline_runs_on_the_device_of_the_batch():
     batch = batch_of(*FANNED, device="cuda")
     pipeline = load_pipeline("pipeline=grpo", "pipeline.stages.gate.group_size=2")
     out = pipeline(batch)
@@ -57,8 +57,8 @@ def test_the_pipeline_runs_where_the_batch_is():
 
 
 @pytest.mark.parametrize("recipe", OF_ROWS)
-def test_a_batch_is_read_once_and_has_the_numbers_of_the_cpu(recipe):
-    """What waits for the device before minibatches are gathered is one packed copy."""
+def test_a_batch_is_read_once_with_the_numbers_of_the_cpu(recipe):
+    """The only device read before minibatches are gathered is one packed copy."""
     batch = collected("uniform", recipe).exclude("prompt_text")
     pipeline = composed(f"pipeline={recipe}", "pipeline.stages.split.minibatches=2")
     here = list(pipeline.minibatches(batch))

@@ -1,4 +1,4 @@
-"""Which rows the gradient comes from, against a loop over tokens."""
+"""Which rows the gradient comes from, compared with a loop over tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW = st.tuples(st.sampled_from([0, 0, 1]), st.floats(-4, 4), st.floats(0, 2), s
 
 
 @given(st.lists(ROW, max_size=12))
-def test_shares_are_the_sum_over_tokens_of_trained_rows(rows):
+def test_shares_sum_over_tokens_of_trained_rows(rows):
     size = [
         sum(abs(advantage) * weight for _ in range(tokens)) if code == 0 else 0.0
         for code, advantage, weight, tokens in rows
@@ -31,7 +31,7 @@ def test_shares_are_the_sum_over_tokens_of_trained_rows(rows):
     assert not len(rows) or share.sum() == pytest.approx(1.0 if sum(size) else 0.0)
 
 
-def test_what_is_not_known_has_no_share():
+def test_unknown_rows_have_no_share():
     columns = {"reason": np.zeros(3, int), "advantage": np.array([1.0, np.nan, -1.0])}
     assert gradient_share(columns).tolist() == [0.5, 0, 0.5]
     assert gradient_share({"reason": np.zeros(2, int)}).tolist() == [0, 0]
@@ -45,7 +45,7 @@ def credit_by_token(batch):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_an_advantage_by_token_counts_by_its_size(make_batch, ragged):
+def test_a_token_advantage_counts_by_its_size(make_batch, ragged):
     batch = make_batch([1.0, 2.0], [0, 0])
     batch["masks", "all_assistant_mask"] = torch.tensor([[True, True, False], [True, True, True]])
     batch["log_probs", "full"] = torch.zeros(2, 3)
@@ -61,7 +61,7 @@ def test_an_advantage_by_token_counts_by_its_size(make_batch, ragged):
     assert gradient_share(columns) == pytest.approx([2 / 5, 3 / 5])
 
 
-def test_the_cosine_is_that_of_signed_weights():
+def test_the_cosine_uses_signed_weights():
     columns = {"reason": np.zeros(3, int), "tokens": np.array([1, 2, 3])}
     one = columns | {"advantage": np.array([1.0, -1.0, 0.5])}
     other = columns | {"advantage": np.array([1.0, 1.0, 0.5]), "loss_weight": np.array([1.0, 0.5, 2.0])}
@@ -76,8 +76,8 @@ def test_the_cosine_is_that_of_signed_weights():
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("filtered", [True, False])
 @pytest.mark.parametrize("fold", ["none", "sum", "token_mean"])
-def test_shares_are_of_the_tokens_and_weights_that_train(make_batch, fold, filtered, cut):
-    """A TokenFilter has taken tokens out, and the advantage may have the weight as a factor."""
+def test_shares_use_the_tokens_and_weights_in_the_loss(make_batch, fold, filtered, cut):
+    """A TokenFilter has masked tokens, and the advantage may include the weight."""
     batch = make_batch([1.0, 0, 3, 2.5], [0, 0, 1, 1])
     mask = batch["masks", "all_assistant_mask"]
     mask[:, :4] = torch.arange(4) < torch.tensor([[1], [4], [2], [3]])

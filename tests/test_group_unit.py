@@ -1,4 +1,4 @@
-"""TorchRL's samplers draw rows; what they hand out is whole groups."""
+"""TorchRL's samplers select rows; complete groups come out."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def groups_in(batch) -> list[int]:
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-def test_whatever_a_sampler_draws_passes_a_strict_gate_with_all_its_rows(sampler, storage):
+def test_samples_are_complete_groups_for_any_sampler(sampler, storage):
     torch.manual_seed(0)
     data = rows([1, 4, 2, 3])
     buffer = filled(data, sampler(), storage=storage, size=3)
@@ -112,7 +112,7 @@ def test_whatever_a_sampler_draws_passes_a_strict_gate_with_all_its_rows(sampler
     uses=st.none() | st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_it_hands_out_what_a_loop_says(sizes, draws, anchors, uses, seed):
+def test_samples_equal_those_of_a_loop(sizes, draws, anchors, uses, seed):
     data = rows(sizes, seed=seed)
     groups = data["group_id"].tolist()
     buffer = filled(data, anchors=anchors, max_uses=uses)
@@ -138,7 +138,7 @@ def test_it_hands_out_what_a_loop_says(sizes, draws, anchors, uses, seed):
         assert info["scalar"] == 3.0
 
 
-def test_without_replacement_each_group_comes_once_an_epoch():
+def test_without_replacement_each_group_comes_once_per_epoch():
     data = rows([4, 1, 3, 2, 2], segments=1)
     sampler = SamplerWithoutReplacement(drop_last=False)
     buffer = filled(data, sampler, size=4, anchors="first")
@@ -158,7 +158,7 @@ def test_without_replacement_each_group_comes_once_an_epoch():
     ],
 )
 def test_groups_are_drawn_by_the_priority_of_their_rows(sampler):
-    """The informative ones, say: those whose rewards vary."""
+    """For example informative groups, whose rewards vary."""
     torch.manual_seed(0)
     data = rows([2] * 10, segments=1)
     buffer = filled(data, sampler(), size=2)
@@ -189,7 +189,7 @@ def test_a_group_with_a_failed_rollout_does_not_pass(key):
         filled(data).sample()
 
 
-def test_a_group_that_the_writer_has_overwritten_in_part_is_refused_or_left_out():
+def test_a_partly_overwritten_group_is_refused_or_left_out():
     def buffer_of(unit):
         buffer = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=20, sample_unit=unit)
         for first in (0, 2, 4):
@@ -203,7 +203,7 @@ def test_a_group_that_the_writer_has_overwritten_in_part_is_refused_or_left_out(
         CompletenessGate()(buffer_of(GroupUnit(gate=gate)).sample())
 
 
-def test_what_cannot_keep_groups_whole_is_refused_with_what_to_do():
+def test_samplers_that_split_groups_are_refused_with_what_to_do():
     with pytest.raises(TypeError, match=r"frees single rows.*GroupUnit\(max_uses=2\)"):
         filled(rows([2]), ConsumingSampler(max_sample_count=2)).sample()
     grid = ReplayBuffer(storage=LazyTensorStorage(50, ndim=2), batch_size=2, sample_unit=GroupUnit())
@@ -220,7 +220,7 @@ def test_what_cannot_keep_groups_whole_is_refused_with_what_to_do():
         GroupUnit(max_uses=0)
 
 
-def test_uses_go_on_from_a_state_and_are_forgotten_with_the_group():
+def test_use_counts_resume_from_a_state_and_end_with_the_group():
     buffer = filled(rows([2, 2]), size=20, max_uses=2)
     buffer.sample()
     other = filled(rows([2, 2]), size=20, max_uses=2)
@@ -255,9 +255,7 @@ def two_segments(group: int, columns: list[str]) -> TensorDict:
     st.lists(st.sampled_from([str(("next", "done")), "is_init"]), unique=True),
     st.integers(0, 9),
 )
-def test_of_a_full_buffer_no_rollout_goes_out_without_its_first_rows_or_in_another_order(
-    size, groups, columns, seed
-):
+def test_a_full_buffer_returns_complete_rollouts_in_order(size, groups, columns, seed):
     gate = CompletenessGate(on_incomplete="drop")
     buffer = ReplayBuffer(storage=LazyTensorStorage(size), batch_size=9, sample_unit=GroupUnit(gate=gate))
     for group in range(groups):

@@ -1,4 +1,4 @@
-"""Through TorchRL's own GRPOLoss: out of the loss is out for good."""
+"""Masked rows have no effect in TorchRL's own GRPOLoss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def halve(batch):
     return batch["rollout_id"].flatten() % 2 == 0
 
 
-def test_masked_rows_have_no_gradient_and_no_share_in_the_denominator(scene):
+def test_masked_rows_have_no_gradient_and_are_not_in_the_denominator(scene):
     policy, batch = scene
     masked = SampleFilter(criterion=halve)(batch)
     without = take_rows(batch, halve(batch).nonzero().flatten())
@@ -60,8 +60,8 @@ def test_masked_rows_have_no_gradient_and_no_share_in_the_denominator(scene):
     assert (gradient(policy, masked) - gradient(policy, batch)).abs().max() > 1e-4
 
 
-def test_masked_rows_leave_a_loss_that_reads_no_loss_mask(scene):
-    """With another mask than ours, as the strategy `sft` has, NaN log-probabilities keep the rows out."""
+def test_masked_rows_leave_a_loss_without_a_loss_mask(scene):
+    """With another mask than ours, as the strategy `sft` has, NaN log-probabilities mask the rows."""
     policy, batch = scene
     masked = SampleFilter(criterion=halve, loss_mask_key=("masks", "absent"))(batch)
     assert torch.equal(masked["masks", "all_assistant_mask"], batch["masks", "all_assistant_mask"])
@@ -70,7 +70,7 @@ def test_masked_rows_leave_a_loss_that_reads_no_loss_mask(scene):
 
 
 @pytest.mark.parametrize("options", [{"aggregation": "prompt_mean"}, {"kl_to_inference_coeff": 0.1}])
-def test_terms_that_divide_by_rows_need_the_masked_rows_gone(scene, options):
+def test_terms_divided_by_rows_need_masked_rows_dropped(scene, options):
     """GRPOLoss's sample mean and its KL terms divide by all rows; a filter after the advantage drops them."""
     policy, batch = scene
     masked = SampleFilter(criterion=halve)(batch)
@@ -80,7 +80,7 @@ def test_terms_that_divide_by_rows_need_the_masked_rows_gone(scene, options):
     torch.testing.assert_close(gradient(policy, gone, **options), expected, rtol=1e-12, atol=1e-15)
 
 
-def test_a_batch_with_nothing_in_the_loss_takes_no_step(scene):
+def test_an_empty_loss_mask_takes_no_step(scene):
     policy, batch = scene
     nothing = SampleFilter(criterion=RewardWithin(low=1e9))(batch)
     before = [p.clone() for p in policy.parameters()]
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_step_is_clipped(scene):
     assert (after - before).norm() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_options_of_optimise_that_make_no_sense_raise(scene):
+def test_invalid_options_of_optimise_raise(scene):
     policy, batch = scene
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     with pytest.raises(ValueError, match="max_grad_norm must be finite and > 0"):
@@ -107,7 +107,7 @@ def test_options_of_optimise_that_make_no_sense_raise(scene):
         optimise([batch], None, optimizer, transform="trees")
 
 
-def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(scene):
+def test_a_loss_without_weights_is_refused_unless_reduce_is_set(scene):
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -118,8 +118,8 @@ def test_a_loss_without_weights_is_refused_unless_it_is_said_how_to_add_it_up(sc
     assert optimise([batch.exclude("loss_weight")], loss, optimizer, reduce=total_loss) == 1
 
 
-def test_a_sum_of_means_refuses_rows_that_carry_weights(scene):
-    """It would ignore them; a batch whose weights are folded into the advantage has none."""
+def test_a_sum_of_means_refuses_weighted_rows(scene):
+    """It would ignore the weights; rows whose weights are folded into the advantage have none."""
     policy, batch = scene
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -133,7 +133,7 @@ def test_a_sum_of_means_refuses_rows_that_carry_weights(scene):
     assert optimise([folded], loss, optimizer, reduce=total_loss) == 1
 
 
-def test_a_gradient_that_is_not_finite_takes_no_step(scene):
+def test_a_nan_gradient_takes_no_step(scene):
     policy, batch = scene
     batch["advantage"][0] = float("nan")
     loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False)
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(scene):
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
-def test_terms_per_token_add_up_to_those_of_the_loss_itself(scene):
+def test_token_terms_sum_to_the_loss(scene):
     """GRPOLoss divides its KL terms by all positions, the others by tokens."""
     policy, batch = scene
     batch["next", "ref_log_probs", "full"] = batch["log_probs", "full"].nan_to_num() - 0.3
@@ -157,7 +157,7 @@ def test_terms_per_token_add_up_to_those_of_the_loss_itself(scene):
         TokenGRPOLoss(policy, aggregation="token_mean")
 
 
-def test_a_batch_in_place_of_minibatches_is_refused(scene):
+def test_a_batch_instead_of_minibatches_is_refused(scene):
     policy, batch = scene
     with pytest.raises(TypeError, match=r"needs an iterable of minibatches.*split_minibatches\(batch\)"):
         optimise(batch, None, torch.optim.SGD(policy.parameters(), lr=0.0))

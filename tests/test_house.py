@@ -1,4 +1,4 @@
-"""Rules of the house that a linter does not know."""
+"""Repository checks that a linter does not have."""
 
 from __future__ import annotations
 
@@ -167,15 +167,15 @@ def test_dependencies_point_one_way():
             assert not above + sorted(others - allowed), path
 
 
-def test_no_stage_imports_from_another_and_the_ground_floor_from_none():
+def test_no_stage_imports_another_and_shared_modules_import_none():
     for path in SOURCES:
         if path.is_relative_to(ROOT / "transforms") and path != ROOT / "transforms" / "__init__.py":
             mine = room(NAMES[path])
             assert not [name for name in imports(path) if room(name) not in (None, mine)], path
 
 
-def test_arithmetic_knows_no_torchrl():
-    """A module without a transform in it takes tensors or a batch, and not the contract."""
+def test_arithmetic_imports_no_torchrl():
+    """A module without a transform takes tensors or a batch, and does not import the contract."""
     for path in SOURCES:
         if not path.is_relative_to(ROOT / "transforms") or path.name in ("stage.py", "__init__.py"):
             continue
@@ -206,14 +206,14 @@ def inner_imports(path: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_tests_benchmarks_and_examples_import_what_users_do():
-    """But for the unit tests of inner modules, each of which is listed with those."""
+def test_tests_benchmarks_and_examples_import_public_names():
+    """Except for unit tests of inner modules, which are listed with these."""
     files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
     found = {path.name: inner for path in files if (inner := inner_imports(path))}
     assert found == INNER
 
 
-def test_imports_go_in_no_circle():
+def test_imports_have_no_cycle():
     graph = {NAMES[path]: imports(path) & MODULES.keys() - {NAMES[path]} for path in SOURCES}
     for path in SOURCES:  # a package's own listing may name its modules, which name no listing above them
         if path.name == "__init__.py":
@@ -222,8 +222,8 @@ def test_imports_go_in_no_circle():
     assert set(in_order) == set(MODULES)
 
 
-def test_no_two_public_names_are_alike():
-    """But for a class and its function, which stand together, and what every reader of dumps has."""
+def test_no_two_public_names_are_equal():
+    """Except for a class and its function in one folder, and `parse_row`, which every reader of dumps has."""
     homes = defaultdict(list)
     for path in OURS:
         for node in TREES[path].body:
@@ -236,14 +236,14 @@ def test_no_two_public_names_are_alike():
         )
 
 
-def test_no_two_files_are_named_alike():
+def test_no_two_files_have_the_same_name():
     stems = [path.stem for path in OURS if path.name not in ("__init__.py", "__main__.py")]
     alike = {stem for stem in stems if stems.count(stem) > 1}
     assert alike <= {"stage"}, "a file is named after its one concept"
 
 
-def test_no_module_has_the_name_of_a_function_that_its_package_shows():
-    """Else `package.name` is the one or the other, by what was imported last."""
+def test_no_module_has_the_name_of_an_exported_function():
+    """Otherwise `package.name` depends on what was imported last."""
     shown = {
         path.parent: {
             alias.name
@@ -263,8 +263,8 @@ def test_no_module_has_the_name_of_a_function_that_its_package_shows():
     assert not found
 
 
-def test_the_pipeline_asks_no_stage_what_it_is():
-    """What a stage is for others it declares; BatchTransform is the contract, and Pipeline itself."""
+def test_the_pipeline_does_not_check_stage_types():
+    """Stages declare their traits; only BatchTransform and Pipeline may be checked."""
     stages = {
         name
         for name, thing in vars(headrace.transforms).items()
@@ -289,13 +289,13 @@ def test_data_is_never_checked_with_assert():
 
 
 def test_every_folder_of_modules_is_a_package():
-    """Or it is in no wheel: setuptools looks for packages by their `__init__.py`."""
+    """Otherwise no wheel has it: setuptools finds packages by their `__init__.py`."""
     folders = {path.parent for path in SOURCES}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
 
-def test_the_root_folders_are_what_is_installed():
-    """Once: `src/headrace` holds links to them, and what `import headrace` finds."""
+def test_root_folders_are_installed_once():
+    """`src/headrace` links to them, and `import headrace` finds these links."""
     entries = {
         path.name: path for path in (ROOT / "src" / "headrace").iterdir() if path.name != "__pycache__"
     }
@@ -305,6 +305,6 @@ def test_the_root_folders_are_what_is_installed():
 
 
 @pytest.mark.slow
-def test_importing_the_transforms_brings_no_hydra_along():
+def test_importing_transforms_does_not_import_hydra():
     code = "import sys, headrace.transforms; sys.exit('hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

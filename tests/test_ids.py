@@ -1,4 +1,4 @@
-"""Arithmetic per id: over the rows of the id that count, whatever else is there and however rows lie."""
+"""Arithmetic per id over its counted rows, for any other rows and any order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ids_of(labels, counts=None):
 
 
 @given(rows())
-def test_sums_extremes_and_counts_are_of_the_rows_of_the_id_that_count(drawn):
+def test_sums_extremes_and_counts_are_over_the_counted_rows_of_an_id(drawn):
     labels, counts, values = drawn
     ids, column = ids_of(labels, counts), torch.tensor(values)
     counted = [True] * len(labels) if counts is None else counts
@@ -67,7 +67,7 @@ def test_first_row_is_the_first_with_the_id(labels):
 
 
 @given(rows(NUMBERS), st.randoms())
-def test_a_sum_follows_from_its_terms_and_neither_from_their_order_nor_from_other_rows(drawn, random):
+def test_a_sum_does_not_depend_on_order_or_on_other_rows(drawn, random):
     labels, counts, values = drawn
     column = torch.tensor(values, dtype=torch.float64)
     sums = dict(zip(sorted(set(labels)), ids_of(labels, counts).sum(column).tolist(), strict=True))
@@ -83,7 +83,7 @@ def test_a_sum_follows_from_its_terms_and_neither_from_their_order_nor_from_othe
 
 
 @given(rows())
-def test_ids_of_pairs_are_shared_where_both_are(drawn):
+def test_pairs_share_an_id_if_both_ids_are_equal(drawn):
     labels, counts, values = drawn
     both = ids_of(labels, counts).paired_with(ids_of(values))
     pairs = list(zip(labels, values, strict=True))
@@ -93,7 +93,7 @@ def test_ids_of_pairs_are_shared_where_both_are(drawn):
 
 
 @given(rows(), st.booleans())
-def test_rows_of_an_id_have_places_from_0_on(drawn, by_value):
+def test_rows_of_an_id_have_indices_from_0(drawn, by_value):
     labels, _, values = drawn
     places = ids_of(labels).positions(torch.tensor(values) if by_value else None).tolist()
     for label in set(labels):
@@ -103,7 +103,7 @@ def test_rows_of_an_id_have_places_from_0_on(drawn, by_value):
 
 
 @pytest.mark.parametrize("counts", [None, torch.empty(0, dtype=torch.bool)])
-def test_of_no_rows_there_are_no_ids(counts):
+def test_an_empty_batch_has_no_ids(counts):
     ids = Ids(torch.empty(0, dtype=torch.int64), counts)
     nothing = torch.empty(0)
     assert ids.n == 0

@@ -1,4 +1,4 @@
-"""Rollouts that verl v1 and NeMo RL keep in TransferQueue are read, decided and handed on in place."""
+"""Rollouts that verl v1 and NeMo RL keep in TransferQueue are read, decided and passed on in place."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def group(
     finish(uid, step, status="failure" if None in rewards else "finished", partition=partition)
 
 
-def test_groups_of_verl_are_decided_where_they_are():
+def test_groups_of_verl_are_decided_in_place():
     group("a-1", [0.0, 1.0], outputs=2)
     group("b_2", [3.0, 5.0, 7.0])
     submit("c")
@@ -127,7 +127,7 @@ def build(sampler_kwargs: dict[str, Any], **options: Any) -> Any:
     return made
 
 
-def test_verl_samples_whole_groups_and_asks_again_for_those_that_failed():
+def test_verl_samples_complete_groups_and_requests_failed_ones_again():
     asked: list[int] = []
 
     def refill(prompts: int) -> int:
@@ -154,7 +154,7 @@ def test_verl_samples_whole_groups_and_asks_again_for_those_that_failed():
     assert len(scores) == 12
 
 
-def test_verl_samples_what_the_assembler_and_the_recipe_keep():
+def test_verl_samples_what_assembler_and_recipe_keep():
     group("torn", [1.0, None, 3.0])
     group("same", [2.0, 2.0, 2.0])
     group("whole", [1.0, 2.0, 3.0])
@@ -165,7 +165,7 @@ def test_verl_samples_what_the_assembler_and_the_recipe_keep():
     assert keys_in("train") == set(meta.keys)
 
 
-def test_verl_drops_what_is_too_old_or_waits_for_it():
+def test_verl_drops_stale_groups_or_waits():
     group("old", [1.0, 2.0], step=1)
     group("new", [1.0, 2.0], step=4)
     submit("due", step=3)
@@ -187,7 +187,7 @@ def test_verl_drops_what_is_too_old_or_waits_for_it():
     assert sorted(meta.keys) == ["due_0_0", "due_1_0", "newer_0_0", "newer_1_0"]
 
 
-def test_verl_validates_on_every_group_that_is_over():
+def test_verl_validates_on_every_finished_group():
     group("v1", [1.0, None], partition="val")
     group("v2", [None, None], partition="val")
     group("v3", [1.0, 2.0], partition="val")
@@ -204,7 +204,7 @@ def test_rows_of_verl_without_a_reward_are_refused():
         QueuedGroups.of("verl").read()
 
 
-def test_wrong_options_of_verl_are_refused_before_the_first_step():
+def test_invalid_options_of_verl_raise_before_the_first_step():
     with pytest.raises(ValueError, match="max_off_policy_strategy must be one of 'drop', 'wait'; got 'keep'"):
         build({}, max_off_policy_strategy="keep")
     with pytest.raises(TypeError, match="on_failures"):
@@ -236,7 +236,7 @@ def commit(uid: str, rewards: Sequence[float], version: int = 0) -> None:
     )
 
 
-def test_groups_of_nemo_rl_are_decided_where_they_are():
+def test_groups_of_nemo_rl_are_decided_in_place():
     commit("6f2a", [0.0, 1.0], version=3)
     commit("77_g0", [5.0, 5.0, 5.0], version=4)
     source = QueuedGroups.of("nemo_rl")

@@ -1,4 +1,4 @@
-"""Dynamic sampling as a loop: more prompts are asked for until enough groups have something to teach."""
+"""Dynamic sampling as a loop: prompts are requested until enough groups are informative."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def batch_of(rewards: dict[int, list[float]]) -> TensorDict:
 
 
 @given(st.data(), st.integers(1, 4), st.booleans())
-def test_each_batch_has_so_many_groups_whose_rewards_differ_and_every_row_is_accounted_for(
-    data, wanted, lazy
-):
+def test_each_batch_has_the_number_of_informative_groups_and_accounts_for_every_row(data, wanted, lazy):
     sizes = data.draw(st.lists(st.integers(1, 4), max_size=6))
     rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
     batches, number = [], 0
@@ -64,7 +62,7 @@ def many(kinds: str) -> list[TensorDict]:
     return [batch_of({i: (VARIED if kind == "v" else FLAT)[0]}) for i, kind in enumerate(kinds)]
 
 
-def test_it_asks_so_often_and_no_more():
+def test_it_requests_groups_at_most_so_often():
     asked = []
 
     def source():
@@ -84,7 +82,7 @@ def test_it_asks_so_often_and_no_more():
         next(iter(informative(many("ffff"), groups=2, max_batches=3, on_short="yield")))
 
 
-def test_what_is_over_waits_for_the_next_batch_also_over_a_restart():
+def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():
     varied, flat = {g: [0.0, 1.0] for g in range(5)}, {9: [1.0, 1.0]}
     stream = informative([batch_of(varied), batch_of(flat)], groups=2)
     batches = iter(stream)
@@ -99,7 +97,7 @@ def test_what_is_over_waits_for_the_next_batch_also_over_a_restart():
     assert [batch["group_id"].tolist() for batch in batches] == [[2, 2, 3, 3], [4, 4]]
 
 
-def test_the_stages_of_a_recipe_decide_whether_their_filter_masks_or_drops():
+def test_the_recipe_decides_whether_its_filter_masks_or_drops():
     source = [batch_of({0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 0.0]})]
     for recipe in ("grpo", "dapo"):
         stages = load_pipeline(f"pipeline={recipe}").stages
@@ -107,7 +105,7 @@ def test_the_stages_of_a_recipe_decide_whether_their_filter_masks_or_drops():
         assert [b["group_id"].tolist() for b in informative(source, groups=1, stages=decide)] == [[1, 1]]
 
 
-def test_groups_that_are_cut_or_incomplete_are_refused():
+def test_split_or_incomplete_groups_are_refused():
     whole = batch_of({0: [0.0, 1.0], 1: [1.0, 0.0]})
     with pytest.raises(IncompleteGroupsError):
         list(informative([whole[:3]], groups=1))
@@ -123,7 +121,7 @@ def test_groups_that_are_cut_or_incomplete_are_refused():
         informative([], groups=None)
 
 
-def test_over_a_collector_each_batch_is_full():
+def test_with_a_collector_each_batch_is_full():
     env = make_env(prompts=6)
     collector = Collector(
         env,

@@ -1,4 +1,4 @@
-"""What an assembler took in survives its process: another goes on from its journal as if it had not died."""
+"""Rows in an assembler survive its process: another resumes from its journal."""
 
 from __future__ import annotations
 
@@ -132,10 +132,8 @@ def all_that_is_left(assembler: GroupAssembler) -> list[int]:
 @pytest.mark.parametrize("name", OPTIONS)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))
-def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_taken(
-    name, seed, tmp_path_factory
-):
-    """Against one without a journal that did the same, but did not take what is to come out again."""
+def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_path_factory):
+    """Compared with an assembler without a journal that has not taken what comes again."""
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
@@ -172,7 +170,7 @@ def test_after_a_crash_anywhere_it_is_as_if_what_was_not_committed_had_not_been_
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))
-def test_what_is_known_after_crashes_is_what_one_knows_that_never_crashed(name, seed, tmp_path_factory):
+def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_factory):
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock = Clock(monkeypatch)
@@ -208,7 +206,7 @@ def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
     return sizes, states
 
 
-def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path, clock):
+def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, cut = path.read_bytes(), tmp_path / "cut"
@@ -232,9 +230,7 @@ def test_a_file_that_is_cut_at_any_byte_has_all_events_that_are_whole(tmp_path, 
             assert known(make("plain", journal=cut)) == states[0]
 
 
-def test_a_byte_that_is_another_at_the_end_is_cut_off_and_before_the_end_an_error_that_says_where(
-    tmp_path, clock
-):
+def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, wrong = path.read_bytes(), tmp_path / "wrong"
@@ -269,7 +265,7 @@ def rows_with(name: str, column) -> TensorDict:
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_columns_of_any_dtype_and_data_come_out_as_they_came(lazy, tmp_path):
+def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
     rows = rows_with("half", torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))
     rows["complex"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
     rows["none"] = torch.empty(2, 0)
@@ -304,7 +300,7 @@ def batch_like(rows: TensorDictBase, assembler: GroupAssembler) -> TensorDictBas
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), [1, {"a": print}]])
-def test_data_that_a_journal_cannot_hold_is_refused_with_its_column_and_nothing_has_changed(value, tmp_path):
+def test_data_that_cannot_be_written_are_refused_with_their_column(value, tmp_path):
     assembler = make("plain", journal=tmp_path / "rows")
     before, size = known(assembler) if assembler.held else None, (tmp_path / "rows").stat().st_size
     rows = batch_of_lines([Line(0, 0, 0, True)])
@@ -317,7 +313,7 @@ def test_data_that_a_journal_cannot_hold_is_refused_with_its_column_and_nothing_
     assert (assembler.held, (tmp_path / "rows").stat().st_size) == (0, size)
 
 
-def test_a_put_that_is_refused_is_not_in_the_journal(tmp_path):
+def test_a_refused_put_is_not_in_the_journal(tmp_path):
     assembler = GroupAssembler(journal=tmp_path / "rows", segment_key="segment")
     assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
     size = (tmp_path / "rows").stat().st_size
@@ -331,7 +327,7 @@ def opened_with(path: Path, **options) -> GroupAssembler:
     return GroupAssembler(journal=path, **options)
 
 
-def test_a_journal_of_another_assembler_and_a_file_that_is_none_are_refused(tmp_path):
+def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
     path = tmp_path / "rows"
     GroupAssembler(journal=path, group_size=2)
     with pytest.raises(
@@ -347,8 +343,8 @@ def test_a_journal_of_another_assembler_and_a_file_that_is_none_are_refused(tmp_
         GroupAssembler().commit()
 
 
-def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
-    """As where a process hangs, is taken for dead, and wakes up."""
+def test_the_last_process_to_open_it_continues_and_others_raise(tmp_path):
+    """As when a process hangs, is taken for dead, and wakes up."""
     first = make("plain", journal=tmp_path / "rows")
     second = make("plain", journal=tmp_path / "rows")
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
@@ -361,14 +357,14 @@ def test_who_opened_it_last_goes_on_and_the_others_are_refused(tmp_path):
     assert len(second.take()) == 2
 
 
-def test_an_assembler_with_a_journal_is_not_copied(tmp_path):
+def test_an_assembler_with_a_journal_cannot_be_copied(tmp_path):
     assembler = make("plain", journal=tmp_path / "rows")
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"only one may write to the file: create it in the process"):
             copied(assembler)
 
 
-def test_a_state_begins_a_journal_and_is_refused_by_one_that_has_begun(tmp_path):
+def test_a_state_starts_a_journal_and_an_existing_one_refuses_it(tmp_path):
     other, path = make("plain"), tmp_path / "rows"
     other.put(batch_of_lines([Line(0, 0, 0, True)]))
     assembler = make("plain", journal=path)
@@ -380,7 +376,7 @@ def test_a_state_begins_a_journal_and_is_refused_by_one_that_has_begun(tmp_path)
         again.load_state_dict(other.state_dict())
 
 
-def test_rollouts_are_not_asked_for_again(tmp_path):
+def test_rollouts_are_not_requested_again(tmp_path):
     asked = []
     options = {"on_failure": "refill", "refill": lambda *missing: asked.append(missing), "max_refills": 9}
     assembler = opened_with(tmp_path / "rows", **options)
@@ -391,7 +387,7 @@ def test_rollouts_are_not_asked_for_again(tmp_path):
     assert numbers(again.take()) == [1, 2]
 
 
-def test_a_selector_that_would_select_others_is_an_error(tmp_path):
+def test_a_selector_that_selects_differently_raises(tmp_path):
     turns = []
 
     def other_each_time(rewards, k):
@@ -407,7 +403,7 @@ def test_a_selector_that_would_select_others_is_an_error(tmp_path):
         opened_with(tmp_path / "rows", **options)
 
 
-def test_rejected_groups_that_come_out_again_take_no_room_twice(tmp_path):
+def test_rejected_groups_that_come_again_count_once_in_capacity(tmp_path):
     options = {"groups": 1, "max_staleness": 3}
     assembler = opened_with(tmp_path / "rows", **options)
     room = assembler.capacity()
@@ -422,7 +418,7 @@ def test_rejected_groups_that_come_out_again_take_no_room_twice(tmp_path):
     assert again.capacity() == room
 
 
-def test_a_file_is_at_most_about_twice_what_is_held(tmp_path):
+def test_a_file_is_at_most_twice_the_rows_held(tmp_path):
     path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
     for group in range(300):
         lines = [Line(group, 2 * group, 0, True), Line(group, 2 * group + 1, 0, True)]
@@ -434,7 +430,7 @@ def test_a_file_is_at_most_about_twice_what_is_held(tmp_path):
     assert known(opened(path, "plain"))["received"] == 601
 
 
-def test_rows_of_workers_whose_rollouts_were_lost_are_counted_alike_after_a_crash(tmp_path, clock):
+def test_rows_of_workers_with_lost_rollouts_count_alike_after_a_crash(tmp_path, clock):
     rng = random.Random(1)
     fleet, path = Fleet(2, 2, 2, 6), tmp_path / "rows"
     streams = [list(fleet.rows(worker, rng)) for worker in range(2)]

@@ -1,4 +1,4 @@
-"""load_pipeline by keyword: what an override says, typed, and refused in words."""
+"""load_pipeline by keyword: every override as a typed argument, with errors that name the option."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def has(pipeline: DictConfig, key: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "as/miles", "mt_grpo", "tree_grpo"])
-def test_keywords_are_the_overrides_that_they_stand_for(recipe, node):
+def test_keywords_equal_their_overrides(recipe, node):
     plain = compose_config("load", f"pipeline={recipe}").pipeline
     taken = {word: key for word, key in KEYWORDS.items() if has(plain, key)}
     assert len(taken) >= len(KEYWORDS) - 2
@@ -76,12 +76,12 @@ def test_keywords_are_the_overrides_that_they_stand_for(recipe, node):
             node(recipe, **{word: VALUES[word][0]})
 
 
-def test_a_keyword_that_is_not_given_leaves_what_the_recipe_has(node):
+def test_an_omitted_keyword_keeps_the_recipes_value(node):
     assert node("rloo", **dict.fromkeys(KEYWORDS, ...)) == node("rloo") == node("pipeline=rloo")
     assert node() == node("grpo")
 
 
-def test_any_option_of_any_stage_has_a_place(node):
+def test_any_option_of_any_stage_can_be_set(node):
     found = node(
         "as/verl",
         stages={
@@ -105,7 +105,7 @@ def test_any_option_of_any_stage_has_a_place(node):
     assert replaced.stages.filter == {"_target_": "my.Other"}, "the whole of it"
 
 
-def test_rows_are_a_keyword_too():
+def test_rows_is_a_keyword():
     pipeline = load_pipeline("grpo", rows="llm", stages={"dense": {"pad_id": 0}}, minibatches=4)
     assert pipeline.order[0] == "dense"
     by_override = load_pipeline(
@@ -152,17 +152,17 @@ def test_rows_are_a_keyword_too():
         ),
     ],
 )  # fmt: skip
-def test_what_is_unknown_or_said_twice_is_refused_in_words(words, keywords, message):
+def test_unknown_or_repeated_options_are_refused(words, keywords, message):
     with pytest.raises(ConfigError, match=message):
         load_pipeline(*words, **keywords)
 
 
-def test_what_is_said_elsewhere_is_no_conflict():
+def test_options_of_other_nodes_do_not_conflict():
     assert settings_of(["pipeline=grpo", "seed=3", "rows=null"], {"seed": 1}, {}) == {"stages.split.seed": 1}
 
 
-def test_the_types_are_those_of_the_stages_and_all_is_documented():
-    """A word that a stage takes, load_pipeline takes, and no other."""
+def test_keywords_have_the_types_of_the_stages_and_are_documented():
+    """load_pipeline takes exactly the options of its stages."""
     hints = typing.get_type_hints(load_pipeline)
     parameters = inspect.signature(load_pipeline).parameters
     by_keyword = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
@@ -192,5 +192,5 @@ def literals(hint) -> set:
     }
 
 
-def test_editors_know_every_recipe():
+def test_editors_complete_every_recipe():
     assert list(typing.get_args(Recipe)) == recipes()

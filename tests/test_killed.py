@@ -1,4 +1,4 @@
-"""A process that is killed again and again, at any point of its stream, goes on from its journal."""
+"""A process that is killed repeatedly, at any point of its stream, resumes from its journal."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def is_whole(group: int, pieces: int) -> bool:
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.long)])
-def test_a_process_that_is_killed_at_any_point_of_its_stream_loses_nothing(kills, tmp_path):
+def test_a_process_killed_at_any_point_loses_nothing(kills, tmp_path):
     die_again_and_again(tmp_path, kills)
     log = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert sum(word == "begin" for word, *_ in log) == kills + 1

@@ -1,4 +1,4 @@
-"""Ids that are text count as numbers do, and are named by their text; ragged columns lead to a lazy stack."""
+"""Text ids count as numbers do and are named by their text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 
 
 @every
-def test_text_ids_are_what_their_numbers_are(name):
+def test_text_ids_are_counted_as_numbers(name):
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):
         text = made(as_text(rows()))
         out = STAGES[name]()(text)
@@ -55,7 +55,7 @@ def test_text_ids_are_what_their_numbers_are(name):
         assert text.get("group_id").tolist()[0] == "g-0", "the input is left alone"
 
 
-def test_the_text_stays_with_its_rows_as_labels(make_batch):
+def test_the_text_stays_with_its_rows(make_batch):
     batch = as_text(rows())
     out = CompletenessGate(group_size=3, on_incomplete="drop")(batch)
     assert list(out["group_label"]) == ["g-0"] * 4 + ["g-1"] * 3
@@ -67,7 +67,7 @@ def test_the_text_stays_with_its_rows_as_labels(make_batch):
     assert list(out["x", "uid_label"]) == ["a", "b"]
 
 
-def test_errors_name_the_labels(make_batch):
+def test_errors_name_the_texts(make_batch):
     batch = as_text(make_batch([1.0, 2, 3, 4], [0, 0, 1, 2], [5, 6, 7, 8]))
     batch["next", "done"] = torch.tensor([True, True, True, False])[:, None]
     words = r"2 incomplete groups: group 'g-1' has 1 of 2 .*'g-2' has 0 of 2 \(1 unfinished: \['r-8'\]\)"
@@ -107,19 +107,19 @@ def test_text_ids_are_carried_and_saved(make_batch):
 
 
 @given(st.lists(st.text(min_size=1, max_size=4), max_size=20))
-def test_equal_labels_have_equal_numbers_and_others_others(labels):
+def test_equal_labels_have_equal_numbers_and_others_do_not(labels):
     numbers = number_labels(labels).tolist()
     assert all(0 <= number < 2**62 for number in numbers)
     assert [[a == b for b in labels] for a in labels] == [[a == b for b in numbers] for a in numbers]
     assert numbers == [int(number_labels([label])) for label in labels], "whatever else is in the batch"
 
 
-def test_a_label_has_one_number_in_every_process():
-    """Dumps and checkpoints have it, so it stays what it was."""
+def test_a_label_has_the_same_number_in_every_process():
+    """The number is stored in dumps and checkpoints, so it must not change."""
     assert number_labels(["ünï", "b"]).tolist() == [1592140951099421541, 2385976210466362333]
 
 
-def test_two_labels_with_one_number_are_refused(monkeypatch):
+def test_two_labels_with_the_same_number_are_refused(monkeypatch):
     monkeypatch.setattr("headrace.transforms.ids._hashed", lambda label: len(label))
     with pytest.raises(BatchError, match="'ab' and 'cd' have the same hash: rename one"):
         number_labels(["ab", "x", "cd"])
@@ -134,7 +134,7 @@ def test_two_labels_with_one_number_are_refused(monkeypatch):
         ([{}, {}], r"group_id must be integers, at most 63 bits, or strings"),
     ],
 )
-def test_what_is_no_label_is_refused(labels, message):
+def test_invalid_labels_are_refused(labels, message):
     batch = TensorDict({("next", "reward"): [1.0, 2.0], "rollout_id": [0, 1]}, batch_size=[2])
     batch["group_id"] = lazy_stack([NonTensorData(label) for label in labels])
     with pytest.raises(BatchError, match=message):

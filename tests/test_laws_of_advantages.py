@@ -1,4 +1,4 @@
-"""What holds of every stage that writes an advantage, whatever its equation."""
+"""Laws of every stage that writes an advantage."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_ragged_rows_have_the_bits_of_dense_ones():
                 assert torch.equal(own, row[:length])
 
 
-def test_nothing_outside_the_loss_is_read():
+def test_nothing_outside_the_loss_mask_is_read():
     batch, other = rows(), rows()
     for key in (OLD, SAMPLER, TEACHER, ENTROPY):
         other[key] = other[key].masked_fill(~other[MASK], torch.nan)
@@ -144,8 +144,8 @@ def test_nothing_outside_the_loss_is_read():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_it_is_rounded_once_into_the_dtype_that_came(dtype):
-    """What is by row is computed in float64, what is by token in no less than float32."""
+def test_advantage_is_rounded_once_to_its_dtype(dtype):
+    """Row advantages are computed in float64, token advantages in at least float32."""
     for name, make in STAGES.items():
         wide = torch.float32 if isinstance(make(), TokenAdvantage | RolloutCorrection) else torch.float64
         exact = rows(dtype)
@@ -157,7 +157,7 @@ def test_it_is_rounded_once_into_the_dtype_that_came(dtype):
             assert torch.equal(found, advantage_of(name, exact).to(dtype))
 
 
-def test_results_carry_no_gradient_and_inputs_are_left_alone():
+def test_results_carry_no_gradient_and_inputs_are_unchanged():
     batch = rows()
     for key in (OLD, SAMPLER, TEACHER, ENTROPY):
         batch[key] = batch[key].clone().requires_grad_()
@@ -168,7 +168,7 @@ def test_results_carry_no_gradient_and_inputs_are_left_alone():
             assert all(torch.equal(batch[key], before[key]) for key in FLOATS)
 
 
-def test_a_row_that_does_not_count_moves_nobody_and_is_given_nothing():
+def test_an_excluded_row_changes_no_other_and_has_advantage_0():
     batch, counts = rows(), torch.tensor([row not in (1, 6) for row in range(8)])
     batch[COUNTED] = batch["headrace", "in_loss"] = counts
     for name in STAGES:

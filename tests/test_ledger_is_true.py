@@ -1,4 +1,4 @@
-"""The ledger against a loop over the minibatches: what they train, and only that, is booked as trained."""
+"""The ledger books as trained exactly what the minibatches train, compared with a loop."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ CUTS = list(product((1, 2, 3), ("drop", "uneven", "pad", "carry")))
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CHAINS]
 )
-def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, quick):
-    """Of each chain in a third of the ways to cut, with each fold; where it is quick, in one of them."""
+def test_the_ledger_books_as_trained_what_minibatches_train(recipe, quick):
+    """Each recipe with a third of the splits and each fold; with one split in the quick run."""
     stages, first = stages_of(recipe), CHAINS.index(recipe)
     weight = stages["weight"]
     for number, (epochs, remainder) in enumerate(CUTS):
@@ -96,8 +96,8 @@ def test_what_is_booked_as_trained_is_what_the_minibatches_train(recipe, quick):
             assert booked == sorted(trained_in(run, weighs=fold == "none")), (epochs, remainder, fold, start)
 
 
-def test_the_report_shows_of_each_trained_row_a_pass_that_trained_it():
-    """Five minibatches of 36 rows drop one, another one in each pass."""
+def test_the_report_shows_a_pass_that_trained_each_trained_row():
+    """Five minibatches of 36 rows leave one row out, a different one in each pass."""
     stages = stages_of("grpo") | {"split": ShuffleSplit(minibatches=5, remainder="drop")}
     run = Pipeline(stages).run(batch_for("grpo"), epochs=3)
     orders = [

@@ -1,4 +1,4 @@
-"""LLMCollector through the assembler, however it yields rows: whole groups with the rewards they earned."""
+"""LLMCollector through the assembler, in every mode: complete groups with their rewards."""
 
 from __future__ import annotations
 
@@ -77,21 +77,21 @@ def whole_groups(env, mode: str, most: int, **options) -> list[int]:
 
 @several_turns
 @pytest.mark.parametrize("mode", MODES)
-def test_whole_groups_come_out_in_every_mode(mode, most):
+def test_complete_groups_come_out_in_every_mode(mode, most):
     assert len(whole_groups(make_env(TOKENIZER, envs=3, most=most), mode, most)) == ENOUGH
 
 
 @several_turns
 @pytest.mark.parametrize("mode", ["trajectories", LAST])
-def test_groups_that_are_spread_over_asynchronous_environments_come_out_whole(mode, most):
-    """AsyncEnvPool yields a trajectory at a time, of whichever environment is first."""
+def test_groups_spread_over_asynchronous_environments_come_out_complete(mode, most):
+    """AsyncEnvPool yields one trajectory at a time, from whichever environment is first."""
     rows = SharedRows()
     make = partial(make_env, TOKENIZER, envs=1, most=most, source=rows)
     pool = AsyncEnvPool([make] * 3, backend="threading", stack="lazy")
     assert len(whole_groups(pool, mode, most, **ENDLESS)) == ENOUGH
 
 
-def test_environments_in_processes_of_their_own_number_groups_of_their_own():
+def test_environments_in_processes_number_their_own_groups():
     makes = [partial(make_env, TOKENIZER, envs=1, first_group=1000 * worker) for worker in range(2)]
     pool = AsyncEnvPool(makes, backend="multiprocessing", stack="lazy", exchange="queue")
     found = whole_groups(pool, "trajectories", 3, **ENDLESS)

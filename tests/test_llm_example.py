@@ -62,7 +62,7 @@ def test_a_group_has_one_prompt(run):
         assert len(pairs) == len(batch) // GROUP_SIZE
 
 
-def test_the_tokens_in_the_loss_are_the_response_that_earned_the_reward(run):
+def test_the_tokens_in_the_loss_are_the_rewarded_response(run):
     for batch in run.batches:
         prompts = prompts_of(batch, run.tokenizer)
         for row in batch["headrace", "in_loss"].nonzero().flatten().tolist():
@@ -72,7 +72,7 @@ def test_the_tokens_in_the_loss_are_the_response_that_earned_the_reward(run):
             assert batch["next", "reward"][row].item() == pytest.approx(right / len(answer))
 
 
-def test_each_response_token_in_the_loss_has_the_log_probability_it_was_sampled_with(run):
+def test_tokens_in_the_loss_have_the_log_probability_of_sampling(run):
     for batch in run.batches:
         mask, log_probs = batch[LOSS_MASK], batch["log_probs", "full"]
         assert (mask <= batch["masks", "all_attention_mask"]).all()
@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_rewards(example):
     assert rewards(1) == rewards(1) != rewards(2)
 
 
-def test_the_gate_names_the_groups_that_the_first_reset_tore(example):
+def test_the_gate_names_the_groups_split_by_the_first_reset(example):
     tokenizer = example.make_tokenizer()
     model = example.make_model(tokenizer, seed=0)
     sizes = {"num_envs": 6, "rollouts_per_env": 2, "group_size": 4}

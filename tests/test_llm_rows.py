@@ -1,4 +1,4 @@
-"""What LLMCollector yields becomes what GRPOLoss takes, in every mode and however rows are padded."""
+"""Rows of LLMCollector become rows of GRPOLoss, in every mode and with any padding."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def says(model: torch.nn.Module, row: TensorDict) -> torch.Tensor:
 
 
 @every_mode
-def test_each_row_has_its_tokens_at_its_end_and_trains_what_it_wrote(mode, envs, most, options):
+def test_each_row_is_padded_on_the_left_and_trains_its_response(mode, envs, most, options):
     batch, _ = collect(mode, envs, most, **options)
     assert batch.shape == (envs, steps_of(mode, envs))
     rows, dense = batch.reshape(-1).unbind(0), DenseRows(pad_id=PAD)(batch)
@@ -111,8 +111,8 @@ def test_each_row_has_its_tokens_at_its_end_and_trains_what_it_wrote(mode, envs,
 
 
 @every_mode
-def test_the_loss_is_that_of_the_ragged_rows_whatever_masks_it(mode, envs, most, options):
-    """TorchRL's own way: a scorer of ragged rows, and the strategy sft."""
+def test_the_loss_equals_that_of_the_ragged_rows_for_any_mask(mode, envs, most, options):
+    """As in TorchRL: a scorer of ragged rows, and the strategy sft."""
     batch, model = collect(mode, envs, most, **options)
     flat = batch.reshape(-1)
     actor = make_actor(model, TOKENIZER)
@@ -136,7 +136,7 @@ def test_the_loss_is_that_of_the_ragged_rows_whatever_masks_it(mode, envs, most,
 
 
 @every_mode
-def test_a_score_is_what_the_model_says_of_the_row_alone_from_its_first_token_on(mode, envs, most, options):
+def test_a_score_equals_that_of_the_row_alone_from_its_first_token(mode, envs, most, options):
     batch, model = collect(mode, envs, most, **options)
     dense = ScoreRows(actor=make_actor(model, TOKENIZER), max_rows=2)(DenseRows(pad_id=PAD)(batch))
     for row, scored in zip(batch.reshape(-1).unbind(0), dense.unbind(0), strict=True):
@@ -146,8 +146,8 @@ def test_a_score_is_what_the_model_says_of_the_row_alone_from_its_first_token_on
 
 
 @every_mode
-def test_a_report_shows_what_was_asked_and_answered(mode, envs, most, options):
-    """Tokens alone are decoded by the policy's tokenizer; a history that is alone says it in its messages."""
+def test_a_report_shows_prompts_and_responses(mode, envs, most, options):
+    """Tokens without texts are decoded by the policy's tokenizer; a history has its messages."""
     batch, model = collect(mode, envs, most, **options)
     rows = batch.reshape(-1).unbind(0)
     decode = decoder_of(None, make_actor(model, TOKENIZER))
@@ -166,7 +166,7 @@ def test_a_report_shows_what_was_asked_and_answered(mode, envs, most, options):
 
 
 @every_mode
-def test_a_recipe_takes_what_the_collector_yields_and_trains_it(mode, envs, most, options):
+def test_a_recipe_trains_on_what_the_collector_yields(mode, envs, most, options):
     """With texts and histories: rows are dropped, ordered, reported and trained."""
     batch, model = collect(mode, envs, most, **options)
     untouched = batch.clone()

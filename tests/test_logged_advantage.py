@@ -87,7 +87,7 @@ def composed_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_the_framework_is_known_by_its_convention(name):
+def test_the_framework_is_recognised_by_its_convention(name):
     clauses = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)])
     assert clauses[0].startswith("they are those of as/"), clauses
     near = logged.distance_from_recipe([rows(FRAMEWORKS[name])], f"as/{name}")
@@ -130,7 +130,7 @@ def test_areal_whitens_over_the_tokens_of_the_step():
         (lambda g: [r * r for r in g], centred, ""),
     ],
 )
-def test_how_they_follow_from_ours(theirs, ours, said):
+def test_the_relation_to_our_advantages_is_found(theirs, ours, said):
     words = relation([rows(theirs, ours)])
     assert said in words
     assert bool(said) == bool(words), words
@@ -148,14 +148,14 @@ PAIRS = {0: [0.0, 1], 1: [1.0, 0], 2: [0.0, 1]}  # (n − 1)/n is their std, and
         (against_others, scaled(0), "or another convention: these groups are too similar to tell"),
     ],
 )
-def test_of_groups_that_are_alike_no_factor_is_said_to_be_one_convention_s(theirs, ours, true):
+def test_equal_groups_give_no_factor_of_one_convention(theirs, ours, true):
     words = relation([rows(theirs, ours, PAIRS)])
     assert true in words
     assert "which may be" in words
     assert "another convention" in words
 
 
-def test_two_values_on_a_line_are_no_whitening():
+def test_two_values_on_a_line_are_not_called_whitening():
     """Rewards as they are, beside ours of ±1."""
     half_solved = {0: [0.0, 1, 1, 0], 1: [0.0, 0, 1, 1]}
     assert relation([rows(list, scaled(0, statistics.pstdev), half_solved)]) == ""
@@ -165,13 +165,13 @@ def test_two_values_on_a_line_are_no_whitening():
 @pytest.mark.parametrize(
     ("theirs", "who"), [(centred, "as/prime_rl"), (against_others, "baseline=leave_one_out, scale=none")]
 )
-def test_the_unit_of_the_reward_changes_nobodys_convention(theirs, who, unit):
+def test_the_unit_of_the_reward_changes_no_convention(theirs, who, unit):
     """Advantages of 1e-5 are within 1e-4 of any others."""
     rewards = {group: [unit * reward for reward in members] for group, members in REWARDS.items()}
     assert f"they are those of {who}" in "; ".join(logged.explain_logged([rows(theirs, scaled(0), rewards)]))
 
 
-def test_what_is_looked_at_is_said_where_it_is_not_all(monkeypatch):
+def test_a_partial_comparison_says_what_was_compared(monkeypatch):
     monkeypatch.setattr(logged, "MOST", 16)
     seen = logged.LoggedAdvantages()
     for each in (rows(centred, against_others), rows(against_others, against_others)):
@@ -180,7 +180,7 @@ def test_what_is_looked_at_is_said_where_it_is_not_all(monkeypatch):
     assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.words()
 
 
-def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
+def test_counting_rows_and_rewards_before_shaping_are_found():
     fanned = rows(centred, rewards={0: [1.0, 1.0, 0.0]})._replace(rollout=np.array([4, 4, 5]))
     assert str(nearest_convention([fanned])[0]) == "baseline=mean, scale=none, each row counts"
     shaped = rows(centred)
@@ -188,13 +188,13 @@ def test_a_vote_for_each_row_and_rewards_before_shaping_are_found():
     assert str(nearest_convention([shaped])[0]).endswith("scale=none, of the rewards as collected")
 
 
-def test_a_convention_that_nobody_has_is_called_none():
+def test_an_unknown_convention_is_called_none():
     clauses = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
     assert clauses[0].startswith("they match no framework's recipe (as/")
     assert "are nearest, within " in clauses[1]
 
 
-def test_the_numbers_by_hand():
+def test_numbers_by_hand():
     columns = {
         "logged_advantage": np.array([1.0, -1.0, np.nan, 2.0]),
         "advantage": np.array([1, -1.5, 0, np.nan]),
@@ -219,7 +219,7 @@ def told(path, folder, *words):
     return console.export_text()
 
 
-def test_a_trl_dump_says_whose_advantages_it_has(tmp_path):
+def test_a_trl_dump_names_its_advantages(tmp_path):
     flat = [reward for group in REWARDS.values() for reward in group]
     columns = {
         "step": [4] * 16,

@@ -1,4 +1,4 @@
-"""Trackers get every number, and where asked the table of groups."""
+"""Trackers get every number and, if asked, the table of groups."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Recorder:
 
 
 def test_trackio_and_mlflow_get_both_tables(make_batch, monkeypatch):
-    """Neither is among what the tests install: what they are called with is what their documentation says."""
+    """Neither is installed for the tests: their calls are checked against their documentation."""
     pytest.importorskip("pandas", reason="no pandas")
     _, report = reported(make_batch, step=4)
     names, rows = rollout_rows(report)

@@ -1,4 +1,4 @@
-"""What is said to Python's `logging`: little, lazily, and without a device read unless somebody listens."""
+"""What is logged: few records, built lazily, and no device read unless logging is enabled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def messages(caplog) -> list[tuple[str, str]]:
     return [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
-def test_each_batch_says_where_its_rows_went(caplog):
+def test_each_batch_logs_where_its_rows_went(caplog):
     caplog.set_level(logging.DEBUG, "headrace.pipeline")
     pipeline = composed(*GROUPS_OF_TWO)
     pipeline.run(batch_of([1.0, 3, 5, 5, 2], [0, 0, 7, 7, 9]))
@@ -41,7 +41,7 @@ def test_each_batch_says_where_its_rows_went(caplog):
     )
 
 
-def test_a_batch_that_is_refused_says_why(caplog):
+def test_a_refused_batch_logs_the_reason(caplog):
     caplog.set_level(logging.INFO, "headrace")
     pipeline = load_pipeline("grpo", group_size=2)
     pipeline.run(batch_of([1.0, 3], [0, 0]))
@@ -51,7 +51,7 @@ def test_a_batch_that_is_refused_says_why(caplog):
     assert messages(caplog) == [("INFO", f"a batch was refused: {refused.value}")]
 
 
-def test_nobody_who_does_not_listen_waits_for_a_device(caplog):
+def test_logging_reads_a_device_only_if_enabled(caplog):
     reads = {}
     for level in ("WARNING", "INFO", "DEBUG"):
         caplog.set_level(level, "headrace")
@@ -64,7 +64,7 @@ def test_nobody_who_does_not_listen_waits_for_a_device(caplog):
     assert reads["WARNING"] == reads["INFO"] == reads["DEBUG"]
 
 
-def test_a_rank_says_for_whom_it_waits_before_it_gives_up(caplog, monkeypatch):
+def test_a_waiting_rank_names_the_others_before_the_timeout(caplog, monkeypatch):
     monkeypatch.setattr(barrier, "LONG", 0.01)
     here = {0: 3, 1: 2, 2: 3, 3: 2}  # how many barriers each has been at
     decided: list[str] = []
@@ -81,7 +81,7 @@ def test_a_rank_says_for_whom_it_waits_before_it_gives_up(caplog, monkeypatch):
     assert decided[0].startswith("rank 1, rank 3 did not come to a batch within 0.1 s")
 
 
-def test_a_library_prints_nothing_by_itself():
+def test_the_library_prints_nothing_by_itself():
     code = (
         "import logging, headrace\n"
         "logging.getLogger('headrace.transforms').warning('not seen')\n"
@@ -92,7 +92,7 @@ def test_a_library_prints_nothing_by_itself():
     assert (done.stdout, done.stderr) == ("", "WARNING:headrace.transforms:seen\n")
 
 
-def test_the_commands_screen_is_the_reports_unless_it_is_asked(tmp_path):
+def test_the_command_prints_logs_only_if_asked(tmp_path):
     quiet = headrace(tmp_path, *QUICK, "hydra.run.dir=quiet").stdout
     loud = headrace(tmp_path, *QUICK, "hydra.run.dir=loud", "hydra.verbose=headrace").stdout
     assert "[headrace" not in quiet

@@ -1,4 +1,4 @@
-"""The weighted sum over any cut is the named mean."""
+"""The weighted sum over any cut equals the named mean."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def named_mean(unit, loss, mask, rollouts, groups, length) -> float:
     ),
     st.sampled_from(MEANS),
 )
-def test_each_step_sums_to_its_own_mean(columns, unit):
+def test_weights_of_each_step_sum_to_its_own_mean(columns, unit):
     rollouts, groups, steps, mask = columns
     loss = torch.arange(1.0, 3 * len(mask) + 1, dtype=torch.float64).view(-1, 3) ** 1.5
     batch = TensorDict(
@@ -113,7 +113,7 @@ def test_each_step_sums_to_its_own_mean(columns, unit):
         assert out["num_groups"][rows].tolist() == [len({groups[i] for i in speaking})] * len(rows)
 
 
-def test_a_power_of_the_length_goes_from_a_constant_to_rollouts_of_one_weight():
+def test_a_power_of_the_length_interpolates_token_and_rollout_means():
     """Rollouts of 4 and 2 tokens: under 0 all tokens weigh ½; under 1 they weigh (¼, ½) / (¼ + ½) = ⅓, ⅔."""
     batch = batch_of([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]], rollout_id=[5, 5, 9])
     batch[MASK] = batch["loss"] > 0
@@ -123,7 +123,7 @@ def test_a_power_of_the_length_goes_from_a_constant_to_rollouts_of_one_weight():
         assert out[STEP_WEIGHT].tolist() == pytest.approx([4 * expected[0] + 2 * expected[2]] * 3)
 
 
-def test_rows_out_of_the_loss_are_in_no_denominator():
+def test_masked_rows_are_in_no_denominator():
     batch = batch_of(NINE, rollout_id=[0, 1, 2], group_id=[0, 0, 1])
     batch[IN_LOSS] = torch.tensor([True, True, False])
     batch["log_probs", "full"] = torch.zeros(3, 3)
@@ -141,7 +141,7 @@ def test_rows_out_of_the_loss_are_in_no_denominator():
         assert out[WEIGHT][2] == 0
 
 
-def test_fold_into_a_token_mean_undoes_its_denominator():
+def test_folding_into_a_token_mean_cancels_its_denominator():
     batch = batch_of(TWELVE, rollout_id=[3, 3, 3, 8])
     batch["advantage"] = torch.ones(4, 1, 1, dtype=torch.float64)
     for columns in ({}, {MICROBATCH: [0, 0, 1, 1]}, {MICROBATCH: [0, 1, 0, 1], RANK: [0, 0, 1, 1]}):
@@ -188,14 +188,14 @@ def test_a_folded_advantage_is_at_least_float32_dense_or_ragged(tokens):
     assert torch.equal(dense, LossWeight(fold="sum")(lazy_stack(list(batch.unbind(0))))["advantage"])
 
 
-def test_averaged_gradients_of_dealt_rows_need_the_number_of_ranks():
+def test_averaged_gradients_need_the_number_of_ranks():
     batch = batch_of(NINE)
     batch[RANK] = torch.tensor([0, 1, 1])
     with pytest.raises(BatchError, match="set ranks of LossWeight"):
         LossWeight(gradients="mean")(batch)
 
 
-def test_gradients_that_are_averaged_get_weights_times_the_ranks():
+def test_averaged_gradients_multiply_weights_by_the_ranks():
     batch = batch_of(NINE)
     once = LossWeight(dtype="float64")(batch)[WEIGHT]
     assert torch.equal(LossWeight(dtype="float64", gradients="mean", ranks=4)(batch)[WEIGHT], 4 * once)
@@ -210,7 +210,7 @@ def test_weights_have_the_advantages_dtype_but_at_least_float32():
     assert LossWeight(dtype="float16")(batch)[WEIGHT].dtype == torch.float16
 
 
-def test_ragged_rows_weigh_as_dense_ones():
+def test_ragged_rows_have_the_weights_of_dense_ones():
     dense = batch_of(NINE, [[1, 1, 0], [1, 1, 1], [1, 0, 0]], rollout_id=[0, 0, 1])
     rows = []
     for row, length in zip(dense.unbind(0), (2, 3, 1), strict=True):
@@ -225,7 +225,7 @@ def test_ragged_rows_weigh_as_dense_ones():
 
 
 @pytest.mark.parametrize("unit", MEANS)
-def test_each_minibatch_of_a_pipeline_has_its_own_mean_however_it_is_cut(unit, make_batch):
+def test_each_minibatch_has_its_own_mean_for_any_cut(unit, make_batch):
     batch = make_batch([0.0] * 12, [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3, 3], [0, 0, 1, 2, 3, 4, 5, 6, 6, 6, 7, 8])
     batch["loss"] = torch.rand(12, 4, dtype=torch.float64)
     length = 5 if unit == "constant" else None
@@ -254,12 +254,12 @@ def test_each_minibatch_of_a_pipeline_has_its_own_mean_however_it_is_cut(unit, m
 # -- wrong data -------------------------------------------------------------------------------------
 
 
-def test_a_batch_in_which_nothing_says_what_is_in_the_loss_is_refused():
+def test_a_batch_without_a_loss_mask_or_its_substitute_is_refused():
     with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\), or of a response.*write the mask"):
         LossWeight()(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
 
 
-def test_an_unset_id_in_the_loss_is_refused_and_out_of_it_is_not():
+def test_an_unset_id_is_refused_only_in_the_loss():
     batch = batch_of(NINE, rollout_id=[0, -1, 2])
     with pytest.raises(BatchError, match="rollout_id ≥ 0; found -1 at row 1"):
         LossWeight(unit="rollout")(batch)
@@ -283,7 +283,7 @@ def test_an_unset_id_in_the_loss_is_refused_and_out_of_it_is_not():
         ({"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
     ],
 )
-def test_options_that_make_no_sense_raise(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         LossWeight(**options)
 

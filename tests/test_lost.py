@@ -1,4 +1,4 @@
-"""Rollouts that lost rows on their way are counted as soon as a later row shows it, and never trained."""
+"""Rollouts that lost rows are counted as soon as a later row shows it, and never trained."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def resumed(assembler: GroupAssembler) -> GroupAssembler:
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
 @pytest.mark.parametrize("seeds", range(4))
-def test_what_is_handed_out_and_let_go_is_what_a_loop_over_all_rows_says(seeds):
+def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows(seeds):
     for seed in range(50 * seeds, 50 * seeds + 50):
         rng = random.Random(seed)
         fleet = Fleet(rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 6))
@@ -88,7 +88,7 @@ def rows_of(*rollouts: tuple[int, list[int], int]) -> TensorDict:
     return ONE.batch(rows)
 
 
-def test_a_rollout_without_its_middle_is_lost_though_its_last_row_is_done():
+def test_a_rollout_without_its_middle_is_lost_though_it_ends():
     assembler = GroupAssembler()
     with pytest.warns(
         StreamWarning, match=r"1 rollouts were lost.*rollout 0 of group 0.*MultiAsyncCollector"
@@ -107,7 +107,7 @@ def test_a_rollout_without_its_middle_is_lost_though_its_last_row_is_done():
     ],
 )
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_a_group_with_a_lost_rollout_is_settled_as_one_with_a_failed_rollout(options, says):
+def test_a_group_with_a_lost_rollout_ends_as_one_with_a_failed_rollout(options, says):
     assembler, rows = GroupAssembler(**options), rows_of((0, [1], 2), (1, [0], 1))
     if says is IncompleteGroupsError:
         with pytest.raises(says, match="rollouts were lost before they arrived: group 0 has 1 of 2"):
@@ -119,7 +119,7 @@ def test_a_group_with_a_lost_rollout_is_settled_as_one_with_a_failed_rollout(opt
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_more_is_asked_for_in_place_of_what_was_lost():
+def test_lost_rollouts_are_requested_again():
     asked = []
     assembler = GroupAssembler(
         on_failure="refill", refill=lambda group, rollouts: asked.append((group, rollouts))
@@ -129,21 +129,21 @@ def test_more_is_asked_for_in_place_of_what_was_lost():
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_what_comes_of_a_lost_rollout_is_lost_with_it():
+def test_later_rows_of_a_lost_rollout_are_lost():
     assembler = GroupAssembler()
     assembler.put(rows_of((0, [0, 2], 4)))
     assembler.put(rows_of((0, [3], 4)))
     assert assembler.counts["lost"] == 3
 
 
-def test_a_row_that_comes_twice_is_a_duplicate():
+def test_a_repeated_row_is_a_duplicate():
     assembler = GroupAssembler()
     assembler.put(rows_of((0, [0, 1], 3)))
     with pytest.raises(BatchError, match="found again rollout 0 of group 0"):
         assembler.put(rows_of((0, [1], 3)))
 
 
-def test_ids_that_are_not_numbered_by_worker_show_gaps_alone():
+def test_ids_without_worker_numbers_show_only_gaps():
     rows = rows_of((7, [0], 2), (3, [0, 1], 2))
     rows["group_id"] += 50
     assembler = GroupAssembler()
@@ -151,7 +151,7 @@ def test_ids_that_are_not_numbered_by_worker_show_gaps_alone():
     assert (assembler.counts["lost"], assembler.held) == (0, 3)
 
 
-def test_a_rollout_that_does_not_end_is_said_once_at_four_times_the_usual_age():
+def test_a_rollout_without_an_end_is_reported_once_at_four_times_the_usual_age():
     fleet = Fleet(1, 2, 1, 99)
     assembler = GroupAssembler()
     endless = iter(range(99))
@@ -189,7 +189,7 @@ def test_rollouts_of_one_put_may_be_in_any_order():
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_rollouts_that_are_put_in_another_order_are_not_lost_where_that_is_said(in_order):
+def test_rollouts_in_another_order_are_not_lost_if_declared(in_order):
     rng = random.Random(0)
     fleet = Fleet(1, 3, 2, 9)
     rollouts = rollouts_of(fleet, rng)

@@ -1,4 +1,4 @@
-"""The documented loss is finite in any loss of a user's own; what was trained is not trained again."""
+"""The documented loss is finite in any user loss, and trained rows are not trained again."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ PER_TOKEN = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uniform", "uneven"])
-def test_under_keep_no_recipe_leaves_a_number_that_a_mask_does_not_silence(kind):
+def test_under_keep_every_recipe_leaves_only_finite_numbers(kind):
     """Each column that a loss may read, times the loss mask, is finite: padding and masked rows included."""
     for recipe in CHAINS:
         batch = collected(kind, recipe)
@@ -170,7 +170,7 @@ def test_under_keep_no_recipe_leaves_a_number_that_a_mask_does_not_silence(kind)
                     assert (wide * mask[:, :1] if wide.shape[1] == 1 else wide * mask).isfinite().all(), key
 
 
-def test_nan_is_the_default_and_keep_changes_nothing_in_the_loss():
+def test_keep_changes_nothing_in_the_loss():
     batch = seven_rows(1)
     ways = {}
     for how in ("nan", "keep", None):
@@ -187,7 +187,7 @@ def test_nan_is_the_default_and_keep_changes_nothing_in_the_loss():
     assert ways["nan"][LOG_PROBS][2].isnan().all(), "the row that the filter takes out"
 
 
-def test_without_a_loss_mask_nothing_can_say_under_keep_that_a_row_is_out():
+def test_under_keep_a_loss_mask_is_required():
     batch = seven_rows(1).exclude(MASK)
     out = SampleFilter(criterion=RewardWithin(high=5.0))
     assert Pipeline({"collapse": FanOutCollapse(), "filter": out})(batch)[LOG_PROBS][2].isnan().all()
@@ -200,7 +200,7 @@ def test_without_a_loss_mask_nothing_can_say_under_keep_that_a_row_is_out():
         Pipeline({"split": split}, masked_log_prob="keep")(batch)
 
 
-def test_the_option_is_a_word_of_the_pipeline_in_every_recipe():
+def test_every_recipe_has_the_option():
     assert load_pipeline("dapo").masked_log_prob == "nan"
     assert load_pipeline("as/verl", masked_log_prob="keep").masked_log_prob == "keep"
     for word in ("nan", "keep"):
@@ -235,10 +235,8 @@ def trained(minibatches) -> list[list[int]]:
     saved=st.sampled_from(["before the next batch", "when the next batch has begun"]),
     data=st.data(),
 )
-def test_wherever_training_is_interrupted_nothing_is_trained_again(
-    rows, epochs, remainder, again, saved, data
-):
-    """A loop over all minibatches of an uninterrupted run, against one that is interrupted behind the n-th.
+def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
+    """An uninterrupted loop over all minibatches, compared with one interrupted after the n-th.
 
     The source gives the batch again that came last, whether or not it was finished, and then the others.
     """
@@ -294,7 +292,7 @@ def test_a_second_pass_in_one_process_is_trained(how):
     assert len(rows_of(restored, batch)) == 7, "the last batch is known, and none before it"
 
 
-def test_a_batch_that_was_given_up_is_not_trained_again_either():
+def test_a_discarded_batch_is_not_trained_again():
     pipeline, batch = make(), numbered(0, 7)
     next(pipeline.minibatches(batch))
     restored = make()
@@ -309,7 +307,7 @@ def test_a_batch_that_was_given_up_is_not_trained_again_either():
     assert len(trained(restored.minibatches(numbered(1, 7)))) == 3
 
 
-def test_a_pass_that_was_interrupted_goes_on_also_where_it_was_the_second():
+def test_an_interrupted_second_pass_resumes():
     pipeline, batch = make(), numbered(0, 7)
     list(pipeline.minibatches(batch))
     stream = pipeline.minibatches(batch)
@@ -319,8 +317,8 @@ def test_a_pass_that_was_interrupted_goes_on_also_where_it_was_the_second():
     assert trained(restored.minibatches(batch)) == trained(stream)
 
 
-def test_another_batch_and_one_that_has_no_ids_are_trained():
-    """Ids that are the same are no proof, where rewards differ."""
+def test_other_batches_and_batches_without_ids_are_trained():
+    """Equal ids are not the same batch if rewards differ."""
     other = numbered(0, 7)
     other["next", "reward"][3] = 0.0
     for first, second in ((numbered(0, 7), other), (numbered(0, 7), numbered(0, 6)), (None, None)):
@@ -331,7 +329,7 @@ def test_another_batch_and_one_that_has_no_ids_are_trained():
         assert len(list(restored.minibatches(nothing if second is None else second))) >= 2
 
 
-def test_the_second_half_trains_what_a_buffer_samples_again():
+def test_the_second_half_trains_repeated_samples_of_a_buffer():
     first, second = Pipeline(
         {"collapse": FanOutCollapse(group_key="rollout_id"), "split": ShuffleSplit(minibatches=2)}
     ).halves()
@@ -373,7 +371,7 @@ def interrupt_on_ranks(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_know_together_what_was_trained(tmp_path):
+def test_ranks_agree_on_what_was_trained(tmp_path):
     for found in results_of(interrupt_on_ranks, 2, tmp_path):
         assert "ranks [0] hold rows that were trained before" in found.pop("torn")
         assert all(found.values()), [name for name, right in found.items() if not right]

@@ -1,4 +1,4 @@
-"""One minibatch in memory at a time."""
+"""Only one minibatch is in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("count", "shuffle"), [(4, True), (8, True), (8, False)])
-def test_a_loop_that_lets_go_holds_one_minibatch(count, shuffle):
+def test_a_loop_that_drops_its_reference_holds_one_minibatch(count, shuffle):
     batch = batch_of([float(i % 5) for i in range(512)], [i // 4 for i in range(512)], tokens=512)
     pipeline = Pipeline(
         {
@@ -48,7 +48,7 @@ def test_a_loop_that_lets_go_holds_one_minibatch(count, shuffle):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_silenced_groups_cost_no_copy_of_the_batch_and_the_callers_rows_stay_as_they_were(shuffle):
+def test_masked_groups_cost_no_copy_and_leave_the_callers_rows_unchanged(shuffle):
     rewards = [1.0 if i // 8 % 10 == 0 else float(i % 5) for i in range(640)]
     batch = batch_of(rewards, [i // 8 for i in range(640)], tokens=512).exclude("prompt_text")
     batch["expected_rollouts"] = torch.full((640,), 8)
@@ -71,8 +71,8 @@ def test_silenced_groups_cost_no_copy_of_the_batch_and_the_callers_rows_stay_as_
     assert (batch == before).all()
 
 
-def test_weights_of_tokens_are_there_for_a_minibatch_at_a_time():
-    """Importance weights and an advantage by token would be half of the batch again."""
+def test_token_weights_exist_for_one_minibatch_at_a_time():
+    """Importance weights and a token advantage would take half as much memory as the batch."""
     batch = with_old(batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096))
     batch["expected_rollouts"] = torch.full((256,), 8)
     batch = batch.exclude("prompt_text", "teacher_log_probs", "ref_log_probs", "entropy")
@@ -84,7 +84,7 @@ def test_weights_of_tokens_are_there_for_a_minibatch_at_a_time():
     assert memory.peak / bytes_of(batch) <= 0.35
 
 
-def test_weights_by_turn_inside_rows_are_there_for_a_minibatch_at_a_time():
+def test_turn_weights_inside_rows_exist_for_one_minibatch_at_a_time():
     batch = batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096)
     batch["expected_rollouts"] = torch.full((256,), 8)
     batch["turn_index"] = (torch.arange(4096) // 100).repeat(256, 1)
@@ -108,7 +108,7 @@ class Looks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("place", ["before the cut", "after it", "as a hook"])
-def test_who_does_not_ask_sees_rows_that_left_the_loss_as_silent(place):
+def test_a_user_stage_sees_masked_rows_as_masked(place):
     batch = batch_of([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], tokens=4).exclude("prompt_text")
     looks, vary = Looks(), SampleFilter(criterion=RewardsVary())
     stages = {"collapse": FanOutCollapse(), "filter": vary, "split": ShuffleSplit(minibatches=2)}

@@ -1,4 +1,4 @@
-"""Turns that are merged into one row train as they did."""
+"""Turns merged into one row train as separate turns do."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def merged_by_loop(rows) -> list[list[int]]:
 
 
 @given(ROLLOUTS, LAYOUTS, st.booleans())
-def test_a_merged_row_says_of_each_token_what_the_row_said_in_which_it_trains(rollouts, layout, by_turn):
+def test_a_merged_row_keeps_each_token_of_the_row_that_trains_it(rollouts, layout, by_turn):
     rows = rows_of(rollouts)
     batch = batch_of(rows, layout, turn=by_turn)
     stage = MergeTurns(turn_key="turn" if by_turn else None)
@@ -110,8 +110,8 @@ def test_a_merged_row_says_of_each_token_what_the_row_said_in_which_it_trains(ro
 
 
 @given(ROLLOUTS, st.permutations(range(4)))
-def test_turns_are_merged_in_the_order_of_their_numbers(rollouts, order):
-    """Wherever the rows stand; what comes out stands where the last of them stood."""
+def test_turns_are_merged_by_turn_index(rollouts, order):
+    """For any order of rows; a merged row takes the index of the last of its rows."""
     rows = rows_of(rollouts)
     shuffled = sorted(range(len(rows)), key=lambda i: (order[rows[i]["rollout"]] * 7 + i * 3) % 5)
     batch = batch_of(rows, turn=True)
@@ -124,7 +124,7 @@ def test_turns_are_merged_in_the_order_of_their_numbers(rollouts, order):
 
 
 @pytest.mark.parametrize("mean", ["token", "rollout", "group", "constant"])
-def test_the_gradient_of_merged_rows_is_that_of_the_turns(mean):
+def test_merged_rows_have_the_gradient_of_the_turns(mean):
     rows = rows_of(
         [
             [(2, 2, False), (1, 2, False), (2, 1, False)],
@@ -145,7 +145,7 @@ def test_the_gradient_of_merged_rows_is_that_of_the_turns(mean):
         assert distance(gradient_of(actor, merged, transform, mean=mean), apart) <= 1e-12
 
 
-def test_in_a_pipeline_each_turn_has_an_entry_and_no_rollout_is_lost():
+def test_each_turn_has_a_ledger_entry_and_no_rollout_is_lost():
     rows = rows_of(
         [[(2, 2, False), (1, 2, False)], [(1, 2, False), (1, 1, True)], [(1, 1, False)], [(1, 1, False)]]
     )
@@ -169,7 +169,7 @@ def test_in_a_pipeline_each_turn_has_an_entry_and_no_rollout_is_lost():
     assert len(run.batch) == 5
 
 
-def test_a_silent_turn_trains_nothing_in_the_merged_row():
+def test_a_masked_turn_trains_nothing_in_the_merged_row():
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     batch = batch_of(rows)
     for quiet in (0, 1):
@@ -188,7 +188,7 @@ def test_a_silent_turn_trains_nothing_in_the_merged_row():
 
 
 @pytest.mark.parametrize("quiet", [None, 0, 1])
-def test_the_ledger_counts_the_tokens_of_merged_rows_as_trained(quiet):
+def test_the_ledger_counts_tokens_of_merged_rows_as_trained(quiet):
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     batch = batch_of(rows)
     rewards = [1.0, 1.0, 1.0]
@@ -208,13 +208,13 @@ def test_the_ledger_counts_the_tokens_of_merged_rows_as_trained(quiet):
     assert left.numbers["tree/tokens/rows"] == int(out[ATTENTION].sum())
 
 
-def test_a_merged_row_is_the_first_segment_if_one_of_it_was():
+def test_a_merged_row_is_the_first_segment_if_one_of_its_turns_was():
     batch = batch_of(rows_of([[(2, 2, False), (1, 2, False), (1, 1, True)]]))
     batch["next", "reward"] = torch.ones(3)
     assert MergeTurns()(FanOutCollapse()(batch))[IS_FIRST_SEGMENT].tolist() == [True, False]
 
 
-def test_a_row_that_trains_what_the_row_before_trained_is_a_segment_of_its_own():
+def test_a_row_that_trains_tokens_trained_before_is_its_own_segment():
     batch = batch_of(rows_of([[(2, 2, False), (1, 2, False)]]))
     batch[LOSS][1] |= batch[ATTENTION][1] & (batch[ATTENTION][1].cumsum(0) == 4)
     said = said_by(MergeTurns(), batch)
@@ -222,7 +222,7 @@ def test_a_row_that_trains_what_the_row_before_trained_is_a_segment_of_its_own()
     assert said.metrics["broken"] == 1
 
 
-def test_what_cannot_be_merged_says_why():
+def test_rows_that_cannot_be_merged_raise_with_the_reason():
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     for layout in ("left", "ragged"):
         batch = batch_of(rows, layout)

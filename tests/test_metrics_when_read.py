@@ -1,4 +1,4 @@
-"""Metrics that need another pass over the tokens are computed when they are read, of columns as they were."""
+"""Metrics that need another pass over the tokens are computed when read, from the columns of their stage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_last_run_holds_columns_until_its_metrics_are_read(expected):
     assert numbers(one) == expected
 
 
-def test_the_next_batch_lets_go_of_columns_that_nobody_has_read():
+def test_the_next_batch_frees_columns_that_were_not_read():
     batch, one = two_policies(8, 6), pipeline()
     column = weakref.ref(batch[OLD].untyped_storage())
     one(batch)
@@ -102,7 +102,7 @@ class LinearLoss(torch.nn.Module):
         return TensorDict({"loss_objective": (self.scale * rows["advantage"]).mean()}, [])
 
 
-def test_numbers_that_are_read_after_the_optimisers_steps_are_those_before(expected):
+def test_metrics_read_after_the_optimiser_step_are_those_before_it(expected):
     run, loss = pipeline().run(two_policies(8, 6)), LinearLoss()
     optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
     assert optimise(run.minibatches(), loss, optimizer, reduce=total_loss) == 2
@@ -111,7 +111,7 @@ def test_numbers_that_are_read_after_the_optimisers_steps_are_those_before(expec
 
 
 @pytest.mark.parametrize("key", [OLD, SAMPLER, MASK])
-def test_columns_that_were_changed_in_place_are_not_measured(key):
+def test_columns_changed_in_place_are_not_measured(key):
     batch = two_policies(8, 6)
     run = pipeline().run(batch)
     batch[key].zero_()
@@ -122,28 +122,28 @@ def test_columns_that_were_changed_in_place_are_not_measured(key):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))], ids=["copied", "saved"]
 )
-def test_a_run_that_is_copied_or_saved_has_the_numbers(copied, expected):
+def test_a_copied_or_saved_run_has_the_metrics(copied, expected):
     batch, one = two_policies(8, 6), pipeline()
     twins = [copied(one.run(batch)), copied(one.last_run)]
     batch[OLD].zero_()
     assert [numbers(twin) for twin in twins] == [expected, expected]
 
 
-def test_memory_that_others_write_is_measured_at_once(expected):
+def test_memory_shared_with_others_is_measured_at_once(expected):
     batch = two_policies(8, 6).share_memory_()
     run = pipeline().run(batch)
     batch[OLD].zero_()
     assert numbers(run) == expected
 
 
-def test_no_grad_and_inference_have_the_same_numbers(expected):
+def test_no_grad_and_inference_mode_have_the_same_metrics(expected):
     with torch.inference_mode():
         run = pipeline().run(two_policies(8, 6))
     assert numbers(run) == expected
 
 
-def test_rows_that_leave_the_loss_afterwards_change_no_number():
-    """Some had left before: who is in the loss is known then, and not asked again."""
+def test_rows_masked_later_change_no_metric():
+    """Some rows were masked before; the rows in the loss are fixed when the metric is defined."""
     batch = two_policies(8, 6, spread=3.0)
     batch["headrace", "in_loss"] = torch.arange(8) != 5
     before = Pipeline({"weigh": RolloutCorrection()}).run(batch).metrics

@@ -1,4 +1,4 @@
-"""What ShuffleSplit promises in its docstring, of minibatches, ranks and micro-batches."""
+"""The promises in the docstring of ShuffleSplit, for minibatches, ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 @given(LENGTHS, st.integers(1, 3), OPTIONS, CUT)
-def test_the_promises(lengths, fan_out, options, cut):
+def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut):
     options = options | cut
     batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
     split = ShuffleSplit(**options)
@@ -126,7 +126,7 @@ def test_the_promises(lengths, fan_out, options, cut):
 
 
 @given(LENGTHS, st.integers(0, 99), st.sampled_from(["none", "tokens"]))
-def test_the_same_seed_makes_the_same_minibatches_for_any_number_of_ranks(lengths, seed, balance):
+def test_a_seed_gives_the_same_minibatches_for_any_number_of_ranks(lengths, seed, balance):
     batch = batch_of(lengths)
     found = []
     for ranks in (1, 2, 3):
@@ -141,7 +141,7 @@ def test_the_same_seed_makes_the_same_minibatches_for_any_number_of_ranks(length
 
 @pytest.mark.slow
 @given(LENGTHS, st.sampled_from([2, 3]))
-def test_the_parts_of_the_ranks_are_the_whole(lengths, ranks):
+def test_ranks_together_have_the_whole_batch(lengths, ranks):
     batch = batch_of(lengths)
     options = {"minibatches": 1, "ranks": ranks, "microbatches": 2, "balance": "tokens", "remainder": "pad"}
     whole = ShuffleSplit(**options)(batch)
@@ -151,7 +151,7 @@ def test_the_parts_of_the_ranks_are_the_whole(lengths, ranks):
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.sampled_from(["pad", "uneven"]))
-def test_minibatches_one_by_one_are_those_of_the_whole(lengths, minibatches, ranks, remainder):
+def test_minibatches_one_by_one_equal_those_of_the_ordered_batch(lengths, minibatches, ranks, remainder):
     """For all ranks together, and for each."""
     assume(len(lengths) >= minibatches * ranks)
     options = {"minibatches": minibatches, "ranks": ranks, "remainder": remainder, "seed": 4}
@@ -166,7 +166,7 @@ def test_minibatches_one_by_one_are_those_of_the_whole(lengths, minibatches, ran
 
 
 @pytest.mark.parametrize(("rows", "ranks", "each"), [(5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 3), (9, 2, 4)])
-def test_too_few_rows_make_fewer_micro_batches_as_many_on_each_rank(rows, ranks, each):
+def test_too_few_rows_make_fewer_micro_batches_on_every_rank(rows, ranks, each):
     split = ShuffleSplit(minibatches=1, ranks=ranks, microbatches=4, unit="sample", remainder="uneven")
     outcome = cut_alone(split, batch_of([2] * rows))
     assert len(outcome.batch) == rows
@@ -177,7 +177,7 @@ def test_too_few_rows_make_fewer_micro_batches_as_many_on_each_rank(rows, ranks,
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["none", "tokens"]))
-def test_no_micro_batch_has_more_rows_than_asked_for_nor_is_there_one_too_many(lengths, size, ranks, balance):
+def test_micro_batches_have_at_most_so_many_rows_and_are_as_few_as_possible(lengths, size, ranks, balance):
     options = {"ranks": ranks, "microbatch_size": size, "balance": balance, "remainder": "pad"}
     out = ShuffleSplit(minibatches=1, **options)(batch_of(lengths))
     counts = [len(part) for part in split_microbatches(out)]
@@ -193,7 +193,7 @@ def test_no_micro_batch_has_more_rows_than_asked_for_nor_is_there_one_too_many(l
     st.sampled_from(["none", "tokens", "attention"]),
 )
 def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, multiple, cut, balance):
-    """By which ranks that hold rows of their own come to as many forward passes as one another."""
+    """So that ranks with their own rows do equally many forward passes."""
     assigned = assign_rows(
         torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut
     )
@@ -208,7 +208,7 @@ def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, mult
         assert number == (by_size if "microbatch_size" in cut else cut.get("microbatches", 1))
 
 
-def test_no_epoch_of_any_batch_has_the_order_of_another():
+def test_each_epoch_of_each_batch_has_its_own_order():
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=1, seed=2)})
     orders = [
         tuple(part["name"].tolist())
@@ -226,7 +226,7 @@ def test_one_rollout_per_step():
     assert [part["name"].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
 
 
-def test_ranks_are_level_in_cost():
+def test_costs_are_balanced_over_ranks():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 4000, (1024,), generator=generator)
     for balance, cost in (("tokens", lengths), ("attention", lengths**2 + 24576 * lengths)):
@@ -238,7 +238,7 @@ def test_ranks_are_level_in_cost():
     assert {len(part) for mine in assigned for part in mine} == {32}
 
 
-def test_padding_is_no_load():
+def test_padding_costs_nothing():
     split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
     outcome = cut_alone(split, batch_of([2, 2, 2]))
     assert int(outcome.batch[PADDING].sum()) == 1
@@ -263,20 +263,20 @@ def test_a_row_as_long_as_the_budget_is_not_above_it():
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=8), batch).measured["oversized"] == 2
 
 
-def test_too_few_rows_for_the_ranks_say_what_to_do():
+def test_too_few_rows_for_the_ranks_raise_with_what_to_do():
     with pytest.raises(BatchError, match=r"minibatch 0 has 2 rows for 3 ranks.*remainder='pad'"):
         ShuffleSplit(minibatches=1, ranks=3)(batch_of([2, 2]))
     out = ShuffleSplit(minibatches=1, ranks=3, remainder="pad")(batch_of([2, 2]))
     assert out[PADDING].tolist() == [False, False, True]
 
 
-def test_padding_without_a_column_that_keeps_it_out_is_refused():
+def test_padding_without_a_mask_column_is_refused():
     batch = batch_of([2, 2, 2]).exclude(LOSS, ("log_probs", "full"))
     with pytest.raises(BatchError, match=r"padding rows are masked in .*loss_mask_key"):
         ShuffleSplit(minibatches=2, remainder="pad")(batch)
 
 
-def test_rows_in_order_are_views():
+def test_unshuffled_rows_are_views():
     batch = batch_of([2] * 8)
     stages = {"split": ShuffleSplit(minibatches=2, shuffle=False, microbatches=2), "weight": LossWeight()}
     parts = list(Pipeline(stages).minibatches(batch))
@@ -288,7 +288,7 @@ def test_rows_in_order_are_views():
 # -- carried rows -----------------------------------------------------------------------------------
 
 
-def test_carried_units_come_first_to_an_end_and_are_accounted_for():
+def test_carried_units_come_first_and_are_in_the_ledger():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight()})
     seen, given_ = [], []
     for number in range(5):
@@ -305,7 +305,7 @@ def test_carried_units_come_first_to_an_end_and_are_accounted_for():
     assert len(seen) == len(set(seen))
 
 
-def test_each_epoch_has_the_same_rows_when_some_are_carried():
+def test_each_epoch_has_the_same_rows_with_carried_ones():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
     batch = batch_of([2] * 5)
     parts = [part["name"] for part in pipeline.minibatches(batch, epochs=2)]
@@ -315,7 +315,7 @@ def test_each_epoch_has_the_same_rows_when_some_are_carried():
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged"])
-def test_a_saved_state_with_carried_rows_is_loaded_without_trust(kind, tmp_path):
+def test_a_state_with_carried_rows_loads_with_weights_only(kind, tmp_path):
     def rows(first_id):
         batch = batch_of([2, 2, 2], first_id=first_id)
         batch["prompt_text"] = [f"prompt {i}" for i in range(3)]
@@ -331,7 +331,7 @@ def test_a_saved_state_with_carried_rows_is_loaded_without_trust(kind, tmp_path)
     assert torch.equal(ours[LOSS], theirs[LOSS])
 
 
-def test_an_id_that_is_carried_and_comes_again_is_refused():
+def test_a_repeated_carried_id_is_refused():
     split = ShuffleSplit(minibatch_size=3, remainder="carry")
     split(batch_of([2] * 5))
     with pytest.raises(
@@ -355,7 +355,7 @@ def test_carried_rows_of_another_width_are_refused():
 
 @pytest.mark.slow
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 2), st.sampled_from(["uneven", "carry", "pad", "drop"]))
-def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, taken, epochs, remainder):
+def test_a_run_restored_inside_a_batch_trains_the_rest(lengths, taken, epochs, remainder):
     def make():
         split = ShuffleSplit(minibatch_size=2, remainder=remainder, seed=4)
         return Pipeline({"split": split, "weight": LossWeight()})
@@ -382,7 +382,7 @@ def test_a_run_restored_in_the_middle_of_a_batch_goes_on_with_the_rest(lengths, 
     assert following[0] == following[1]
 
 
-def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
+def test_an_error_after_the_split_restores_carried_rows():
     stages = {"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight(unit="group")}
     pipeline, twin = (
         Pipeline(stages),
@@ -398,7 +398,7 @@ def test_what_follows_the_split_refusing_a_batch_undoes_what_was_carried():
     assert torch.equal(pipeline(more)["name"], twin(more)["name"])
 
 
-def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_needed():
+def test_reordered_rows_and_several_steps_are_refused():
     ordered = ShuffleSplit(minibatches=4, unit="sample")(batch_of([2] * 8))
     with pytest.raises(
         BatchError, match=r"this batch holds 4: take one after the other with split_minibatches"
@@ -410,7 +410,7 @@ def test_rows_that_were_moved_or_are_several_steps_are_refused_where_one_is_need
             split(moved)
 
 
-def test_a_stage_after_the_split_moves_nothing():
+def test_a_stage_after_the_split_must_not_move_rows():
     class Late(BatchTransform):
         """Drops the first rows."""
 
@@ -424,7 +424,7 @@ def test_a_stage_after_the_split_moves_nothing():
         Pipeline({"split": ShuffleSplit(minibatches=2), "late": Late()})(batch_of([2] * 8))
 
 
-def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
+def test_a_row_without_token_weight_is_recorded_as_such():
     batch = batch_of([2] * 4)
     batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves those tokens out
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
@@ -448,14 +448,14 @@ def test_a_row_whose_tokens_weigh_nothing_is_recorded_as_such():
         ({"oversized": "drop"}, "oversized must be one of"),
     ],
 )
-def test_options_that_make_no_sense_raise(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         ShuffleSplit(minibatches=1, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("inference", [False, True])
-def test_microbatches_are_those_that_a_copy_says_whoever_knows_their_sizes(ranks, inference):
+def test_a_copied_minibatch_has_the_same_micro_batches(ranks, inference):
     batch = batch_of([1 + i % 5 for i in range(24)])
     split = ShuffleSplit(minibatches=3, microbatches=3, ranks=ranks, remainder="pad")
     with torch.inference_mode(inference):

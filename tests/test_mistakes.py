@@ -1,4 +1,4 @@
-"""Mistakes on the command line: each is refused in one paragraph that has the words to type instead."""
+"""Each mistake on the command line is refused in one paragraph that has the overrides to type instead."""
 
 from __future__ import annotations
 
@@ -121,5 +121,5 @@ def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
     assert not [word for word in ("Traceback", "Error", "None", "Errno") if word in done.stderr]
 
 
-def test_there_are_mistakes_of_every_kind():
+def test_every_kind_of_mistake_is_listed():
     assert len(MISTAKES) >= 54

@@ -1,4 +1,4 @@
-"""What is printed at 80 and at 60 columns: no line is longer, and no word is broken."""
+"""Output at 80 and at 60 columns: no line is longer, and no word is broken."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_report_breaks_no_word(reports, width):
 
 
 @WIDTHS
-def test_the_table_of_a_training_counts_rollouts_and_groups_by_reason(reports, width):
+def test_the_training_table_counts_rollouts_and_groups_by_reason(reports, width):
     text = printed(width, history_table, [reports[0].numbers] * 2, "where the rows of two long steps went")
     assert_whole(text, "where the rows of two long steps went", "completeness_of_groups: incomplete")
     lines = {line.split(":")[0].strip(): line.split()[-3:] for line in text.splitlines() if line.split()}
@@ -151,7 +151,7 @@ CELL = st.lists(WORD, max_size=5).map(" ".join)
 
 
 @given(st.lists(st.tuples(CELL, CELL, st.integers(0, 10**6)), max_size=4), st.integers(38, 90))
-def test_a_table_breaks_no_word_where_there_is_room_for_the_longest(rows, width):
+def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
     """Two of nine letters that wrap, one of ten that is cut and may leave, and seven digits: 38 with gaps."""
     columns = [FittedColumn("one", gives="wrap"), FittedColumn("two", gives="wrap")]
     columns += [FittedColumn("cut", gives="cut", leaves=1), FittedColumn("count", right=True)]

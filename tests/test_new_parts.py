@@ -1,4 +1,4 @@
-"""What is added is in every table: one failure says which files lack it, and what to do."""
+"""A new part is in every table; one failure lists the files that lack it, and what to do."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def holds(path: Path, text: str) -> bool:
     return path.exists() and path.read_text() == text
 
 
-def test_a_new_stage_or_reader_is_in_every_table(monkeypatch):
+def test_every_table_lists_a_new_stage_or_reader(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_listings
     import make_stages
@@ -93,7 +93,7 @@ def test_a_new_stage_or_reader_is_in_every_table(monkeypatch):
     assert not lacking, "to be added:\n" + "\n".join(lacking)
 
 
-def test_what_a_new_part_lacks_is_said_with_its_file(monkeypatch, tmp_path):
+def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_recipes
     import make_stages
@@ -141,7 +141,7 @@ def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_recipe_or_dump_is_in_every_table(monkeypatch):
+def test_every_table_lists_a_new_recipe_or_dump(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr("headrace.pipeline.load_pipeline", composed)  # of which tests compose most as well
     import make_recipes

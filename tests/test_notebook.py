@@ -1,4 +1,4 @@
-"""What a notebook shows: tables that say what the objects say, and in which nothing of the data is HTML."""
+"""A notebook shows tables with the numbers of the objects, and data are escaped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tables(thing) -> list[list[list[str]]]:
     return Tables(thing._repr_html_()).tables
 
 
-def test_a_pipeline_is_its_stages_in_order_with_options_that_differ():
+def test_a_pipeline_lists_its_stages_with_non_default_options():
     pipeline = composed("pipeline=grpo", "pipeline.stages.gate.group_size=2")
     (head, *rows), = tables(pipeline)  # fmt: skip
     assert head == ["", "stage", "class", "options"]
@@ -74,7 +74,7 @@ def test_a_pipeline_is_its_stages_in_order_with_options_that_differ():
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.booleans()), min_size=1, max_size=12))
 def test_a_ledger_counts_rows_rollouts_and_groups(rows):
-    """A rollout or group leaves where its last row does; of others parts may leave."""
+    """A rollout or group leaves with its last row."""
     rows = [(rollout // 2, rollout, kept) for _, rollout, kept in rows]
     groups, rollouts, kept = (list(column) for column in zip(*rows, strict=True))
     batch = TensorDict(
@@ -119,14 +119,14 @@ def test_a_report_has_the_funnel_the_groups_and_the_numbers():
     assert tables(run) == tables(run.ledger)
 
 
-def test_a_long_table_says_how_many_are_not_shown():
+def test_a_long_table_has_the_number_of_hidden_rows():
     report = make_report(Pipeline({}).run(TensorDict({"rollout_id": torch.arange(40)}, batch_size=[40])))
     shown = Tables(report.rollouts._repr_html_())
     assert len(shown.tables[0]) == 13
     assert "and 28 more" in shown.text
 
 
-def test_nothing_in_the_data_is_html():
+def test_data_are_escaped_in_html():
     class Odd(Criterion):
         reason = HOSTILE
 
@@ -147,7 +147,7 @@ def test_nothing_in_the_data_is_html():
             assert '<img src=x onerror="alert(1)">&amp;' in found.text
 
 
-def test_numbers_are_short_and_ids_whole():
+def test_numbers_are_short_and_ids_are_whole():
     values = [2**62, np.int64(7), 0.123456, 11610.0, float("nan"), np.inf, np.True_, "text"]
     assert [shown_value(value) for value in values] == [
         str(2**62), "7", "0.1235", "11,610", "–", "inf", "yes", "text",

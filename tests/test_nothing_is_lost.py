@@ -1,4 +1,4 @@
-"""What is checkpointed, recorded and refused stays true where runs, stages and users meet."""
+"""Checkpoints, ledgers and errors stay correct where runs, stages and users interact."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def rows(make_batch, n: int = 8) -> TensorDict:
     ],
     ids=["the whole batch", "a peek", "a first full pass", "nothing"],
 )
-def test_a_look_before_training_leaves_the_checkpoint_what_it_is(make_batch, look):
-    """After one of four minibatches, three are left, whatever was looked at before."""
+def test_reading_a_run_before_training_leaves_its_checkpoint_unchanged(make_batch, look):
+    """After one of four minibatches three are left, whatever was read before."""
     pipeline, batch = four_steps(), rows(make_batch)
     run = pipeline.run(batch)
     orders = [part["rollout_id"].tolist() for part in four_steps().minibatches(batch)]
@@ -50,13 +50,13 @@ def test_a_look_before_training_leaves_the_checkpoint_what_it_is(make_batch, loo
 
 
 @pytest.mark.parametrize("name", ["half", "keys", "type"])
-def test_names_that_torch_keeps_for_itself_are_refused_in_words(name):
+def test_stage_names_reserved_by_torch_are_refused(name):
     with pytest.raises(ValueError, match=f"ModuleDict; got {name!r}"):
         Pipeline({name: FanOutCollapse()})
 
 
 @pytest.mark.parametrize("name", ["loss_weight", "w"])
-def test_a_weight_of_zero_is_not_trained_under_any_name(make_batch, name):
+def test_a_row_of_weight_0_is_not_trained_under_any_name(make_batch, name):
     batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1])
     batch["log_probs", "full"][0] = float("nan")
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=1), "weight": LossWeight(weight_key=name)})
@@ -65,7 +65,7 @@ def test_a_weight_of_zero_is_not_trained_under_any_name(make_batch, name):
     assert not Pipeline({"weight": LossWeight(weight_key=name, fold="sum")}).weighs
 
 
-def test_weights_that_came_with_a_batch_weigh_nothing_where_nobody_writes_them(make_batch):
+def test_weights_in_the_input_are_ignored(make_batch):
     batch = make_batch([1.0, 2], [0, 0])
     batch["loss_weight"] = torch.zeros(2)
     batch["advantage"] = torch.ones(2, 1, 1)
@@ -73,7 +73,7 @@ def test_weights_that_came_with_a_batch_weigh_nothing_where_nobody_writes_them(m
     assert Pipeline({"weight": LossWeight()}).run(batch).metrics["rows/trained"] == 2
 
 
-def test_who_is_shown_a_batch_never_sees_one_that_is_refused(make_batch):
+def test_loggers_and_hooks_never_get_a_refused_batch(make_batch):
     seen = []
     stages = {
         "collapse": FanOutCollapse(),
@@ -96,7 +96,7 @@ class Noisy(FanOutCollapse):
         return super().forward(batch)
 
 
-def test_what_a_pipeline_would_pass_over_is_refused():
+def test_hooks_that_a_pipeline_would_skip_are_refused():
     with pytest.raises(ValueError, match=r"never its `forward`"):
         Pipeline({"noisy": Noisy()})
     hooked = FanOutCollapse()
@@ -105,7 +105,7 @@ def test_what_a_pipeline_would_pass_over_is_refused():
         Pipeline({"hooked": hooked})
 
 
-def test_padding_that_cannot_be_kept_out_is_refused_before_anything_is_remembered(make_batch):
+def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, microbatches=2, remainder="pad")})
     batch = rows(make_batch, 5).exclude("masks", "log_probs")
     with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are masked in"):
@@ -116,13 +116,13 @@ def test_padding_that_cannot_be_kept_out_is_refused_before_anything_is_remembere
 
 @pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
 @pytest.mark.parametrize("action", ["mask", "drop"])
-def test_groups_without_an_id_are_not_compared(make_batch, unit, action):
+def test_rows_without_a_group_id_are_not_compared(make_batch, unit, action):
     batch = make_batch([1.0, 1, 2, 3], [-1, -1, 0, 0])
     with pytest.raises(BatchError, match=r"group_id ≥ 0; found -1 at row 0"):
         SampleFilter(criterion=RewardsVary(), unit=unit, action=action)(batch)
 
 
-def test_reasons_are_the_same_whether_rows_are_left_or_not(make_batch):
+def test_an_empty_result_has_the_same_reasons(make_batch):
     words = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
     full = load_pipeline(*words).run(make_batch([1.0, 2], [0, 0]))
     nothing = load_pipeline(*words).run(make_batch([1.0], [0]))
@@ -141,7 +141,7 @@ class Least(BatchTransform):
         rows.metric("least", rows["reward"].min())
 
 
-def test_a_nested_key_may_be_a_list_as_yaml_has_it(make_batch):
+def test_a_nested_key_may_be_a_yaml_list(make_batch):
     pipeline = Pipeline({"least": Least(reward_key=["next", "reward"])})
     assert pipeline.run(make_batch([3.0, 2.0], [0, 0])).metrics["least/least"] == 2
     assert pipeline.stages["least"].in_keys == [("next", "reward")]

@@ -1,4 +1,4 @@
-"""One meaning of a column, an option and a name, wherever it is read."""
+"""A column, an option and a name have one meaning wherever they are read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.slow
 TRUNCATED = int(Status.TRUNCATED)
 
 
-def test_who_was_truncated_is_read_where_the_gate_reads_it():
-    """An environment leaves at the root the status before the step; of all truncated rows none is missed."""
+def test_all_stages_read_truncation_where_the_gate_reads_it():
+    """An environment has the status before the step at the root; every truncated row is found."""
     batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)
     after = batch["next", "status"].flatten()
     assert int((after == TRUNCATED).sum()) > 10
@@ -63,12 +63,12 @@ def test_without_a_rollout_key_each_row_is_a_rollout_for_every_stage(make_batch)
         ("dapo", "~pipeline.stages.split", ["gate", "collapse", "filter", "overlong", "advantage", "weight"]),
     ],
 )
-def test_a_stage_is_left_out_by_one_word_of_recipes_with_an_order_too(recipe, word, order):
+def test_one_override_removes_a_stage_also_from_an_order(recipe, word, order):
     assert load_pipeline(f"pipeline={recipe}", word).order == order
 
 
 @pytest.mark.parametrize("name", ["a.b", "", "two words", "1st"])
-def test_a_stage_that_the_command_line_cannot_reach_is_refused(name):
+def test_a_stage_the_command_line_cannot_reach_is_refused(name):
     with pytest.raises(ValueError, match="a stage's name must consist of letters"):
         Pipeline({name: FanOutCollapse()})
 
@@ -76,7 +76,7 @@ def test_a_stage_that_the_command_line_cannot_reach_is_refused(name):
 @pytest.mark.parametrize(
     "clip", [[float("nan"), None], [None, float("nan")], [float("nan"), 1.0], [2.0, 1.0]]
 )
-def test_bounds_that_bound_nothing_are_refused(clip):
+def test_bounds_without_effect_are_refused(clip):
     with pytest.raises(ValueError, match=r"clip must be (\[low, high\]|a list)"):
         GroupRelativeAdvantage(clip=clip)
 
@@ -100,7 +100,7 @@ def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch):
     ],
     ids=["siblings that disagree", "a rollout in many groups", "many rewards of one rollout", "an unset id"],
 )
-def test_an_error_stays_short_however_many_rows_it_is_about(make_batch, refuse):
+def test_an_error_is_short_for_any_number_of_rows(make_batch, refuse):
     rows = 50_000
     ids = torch.zeros(rows, dtype=torch.int64)
     odd = make_batch([0.0], [0]).exclude("prompt_text").expand(rows).clone()

@@ -1,4 +1,4 @@
-"""One quantity over one window has one number: on the page, in the terminal and in the files."""
+"""The same quantity over the same steps is the same number on the page, in the terminal and in the files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def mean_of(values, first, last):
 
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=60), st.lists(st.floats(0, 1), min_size=60))
-def test_a_sentence_has_the_mean_of_the_window_that_it_names(rewards, shares):
+def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
     """The reward and the response length by quarters, a share by its last five steps."""
     history = [
         (step, {"reward/all/mean": reward, "reward/all/min": 0.0, "reward/all/max": 1.0}
@@ -114,7 +114,7 @@ def test_page_and_terminal_have_the_same_verdict_and_advisories(replayed):
     assert all(f"{each['name']}: {each['text']}" in text for each in last["advisories"])
 
 
-def test_a_number_of_a_step_is_the_same_in_tile_curve_funnel_and_verdict(replayed):
+def test_a_number_of_a_step_is_equal_in_tile_curve_funnel_and_verdict(replayed):
     data, _ = replayed
     for at, step in enumerate(data["steps"]):
         for name, value in step["numbers"].items():
@@ -129,7 +129,7 @@ def test_a_number_of_a_step_is_the_same_in_tile_curve_funnel_and_verdict(replaye
         assert value == pytest.approx(mean_of(data["curves"]["reward/all/mean"], first, last), rel=6e-3)
 
 
-def test_a_response_has_its_ground_truth_and_the_other_columns_of_the_dump(replayed):
+def test_a_response_has_its_ground_truth_and_other_columns(replayed):
     for step in replayed[0]["steps"]:
         for reward, beside in zip(step["rows"]["reward"], step["rows"]["beside"], strict=True):
             assert beside["acc"] is (reward == 1.0)
@@ -138,7 +138,7 @@ def test_a_response_has_its_ground_truth_and_the_other_columns_of_the_dump(repla
             assert not {"score", "input", "output", "uid", "step", "gts"} & set(beside)
 
 
-def test_what_a_verl_dump_lacks_is_said(replayed):
+def test_columns_missing_from_a_verl_dump_are_named(replayed):
     data, text = replayed
     unchecked = " ".join(data["steps"][-1]["unchecked"])
     for lacking in ("the policy version of each row", "the learning rate of the optimiser"):
@@ -147,7 +147,7 @@ def test_what_a_verl_dump_lacks_is_said(replayed):
     assert not [name for name in data["curves"] if name.startswith(("optimiser/", "seconds/"))]
 
 
-def test_a_comparison_is_the_mean_of_the_steps_of_its_page(make_batch, tmp_path):
+def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_path):
     for step in range(STEPS):
         run = Pipeline(stages(weight=LossWeight())).run(busy_batch(make_batch))
         write_dump(make_report(run, step=step), tmp_path / "dump")

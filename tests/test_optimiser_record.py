@@ -1,4 +1,4 @@
-"""What the optimiser did at a step is recorded as it is, and what nobody measured is absent."""
+"""The optimiser's numbers are recorded per step, and unmeasured ones are absent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained(x, *, microbatches=1, minibatches=1, lr=0.1, **options):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_the_numbers_by_hand_however_a_step_is_cut(microbatches):
+def test_numbers_by_hand_for_any_micro_batches(microbatches):
     """The loss is the mean of w · x over tokens, 2 · 2.5; its gradient the mean of x, 2.5."""
     steps, record, loss, _ = trained([1.0, 2.0, 3.0, 4.0], microbatches=microbatches, max_grad_norm=2.0)
     numbers = record.numbers
@@ -63,7 +63,7 @@ def test_the_numbers_by_hand_however_a_step_is_cut(microbatches):
     assert loss.w.item() == pytest.approx(2.0 - 0.1 * 2.0, rel=1e-5)
 
 
-def test_several_steps_are_their_mean():
+def test_several_optimiser_steps_are_averaged():
     steps, record, _, _ = trained([4.0, 4.0, 4.0, 4.0], minibatches=2, lr=0.25)
     assert steps == 2
     assert record.numbers["optimiser/loss"] == pytest.approx((4.0 * 2.0 + 4.0 * 1.0) / 2)
@@ -78,7 +78,7 @@ def test_recording_changes_no_step():
     assert plain.w.item() == recorded.w.item()
 
 
-def test_what_nobody_measured_is_absent_and_never_zero():
+def test_unmeasured_numbers_are_absent_and_never_zero():
     _, record, _, run = trained([1.0, 2.0])
     report = make_report(run, numbers=record.numbers)
     assert report.numbers["optimiser/loss"] == record.numbers["optimiser/loss"]
@@ -98,7 +98,7 @@ def test_a_learning_rate_or_gradient_of_zero_is_an_advisory(x, lr, found):
     assert (loss.w.item() == 2.0) == bool(found)
 
 
-def test_a_number_that_the_report_has_already_is_refused():
+def test_a_number_the_report_already_has_is_refused():
     _, _, _, run = trained([1.0])
     with pytest.raises(ValueError, match="names that the report does not have; found rows/in"):
         make_report(run, numbers={"rows/in": 1.0})
@@ -106,7 +106,7 @@ def test_a_number_that_the_report_has_already_is_refused():
         make_report(run, numbers={"optimiser/lr": torch.tensor(1.0)})
 
 
-def test_the_command_records_each_step_and_says_that_the_rate_is_zero(tmp_path):
+def test_the_command_records_each_step_and_reports_a_zero_rate(tmp_path):
     from command import headrace_here
 
     words = ("train.steps=2", "optimizer.lr=0", "sampler.prompts_per_batch=4", f"hydra.run.dir={tmp_path}")
@@ -117,3 +117,14 @@ def test_the_command_records_each_step_and_says_that_the_rate_is_zero(tmp_path):
     for stage in ("collect", "reward", "headrace", "optimise"):
         assert f"seconds/{stage}" in head
     assert {"optimiser/lr", "optimiser/loss", "optimiser/grad_norm", "optimiser/clip_fraction"} <= set(head)
+
+
+def test_a_microbatch_without_tokens_in_the_loss_is_in_no_mean():
+    """If all its rows are masked, a loss that takes a mean over its tokens returns NaN."""
+    record = OptimiserRecord()
+    for entropy, tokens in ((2.0, [3, 1]), (math.nan, [0, 0]), (5.0, [2])):
+        record.add_terms(TensorDict({"entropy": torch.tensor(entropy)}), torch.tensor(tokens))
+    record.add_terms(TensorDict({"kl_approx": torch.tensor(1.0)}), torch.tensor([0]))
+    record.add_step(torch.tensor(0.5), lr=0.1, norm=1.0, tokens=6.0, clips=None)
+    assert record.numbers["optimiser/entropy"] == pytest.approx((2.0 * 4 + 5.0 * 2) / 6)
+    assert "optimiser/kl_approx" not in record.numbers

@@ -1,4 +1,4 @@
-"""Options: no numeric one is NaN, a bool or infinite, and none without effect is accepted."""
+"""Numeric options refuse NaN, bool and infinity, and options without effect are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def call(thing, **given):
 
 
 @pytest.mark.parametrize(("thing", "option", "words"), list(numeric_options()))
-def test_no_numeric_option_is_nan_or_a_bool_or_infinite_where_it_does_not_say_so(thing, option, words):
+def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default(thing, option, words):
     may_be = {"LowerBound": -math.inf, "UpperBound": math.inf}.get(words)
     wrong = [math.nan, True, False, math.inf, -math.inf, torch.tensor(math.nan), torch.tensor(True)]
     for value in wrong:
@@ -82,29 +82,29 @@ def test_no_numeric_option_is_nan_or_a_bool_or_infinite_where_it_does_not_say_so
         assert str(value) in str(refused.value).lower() or str(value) in str(refused.value)
 
 
-def test_every_annotation_with_a_number_in_it_is_understood():
-    """A name that is there for type checkers alone would leave its option unchecked."""
+def test_every_annotation_with_a_number_is_understood():
+    """A name imported only for type checkers would leave its option unchecked."""
     seen = [parameter.values[1] for parameter in numeric_options()]
     assert {"eps", "clip", "weights", "high", "factor", "patience", "group_size", "seed", "k"} <= set(seen)
     assert len(seen) > 90
 
 
 @pytest.mark.parametrize("value", [math.nan, True, math.inf])
-def test_words_of_a_pipeline_are_refused_by_the_option_that_they_are(value):
+def test_invalid_pipeline_options_are_named_in_full(value):
     for words in ({"patience": value}, {"stages": {"advantage": {"eps": value}}}):
         option = "pipeline.patience" if "patience" in words else "pipeline.stages.advantage.eps"
         with pytest.raises(ConfigError, match=f"^{option} must be a finite number; got"):
             load_pipeline("grpo", **words)
 
 
-def test_bounds_that_may_be_open_are_infinite_in_their_own_direction_alone():
+def test_open_bounds_are_infinite_only_in_their_own_direction():
     assert RewardScale(low=-math.inf, high=math.inf).high == math.inf
     for given in ({"low": math.inf}, {"high": -math.inf}):
         with pytest.raises(ValueError, match=r"must be a number or -?inf; got -?inf"):
             RewardScale(**given)
 
 
-def test_a_stage_of_ones_own_is_checked_too():
+def test_options_of_a_user_stage_are_checked():
     class ClipReward(BatchTransform, columns=("reward",)):
         def __init__(self, *, high: float, times: int | None = None, **names):
             self.name_columns(names)
@@ -123,7 +123,7 @@ def test_a_stage_of_ones_own_is_checked_too():
         ClipReward()
 
 
-def test_what_may_also_be_a_callable_is_a_number_or_that():
+def test_a_number_or_callable_option_refuses_other_values():
     assert TokenAdvantage(term=lambda batch, trains: trains, factor=lambda: 2.0).factor() == 2.0
     with pytest.raises(ValueError, match="factor must be a finite number or a callable; got nan"):
         TokenAdvantage(term=lambda batch, trains: trains, factor=math.nan)
@@ -167,7 +167,7 @@ NEEDED = {ShuffleSplit: {"minibatches": 1}}
 
 
 @pytest.mark.parametrize(("stage", "option"), list(ONLY_WITH))
-def test_an_option_without_effect_is_refused_and_its_default_is_not(stage, option):
+def test_an_option_without_effect_is_refused_unless_it_is_the_default(stage, option):
     value, without, beside = ONLY_WITH[stage, option]
     needed = NEEDED.get(stage, {})
     with pytest.raises(ValueError, match=rf"\b{option}\b"):
@@ -177,7 +177,7 @@ def test_an_option_without_effect_is_refused_and_its_default_is_not(stage, optio
     assert getattr(stage(**needed, **without, **{option: default}), option) == default
 
 
-def test_functions_refuse_what_their_stages_do():
+def test_functions_refuse_what_their_stages_refuse():
     one = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="bound must be left out without low or high"):
         importance_weight(one, one, one == 0, bound="zero", high=None)
@@ -201,5 +201,5 @@ def test_functions_refuse_what_their_stages_do():
         ("length_bonus", "pipeline.stages.relative_length.form=rescale"),
     ],
 )
-def test_one_word_that_takes_an_effect_away_still_composes(words):
+def test_one_override_that_disables_an_option_composes(words):
     assert load_pipeline(*words).stages

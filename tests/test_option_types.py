@@ -1,4 +1,4 @@
-"""Values on the command line that are of the wrong type: refused in its words, before anything is made."""
+"""Values of the wrong type on the command line are refused by option name before anything is built."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ WRONG = ("abc", -1, [], None)
         ("anything", Any, None),
     ],
 )
-def test_a_value_fits_a_type_or_what_it_must_be_is_said(value, hint, wanted):
+def test_a_value_fits_its_type_or_the_error_has_the_type(value, hint, wanted):
     assert misfit(value, hint) == wanted
 
 
-def test_annotations_are_resolved_and_those_that_cannot_be_say_nothing():
+def test_an_unresolved_annotation_is_any():
     assert annotations_of(CompletenessGate)["group_size"] == int | None
 
     def of_others(count: int, thing: NotImported) -> None: ...  # noqa: F821
@@ -74,8 +74,8 @@ def test_annotations_are_resolved_and_those_that_cannot_be_say_nothing():
     assert annotations_of(of_others)["thing"] is Any
 
 
-def test_an_option_takes_a_value_or_says_so_by_its_name_and_without_words_of_python():
-    """Each option of each class that stands in a recipe."""
+def test_every_option_takes_its_type_or_raises_by_name_without_python_terms():
+    """Each option of each class in a recipe."""
     tried, refused = set(), 0
     for recipe in CHAINS:
         config = compose_config("load", f"pipeline={recipe}")
@@ -103,7 +103,7 @@ def test_an_option_takes_a_value_or_says_so_by_its_name_and_without_words_of_pyt
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_setting_without_a_target_has_a_type_and_its_default_fits(task):
+def test_every_setting_without_a_target_has_a_type_and_a_valid_default(task):
     config = compose_config("config", f"task={task}")
     check_types(config)
     assert not [path for path in settings_of(config) if path not in TYPES], "in tasks/perform.py"
@@ -124,7 +124,7 @@ def of_no_target(node):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_setting_of_the_wrong_type_is_refused_by_its_name(task):
+def test_a_setting_of_the_wrong_type_is_refused_by_name(task):
     config = compose_config("config", f"task={task}")
     for path in settings_of(config):
         wrong = copy.deepcopy(config)
@@ -143,7 +143,7 @@ def test_one_value_for_several_settings_is_refused():
         check_types(config)
 
 
-def test_a_constructor_that_names_no_option_is_quoted_after_the_one_without_which_it_goes_through():
+def test_a_constructor_error_without_a_name_is_attributed_to_its_option():
     config = compose_config("config", "optimizer.lr=-1", "task=train").optimizer
     with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1: Invalid learning rate: -1$"):
         build_node(config, "optimizer", params=[torch.zeros(1, requires_grad=True)])

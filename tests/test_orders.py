@@ -19,7 +19,7 @@ from headrace.transforms import (
 )
 
 
-def test_order_puts_a_stage_into_the_middle(make_batch):
+def test_order_inserts_a_stage_in_the_middle(make_batch):
     late = {"advantage": GroupRelativeAdvantage(scale="none"), "collapse": FanOutCollapse()}
     pipeline = Pipeline(late, order=["collapse", "advantage"])
     assert list(pipeline.stages) == pipeline.order == ["collapse", "advantage"]
@@ -56,7 +56,7 @@ def test_an_order_that_cannot_work_is_refused(order, message):
         (["advantage", "scale"], r"'advantage' reads \('next', 'reward'\), which 'scale' writes"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(names, message):
+def test_stages_without_effect_are_refused(names, message):
     possible = stages(
         exclude=SampleFilter(criterion=RewardWithin(), action="exclude"),
         vary=SampleFilter(criterion=RewardsVary()),
@@ -66,13 +66,13 @@ def test_what_would_have_no_effect_is_refused(names, message):
         Pipeline({name: possible[name] for name in names})
 
 
-def test_what_changes_a_column_in_turn_is_not_refused(make_batch):
+def test_stages_that_change_a_column_in_sequence_are_accepted(make_batch):
     twice = {f"scale{i}": RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]) for i in range(2)}
     pipeline = Pipeline(twice | {"advantage": GroupRelativeAdvantage(scale="none")})
     assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-100, 100]
 
 
-def test_what_has_an_effect_is_not_refused():
+def test_stages_with_an_effect_are_accepted():
     pipeline = Pipeline(
         {
             "finite": SampleFilter(criterion=Finite(), action="exclude"),
@@ -85,7 +85,7 @@ def test_what_has_an_effect_is_not_refused():
     assert pipeline.order == ["finite", "gate", "collapse", "filter", "advantage", "empty", "cut"]
 
 
-def test_a_non_finite_reward_excluded_before_the_collapse_never_reaches_a_baseline(make_batch):
+def test_an_excluded_nan_reward_never_reaches_a_baseline(make_batch):
     pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude"), **stages(gate=None)})
     out = pipeline(make_batch([float("nan"), 1, 3, 3], [0, 0, 0, 0], [0, 1, 2, 2]))
     found = {int(r): float(a) for r, a in zip(out["rollout_id"], out["advantage"].flatten(), strict=True)}
@@ -100,6 +100,6 @@ def test_a_non_finite_reward_excluded_before_the_collapse_never_reaches_a_baseli
         ({"x": Pipeline({})}, "stage 'x' is a pipeline"),
     ],
 )
-def test_what_is_no_stage_is_refused(given, message):
+def test_an_object_that_is_no_stage_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Pipeline(given)

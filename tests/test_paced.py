@@ -1,4 +1,4 @@
-"""Draws are dispatched only while they can still be trained in time."""
+"""Groups are dispatched only while they can still be trained in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.transforms import GroupAssembler, StalledError
 pytestmark = pytest.mark.slow
 
 
-def test_however_slow_the_trainer_nothing_is_dispatched_that_would_be_too_old():
+def test_nothing_is_dispatched_that_would_be_stale_for_any_trainer_speed():
     assembler = GroupAssembler(groups=2, max_staleness=1, max_idle=10**6)
     sampler = RepeatSampler(64, group_size=2, prompts_per_batch=1)
     dispatched, trained, go_on = [], [], threading.Event()
@@ -44,7 +44,7 @@ def test_however_slow_the_trainer_nothing_is_dispatched_that_would_be_too_old():
         assert number < 2 * (version + 2)
 
 
-def test_where_nobody_makes_room_it_is_said_in_time():
+def test_missing_capacity_is_reported_in_time():
     assembler = GroupAssembler(groups=1, max_staleness=0)
     draws = paced(RepeatSampler(4, group_size=2).draws(), assembler, patience=0.1)
     assert next(draws)["group_id"].tolist() == [0, 0]

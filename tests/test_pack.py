@@ -1,4 +1,4 @@
-"""Rows end to end lose nothing but their padding."""
+"""Packed rows lose only their padding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch_of(lengths, width=None, side="left") -> TensorDict:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from(["left", "right"]))
-def test_unpacking_gives_back_the_rows(lengths, side):
+def test_unpacking_restores_the_rows(lengths, side):
     batch = batch_of(lengths, width=7, side=side)
     back = unpack(pack(batch))
     for key in (FULL, ATTENTION, LOSS, ("log_probs", "full")):
@@ -82,8 +82,8 @@ def packed_by_hand(rows, width) -> dict[str, list]:
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6), st.booleans())
-def test_rows_of_any_padding_pack_as_a_loop_packs_them(lengths, stacked):
-    """Also rows that are ragged and padded, as those of a collector that padded each step by itself."""
+def test_rows_of_any_padding_pack_as_by_a_loop(lengths, stacked):
+    """Also ragged rows with padding, as from a collector that padded each step by itself."""
     batch = batch_of([length for length, _ in lengths], width=9, side="right")
     batch = ragged(batch, [length + more for length, more in lengths]) if stacked else batch
     packed, rows = pack(batch), batch.unbind(0)
@@ -98,7 +98,7 @@ def test_rows_of_any_padding_pack_as_a_loop_packs_them(lengths, stacked):
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_packing_reads_twice_and_unpacking_never_however_many_rows_there_are(stacked):
+def test_device_reads_do_not_grow_with_the_rows(stacked):
     for rows in (1, 4, 64):
         lengths = [1 + row % 5 for row in range(rows)]
         batch = batch_of(lengths, side="right")
@@ -113,8 +113,8 @@ def test_a_per_token_advantage_is_packed_per_token():
     assert pack(batch)["advantage"].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_what_a_corrected_loss_reads_is_packed():
-    """Such a loss measures its ratio from the trainer's policy at the start of the step."""
+def test_columns_of_a_corrected_loss_are_packed():
+    """The ratio of such a loss starts at the trainer's policy at the start of the step."""
     batch = batch_of([2, 3])
     batch["old_log_probs", "full"], batch["importance_weight"] = torch.rand(2, 3), torch.rand(2, 3)
     packed = pack(batch)
@@ -130,7 +130,7 @@ def test_gradients_flow_back_through_unpacking():
 
 
 @pytest.mark.slow
-def test_a_transformers_model_scores_packed_rows_as_it_scores_rows():
+def test_a_transformers_model_scores_packed_rows_as_single_rows():
     transformers = pytest.importorskip("transformers", reason="the extra `llm` is not installed")
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -151,7 +151,7 @@ def test_a_transformers_model_scores_packed_rows_as_it_scores_rows():
     )
 
 
-def test_what_cannot_be_packed_says_why():
+def test_rows_that_cannot_be_packed_raise_with_the_reason():
     batch = batch_of([2, 3])
     with pytest.raises(MissingKeyError, match="attention_key"):
         pack(batch.exclude(ATTENTION))

@@ -1,4 +1,4 @@
-"""The report as a file: whole, alone, safe to open."""
+"""The report as a file: complete, self-contained and safe to open."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.parametrize("name", pages.RUNS)
-def test_it_needs_nothing_but_itself(name):
+def test_the_page_loads_no_other_file(name):
     page = render_page(pages.RUNS[name]())
     for tag, attributes in Elements(page).found:
         assert tag not in ("iframe", "object", "embed", "base", "img")
@@ -47,14 +47,14 @@ def test_it_needs_nothing_but_itself(name):
     assert not re.findall(r"@import|@font-face|url\((?!#)|fetch\(|XMLHttpRequest|WebSocket|import\(", page)
 
 
-def test_nothing_in_it_reads_markup():
+def test_text_is_never_parsed_as_markup():
     page = render_page(pages.fan_out_run())
     assert not re.findall(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", page
     )
 
 
-def test_its_policy_allows_its_own_style_and_script_alone():
+def test_its_policy_allows_only_its_own_style_and_script():
     page = render_page(pages.fan_out_run())
     meta = next(a for _, a in Elements(page).found if a.get("http-equiv") == "Content-Security-Policy")
     rules = dict(rule.split(" ", 1) for rule in meta["content"].split("; "))
@@ -65,7 +65,7 @@ def test_its_policy_allows_its_own_style_and_script_alone():
         assert rules[key] == f"'sha256-{digest}'"
 
 
-def test_a_hostile_prompt_stays_data():
+def test_a_malicious_prompt_is_shown_as_text():
     page = render_page(pages.hostile_run())
     assert "<img" not in page
     assert page.count("</script>") == render_page(pages.fan_out_run()).count("</script>") == 2
@@ -73,19 +73,19 @@ def test_a_hostile_prompt_stays_data():
     assert data_of(page)["title"] == pages.HOSTILE
 
 
-def test_data_cannot_name_a_part_of_the_page():
+def test_placeholders_in_data_are_not_expanded():
     assert (
         data_of(render_page(pages.run_of(title="{{script}} {{policy}}")))["title"] == "{{script}} {{policy}}"
     )
 
 
-def test_all_text_survives_and_the_file_can_be_written(tmp_path):
+def test_any_text_can_be_written_and_is_kept(tmp_path):
     title = "漢字 \ud800 é \x00"  # a lone surrogate has no UTF-8
     write_page(pages.run_of(title=title), tmp_path / "page.html")
     assert data_of((tmp_path / "page.html").read_text(encoding="utf-8"))["title"] == title
 
 
-def test_numbers_come_as_javascript_can_hold_them():
+def test_numbers_fit_a_javascript_double():
     """2^53 + 1 = 9007199254740993 is no double; 0.1 in float32 is 0.100000001490116."""
     values = [2**53 + 1, 2**53, 0.10000000149011612, float("nan"), float("-inf"), True, None]
     curves = {"curve_steps": list(range(7)), "curves": {"x": values}}
@@ -100,7 +100,7 @@ def test_columns_of_different_length_are_refused():
         render_page(run)
 
 
-def test_a_page_is_written_whole_or_not_at_all(tmp_path):
+def test_a_page_is_written_completely_or_not_at_all(tmp_path):
     path = tmp_path / "page.html"
     write_page(pages.empty_run(), path)
     before = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""JavaScript modules become one script, each by itself; those of the page are written so that they may."""
+"""JavaScript modules are bundled into one script, and the page's modules use only supported syntax."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def order_of(script: str) -> list[str]:
     return re.findall(r'^modules\["(\S+)"\] = ', script, re.M)
 
 
-def test_a_module_comes_once_and_after_those_it_imports():
+def test_a_module_comes_once_and_after_its_imports():
     assert order_of(bundle(DIAMOND)) == ["base.js", "left.js", "right.js", "page.js"]
     backwards = dict(reversed(DIAMOND.items()))
     assert bundle(backwards) == bundle(DIAMOND)
 
 
-def test_no_import_and_no_export_is_left_in_it():
+def test_the_bundle_has_no_import_or_export():
     script = bundle(read_modules())
     assert not re.search(r"^\s*(import|export)\b", script, re.M)
     assert set(order_of(script)) == set(read_modules())
     assert order_of(script)[-1] == "page.js"  # which all others are for
 
 
-def test_a_circle_is_refused_and_shown():
+def test_a_cycle_of_imports_is_refused_and_shown():
     modules = {
         "page.js": 'import { a } from "./a.js";\n',
         "a.js": 'import { b } from "./b.js";\nexport const a = b;\n',
@@ -57,7 +57,7 @@ def test_a_circle_is_refused_and_shown():
 
 
 @pytest.mark.parametrize("name", read_modules())
-def test_each_module_is_written_as_the_bundle_understands_it(name):
+def test_each_module_uses_syntax_that_the_bundle_supports(name):
     modules = read_modules()
     assert unsupported(modules[name]) == []
     for braces, source in IMPORT.findall(modules[name]):
@@ -65,7 +65,7 @@ def test_each_module_is_written_as_the_bundle_understands_it(name):
         assert names <= {word for _, word in EXPORT.findall(modules[source])}, source
 
 
-def test_a_name_of_the_outermost_level_means_one_thing_in_the_whole_script():
+def test_a_top_level_name_is_defined_once_in_the_bundle():
     names = Counter(word for text in read_modules().values() for word in TOP_LEVEL.findall(text))
     assert [name for name, count in names.items() if count > 1 or name == "modules"] == []
 
@@ -88,12 +88,12 @@ def test_a_name_of_the_outermost_level_means_one_thing_in_the_whole_script():
         "function* a() {}",
     ],
 )
-def test_what_the_bundle_does_not_understand_would_be_found(line):
+def test_unsupported_syntax_is_detected(line):
     assert unsupported(f"f();\n{line}\n") == [line]
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
-def test_a_module_sees_what_it_imports_and_nothing_else():
+def test_a_module_sees_only_its_imports():
     modules = DIAMOND | {
         "page.js": 'import { left } from "./left.js";\nimport { right } from "./right.js";\n'
         "console.log(JSON.stringify([left, typeof right, typeof base, typeof hidden]));\n"

@@ -1,4 +1,4 @@
-"""The report as it is seen: drawn, sorted, opened and read in a browser."""
+"""The report in a browser: drawn, sorted, opened and read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PANELS = ("funnel", "strip", "compare", "tree", "tape", "lengths", "lag", "numbe
 
 
 @pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
-def test_every_panel_says_something_and_the_console_nothing(look, name):
+def test_every_panel_has_content_and_the_console_is_empty(look, name):
     page = look(pages.hostile_run() if name == "hostile" else pages.RUNS[name]())
     for scheme in ("light", "dark"):
         page.show_as(scheme)
@@ -28,7 +28,7 @@ def test_every_panel_says_something_and_the_console_nothing(look, name):
 
 
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
-def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
+def test_the_strip_has_a_dot_per_rollout_and_a_line_per_group(look, name):
     run = pages.RUNS[name]()
     rows = run["steps"][-1]["rows"]
     page = look(run)
@@ -38,7 +38,7 @@ def test_there_is_a_dot_for_each_rollout_and_a_line_for_each_group(look, name):
 
 
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
-def test_a_legend_explains_every_mark_that_is_drawn(look, name):
+def test_a_legend_explains_every_mark(look, name):
     page = look(pages.RUNS[name]())
     kinds = set(page.values("#strip [data-legend]", "data-legend"))
     drawn = {"scaled": "advantage", "flat": "flat", "none": "none", "gone": "gone"}
@@ -51,7 +51,7 @@ def test_a_legend_explains_every_mark_that_is_drawn(look, name):
     assert actions == set(page.values("#funnel [data-legend]", "data-legend"))
 
 
-def test_the_funnel_tells_what_left_and_how(look):
+def test_the_funnel_shows_what_left_and_why(look):
     page = look(pages.incomplete_run())
     said = page.one("#funnel").text
     for words in ("incomplete, dropped", "failed, dropped", "truncated, excluded", "remainder, carried"):
@@ -82,7 +82,7 @@ def test_groups_are_sorted_in_the_strip_and_in_the_tree(look, order, groups):
     assert page.values("#tree details.group", "data-group") == groups
 
 
-def test_ids_that_are_text_are_told_apart_and_in_order(look):
+def test_text_ids_are_distinct_and_in_order(look):
     rows = pages.rollouts_of(0, [0, 1]) + pages.rollouts_of(1, [0, 1])
     for row, group in zip(rows, ["math_10/0", "math_10/0", 'math_9"]', 'math_9"]'], strict=True):
         row["group"], row["rollout"] = group, f"{group}_{row['rollout']}"
@@ -91,7 +91,7 @@ def test_ids_that_are_text_are_told_apart_and_in_order(look):
     assert page.count("#strip .scroll .dot") == 4
 
 
-def test_rows_that_a_count_by_rows_would_change_are_counted(look):
+def test_rows_that_counting_by_rows_would_change_are_counted(look):
     """Groups 3 (equal) and 6 (no fan-out) stay as they are."""
     run = pages.fan_out_run(1)
     rows = run["steps"][0]["rows"]
@@ -106,7 +106,7 @@ def test_rows_that_a_count_by_rows_would_change_are_counted(look):
     assert page.all(".scatter .diagonal")
 
 
-def test_a_group_is_drawn_when_opened_and_says_why_each_row_left(look):
+def test_an_opened_group_is_drawn_with_the_reason_of_each_row(look):
     run = pages.incomplete_run()
     page = look(run)
     assert page.texts("#tree article h3") == [f"rollout {rollout}" for rollout in (100, 101, 102, 103)]
@@ -121,7 +121,7 @@ def test_a_group_is_drawn_when_opened_and_says_why_each_row_left(look):
     assert "partly in the loss; not in the loss: filter/truncated" in page.one("#tree").text
 
 
-def test_what_is_not_shown_yet_is_a_button_away(look):
+def test_hidden_items_are_shown_by_a_button(look):
     """Of 60 groups 25 at a time, and the focus goes on with the first new one; of 20 metrics 12, then all."""
     rows = [row for group in range(60) for row in pages.rollouts_of(group, [0, 1])]
     curves = {"curve_steps": [0, 1], "curves": {f"metric {k}": [0.0, 1.0] for k in range(20)}}
@@ -137,7 +137,7 @@ def test_what_is_not_shown_yet_is_a_button_away(look):
     assert page.texts("button.more") == ["show 10 more of 10"]
 
 
-def test_the_strip_is_read_by_the_keyboard(look):
+def test_the_strip_is_usable_by_keyboard(look):
     page = look(pages.fan_out_run(1), motion="reduce")
     page.choose("sort", "id")
     assert page.values("#strip .scroll .dot[tabindex='0']", "data-rollout") == ["0"]
@@ -193,13 +193,13 @@ def test_the_step_is_chosen_and_marked_on_the_curves(look):
     assert "no number at any step" in page.one("#curves").text
 
 
-def test_a_run_without_steps_says_so(look):
+def test_a_run_without_steps_is_reported_as_such(look):
     page = look(pages.run_of())
     assert page.one("#summary").text == "No step was recorded."
     assert not page.one("main").is_displayed()
 
 
-def test_a_page_of_certificates_shows_them_and_nothing_else(look):
+def test_a_page_of_certificates_shows_only_them(look):
     def judged(ratio, **numbers):
         return {"ratio": ratio, "relative_bias": 0.099, "cosine": 0.9952, "variance": 0.0733} | numbers
 
@@ -233,13 +233,13 @@ def test_rewards_of_any_size_are_drawn(look, rewards):
     assert "−0" not in page.texts("#strip .axis text")
 
 
-def test_an_empty_batch_says_why_each_panel_is_empty(look):
+def test_an_empty_batch_has_its_reason_in_each_panel(look):
     page = look(pages.empty_run())
     for panel in PANELS[:-1]:
         assert re.search("no rows|no groups", page.one(f"#{panel} .empty").text, re.I), panel
 
 
-def test_a_batch_of_which_all_left_says_so(look):
+def test_a_batch_without_kept_rows_is_reported_as_such(look):
     page = look(pages.filtered_run())
     assert "0 of 12 rows (0 %) are in the loss" in page.one("#summary").text
     assert "nothing trains at this step" in page.one("#funnel .empty").text
@@ -250,7 +250,7 @@ def test_a_batch_of_which_all_left_says_so(look):
     assert "No rollout of this step is in the loss" in page.one("#strip .empty").text
 
 
-def test_a_hostile_run_is_shown_as_text_and_runs_nothing(look):
+def test_a_malicious_run_is_shown_as_text_and_runs_nothing(look):
     page = look(pages.hostile_run())
     page.open("details.group")
     page.open("details.rows")
@@ -343,7 +343,7 @@ def full_run():
 
 @pytest.mark.parametrize("width", [360, 800, 1280])
 @pytest.mark.parametrize("name", ["full", "plain", "fan-out", "incomplete"])
-def test_no_text_is_cut_off_or_covered(look, name, width):
+def test_no_text_is_clipped_or_covered(look, name, width):
     plain = pages.step_of(pages.rollouts_of(1250, [0.0, 1.0, None]), labels=lambda _: None)
     runs = {"full": full_run, "plain": lambda: pages.run_of(plain)}
     page = look((pages.RUNS | runs)[name](), width=width)
@@ -384,7 +384,7 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
     assert "rank 1" in page.one("#tape").text
 
 
-def test_a_page_of_two_recipes_says_whose_each_panel_is(look):
+def test_a_page_of_two_recipes_names_the_recipe_of_each_panel(look):
     """Shares ½, ½ and ⅘, ⅕ of two rows: 0.3 moves. What is said of all rows is a number of the step."""
     rows = pages.rollouts_of(0, [0.0]) + pages.rollouts_of(1, [1.0])
     rows[0] |= {"advantage": -1.0, "advantage_by_row": -2.0, "share": 0.5, "other_share": 0.8}

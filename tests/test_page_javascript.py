@@ -1,4 +1,4 @@
-"""The page's JavaScript against the schema of its data, and its modules against one another."""
+"""The page's JavaScript reads the keys of its schema, and its modules import what they call."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def accesses(word: str) -> set[str]:
     return {name for text in MODULES.values() for name in re.findall(rf"(?<![\w.]){word}\.(\w+)", text)}
 
 
-def test_the_javascript_reads_the_keys_of_the_schema_and_no_others():
+def test_the_javascript_reads_exactly_the_keys_of_the_schema():
     fields = listed_fields()
     assert {kind: set(names) for kind, names in fields.items()} == SCHEMAS
     assert all(len(names) == len(set(names)) for names in fields.values())
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_no_module_asks_for_a_field_that_there_is_not(word):
+def test_no_module_reads_an_unknown_field(word):
     known = set().union(*(SCHEMAS[kind] for kind in WORDS[word])) | ADDED.get(word, set())
     assert accesses(word) - known == set()
 
@@ -88,8 +88,8 @@ def test_each_field_is_used_by_a_module(kind):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_each_function_of_another_module_that_is_called_is_imported(name):
-    """Without an import the call fails, but only where the page gets to it."""
+def test_each_called_function_of_another_module_is_imported(name):
+    """Without an import the call fails only when the page reaches it."""
     text = MODULES[name]
     exports = re.findall(r"^export (?:function|const) (\w+)", "\n".join(MODULES.values()), re.M)
     called = {word for word in exports if re.search(rf"(?<![\w.]){word}\(", text)}
@@ -118,7 +118,7 @@ def node(tmp_path):
     return run
 
 
-def test_every_module_but_the_one_that_starts_is_imported_without_a_page(node):
+def test_every_module_but_the_main_one_is_imported_without_a_page(node):
     names = [name for name in MODULES if name != "page.js"]
     text = "".join(f'import "./{name}";\n' for name in names)
     assert node(text + "console.log(1)") == 1
@@ -136,8 +136,8 @@ def test_numbers_have_four_digits_and_ticks_are_round(node):
     assert shown == [numbers, "0", [-1, 3], None, [0, 0.5, 1], 125]
 
 
-def test_every_metric_of_ours_has_a_unit(make_batch):
-    """Or is said to have none, by its name; so that a new one is thought of."""
+def test_every_metric_has_a_unit_or_is_listed_without_one(make_batch):
+    """A new metric must be listed with its unit or without one."""
     patterns = re.findall(r"^  \[/(.*)/, \(", MODULES["units.js"], re.M)
     assert len(patterns) == MODULES["units.js"].count("  [/")
     batch = busy_batch(make_batch)
@@ -152,7 +152,7 @@ def test_every_metric_of_ours_has_a_unit(make_batch):
     assert unknown == []
 
 
-def test_numbers_are_read_in_their_unit(node):
+def test_numbers_are_shown_in_their_unit(node):
     shown = node("""
         import { measured, measuredRange } from "./units.js";
         console.log(JSON.stringify([
@@ -189,7 +189,7 @@ def test_bins_are_round_and_hold_each_rollout_once(node):
     assert single == [{"from": 7, "to": 7, "counts": {"kept": 1}}]
 
 
-def test_groups_by_spread_are_in_order(node):
+def test_groups_are_sorted_by_spread(node):
     """Widest first; equal spreads by id, also one beyond a double; groups of one reward last."""
     ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
     rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]

@@ -1,4 +1,4 @@
-"""What is to be read on the page: groups and their responses, found by a search, linked to by an address."""
+"""Reading the page: groups and their responses, the search, and links."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def card(page, rollout: int):
     return page.one(f"#tree article[aria-label='rollout {rollout}']")
 
 
-def test_the_page_opens_the_group_where_most_is_to_be_learnt(look):
+def test_the_page_opens_the_group_of_largest_spread(look):
     """Spreads of 0.5, 0.25, 0.1 and 0: groups 2, 4, 3 and 1."""
     page = look(pages.reading_run())
     assert found(page) == page.values("#strip .line", "data-group") == ["2", "4", "3", "1"]
@@ -51,7 +51,7 @@ def test_the_page_opens_the_group_where_most_is_to_be_learnt(look):
     assert opened(page) == found(page)[:1]
 
 
-def test_each_rollout_is_told_beside_the_others(look):
+def test_each_rollout_is_compared_with_the_others(look):
     page = look(pages.reading_run())
     assert page.texts("#tree article h3") == ["rollout 200", "rollout 201"]
     assert "No idea." in card(page, 200).text
@@ -61,7 +61,7 @@ def test_each_rollout_is_told_beside_the_others(look):
     assert "not in the loss: filter/zero_variance" in card(page, 100).text
 
 
-def test_a_flat_run_begins_with_the_lowest_reward(look):
+def test_groups_of_equal_rewards_start_with_the_lowest(look):
     """Group 1 has equal rewards and spreads least, group 3 has the lowest mean: it is opened first."""
     run = pages.reading_run()
     said = [{"name": "reward-flat", "text": "The mean reward is flat."}]
@@ -91,7 +91,7 @@ def test_ground_truth_and_other_columns_are_beside_the_response(look):
     assert found(page) == ["2"]
 
 
-def test_the_prompt_is_the_last_turn_and_whole_when_asked(look):
+def test_the_prompt_shows_its_last_turn_and_all_on_request(look):
     page = look(pages.reading_run())
     assert page.texts("p.prompt") == ["What is 2 + 2?"]
     button = page.one("p.prompt + button")
@@ -102,7 +102,7 @@ def test_the_prompt_is_the_last_turn_and_whole_when_asked(look):
     assert page.texts("p.prompt") == ["What is 2 + 2?"]
 
 
-def test_a_long_response_is_folded_and_one_that_was_cut_says_how_much_is_missing(look):
+def test_a_long_response_is_folded_and_a_cut_one_shows_what_is_missing(look):
     page = look(pages.reading_run())
     folded = page.one("p.text.folded")
     before = folded.size["height"]
@@ -113,8 +113,8 @@ def test_a_long_response_is_folded_and_one_that_was_cut_says_how_much_is_missing
     assert "It begins … 1,234 characters left out … and ends." in card(page, 101).text
 
 
-def test_tokens_are_coloured_by_their_number_which_the_tip_says(look):
-    """Orange below zero and blue above; one that is not in the loss has no colour."""
+def test_tokens_are_coloured_by_their_number_shown_in_the_tip(look):
+    """Orange below zero and blue above; a masked token has no colour."""
     page = look(pages.reading_run(), address="#group=3", motion="reduce")
     tokens = "article[aria-label='rollout 300'] .token"
     assert page.texts(tokens) == ["low", " out", " <b>high"]
@@ -165,7 +165,7 @@ def test_a_search_finds_groups_by_id_text_and_reason(look, words, groups):
     assert opened(page) == groups[:1]
 
 
-def test_a_search_is_typed_and_taken_back_by_the_keyboard(look):
+def test_a_search_is_typed_and_cleared_by_keyboard(look):
     page = look(pages.reading_run())
     page.one("body").send_keys(SLASH)
     page.driver.switch_to.active_element.send_keys("Question 4")
@@ -177,7 +177,7 @@ def test_a_search_is_typed_and_taken_back_by_the_keyboard(look):
     assert hash_of(page) == "#step=20"
 
 
-def test_an_address_leads_to_its_step_group_and_search(look):
+def test_a_url_opens_its_step_group_and_search(look):
     page = look(pages.reading_run(), address="#step=10&group=3&search=question")
     assert page.one("#summary").text.startswith("Step 10:")
     assert opened(page) == ["3"]
@@ -185,7 +185,7 @@ def test_an_address_leads_to_its_step_group_and_search(look):
     assert not page.one("#elsewhere").is_displayed()
 
 
-def test_what_a_reader_chooses_is_in_the_address(look):
+def test_the_url_has_what_the_reader_chose(look):
     page = look(pages.reading_run(), motion="reduce")
     page.one("#previous").click()
     assert hash_of(page) == "#step=10"
@@ -201,7 +201,7 @@ def test_what_a_reader_chooses_is_in_the_address(look):
     assert hash_of(page) == "#step=20", "a group is of its step"
 
 
-def test_back_and_forward_follow_the_address(look):
+def test_back_and_forward_follow_the_url(look):
     page = look(pages.reading_run())
     for words, step, groups in (("step=10", "Step 10:", ["2"]), ("step=20&group=4", "Step 20:", ["4"])):
         page.driver.execute_script("location.hash = arguments[0]", words)
@@ -224,14 +224,14 @@ def test_back_and_forward_follow_the_address(look):
         ("#nothing", "20", ""),
     ],
 )
-def test_an_address_of_nothing_says_so_and_shows_what_is_nearest(look, address, step, words):
+def test_a_url_of_a_missing_group_says_so_and_shows_the_nearest(look, address, step, words):
     page = look(pages.reading_run(), address=address)
     assert page.one("#summary").text.startswith(f"Step {step}:")
     assert page.one("#elsewhere").text == words
     assert opened(page) == ["2"]
 
 
-def test_hostile_responses_and_tokens_stay_text(look):
+def test_malicious_responses_and_tokens_are_shown_as_text(look):
     run = pages.reading_run()
     rows = run["steps"][-1]["rows"]
     rows["response"][2] = pages.excerpt(pages.HOSTILE, 3, pages.HOSTILE)

@@ -1,4 +1,4 @@
-"""The data of the page: one schema, which what is shown keeps to."""
+"""The data of the page follow one schema."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_an_unknown_key_is_refused_by_name_and_place(run, where):
         render_page(run)
 
 
-def test_two_recipes_may_be_named(run):
+def test_a_page_may_name_two_recipes(run):
     render_page(run | {"versus": ["grpo", "dr_grpo"]})
     with pytest.raises(ValueError, match=r"^page .* may have .*versus, certificates; unknown: against\."):
         render_page(run | {"against": ["grpo", "dr_grpo"]})
 
 
-def test_the_tables_of_a_real_report_have_the_columns_of_the_schema(make_batch):
+def test_the_tables_of_a_report_have_the_columns_of_the_schema(make_batch):
     batch = busy_batch(make_batch)
     for rows in (batch, batch[:0], batch.exclude("group_id")[:3]):
         pipeline = Pipeline(stages() if "group_id" in rows.keys() else {})

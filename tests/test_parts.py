@@ -1,4 +1,4 @@
-"""Parts of recipes against slow statements of them, and the laws that they keep."""
+"""Parts of recipes equal slow references, and keep their laws."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def per_rollout(batch, column):
 
 
 @given(rollouts(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, 0.5]))
-def test_a_length_counts_against_those_that_succeed(drawn, coefficient, success):
+def test_length_penalties_apply_among_successful_rollouts(drawn, coefficient, success):
     """prime-rl's shaping, orchestrator/algo/advantage.py, one rollout after another."""
     found, order = drawn
     batch = batch_of_rollouts(found, order)
@@ -96,7 +96,7 @@ def test_a_length_counts_against_those_that_succeed(drawn, coefficient, success)
 
 
 @given(rollouts())
-def test_a_rescaled_reward_is_that_over_the_length_in_means(drawn):
+def test_a_rescaled_reward_is_divided_by_its_relative_length(drawn):
     """GR³, arXiv:2603.10535."""
     found, order = drawn
     shaped = RelativeLength(form="rescale", coefficient=0.5)(batch_of_rollouts(found, order))
@@ -115,13 +115,13 @@ def test_a_negative_reward_is_not_rescaled():
         RelativeLength(form="rescale", success=1.0)
 
 
-def test_where_nobody_succeeds_nobody_is_short():
+def test_without_success_no_length_is_penalized():
     batch = FanOutCollapse()(batch_of([-1.0, -1, -2], [0, 0, 0]))
     batch[MASK] = torch.arange(4) < torch.tensor([1, 4, 1])[:, None]
     assert RelativeLength()(batch)[REWARD].tolist() == [-1, -1, -2]
 
 
-def test_who_is_out_of_the_statistics_shortens_nobody():
+def test_excluded_rollouts_are_not_in_length_statistics():
     batch = batch_of([1.0, 1, 1], [0, 0, 0])
     batch[MASK] = torch.arange(4) < torch.tensor([2, 4, 1])[:, None]
     out = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 2, action="exclude")
@@ -143,7 +143,7 @@ def kept_by_loops(members, k, by):
 
 
 @given(rollouts(), st.integers(1, 5), st.sampled_from(["reward", "length", "efficiency"]))
-def test_the_best_k_of_each_group_stay(drawn, k, by):
+def test_the_best_k_of_each_group_are_kept(drawn, k, by):
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     keep = BestOf(k=k, by=by)(batch)
@@ -156,8 +156,8 @@ def test_the_best_k_of_each_group_stay(drawn, k, by):
     assert keep.tolist() == [label in stay for label in batch["rollout_id"].tolist()]
 
 
-def test_of_sets_that_vary_alike_the_one_with_the_most_large_rewards_stays():
-    """Which one rounding thinks larger is no matter."""
+def test_of_sets_of_equal_variance_the_one_with_the_most_large_rewards_is_kept():
+    """Rounding must not decide between the sets."""
     for most in (0.1, 0.3, 0.7):
         batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
         assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
@@ -166,15 +166,15 @@ def test_of_sets_that_vary_alike_the_one_with_the_most_large_rewards_stays():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 0.2, 0.7, 0.8])
 @pytest.mark.parametrize("rows", [3, 6, 7])
-def test_a_group_whose_mean_is_the_bound_is_within_it(dtype, value, rows):
+def test_a_group_mean_equal_to_the_bound_is_within_it(dtype, value, rows):
     batch = batch_of([0.0] * rows, [0] * rows)
     batch[REWARD] = torch.full((rows,), value, dtype=dtype)
     assert GroupMeanWithin(low=value, high=value)(batch).all()
 
 
 @given(rollouts(), st.integers(1, 5))
-def test_those_that_vary_most_stay(drawn, k):
-    """PODS, arXiv:2504.13818, against all sets of k; which of several is no matter, but not of the order."""
+def test_the_k_of_largest_variance_are_kept(drawn, k):
+    """PODS, arXiv:2504.13818, compared with all sets of k; the order of rows changes nothing."""
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     keep = per_rollout(batch, BestOf(k=k, by="variance")(batch))
@@ -189,8 +189,8 @@ def test_those_that_vary_most_stay(drawn, k):
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 5), st.randoms())
-def test_of_equal_rewards_at_either_end_those_with_the_smaller_ids_stay(rewards, k, random):
-    """As for any other `by`: who is kept of a reward has smaller ids than who is not."""
+def test_of_equal_rewards_at_either_end_the_smaller_ids_are_kept(rewards, k, random):
+    """As for any other `by`: of equal rewards the smaller ids are kept."""
     ids = random.sample(range(20), len(rewards))
     batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards), ids))
     keep = BestOf(k=k, by="variance")(batch).tolist()
@@ -200,7 +200,7 @@ def test_of_equal_rewards_at_either_end_those_with_the_smaller_ids_stay(rewards,
         assert not kept or all(stays for equal, less, stays in found if equal == reward and less < label)
 
 
-def test_the_statistics_are_those_of_the_kept():
+def test_statistics_are_over_the_kept_rollouts():
     batch = batch_of([0.0, 1, 5, 6], [0] * 4)
     stages = {
         "collapse": FanOutCollapse(),
@@ -214,8 +214,8 @@ def test_the_statistics_are_those_of_the_kept():
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-3, -2, 2, 3]
 
 
-def test_who_has_no_vote_takes_no_place():
-    """An excluded rollout and one without a reward; the segments of one are one."""
+def test_excluded_rollouts_are_not_among_the_best_k():
+    """An excluded rollout and one without a reward; segments of one rollout are one."""
     batch = FanOutCollapse(missing="skip")(
         batch_of([9.0, 9.0, 9.0, NAN, 1.0, 2.0, 3.0], [0] * 7, [4, 5, 5, 6, 7, 8, 9])
     )
@@ -224,7 +224,7 @@ def test_who_has_no_vote_takes_no_place():
     assert SampleFilter(criterion=BestOf(k=2), action="drop")(batch)["rollout_id"].tolist() == [4, 5, 5, 6, 9]
 
 
-def test_criteria_of_groups_stand_behind_the_collapse():
+def test_criteria_of_groups_come_after_the_collapse():
     for criterion in (BestOf(k=1), GroupMeanWithin(low=0.5)):
         with pytest.raises(MissingKeyError, match="put FanOutCollapse before it"):
             criterion(batch_of([1.0, 2], [0, 0]))
@@ -237,7 +237,7 @@ def test_criteria_of_groups_stand_behind_the_collapse():
 
 
 @given(rollouts(), st.sampled_from([(0.25, 0.75), (0.5, 1.0), (-math.inf, 0.5)]))
-def test_a_groups_mean_decides_for_all_of_it(drawn, bounds):
+def test_the_mean_of_a_group_decides_for_all_its_rows(drawn, bounds):
     found, order = drawn
     batch = batch_of_rollouts(found, order)
     low, high = bounds
@@ -253,7 +253,7 @@ def test_a_groups_mean_decides_for_all_of_it(drawn, bounds):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_signs_have_factors(dtype):
+def test_positive_and_negative_advantages_have_their_factors(dtype):
     batch = batch_of([0.0] * 3, [0] * 3)
     batch["advantage"] = torch.tensor([-2.0, 0.0, 4.0], dtype=dtype).view(3, 1, 1)
     out = SignFactors(positive=0.25, negative=2.0)(batch)["advantage"]
@@ -261,8 +261,8 @@ def test_signs_have_factors(dtype):
     assert out.flatten().tolist() == [-4, 0, 1]
 
 
-def test_an_advantage_by_token_is_changed_as_that_of_its_row_would_be_stage_by_stage():
-    """Whether in the table, where rows are gathered, or because a later stage asks for it."""
+def test_stages_change_a_token_advantage_as_that_of_its_row():
+    """In the table, where rows are gathered, or when a later stage reads it."""
     batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
     batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
     stages = {
@@ -279,7 +279,7 @@ def test_an_advantage_by_token_is_changed_as_that_of_its_row_would_be_stage_by_s
     torch.testing.assert_close(by_token["advantage"], of_rows.expand(5, 4, 1))
 
 
-def test_a_segment_that_has_left_keeps_its_place():
+def test_a_dropped_segment_keeps_its_index():
     batch = batch_of([1.0, 2, 4, 8], [0] * 4, [5, 5, 5, 6])
     batch["advantage"] = torch.ones(4, 1, 1)
     stages = {
@@ -294,7 +294,7 @@ def test_a_segment_that_has_left_keeps_its_place():
 
 @pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
 @pytest.mark.parametrize("successes", range(5))
-def test_a_group_weighs_by_how_difficult_it_is(strength, successes):
+def test_a_group_is_weighted_by_its_difficulty(strength, successes):
     """MGPO, arXiv:2511.06221."""
     batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
     batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
@@ -313,7 +313,7 @@ def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
     assert torch.equal(DifficultyWeight(strength=9.0)(batch)["advantage"], batch["advantage"])
 
 
-def test_no_difficulty_of_what_is_no_share():
+def test_difficulty_needs_rewards_from_0_to_1():
     batch = GroupRelativeAdvantage()(FanOutCollapse()(batch_of([0.0, 1.5], [0, 0])))
     with pytest.raises(BatchError, match=r"needs rewards in \[0, 1\], .*; found 1.5 at row 1 \(rollout 1\)"):
         DifficultyWeight()(batch)
@@ -333,8 +333,8 @@ def groups_of_one(rewards, keys, start, **columns):
     st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     st.randoms(),
 )
-def test_a_running_mean_is_what_a_loop_says(steps, decay, random):
-    """And neither the order of the rows nor their segments, nor a state between two batches, change a bit."""
+def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
+    """Row order, segments and a state between two batches change no bit."""
     options = {"decay": decay, "start": 0.5, "start_weight": 2.0, "baseline_key": "task"}
     stage, other = RunningBaseline(**options), RunningBaseline(**options)
     known: dict[int, tuple[float, float]] = {}
@@ -362,8 +362,8 @@ def test_a_running_mean_is_what_a_loop_says(steps, decay, random):
         other.load_state_dict(state)
 
 
-def test_a_batch_that_comes_again_counts_once():
-    """As one that was interrupted does after its state was loaded."""
+def test_a_repeated_batch_counts_once():
+    """As an interrupted batch does after its state was loaded."""
     stage = RunningBaseline(decay=0.5)
     first, second = (groups_of_one(rewards, [0, 0], 10 * i) for i, rewards in enumerate([[1.0, 3], [5.0, 7]]))
     stage(first)
@@ -376,7 +376,7 @@ def test_a_batch_that_comes_again_counts_once():
     assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
 
 
-def test_what_an_earlier_stage_refuses_does_not_count():
+def test_a_batch_refused_by_an_earlier_stage_does_not_count():
     running = RunningBaseline(decay=0.5)
     stages = {
         "collapse": FanOutCollapse(),
@@ -392,8 +392,8 @@ def test_what_an_earlier_stage_refuses_does_not_count():
         Pipeline(stages | {"running": RunningBaseline(baseline_key="task")})(wrong)
 
 
-def test_what_a_later_stage_refuses_does_not_count():
-    """Before and behind the cut; the batch that comes next is measured as if it had not been there."""
+def test_a_batch_refused_by_a_later_stage_does_not_count():
+    """Before and after the split; the next batch is measured as if the refused one had not come."""
     running = RunningBaseline(decay=0.5)
     stages = {
         "collapse": FanOutCollapse(),
@@ -414,7 +414,7 @@ def test_what_a_later_stage_refuses_does_not_count():
     assert running.memory.after.mean.tolist() == [2.25]  # 0 + (3 - 0) · (1 + ½) / 2, worth two of them
 
 
-def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():
+def test_rollouts_without_a_reward_or_excluded_are_not_counted():
     stage = RunningBaseline(decay=0.0, start=1.0)
     batch = groups_of_one([5.0, NAN, 9.0], [0, 0, 0], 0)
     batch[COUNTED] = torch.tensor([True, True, False])
@@ -422,8 +422,8 @@ def test_who_has_no_reward_or_is_excluded_neither_counts_nor_changes():
     assert stage(groups_of_one([6.0], [0], 10))["advantage"].flatten().tolist() == [1]
 
 
-def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
-    """Equal rewards in every batch would else look as if the batch came again, and never count."""
+def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
+    """Otherwise equal rewards in every batch would look like a repeated batch."""
     with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
         RunningBaseline(rollout_key=None)
     stage = RunningBaseline(decay=0.5)
@@ -439,7 +439,7 @@ def test_a_batch_is_known_by_its_rollouts_which_row_numbers_are_not():
         ({"start_weight": 0.0}, "start_weight must be finite and > 0"),
     ],
 )
-def test_a_running_baseline_needs_something_to_begin_with(options, message):
+def test_a_running_baseline_needs_a_start_value(options, message):
     with pytest.raises(ValueError, match=message):
         RunningBaseline(**options)
 
@@ -478,7 +478,7 @@ def test_roles_are_compared_within_or_across_episodes(keys, expected):
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**62), st.integers(0, 2)), min_size=1, max_size=20)
 )
-def test_equal_tuples_have_one_id_whatever_else_is_there(tuples):
+def test_equal_tuples_have_equal_ids_in_any_batch(tuples):
     columns = [torch.tensor(column) for column in zip(*tuples, strict=True)]
     ids = combine_ids(*columns)
     assert bool((ids >= 0).all())
@@ -486,7 +486,7 @@ def test_equal_tuples_have_one_id_whatever_else_is_there(tuples):
     assert torch.equal(combine_ids(*(column[:1] for column in columns)), ids[:1])
 
 
-def test_an_id_that_is_not_set_is_refused():
+def test_an_unset_id_is_refused():
     batch = batch_of([1.0, 2], [0, 0], role=[1, -1])
     with pytest.raises(BatchError, match="needs a role ≥ 0; found -1 at row 1"):
         CombineIds(keys=["group_id", "role"])(batch)
@@ -497,7 +497,7 @@ def test_an_id_that_is_not_set_is_refused():
 # -- a turn as what weighs one --------------------------------------------------------------------------
 
 
-def test_a_turn_weighs_one_however_many_rows_and_tokens_it_has():
+def test_a_turn_has_weight_1_for_any_rows_and_tokens():
     """Rollout 5: turn 0 of 1 + 2 tokens, turn 1 of 4; rollout 6: turn 0 of 1. Three turns."""
     batch = batch_of([0.0] * 4, [0] * 4, [5, 5, 5, 6], turn=[0, 0, 1, 0])
     batch[MASK] = torch.arange(4) < torch.tensor([1, 2, 4, 1])[:, None]

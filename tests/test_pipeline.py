@@ -1,4 +1,4 @@
-"""Stages run in order, each row is accounted for, errors name the stage."""
+"""Stages run in order, each row is in the ledger, and errors name the stage."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wild_batches(draw):
     st.sampled_from(["sample", "rollout", "group"]),
     st.sampled_from(["drop", "uneven"]),
 )
-def test_the_ledger_balances_and_nothing_untrained_trains(batch, action, unit, remainder):
+def test_the_ledger_balances_and_untrained_rows_do_not_train(batch, action, unit, remainder):
     pipeline = Pipeline(
         stages(
             gate=CompletenessGate(group_size=14, on_incomplete="keep", min_rollouts=2),
@@ -86,7 +86,7 @@ def test_the_ledger_balances_and_nothing_untrained_trains(batch, action, unit, r
         assert torch.isfinite(out["advantage"]).all()
 
 
-def test_minibatches_are_those_of_the_processed_batch_and_one_order_an_epoch(make_batch):
+def test_minibatches_have_the_processed_rows_in_one_order_per_epoch(make_batch):
     whole = Pipeline(stages())(busy_batch(make_batch))
     parts = list(Pipeline(stages()).minibatches(busy_batch(make_batch)))
     assert torch.equal(torch.cat([part["headrace", "row"] for part in parts]), whole["headrace", "row"])
@@ -102,7 +102,7 @@ def test_minibatches_are_those_of_the_processed_batch_and_one_order_an_epoch(mak
     assert pipeline.metrics["out/split/remainder"] == 0
 
 
-def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
+def test_an_empty_result_yields_no_minibatch_and_metrics_have_the_reason(make_batch):
     pipeline = Pipeline(stages())
     batch = make_batch([1.0, 2], [0, 1])
     assert list(pipeline.minibatches(batch)) == []
@@ -111,14 +111,14 @@ def test_nothing_left_yields_no_minibatch_and_the_metrics_say_why(make_batch):
     assert pipeline(batch).shape == (0,)
 
 
-def test_a_lazy_stack_from_which_nothing_is_left_is_empty(make_batch):
+def test_a_lazy_stack_without_kept_rows_is_empty(make_batch):
     pipeline = Pipeline(stages())
     ragged = lazy_stack(list(make_batch([1.0, 2], [0, 1]).unbind(0)))
     assert pipeline(ragged).shape == (0,)
     assert pipeline.metrics["out/gate/incomplete"] == 2
 
 
-def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
+def test_a_processed_row_among_new_ones_is_refused(make_batch):
     done = Pipeline({})(make_batch([1.0], [0]))
     fresh = make_batch([2.0], [1])
     with pytest.raises(BatchError, match=r"got 2 rows that a pipeline has already processed"):
@@ -126,7 +126,7 @@ def test_a_stamped_row_among_fresh_ones_is_refused(make_batch):
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
-def test_minibatches_of_two_epochs_are_not_the_same_objects(make_batch, lazy):
+def test_epochs_do_not_share_minibatch_objects(make_batch, lazy):
     batch = make_batch([1.0, 3], [0, 0])
     batch = lazy_stack(list(batch.unbind(0))) if lazy else batch
     for split in (None, ShuffleSplit(minibatches=1)):
@@ -147,14 +147,14 @@ def test_a_loss_mask_that_is_not_bool_is_refused(make_batch, dtype):
         Pipeline({})(batch)
 
 
-def test_a_failed_stage_leaves_no_numbers(make_batch):
+def test_a_failed_stage_leaves_no_metrics(make_batch):
     pipeline = Pipeline(stages(gate=CompletenessGate(group_size=7)))
     with pytest.raises(IncompleteGroupsError):
         pipeline(busy_batch(make_batch))
     assert pipeline.ledger is None
 
 
-def test_a_stage_that_fails_is_named_with_its_options(make_batch):
+def test_a_failing_stage_is_named_with_its_options(make_batch):
     with pytest.raises(
         IncompleteGroupsError, match=r"stage 'gate', CompletenessGate\(group_size=7\): 3 incomplete"
     ) as info:
@@ -167,7 +167,7 @@ def test_a_stage_that_fails_is_named_with_its_options(make_batch):
 
 
 @pytest.mark.parametrize("weight", [None, LossWeight()], ids=["plain", "weighed"])
-def test_a_row_is_out_only_if_every_epoch_leaves_it_out(make_batch, weight):
+def test_a_row_is_untrained_only_if_no_epoch_trains_it(make_batch, weight):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, remainder="drop"), "weight": weight})
     batch = make_batch([0.0] * 5, [0] * 5)
     seen = {int(row) for part in pipeline.minibatches(batch, epochs=6) for row in part["headrace", "row"]}
@@ -187,7 +187,7 @@ def test_minibatches_are_checked_at_once_and_belong_to_their_batch(make_batch):
     assert pipeline.metrics["rows/in"] == 6
 
 
-def test_renamed_ids_are_counted_under_the_same_names(make_batch):
+def test_renamed_ids_are_counted_under_the_same_metrics(make_batch):
     batch = make_batch([1.0, 2], [0, 0])
     batch["meta", "gid"] = batch["group_id"]
     pipeline = Pipeline({"keep": keep_positive}, group_key=["meta", "gid"])

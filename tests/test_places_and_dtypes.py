@@ -1,4 +1,4 @@
-"""Laws at the edges of what a batch may be: places of rows that left, clips, dtypes, padding, parents."""
+"""Edge cases of a batch: indices of dropped rows, clips, dtypes, padding, parents."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def numbers_by_loop(kind, rollouts, rewards, turns, pays) -> list[float]:
 
 
 @given(SEGMENTS, st.sampled_from(["to_go", "discount"]), st.booleans(), st.data())
-def test_a_row_that_left_keeps_its_place_or_the_batch_is_refused(segments, kind, by_turn, data):
-    """However rows leave; a stage alone that knows no more of them refuses the rollouts that lack some."""
+def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, by_turn, data):
+    """For any way to leave; a single stage refuses rollouts with missing rows."""
     rollouts, rewards, bad = map(list, zip(*segments, strict=True))
     turns = list(range(len(rollouts)))
     batch = segments_of(rollouts, rewards, bad)
@@ -128,8 +128,8 @@ def test_a_row_that_left_keeps_its_place_or_the_batch_is_refused(segments, kind,
 
 
 @pytest.mark.parametrize("kind", PLACED)
-def test_what_goes_by_places_refuses_rows_that_lack_some(kind):
-    """Dropped by a stage alone, also inside a foreign stage, whole rollouts apart; or merged before it."""
+def test_stages_that_use_row_indices_refuse_missing_rows(kind):
+    """Rows dropped by a single stage or a foreign stage, or merged before; whole rollouts are accepted."""
     batch = segments_of([4, 4, 4, 7, 8], [0.0, 0.0, 8.0, 1.0, 2.0], [False, True, False, True, False])
     drop = SampleFilter(criterion=good, unit="sample", action="drop")
     stage = PLACED[kind]()
@@ -151,8 +151,8 @@ def test_what_goes_by_places_refuses_rows_that_lack_some(kind):
 
 
 @given(SEGMENTS, st.sampled_from(["first", "last"]), st.sampled_from(["exclude", "drop"]))
-def test_a_rollouts_reward_is_of_the_segment_that_arrived_first_or_last(segments, how, action):
-    """Or the batch is refused, with the rollouts of which that one left and others stay."""
+def test_a_rollouts_reward_is_of_its_first_or_last_segment_on_arrival(segments, how, action):
+    """Or the batch is refused with the rollouts of which that segment left and others stay."""
     rollouts, rewards, bad = map(list, zip(*segments, strict=True))
     edges, lacking = {}, set()
     for rollout in set(rollouts):
@@ -186,8 +186,8 @@ def test_a_rollouts_reward_is_of_the_segment_that_arrived_first_or_last(segments
     st.sampled_from(["group", "none"]),
     st.sampled_from([[1.0, 1.0], [0.5, 2.0], [-1.0, 0.25]]),
 )
-def test_of_several_rewards_the_sum_of_advantages_is_clipped(rollouts, clip, scale, weights):
-    """Against a loop: each column among those that have it, by weight, added up, and clipped once."""
+def test_with_several_rewards_the_sum_of_advantages_is_clipped(rollouts, clip, scale, weights):
+    """Compared with a loop: each column by its weight, summed, and clipped once."""
     groups, low, high = [each[0] for each in rollouts], clip[0], clip[1]
     batch = TensorDict({"group_id": groups, "rollout_id": list(range(len(groups)))}, batch_size=[len(groups)])
     batch["next", "reward"] = torch.tensor([each[1:] for each in rollouts], dtype=torch.float64)
@@ -312,7 +312,7 @@ def test_no_number_of_a_function_or_stage_depends_on_torchs_default_dtype(name):
             assert bits(calls()[name]()) == bits(expected), other
 
 
-def test_lengths_that_no_half_precision_holds_are_punished_by_a_loop_of_python_floats():
+def test_lengths_beyond_half_precision_are_penalized_as_by_python_floats():
     lengths = [random.Random(0).randrange(150_000) for _ in range(20)] + [70_001, 80]
     for other in (torch.float32, *OTHERS):
         with default_dtype(other):
@@ -337,8 +337,8 @@ ROW_OF_TOKENS = st.tuples(st.booleans(), st.lists(st.sampled_from("ptx"), min_si
 
 
 @given(st.lists(ROW_OF_TOKENS, min_size=1))
-def test_a_token_in_the_loss_that_is_padding_is_refused_with_its_row(rows):
-    """p is padding, t a token that trains, x one that does not; the first one trains where a row says so."""
+def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
+    """p is padding, t a token in the loss, x a masked one; a row may also train its first token."""
     real = torch.tensor([[each != "p" for each in row] for _, row in rows])
     loss = torch.tensor([[each == "t" for each in row] for _, row in rows])
     loss[:, 0] |= torch.tensor([first for first, _ in rows])
@@ -391,8 +391,8 @@ def credit_by_loop(paths, parents, kept, rewards, chosen):
 
 
 @given(st.lists(st.sampled_from(["in", "in", "missing", "excluded"]), min_size=1, max_size=7), st.data())
-def test_a_parent_without_a_reward_shares_its_tokens_and_is_in_no_mean(fates, data):
-    """Of parents and of theirs, whatever takes them out of the tree while their rows are in the batch."""
+def test_a_parent_without_a_reward_shares_tokens_and_is_in_no_mean(fates, data):
+    """For parents and their parents, for each reason to leave the tree with rows in the batch."""
     count, width = len(fates), 4
     parents, kept, paths, rewards = [], [], [], []
     for row in range(count):
@@ -417,7 +417,7 @@ def test_a_parent_without_a_reward_shares_its_tokens_and_is_in_no_mean(fates, da
         assert found[place].tolist() == pytest.approx(expected[row], abs=1e-12)
 
 
-def test_a_parent_that_is_not_in_the_batch_is_refused_and_only_of_those_in_the_tree():
+def test_a_parent_outside_the_batch_is_refused_only_within_the_tree():
     batch = TensorDict({"rollout_id": [1, 2, 3], "group_id": [0, 0, 0]}, [3])
     batch["next", "reward"] = torch.tensor([NAN, 2.0, 3.0])
     batch[WORDS] = torch.tensor([[1, 2], [1, 3], [4, 5]])

@@ -1,4 +1,4 @@
-"""``task=plan``: what is uninformative is what a replay says, and chances are those of counting."""
+"""``task=plan``: its share of uninformative groups is that of a replay; its chances are enumerated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def configured(dump, *words):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(1, 9))
-def test_the_chance_is_that_of_all_draws(rewards, size):
+def test_the_chance_equals_that_over_all_draws(rewards, size):
     counts = Counter(rewards)
     [chance] = chance_of_equal(np.array([*counts.values()]), np.zeros(len(counts), int), size)
     if size <= len(rewards):
@@ -49,13 +49,13 @@ def test_the_chance_is_that_of_all_draws(rewards, size):
     assert chance == pytest.approx(np.mean([len(set(draw)) == 1 for draw in draws]))
 
 
-def test_groups_of_two_sizes_stay_apart():
+def test_groups_of_two_sizes_are_separate():
     count, group = np.array([2, 2, 1, 3]), np.array([0, 1, 1, 2])
     assert chance_of_equal(count, group, 3).tolist() == pytest.approx([1.0, 0.0, 1.0])
     assert chance_of_equal(count, group, 2).tolist() == pytest.approx([1.0, 1 / 3, 1.0])
 
 
-def test_a_reward_that_some_lack_tells_nobody_apart_where_it_does_not_differ():
+def test_a_constant_reward_that_some_lack_is_uninformative():
     values = np.array([[1.0, np.nan], [1.0, 0.0], [1.0, 2.0], [1.0, np.nan]])
     group, count = different_values(values, np.array([0, 0, 1, 1]))
     assert (group.tolist(), count.tolist()) == ([0, 1], [2, 2])
@@ -93,7 +93,7 @@ def dumped(make_batch, folder, several):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_share_is_frac_reward_zero_std_of_a_replay(recipe, make_batch, tmp_path):
+def test_the_share_equals_frac_reward_zero_std_of_a_replay(recipe, make_batch, tmp_path):
     words = (f"pipeline={recipe.split()[0]}", *RECIPES[recipe])
     dumped(make_batch, tmp_path, several="columns=2" in str(words))
     config = configured(tmp_path, *words)
@@ -120,7 +120,7 @@ def test_the_plan_by_hand(make_batch, tmp_path):
     assert re.search(r"rollouts per informative group +6 +14", text)
 
 
-def test_the_line_of_a_group_does_not_hang_on_how_its_mean_is_rounded(make_batch, tmp_path):
+def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
     """0.1 + 0.1 + 0.1 is above 0.3: all three are as bad as can be, and no quarter of them is solved."""
     batch = make_batch([0.1] * 3 + [0.7] * 3 + [0.1, 0.1, 0.7], [0] * 3 + [1] * 3 + [2] * 3)
     batch["next", "reward"] = batch["next", "reward"].double().round(decimals=1)
@@ -132,13 +132,13 @@ def test_the_line_of_a_group_does_not_hang_on_how_its_mean_is_rounded(make_batch
 
 
 @given(st.integers(1, 60))
-def test_a_single_rollout_is_always_equal_to_itself(rollouts):
-    """Or an informative group would take some quadrillions of rollouts."""
+def test_a_group_of_one_is_never_informative(rollouts):
+    """Otherwise an informative group would take quadrillions of rollouts."""
     different = np.ones(rollouts, int), np.zeros(rollouts, int)
     assert chance_of_equal(*different, 1).tolist() == [1.0]
 
 
-def test_of_two_rewards_the_greater_is_solved_and_of_many_by_what_is_asked(make_batch, tmp_path):
+def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tmp_path):
     write_dump(make_report(Pipeline({}).run(make_batch([-1.0, -1, -1, 0.5], [0, 0, 1, 1]))), tmp_path / "two")
     _, text = told(configured(tmp_path / "two", "plan.group_sizes=[2]"), tmp_path)
     assert "solve rate, at 0.5" in text
@@ -150,7 +150,7 @@ def test_of_two_rewards_the_greater_is_solved_and_of_many_by_what_is_asked(make_
     assert re.search(r"\n *0 +1 +0% .*\n *1 +1 +0% ", text)
 
 
-def test_what_cannot_be_planned_is_refused(make_batch, tmp_path):
+def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 1.0], [0, 1]))), tmp_path)
     with pytest.raises(ConfigError, match="needs groups with at least two rollouts with rewards"):
         told(configured(tmp_path), tmp_path)

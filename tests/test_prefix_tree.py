@@ -1,4 +1,4 @@
-"""What rows share is one node, what they do not share is two, and the rows come back."""
+"""Rows share nodes exactly where all inputs are equal, and values return to their rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def paths_of(packed) -> list[tuple]:
 
 
 @given(ROWS, LAYOUTS)
-def test_a_node_is_a_path_of_a_loop_built_trie(rows, layout):
+def test_nodes_equal_the_paths_of_a_trie(rows, layout):
     packed = pack(batch_of(rows, layout), tree=True)
     paths, trie = paths_of(packed), Trie(rows)
     assert len(paths) == len(set(paths))  # nothing is computed twice
@@ -59,7 +59,7 @@ def test_a_node_is_a_path_of_a_loop_built_trie(rows, layout):
 
 
 @given(ROWS)
-def test_a_token_sees_those_of_its_path(rows):
+def test_a_token_attends_to_its_path(rows):
     packed = pack(dense(rows), tree=True)
     paths, mask = paths_of(packed), tree_mask(packed)
     assert mask.shape == (1, 1, len(paths), len(paths))
@@ -73,7 +73,7 @@ def test_a_token_sees_those_of_its_path(rows):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_flex_attention_sees_what_the_mask_shows():
+def test_flex_attention_equals_the_mask():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     packed = pack(dense(scenes()["forks anywhere"]), tree=True)
@@ -85,7 +85,7 @@ def test_flex_attention_sees_what_the_mask_shows():
 
 
 @given(ROWS, LAYOUTS)
-def test_rows_and_what_a_model_says_of_nodes_come_back_to_the_rows(rows, layout):
+def test_rows_and_node_values_return_to_their_rows(rows, layout):
     batch = batch_of(rows, layout)
     packed, plain = pack(batch, tree=True), pack(batch)
     back, expected = unpack(packed), unpack(plain)
@@ -107,7 +107,7 @@ def test_the_tree_does_not_depend_on_the_order_of_the_rows(rows, random):
 
 
 @given(ROWS, st.integers(0, 2**31))
-def test_rows_share_no_token_whose_inputs_differ(rows, seed):
+def test_rows_with_different_inputs_share_no_token(rows, seed):
     generator = torch.Generator().manual_seed(seed)
     batch = dense(rows)
     kind = torch.randint(2, (*batch[FULL].shape, 2), generator=generator).bfloat16()
@@ -125,7 +125,7 @@ def test_rows_share_no_token_whose_inputs_differ(rows, seed):
     assert torch.equal(unpack(packed)["kind"], batch["kind"])
 
 
-def test_images_of_several_sizes_and_none_keep_rows_apart():
+def test_rows_with_different_images_share_no_node():
     rows = ragged([[1, 2], [1, 2], [1, 2], [1, 2]])
     images = [torch.zeros(1, 4), torch.zeros(2, 2), torch.zeros(0, 4), torch.zeros(1, 4)]
     for row, image in zip(rows.tensordicts, images, strict=True):
@@ -135,8 +135,8 @@ def test_images_of_several_sizes_and_none_keep_rows_apart():
 
 
 @pytest.mark.parametrize("name", list(scenes()))
-def test_log_probs_of_nodes_are_those_of_the_rows(name):
-    """Also where rows go on differently behind a node."""
+def test_log_probs_of_nodes_equal_those_of_the_rows(name):
+    """Also where rows continue differently after a node."""
     rows = scenes(tokens=8)[name]
     packed = pack(dense(rows), tree=True)
     logits = torch.randn(1, packed["input_ids"].shape[1], 8, dtype=torch.float64)
@@ -153,7 +153,7 @@ def test_log_probs_of_nodes_are_those_of_the_rows(name):
 
 
 @pytest.mark.parametrize("layout", ["right", "ragged"])
-def test_a_tree_reads_three_times_and_unpacking_never_however_many_rows_there_are(layout):
+def test_device_reads_do_not_grow_with_the_rows(layout):
     for count in (1, 4, 64):
         batch = batch_of([[5, 6, number % 7, number][: 1 + number % 4] for number in range(count)], layout)
         copies = 2 if layout == "ragged" and count > 1 else 1  # the nodes, and the lengths of ragged rows
@@ -163,7 +163,7 @@ def test_a_tree_reads_three_times_and_unpacking_never_however_many_rows_there_ar
         assert waits_of(tree_mask, packed) == (0, 0)
 
 
-def test_what_is_no_tree_says_so():
+def test_rows_that_make_no_tree_raise_with_the_reason():
     batch = dense([[1, 2], [1, 3]])
     packed = pack(batch, tree=True)
     with pytest.raises(BatchError, match=r"\(1, 3, ...\), for the 3 nodes of a tree .* got \(1, 4\)"):

@@ -1,4 +1,4 @@
-"""Whole groups by TransferQueue's own interface, against its sampler of consecutive numbers."""
+"""Complete groups through TransferQueue's own interface, compared with its own sampler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tags_of(lines: Sequence[Line], assembler: GroupAssembler) -> dict[int, Any]:
     return dict(enumerate(group_tags(batch_of_lines(lines), assembler)))
 
 
-def test_on_its_own_ground_it_samples_what_the_one_of_consecutive_numbers_samples():
+def test_with_consecutive_rows_it_equals_the_sampler_of_transfer_queue():
     assembler = GroupAssembler(group_size=4)
     tags = tags_of([Line(n // 4, n, 0, True, expected=4) for n in range(40)], assembler)
     ours, theirs = group_sampler(assembler), transfer_queue.GRPOGroupNSampler(n_samples_per_prompt=4)
@@ -45,7 +45,7 @@ def test_on_its_own_ground_it_samples_what_the_one_of_consecutive_numbers_sample
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_are_whole_whatever_their_size_and_the_order_of_their_rows(seed):
+def test_groups_are_complete_for_any_size_and_row_order(seed):
     draw = random.Random(seed)
     lines = []
     for group in range(30):  # of 1 to 5 rollouts, each of 1 to 4 rows
@@ -76,7 +76,7 @@ def test_groups_are_whole_whatever_their_size_and_the_order_of_their_rows(seed):
     )
 
 
-def test_where_a_row_is_late_the_other_one_mixes_groups_and_this_one_does_not():
+def test_late_rows_mix_groups_only_in_the_sampler_of_transfer_queue():
     assembler = GroupAssembler(group_size=4)
     tags = tags_of([Line(n // 4, n, 0, True, expected=4) for n in range(8)], assembler)
     ready = [0, 1, 3, 4, 5, 6, 7]
@@ -84,7 +84,7 @@ def test_where_a_row_is_late_the_other_one_mixes_groups_and_this_one_does_not():
     assert group_sampler(assembler)(ready, 4, partition=partition_of(tags))[0] == [4, 5, 6, 7]
 
 
-def test_where_groups_are_uneven_the_other_one_mixes_them_and_this_one_does_not():
+def test_uneven_groups_mix_only_in_the_sampler_of_transfer_queue():
     lines = [
         Line(n, 10 * n + r, 0, True, expected=3 if n % 2 else 2)
         for n in range(4)
@@ -98,7 +98,7 @@ def test_where_groups_are_uneven_the_other_one_mixes_them_and_this_one_does_not(
     assert [lines[row].group for row in ours] == [0, 0, 1, 1, 1]
 
 
-def test_a_failed_group_is_dropped_or_kept_as_the_assembler_says():
+def test_a_failed_group_is_dropped_or_kept_by_the_assembler_option():
     lines = [Line(0, 0, 0, True, 2), Line(0, 1, 0, True), Line(1, 2, 0, True), Line(1, 3, 0, True)]
     for options, expected in (({}, [2, 3]), ({"on_failure": "keep", "min_rollouts": 1}, [1, 2, 3])):
         assembler = GroupAssembler(**options)
@@ -106,7 +106,7 @@ def test_a_failed_group_is_dropped_or_kept_as_the_assembler_says():
         assert sampler(range(4), len(expected), partition=partition_of(tags))[0] == expected
 
 
-def test_it_goes_on_from_a_checkpoint_and_a_rank_gets_the_same_rows_again():
+def test_it_resumes_from_a_checkpoint_and_a_rank_gets_the_same_rows_again():
     assembler = GroupAssembler()
     tags = tags_of([Line(n // 2, n, 0, True) for n in range(8)], assembler)
     sampler, again = group_sampler(assembler), group_sampler(assembler)
@@ -131,7 +131,7 @@ def test_rows_without_ids_have_no_tags():
         sampler([0], 1, partition=partition_of(tags))
 
 
-def test_who_lacks_the_extra_is_told_so_by_the_sampler(monkeypatch):
+def test_a_missing_extra_is_reported_by_the_sampler(monkeypatch):
     monkeypatch.setitem(sys.modules, "transfer_queue", None)
     with pytest.raises(
         ImportError, match=r"group_sampler needs transfer_queue: pip install 'headrace\[tq\]'"
@@ -158,7 +158,7 @@ def assembler(cluster) -> Iterator[GroupAssembler]:
     transfer_queue.close()
 
 
-def test_the_queue_hands_out_whole_groups_of_two_producers(assembler):
+def test_the_queue_returns_complete_groups_of_two_producers(assembler):
     expected = [2, 3, 1, 4]
     lines = [
         Line(g, 10 * g + r, s, s == 1, expected=size)

@@ -127,14 +127,14 @@ def on_ray(cell: Cell, came: Path) -> Carried:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_each_fault_is_counted_or_said(name, tmp_path):
+def test_each_fault_is_counted_or_raised(name, tmp_path):
     check(CELLS[name], on_ray(CELLS[name], tmp_path / "came"))
 
 
 # -- writers and the trainer ------------------------------------------------------------------------------
 
 
-def test_groups_are_those_of_one_process_whoever_sends_their_rows():
+def test_groups_equal_those_of_one_process_for_any_writers():
     assembler = fresh(groups=2, segment_key="segment")
     shares = [pieces(slice(0, None, 2)), pieces(slice(1, None, 2))]
     writers = [send.remote(assembler, share) for share in shares]
@@ -145,7 +145,7 @@ def test_groups_are_those_of_one_process_whoever_sends_their_rows():
     assert (assembler.emitted, assembler.held, assembler.ready, assembler.pending) == (6, 0, 0, 0)
 
 
-def test_a_writer_waits_on_whole_groups_that_nobody_took_and_on_no_others():
+def test_a_writer_waits_only_while_complete_groups_are_not_taken():
     assembler = fresh(groups=1, max_ready=1)
     begun = [batch_of_lines([Line(100 + g, 100 + g, 0, False)]) for g in range(20)]
     whole = pieces(size=4)
@@ -159,7 +159,7 @@ def test_a_writer_waits_on_whole_groups_that_nobody_took_and_on_no_others():
     assert (assembler.ready, assembler.pending) == (1, 20)
 
 
-def test_what_is_refused_is_raised_at_its_writer_as_it_is():
+def test_a_refused_put_raises_the_same_error_at_its_writer():
     assembler, local = fresh(), GroupAssembler()
     rows = batch_of_lines(LINES)
     unset = rows.clone()
@@ -176,7 +176,7 @@ def test_what_is_refused_is_raised_at_its_writer_as_it_is():
     assert assembler.held == 0
 
 
-def test_all_our_errors_go_from_process_to_process():
+def test_all_our_errors_pickle_between_processes():
     modules = (headrace.transforms, headrace.pipeline)
     names = {name: getattr(module, name) for module in modules for name in module.__all__}
     errors = [e for e in names.values() if isinstance(e, type) and issubclass(e, Exception)]
@@ -189,7 +189,7 @@ def test_all_our_errors_go_from_process_to_process():
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
-def test_a_lost_writer_is_raised_or_the_others_go_on():
+def test_a_lost_writer_raises_or_the_others_continue():
     begun = [batch_of_lines([Line(90, 90, 0, False)])]
 
     def go(on_lost: str) -> tuple[RayAssembler, list[TensorDict]]:
@@ -238,7 +238,7 @@ def test_leftovers_are_yielded_dropped_or_refused():
         left("raise")
 
 
-def test_versions_room_and_announcements_are_those_of_the_assembler():
+def test_versions_capacity_and_announcements_equal_those_of_the_assembler():
     assembler = fresh(groups=2, max_staleness=1, version_key=("next", "policy_version"))
     assert assembler.capacity() == 4
     assembler.announce(batch_of_lines(LINES[:8]).select("group_id", "rollout_id", "expected_rollouts"))
@@ -252,7 +252,7 @@ def test_versions_room_and_announcements_are_those_of_the_assembler():
     assert assembler.counts["stale"] == 8
 
 
-def test_groups_that_are_not_informative_take_no_room_in_an_actor():
+def test_uninformative_groups_use_no_capacity_in_an_actor():
     assembler = fresh(groups=2, max_staleness=0, version_key=("next", "policy_version"))
     rows = batch_of_lines([Line(g, 2 * g + r, 0, True) for g in range(3) for r in (0, 1)])
     assembler.put(rows.set(("next", "reward"), torch.tensor([0.0, 0, 0, 1, 1, 0])))
@@ -263,7 +263,7 @@ def test_groups_that_are_not_informative_take_no_room_in_an_actor():
     assert assembler.capacity(2) == 2
 
 
-def test_a_view_is_sent_without_the_batch_that_it_looks_into(monkeypatch):
+def test_a_view_is_sent_without_its_whole_batch(monkeypatch):
     sent, assembler = [], fresh()
     assembler.put(None)
     for method in ("_ask", "_keep"):
@@ -291,7 +291,7 @@ def ragged(rows: TensorDict, tokens: int = 8) -> TensorDictBase:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["dense", "ragged", "labels"])
-def test_rows_that_stayed_are_those_that_went_through_one_process(kind, seed):
+def test_rows_left_in_the_store_equal_those_sent_through_one_process(kind, seed):
     draw = random.Random(seed)
     versions = {"max_staleness": 1, "on_stale": "mask", "version_key": ("next", "policy_version")}
     options = {"groups": 2, "segment_key": "segment", **(versions if seed else {})}
@@ -328,7 +328,7 @@ def sent_bytes(thing: Any) -> int:
 
 
 @pytest.mark.parametrize("tokens", [64, 4096])
-def test_less_than_200_bytes_a_row_go_through_the_assembler(tokens, monkeypatch):
+def test_at_most_200_bytes_per_row_go_through_the_assembler(tokens, monkeypatch):
     assembler, sent, ask, keep = fresh(), [], RayAssembler._ask, RayAssembler._keep
 
     def asked(self, *args):
@@ -350,7 +350,7 @@ def test_less_than_200_bytes_a_row_go_through_the_assembler(tokens, monkeypatch)
     assert sum(sent) / len(rows) < 200
 
 
-def test_rows_of_a_writer_that_died_are_trained():
+def test_rows_of_a_dead_writer_are_trained():
     assembler = fresh()
     dead = send.remote(assembler, [ragged(piece) for piece in pieces(slice(0, None, 2))], then="dies")
     with pytest.raises(ray.exceptions.RayError):
@@ -370,7 +370,7 @@ def references(actor: Any = None) -> int:
     return count(None) if actor is None else ray.get(actor.__ray_call__.remote(count))
 
 
-def test_no_reference_is_left_of_groups_that_went_out():
+def test_no_reference_remains_to_groups_taken():
     assembler = fresh()
     assembler.put(None)
     assembler.put(pieces(size=4)[0])
@@ -391,7 +391,7 @@ def test_no_reference_is_left_of_groups_that_went_out():
         assert time.monotonic() < end, (before, now)
 
 
-def test_rows_that_are_lost_with_their_node_are_counted_and_the_others_trained():
+def test_rows_lost_with_their_node_are_counted_and_others_trained():
     assembler = fresh(groups=1)
     assembler.put(pieces(size=4)[0])
     ray.kill(assembler._store, no_restart=False)
@@ -410,7 +410,7 @@ def test_rows_that_are_lost_with_their_node_are_counted_and_the_others_trained()
     assert len(assembler.take()) == 4
 
 
-def test_what_an_actor_held_is_gone_with_it_and_another_goes_on_from_the_state():
+def test_a_dead_actor_loses_its_rows_and_another_resumes_from_the_state():
     assembler, again = fresh(1), fresh()
     assembler.put(pieces(size=2)[0])
     state = assembler.state_dict()
@@ -424,7 +424,7 @@ def test_what_an_actor_held_is_gone_with_it_and_another_goes_on_from_the_state()
         again.load_state_dict(GroupAssembler(group_key="other").state_dict())
 
 
-def test_wrong_options_are_refused_before_there_is_an_actor():
+def test_invalid_options_raise_before_an_actor_starts():
     with pytest.raises(ValueError, match="group_size must be"):
         RayAssembler(group_size=0)
     with pytest.raises(ValueError, match="max_ready must be"):
@@ -436,7 +436,7 @@ def test_wrong_options_are_refused_before_there_is_an_actor():
         assembler.batches(on_lost="wait")
 
 
-def test_who_lacks_the_extra_is_told_so(monkeypatch):
+def test_a_missing_extra_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"RayAssembler needs ray: pip install 'headrace\[ray\]'"):
         RayAssembler()
@@ -451,7 +451,7 @@ def env_of(worker: int) -> ReverseEnv:
     return ReverseEnv(sampler, revised=0.5)
 
 
-def test_a_ray_collector_is_a_source_like_another():
+def test_a_ray_collector_is_a_valid_source():
     """It yields one worker's batch at a time, which ends in the middle of rollouts."""
     frames = env_of(0).frames_per_batch // 2  # one of the two turns of each slot
     collector = RayCollector(
@@ -476,7 +476,7 @@ def test_a_ray_collector_is_a_source_like_another():
     assert len(found.unique()) == sum(len(batch["group_id"].unique()) for batch in batches)
 
 
-def test_what_a_collector_in_step_stacks_is_taken_in():
+def test_a_collectors_stacked_steps_are_accepted():
     """RayCollector(sync=True) yields ``[workers, envs, time]``."""
     rows, assembler = batch_of_lines(LINES), GroupAssembler(segment_key="segment")
     assembler.put(rows.exclude("text").view(2, 6, 2))
@@ -499,7 +499,7 @@ def collected() -> TensorDict:
     return batch_of((ids % 3).float().tolist(), (ids // 4).tolist(), ids.tolist())
 
 
-def test_a_ray_buffer_holds_what_the_first_half_made_and_the_second_weighs_what_it_samples():
+def test_a_ray_buffer_stores_the_first_half_and_the_second_weights_samples():
     first, second = composed("pipeline=grpo", "pipeline.stages.gate.group_size=4").halves()
     buffer = ray_buffer()
     buffer.extend(first(collected()))
@@ -510,7 +510,7 @@ def test_a_ray_buffer_holds_what_the_first_half_made_and_the_second_weighs_what_
     buffer.close()
 
 
-def test_what_a_writer_was_refused_and_what_the_actor_did_reach_the_trainer():
+def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
     factory = partial(groups_on_write, "grpo", assembler={"group_size": 4, "done_key": None})
     buffer = ray_buffer(LazyStackStorage, transform_factory=factory)
     buffer.extend(collected()[:14])
@@ -532,7 +532,7 @@ def test_what_a_writer_was_refused_and_what_the_actor_did_reach_the_trainer():
         each.close()
 
 
-def test_a_writer_that_hangs_while_another_goes_on_is_named():
+def test_a_hanging_writer_is_named_while_another_continues():
     fleet, assembler = Fleet(2, 1, 1, 999), fresh()
     rows = [fleet.batch([Sent(2 * n, 2 * n, 0, True, 0, 0)]) for n in range(200)]
     hung = [fleet.batch([Sent(2 * n + 1, 2 * n + 1, 0, True, 1, 0)]) for n in range(3)]
@@ -554,7 +554,7 @@ def test_the_example_trains_on_what_two_writers_collect():
 
 
 @pytest.mark.llm
-def test_torchrls_recipe_on_ray_trains_and_its_marked_lines_are_all_that_headrace_needs():
+def test_torchrls_recipe_on_ray_trains_with_only_the_marked_lines():
     pytest.importorskip("transformers", reason="the extra `llm` is not installed")
     example = importlib.import_module("torchrl_ray_grpo")
     lines = Path(example.__file__).read_text().splitlines()

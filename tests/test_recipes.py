@@ -1,4 +1,4 @@
-"""Recipes, and what a command line changes in them."""
+"""Recipes, and how overrides change them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def advantage_of(batch, *overrides):
     ].flatten()
 
 
-def test_grpo_divides_and_dr_grpo_does_not(make_batch):
+def test_grpo_divides_by_std_and_dr_grpo_does_not(make_batch):
     batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
     assert advantage_of(batch).tolist() == pytest.approx([-0.7071063, 0.7071063, -0.7071066, 0.7071066])
     assert advantage_of(batch, "pipeline=dr_grpo").tolist() == [-1, 1, -3, 3]
@@ -36,8 +36,8 @@ def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
     assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
 
 
-def test_the_recipes_filter_comes_before_the_advantage(make_batch):
-    """Judged out and dropped, the reward of 8 is in nobody's baseline."""
+def test_a_dropped_reward_is_in_no_baseline(make_batch):
+    """The reward of 8 is dropped and in no baseline."""
     pipeline = load_pipeline(
         "pipeline=dapo",
         "pipeline.stages.gate.group_size=3",
@@ -56,8 +56,8 @@ def nodes_of(*overrides):
     return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
 
 
-def test_a_recipe_says_only_what_differs():
-    """Every option in its file has another value than in what it builds on."""
+def test_a_recipe_lists_only_what_differs():
+    """Every option in its file differs from what the recipe builds on."""
     for name in (name for name in NAMES if name != "grpo"):
         written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
         builds_on, *stages = [entry for entry in written["defaults"] if entry != "_self_"]
@@ -80,7 +80,7 @@ def test_a_recipe_says_only_what_differs():
                     assert below[stage][option] != value, f"{name}: {stage}.{option} is {value!r} already"
 
 
-def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
+def test_recipes_have_every_option_of_the_pipeline_at_its_default():
     node = configure("load").pipeline
     parameters = inspect.signature(Pipeline).parameters
     assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
@@ -100,11 +100,11 @@ def test_the_recipes_add_to_their_stages_what_the_pipeline_itself_takes():
         ),
     ],
 )
-def test_delete_and_reorder(override, names):
+def test_a_stage_can_be_deleted_or_moved(override, names):
     assert load_pipeline(override).order == names
 
 
-def test_add_in_the_middle_with_a_nested_key():
+def test_a_stage_can_be_added_in_the_middle_with_a_nested_key():
     pipeline = load_pipeline(
         "+pipeline.stages.cut={_target_: headrace.transforms.SampleFilter, action: drop, criterion: "
         "{_target_: headrace.transforms.NotTruncated, truncated_key: [next, truncated]}}",
@@ -114,7 +114,7 @@ def test_add_in_the_middle_with_a_nested_key():
     assert pipeline.stages["cut"].criterion.truncated_key == ("next", "truncated")
 
 
-def test_any_callable_by_target(make_batch):
+def test_any_callable_can_be_a_target(make_batch):
     pipeline = load_pipeline(
         GATE,
         "~pipeline.stages.filter.criterion",
@@ -166,12 +166,12 @@ def not_five(batch):
         ("pipeline..stages=1", r"."),
     ],
 )
-def test_what_there_is_not_fails_before_any_rollout_with_a_hint(override, message):
+def test_unknown_names_raise_before_any_rollout_with_a_hint(override, message):
     with pytest.raises(ConfigError, match=message):
         load_pipeline(override)
 
 
-def test_loading_leaves_an_outer_hydra_application_alone():
+def test_loading_leaves_an_outer_hydra_application_unchanged():
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("headrace.conf", version_base="1.3"):

@@ -1,4 +1,4 @@
-"""Every recipe against an independent statement of its formula, one rollout after another."""
+"""Every recipe equals an independent statement of its formula, one rollout after another."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def whitened_over_tokens(credit, tokens, eps):
     return torch.tensor([(float(a) - mean) / (spread + eps) for a in credit], dtype=torch.float64)
 
 
-def test_every_convention_is_stated():
+def test_every_convention_has_a_reference_formula():
     assert {f"as/{name}" for name in FORMULAS} == {name for name in NAMES if name.startswith("as/")}
 
 
-def test_every_convention_says_where_it_was_read_and_when():
-    """Repository, file, what in it, and the commit with its date; then what differs."""
+def test_every_convention_has_its_source_and_date():
+    """Repository, file, item, commit and date; then the differences."""
     where = r"[\w.-]+/[\w.-]+, [\w/]+\.py, \w+,? .*\bat [0-9a-f]{10} \(2\d{3}-\d\d-\d\d\)"
     for name in FORMULAS:
         text = (CONF / "as" / f"{name}.yaml").read_text()
@@ -152,7 +152,7 @@ def test_every_convention_says_where_it_was_read_and_when():
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_convention_is_its_frameworks_formula(make_batch, name):
+def test_a_convention_equals_its_frameworks_formula(make_batch, name):
     for kind, seed in itertools.product(KINDS, range(3)):
         batch = ragged_batch(make_batch, kind, seed, lone=f"as/{name}" not in NO_LONE)
         expected = stated(FORMULAS[name], batch)
@@ -163,7 +163,7 @@ def test_a_convention_is_its_frameworks_formula(make_batch, name):
 
 @pytest.mark.parametrize("mode", [None, "sum"])
 @pytest.mark.parametrize("seed", range(3))
-def test_torchrls_own_transform_is_the_oracle_of_its_convention(make_batch, mode, seed):
+def test_a_convention_of_torchrl_equals_torchrls_transform(make_batch, mode, seed):
     """Rollouts of one to four rows, by its default and by the other mode that the recipe names."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5, (3, 4))
@@ -230,7 +230,7 @@ def test_lite_ppo(make_batch):
     assert found == pytest.approx([x / (20 / 3) ** 0.5 for x in (-1, 1, -1, 1)], rel=1e-5)
 
 
-def test_gdpo_lets_no_reward_drown(make_batch):
+def test_gdpo_scales_each_reward_separately(make_batch):
     # correct 1, 1 says nothing; integer 1, −1 and format 1, 0 say ±0.7071 each, however they are scaled
     batch = make_batch([0.0, 0], [0, 0], expected_rollouts=[2, 2])
     batch["next", "reward"] = torch.tensor([[1.0, 1, 1], [1, -1, 0]])
@@ -239,7 +239,7 @@ def test_gdpo_lets_no_reward_drown(make_batch):
     assert found.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
-def test_a_missing_reward_leaves_its_own_column_only(make_batch):
+def test_a_missing_reward_affects_only_its_own_column(make_batch):
     nan = float("nan")
     batch = make_batch([0.0] * 4, [0] * 4)
     batch["next", "reward"] = torch.tensor([[1.0, 0.0], [3.0, nan], [nan, 2.0], [nan, nan]])
@@ -265,7 +265,7 @@ def test_reinforce_pp_whitens_over_tokens(make_batch):
     torch.testing.assert_close(run("reinforce_pp_baseline", batch).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_gigpo_adds_what_the_same_state_says(make_batch):
+def test_gigpo_adds_the_advantage_within_a_state(make_batch):
     """Two rollouts of two steps, rewards 0, 4 and 0, 2; γ = 1/2. Both start in state 7, then part.
 
     Returns to go 2, 4 and 1, 2. Episodes 4 and 2: ±1. In state 7, 2 and 1 about 1.5: ±0.5; the others are
@@ -286,7 +286,7 @@ def test_overlong_punishment():
     assert found.tolist() == [0, -0.5, -1, -1]
 
 
-def test_shaping_counts_the_tokens_of_all_segments_and_keeps_one_reward(make_batch):
+def test_shaping_counts_tokens_of_all_segments_and_keeps_one_reward(make_batch):
     batch = make_batch([1.0, 1, 2], [0, 0, 0], [5, 5, 6])
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     collapsed = FanOutCollapse()(batch)
@@ -295,7 +295,7 @@ def test_shaping_counts_the_tokens_of_all_segments_and_keeps_one_reward(make_bat
     assert RewardScale(scale=2.0, bias=-1.0, high=2.5)(collapsed)[REWARD].tolist() == [1, 1, 2.5]
 
 
-def test_a_turn_discount_pays_later_turns_more(make_batch):
+def test_a_turn_discount_gives_later_turns_more(make_batch):
     batch = make_batch([0.0] * 4, [0] * 4, [5, 6, 5, 5], turn=[2, 0, 0, 1])
     batch["advantage"] = torch.ones(4, 1, 1)
     by_row = TurnDiscount(discount=0.5)(batch)["advantage"].flatten()
@@ -329,8 +329,8 @@ def columns_for(name, batch):
 BY_ROW = ("as/torchrl", "spo")  # compare rows, and say so
 
 
-def test_repeating_a_rollouts_row_changes_nobodys_advantage(make_batch, recipes):
-    """The repeated row is a segment without tokens of its own, since OPO and whitening count those."""
+def test_repeating_a_row_of_a_rollout_changes_no_advantage(make_batch, recipes):
+    """The repeated row is a segment without tokens, since OPO and whitening count tokens."""
     for name in (name for name in recipes if name not in BY_ROW):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 1, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
@@ -350,8 +350,8 @@ OF_TOKENS = ("gtpo", "high_entropy", "kl_in_advantage")  # measure over the toke
 BESIDE_REWARDS = ("kl_in_advantage", "opd")  # add to the advantage
 
 
-def test_masking_rows_changes_nobodys_advantage(make_batch, recipes):
-    """They leave the loss and not the statistics, of lengths no more than of rewards."""
+def test_masking_rows_changes_no_advantage(make_batch, recipes):
+    """They leave the loss but not the statistics of rewards and lengths."""
     for name in (name for name in recipes if name not in OF_TOKENS):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 2, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
@@ -366,7 +366,7 @@ def test_masking_rows_changes_nobodys_advantage(make_batch, recipes):
             torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_eight_equal_rewards_have_exactly_none(make_batch, recipes):
+def test_eight_equal_rewards_have_an_advantage_of_0(make_batch, recipes):
     for name in (name for name in recipes if name not in BESIDE_REWARDS):
         batch = make_batch([0.7] * 8, [0] * 8, expected_rollouts=[8] * 8, state_id=[0] * 8)
         batch[MASK] = torch.ones_like(batch[MASK])

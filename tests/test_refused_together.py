@@ -1,4 +1,4 @@
-"""Ranks that share a batch refuse it together, and hear of it in time."""
+"""Ranks that share a batch raise its errors together and in time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ REFUSED = {
 }
 
 
-def test_what_one_rank_refuses_all_refuse_in_its_words_and_in_time(tmp_path):
-    """Afterwards they are at the same batch, and remember none that was refused."""
+def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
+    """Afterwards all ranks are at the same batch and remember no refused one."""
     world = 4
     for rank, (steps, draws) in enumerate(results_of(refuse_together, world, tmp_path)):
         found = {name: said for name, said, _ in steps}
@@ -52,8 +52,8 @@ def test_what_one_rank_refuses_all_refuse_in_its_words_and_in_time(tmp_path):
         assert draws == 8
 
 
-def test_who_cannot_tell_the_others_raises_what_it_refuses():
-    """Rank 0 may have heard of a refusal and ended, and the store with it."""
+def test_a_rank_that_cannot_reach_the_others_raises_its_own_error():
+    """Rank 0 may already have ended, and the store with it."""
 
     class Alone:
         rank, refused, group = 1, False, object()

@@ -1,4 +1,4 @@
-"""A dump is graded again: a callable from texts to rewards, and then the same recipe."""
+"""A dump is graded again: a callable from texts to rewards, then the same recipe."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_each_rollout_is_graded_once_and_its_rows_share_the_reward():
     assert (changed.rollouts, changed.changed, changed.gained) == (2, 2, 1)
 
 
-def test_a_grader_gets_what_the_dump_has_if_it_asks_for_it():
+def test_a_grader_gets_the_columns_it_asks_for():
     batch = batch_of("a", "b", ground_truth="a", prompt="?")
     got = {}
 
@@ -114,13 +114,13 @@ def test_lost_rollouts_are_not_graded():
     assert (changed.rollouts, changed.lost) == (2, 1)
 
 
-def test_several_rewards_take_the_place_of_one():
+def test_several_rewards_replace_one():
     again, changed = regrade(batch_of("a", "bb"), lambda prompts, responses: [[1, 0], [1, 2]])
     assert again["next", "reward"].tolist() == [[1.0, 0.0], [1.0, 2.0]]
     assert (changed.changed, changed.gained, changed.after) == (2, 1, 4.0)
 
 
-def test_advantages_that_were_logged_of_the_old_rewards_are_gone():
+def test_logged_advantages_of_the_old_rewards_are_removed():
     batch = batch_of("a", "b", advantage=0.5)
     assert "logged_advantage" in batch.keys()
     assert "logged_advantage" not in regrade(batch, by_length)[0].keys()
@@ -139,7 +139,7 @@ def test_advantages_that_were_logged_of_the_old_rewards_are_gone():
         (1.0, r"found \(\)"),
     ],
 )
-def test_what_is_no_grade_is_refused_with_the_rollouts(given, message):
+def test_invalid_grades_are_refused_with_their_rollouts(given, message):
     with pytest.raises(SourceError, match=message):
         regrade(batch_of("a", "b"), lambda prompts, responses: given)
 
@@ -189,7 +189,7 @@ CHANGED = (
 NODE = "source.regrade={_target_: my_graders.Matches}"
 
 
-def test_a_replay_grades_again_and_says_what_changed(dump, tmp_path):
+def test_a_replay_regrades_and_reports_what_changed(dump, tmp_path):
     trained, _ = told(replay, "replay", dump, tmp_path / "before")
     assert trained == 0
     trained, text = told(replay, "replay", dump, tmp_path, NODE)
@@ -202,7 +202,7 @@ def test_a_replay_grades_again_and_says_what_changed(dump, tmp_path):
     assert "8 (100%) have another reward; mean 0.625 → 1.625; of 2 groups 0 became informative" in text
 
 
-def test_a_name_is_enough_and_a_wrong_one_is_refused(dump, tmp_path):
+def test_a_grader_is_given_by_name_and_an_unknown_one_is_refused(dump, tmp_path):
     _, text = told(replay, "replay", dump, tmp_path, "source.regrade=my_graders.by_length")
     assert "re-graded: 8 rollouts" in text
     for word, message in (
@@ -214,7 +214,7 @@ def test_a_name_is_enough_and_a_wrong_one_is_refused(dump, tmp_path):
             told(replay, "replay", dump, tmp_path / "no", word)
 
 
-def test_a_recipe_that_adds_up_segments_is_refused(dump, tmp_path):
+def test_a_recipe_that_sums_segments_is_refused(dump, tmp_path):
     words = ("source.regrade=my_graders.by_length", "pipeline.stages.collapse.reward=sum")
     with pytest.raises(ConfigError, match=r"pipeline.stages.collapse.reward must be shared, got sum"):
         told(replay, "replay", dump, tmp_path, *words)

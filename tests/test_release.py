@@ -1,4 +1,4 @@
-"""What a release needs says one version, and one thing of it."""
+"""The files of a release have one version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def said(name: str) -> str:
     return found[1]
 
 
-def test_the_citation_is_of_the_package():
+def test_the_citation_matches_the_package():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["title"] == said("name")
@@ -38,12 +38,12 @@ def test_the_citation_is_of_the_package():
     )
 
 
-def test_every_file_says_one_version():
+def test_every_file_has_the_same_version():
     assert set(TOOL["versions"]().values()) == {said("version")}
 
 
 def test_the_changelog_can_be_released():
-    """What is not released comes first, then releases by date; each kind of change once."""
+    """Unreleased changes come first, then releases by date; each kind of change once."""
     headings = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert headings[0] == "Unreleased"
     releases = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) - \d{4}-\d{2}-\d{2}", heading) for heading in headings[1:]]
@@ -70,7 +70,7 @@ def test_notes_are_those_of_the_tag_and_another_tag_is_refused():
         notes_of("v1.3.0", {"a": "1.3.0"}, changelog)
 
 
-def test_preparing_a_release_sets_its_version_and_date_everywhere():
+def test_preparing_a_release_sets_version_and_date_everywhere():
     files = {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")}
     done = TOOL["prepared"]("1.2.0", "2026-02-01", files)
     assert yaml.safe_load(done["CITATION.cff"])["version"] == "1.2.0"
@@ -86,7 +86,7 @@ def test_preparing_a_release_sets_its_version_and_date_everywhere():
         TOOL["prepared"]("v1.2", "2026-02-02", files)
 
 
-def test_a_release_is_tested_and_is_the_wheel_that_was_tried():
+def test_a_release_is_the_wheel_that_was_tested():
     ci, dist, release = (
         yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
         for name in ("ci", "dist", "release")

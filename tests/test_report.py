@@ -1,4 +1,4 @@
-"""What a report tells adds up, and costs one device read."""
+"""The numbers of a report sum up, and cost one device read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def report(make_batch):
     return make_report(pipeline, step=3)
 
 
-def test_the_funnel_by_hand(report):
+def test_funnel_by_hand(report):
     levels = {level.name: level for level in report.funnel}
     assert [level.name for level in report.funnel] == [
         "collected",
@@ -76,7 +76,7 @@ def test_the_funnel_by_hand(report):
     assert levels["pipeline"][1:4] == (3, 3, 1)
 
 
-def test_the_groups_by_hand(report):
+def test_groups_by_hand(report):
     groups = {name: values.tolist() for name, values in report.groups.items()}
     assert groups["id"] == [0, 1, 2]
     assert groups["rollouts"] == [3, 2, 3]
@@ -91,7 +91,7 @@ def test_the_groups_by_hand(report):
     assert [report.names[code] for code in report.rollouts["reason"][:3]] == ["trained"] * 3
 
 
-def test_the_numbers_by_hand(report):
+def test_numbers_by_hand(report):
     numbers = report.numbers
     assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
     assert (numbers["group_size/min"], numbers["group_size/max"]) == (2, 3)
@@ -105,7 +105,7 @@ def test_the_numbers_by_hand(report):
     assert (numbers["solve_none"], numbers["solve_all"], numbers["solve_partial"]) == (0, 1, 0)
 
 
-def test_solve_rates_go_by_the_reward_that_solves(make_batch):
+def test_solve_rates_use_the_reward_that_solves(make_batch):
     pipeline = Pipeline({"collapse": FanOutCollapse()})
     pipeline(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
     numbers = make_report(pipeline).numbers
@@ -113,7 +113,7 @@ def test_solve_rates_go_by_the_reward_that_solves(make_batch):
     assert make_report(pipeline, solved=2.0).numbers["solve_none"] == 1
 
 
-def test_staleness_is_told_per_group_and_over_all(make_batch):
+def test_staleness_is_reported_per_group_and_in_total(make_batch):
     batch = make_batch([0.0, 1, 0, 1], [0, 0, 1, 1])
     batch["next", "policy_version"] = torch.tensor([7, 5, 7, 7])
     pipeline = Pipeline({"collapse": FanOutCollapse()})
@@ -131,7 +131,7 @@ ROWS = st.lists(
 @given(
     ROWS, st.sampled_from(["mask", "exclude", "drop"]), st.sampled_from(["uneven", "drop", "carry", "pad"])
 )
-def test_kept_and_left_add_up_at_every_stage(rows, action, remainder):
+def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
     from batches import batch_of
 
     rollouts = [3 * group + rollout for group, rollout, _, _ in rows]
@@ -187,7 +187,7 @@ def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
 
 
 @pytest.mark.parametrize(("singleton", "lone"), [("zero", 0.0), ("raw", 7.0), ("raise", 0.0)])
-def test_the_advantage_by_row_refuses_no_lone_row(singleton, lone):
+def test_the_advantage_by_row_accepts_a_single_row(singleton, lone):
     stage = GroupRelativeAdvantage(scale="none", singleton=singleton)
     found = stage.advantage_by_row(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
     assert found.tolist() == [-1, 1, lone]
@@ -210,7 +210,7 @@ def test_a_folded_weight_does_not_hide_the_advantage(make_batch):
     assert make_report(pipeline).columns["advantage"].tolist() == [-2, 0, 2]
 
 
-def test_rows_that_were_carried_are_in_the_report_of_the_step_that_trains_them(make_batch):
+def test_carried_rows_are_in_the_report_of_the_step_that_trains_them(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)})
     pipeline(make_batch([1.0, 2, 3], [0] * 3, [0, 1, 2], status=[0, 0, 1]))
     assert make_report(pipeline).funnel[1].out[0][:3] == ("carried", "carried", 1)
@@ -222,7 +222,7 @@ def test_rows_that_were_carried_are_in_the_report_of_the_step_that_trains_them(m
     assert report.funnel[-1].rows == 2
 
 
-def test_there_is_no_report_of_nothing(make_batch):
+def test_a_report_without_a_run_is_refused(make_batch):
     pipeline = Pipeline(stages(gate=CompletenessGate(group_size=3)))
     with pytest.raises(RuntimeError, match="run the pipeline over one"):
         make_report(pipeline)
@@ -247,7 +247,7 @@ def test_the_keys_of_a_report_can_be_renamed(make_batch):
 # -- in a terminal ----------------------------------------------------------------------------------
 
 
-def test_what_is_printed_tells_all_and_fits_80_columns(report):
+def test_a_printed_report_is_complete_and_fits_80_columns(report):
     text = printed(report)
     for word in (
         "gate: incomplete, dropped",
@@ -263,7 +263,7 @@ def test_what_is_printed_tells_all_and_fits_80_columns(report):
     assert "\x1b" in printed(report, force_terminal=True)
 
 
-def test_ragged_advantages_per_token_are_told_by_their_mean_in_the_loss(make_batch):
+def test_ragged_token_advantages_are_reported_by_their_mean_in_the_loss(make_batch):
     def credit(batch):
         rows = list(batch.unbind(0))
         for row in rows:
@@ -289,7 +289,7 @@ def test_a_batch_without_rows_has_a_report(make_batch):
     assert "collected" in printed(report)
 
 
-def test_keys_are_those_of_the_stages(make_batch):
+def test_keys_of_a_report_are_those_of_the_stages(make_batch):
     batch = make_batch([9.0, 9], [0, 0])
     batch["score"] = torch.tensor([0.0, 1.0])
     stage = GroupRelativeAdvantage(scale="none", reward_key="score", advantage_key="credit")
@@ -300,7 +300,7 @@ def test_keys_are_those_of_the_stages(make_batch):
     assert columns["advantage"].tolist() == [-0.5, 0.5]
 
 
-def test_a_group_has_zero_variance_if_each_of_its_rewards_has(make_batch):
+def test_zero_variance_means_each_reward_has_none(make_batch):
     batch = make_batch([0.0] * 4, [0, 0, 1, 1])
     batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 3.0], [2.0, 3.0]])
     pipeline = Pipeline({})
@@ -317,7 +317,7 @@ def test_a_group_without_rewards_has_no_spread(make_batch):
     assert groups["rollouts"].tolist() == [0, 1]
 
 
-def test_the_oldest_segment_says_how_stale_a_rollout_is(make_batch):
+def test_the_oldest_segment_is_the_staleness_of_a_rollout(make_batch):
     batch = make_batch([1.0, 1, 2], [0, 0, 0], [0, 0, 1])
     batch["next", "policy_version"] = torch.tensor([7, 4, 7])
     pipeline = Pipeline({})
@@ -325,8 +325,8 @@ def test_the_oldest_segment_says_how_stale_a_rollout_is(make_batch):
     assert make_report(pipeline).numbers["staleness/max"] == 3
 
 
-def test_a_rollout_that_left_in_two_ways_counts_once(make_batch):
-    """Row 0 is masked for its reward, row 1 for having no tokens: the rollout goes with the second."""
+def test_a_rollout_removed_for_two_reasons_counts_once(make_batch):
+    """Row 0 is masked for its reward, row 1 for having no tokens: the rollout leaves with the second."""
     batch = make_batch([9.0, 1, 1], [0, 0, 0], [0, 0, 1])
     batch["masks", "all_assistant_mask"][1] = False
     pipeline = Pipeline({"filter": SampleFilter(criterion=RewardWithin(high=5.0))})
@@ -335,7 +335,7 @@ def test_a_rollout_that_left_in_two_ways_counts_once(make_batch):
     assert [(left.rows, left.rollouts) for level in levels for left in level.out] == [(1, 0), (1, 1)]
 
 
-def test_a_reward_that_is_none_is_in_no_mean(make_batch):
+def test_a_missing_reward_is_in_no_mean(make_batch):
     finite = SampleFilter(criterion=Finite(), action="exclude")
     pipeline = Pipeline({"finite": finite, "advantage": GroupRelativeAdvantage(scale="none")})
     pipeline(make_batch([1.0, float("nan"), 3.0], [0, 0, 0]))
@@ -346,7 +346,7 @@ def test_a_reward_that_is_none_is_in_no_mean(make_batch):
     assert np.isnan(by_row[1])
 
 
-def test_the_reward_of_a_draft_is_not_that_of_a_rollout_that_left_before_they_were_one(make_batch):
+def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collapse(make_batch):
     """A draft of 0 and a revision of 1, in a group that the gate drops; and beside it a rollout of 1."""
     gate = CompletenessGate(group_size=3, on_incomplete="drop")
     pipeline = Pipeline({"gate": gate, "collapse": FanOutCollapse(reward="sum")})
@@ -359,7 +359,7 @@ def test_the_reward_of_a_draft_is_not_that_of_a_rollout_that_left_before_they_we
     assert make_report(whole).rollouts["reward"].tolist() == [1.0, 0.5]
 
 
-def test_a_row_out_of_the_statistics_has_no_vote_by_row_either(make_batch):
+def test_an_excluded_row_does_not_count_by_row_either(make_batch):
     excluded = SampleFilter(criterion=RewardWithin(high=5.0), action="exclude")
     pipeline = Pipeline({"filter": excluded, "advantage": GroupRelativeAdvantage(scale="none")})
     pipeline(make_batch([1.0, 3.0, 9.0], [0, 0, 0]))
@@ -368,7 +368,7 @@ def test_a_row_out_of_the_statistics_has_no_vote_by_row_either(make_batch):
     assert np.isnan(by_row[2])
 
 
-def test_a_group_that_left_for_two_reasons_at_once_left_once(make_batch):
+def test_a_group_removed_for_two_reasons_counts_once(make_batch):
     batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1], status=[3, 0, 0, 0])
     pipeline = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
     pipeline(batch)

@@ -1,4 +1,4 @@
-"""The page of a run grows with it, costs little, and says when the run is over."""
+"""The page of a run grows with it, costs little, and shows when the run has ended."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_page_is_live_until_its_folder_is_closed(make_batch, tmp_path, clock):
     assert data_of(tmp_path / "new" / "report.html")["run"]["live"] is None
 
 
-def test_a_loop_that_fails_closes_its_page(make_batch, tmp_path):
+def test_a_failing_loop_closes_its_page(make_batch, tmp_path):
     report = reported(make_batch)[1]
 
     def loop():
@@ -67,7 +67,7 @@ def test_a_loop_that_fails_closes_its_page(make_batch, tmp_path):
     assert data["curve_steps"] == [0]
 
 
-def test_between_two_pages_are_as_many_seconds_as_were_asked_for(make_batch, tmp_path, clock):
+def test_pages_are_written_at_most_once_per_interval(make_batch, tmp_path, clock):
     report = reported(make_batch)[1]
     folder = ReportFolder(tmp_path, every=5.0, dump=None)
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_between_two_pages_are_as_many_seconds_as_were_asked_for(make_batch, tmp
 
 
 @pytest.mark.parametrize("writing", [0.5, 3.0])
-def test_writing_pages_takes_two_percent_of_the_time_at_most(make_batch, tmp_path, clock, writing):
+def test_writing_pages_takes_at_most_two_percent_of_the_time(make_batch, tmp_path, clock, writing):
     report = reported(make_batch)[1]
     clock.writing = writing
     folder = ReportFolder(tmp_path, every=1.0, dump=None)
@@ -88,7 +88,7 @@ def test_writing_pages_takes_two_percent_of_the_time_at_most(make_batch, tmp_pat
     assert (clock.pages - 1) * writing <= 0.02 * clock.now  # but for the first, which one waits for
 
 
-def test_a_long_run_has_a_page_of_bounded_size_and_rules_of_all_its_steps(make_batch, tmp_path):
+def test_a_long_run_has_a_page_of_bounded_size_with_the_rules_of_all_steps(make_batch, tmp_path):
     report = reported(make_batch)[1]
     empty = {"rows/trained": 0.0}
     folder = ReportFolder(tmp_path, every=None, dump=None)
@@ -102,7 +102,7 @@ def test_a_long_run_has_a_page_of_bounded_size_and_rules_of_all_its_steps(make_b
     assert "Nothing was trained at step 777." in [each["text"] for each in data["steps"][-1]["advisories"]]
 
 
-def test_reports_that_all_say_step_0_are_told_apart(make_batch, tmp_path):
+def test_several_reports_of_step_0_are_separate(make_batch, tmp_path):
     report = reported(make_batch)[1]
     folder = ReportFolder(tmp_path, every=0.0, dump=None)
     for rows in (8.0, 0.0):
@@ -111,7 +111,7 @@ def test_reports_that_all_say_step_0_are_told_apart(make_batch, tmp_path):
     assert ["nothing-trains" in names for names in said] == [False, True]
 
 
-def test_a_closed_page_is_written_once_and_after_more_steps_again(make_batch, tmp_path, clock):
+def test_a_closed_page_is_written_once_and_again_after_more_steps(make_batch, tmp_path, clock):
     folder = ReportFolder(tmp_path, every=None)
     for pages in (1, 2):
         folder.add(reported(make_batch, step=pages)[1])
@@ -129,7 +129,7 @@ def _with(report, step, numbers):
     return other
 
 
-def test_the_page_has_the_symptoms_of_its_advisories_and_no_others(make_batch, tmp_path):
+def test_the_page_has_exactly_the_symptoms_of_its_advisories(make_batch, tmp_path):
     report = reported(make_batch)[1]
     folder = ReportFolder(tmp_path)
     folder.add(_with(report, 0, {"rollouts/truncated": 0.9, "groups/incomplete": 0.0, "staleness/mean": 0.0}))
@@ -141,7 +141,7 @@ def test_the_page_has_the_symptoms_of_its_advisories_and_no_others(make_batch, t
     assert folder.verdict == "The mean reward is 3."
 
 
-def test_the_page_says_when_the_run_began_and_how(make_batch, tmp_path):
+def test_the_page_has_the_start_and_command_of_the_run(make_batch, tmp_path):
     config = "pipeline: {a: <b>}\n"
     folder = ReportFolder(tmp_path, config=config, words=["pipeline=grpo"])
     folder.add(reported(make_batch)[1])
@@ -154,6 +154,6 @@ def test_the_page_says_when_the_run_began_and_how(make_batch, tmp_path):
     assert not [value for value in os.environ.values() if len(value) > 12 and value in json.dumps(run)]
 
 
-def test_seconds_below_none_are_refused(tmp_path):
+def test_negative_seconds_are_refused(tmp_path):
     with pytest.raises(ValueError, match="every must be finite and ≥ 0; got -1"):
         ReportFolder(tmp_path, every=-1)

@@ -1,4 +1,4 @@
-"""Prompts and responses in reports: as texts, token by token, and as much of them as a page has room for."""
+"""Prompts and responses in reports: as texts, token by token, and bounded in size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAGE_DATA, STEP = (sys.modules[f"headrace.pipeline.report.{name}"] for name in (
 # -- conversations -------------------------------------------------------------------------------------------
 
 
-def test_messages_are_lines_and_what_is_none_is_none():
+def test_messages_are_lines_and_other_values_are_none():
     parts = [{"type": "image"}, {"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     assert message_lines(messages) == "system: Be brief.\nuser: What is this?"
@@ -44,7 +44,7 @@ def test_messages_are_lines_and_what_is_none_is_none():
         assert message_lines(other) is None
 
 
-def test_messages_of_a_batch_are_texts_of_its_report():
+def test_messages_of_a_batch_are_in_its_report():
     batch = TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
     conversations = [[{"role": "user", "content": f"{k}?"}] * (1 + k) for k in range(2)]
     batch["prompt_text"] = as_texts(conversations)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_messages_of_a_batch_are_texts_of_its_report():
     assert [report.asked(row) for row in range(2)] == ["0?", "1?"]
 
 
-def test_a_history_of_torchrl_is_text_where_nothing_else_is():
+def test_a_torchrl_history_is_used_if_there_is_no_other_text():
     history = pytest.importorskip("torchrl.data.llm").History
     rows = []
     for k in range(2):
@@ -100,7 +100,7 @@ def with_terms(batch: TensorDict) -> TensorDict:
     return batch.set("advantage", batch[FULL].unsqueeze(-1) / 10)
 
 
-def test_prompts_and_responses_are_decoded_where_the_batch_has_no_texts():
+def test_without_texts_prompts_and_responses_are_decoded():
     batch = tokens_batch()
     for rows in (batch, ragged(batch)):
         report = make_report(Pipeline({}).run(rows), batch=rows, decode=letters)
@@ -114,7 +114,7 @@ def test_prompts_and_responses_are_decoded_where_the_batch_has_no_texts():
     assert texts["prompt"][0] == "bc"
 
 
-def test_rows_that_left_have_texts_where_the_batch_is_there_and_none_where_it_is_not():
+def test_dropped_rows_have_texts_only_with_the_batch():
     """Group 1 lacks a rollout; a run alone keeps the rows that stay."""
     batch = torch.cat([tokens_batch()[:3], tokens_batch()[4:]])
     run = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")}).run(batch)
@@ -123,14 +123,14 @@ def test_rows_that_left_have_texts_where_the_batch_is_there_and_none_where_it_is
     assert texts == ["def", "efg", "", "hij", "ijk"]
 
 
-def test_without_a_mask_the_response_is_what_stands_at_the_end():
+def test_without_a_mask_the_response_is_at_the_end():
     batch = tokens_batch()
     batch["tokens", "response"] = batch[FULL][:, 3:]
     batch = batch.exclude(MASK)
     assert make_report(Pipeline({}).run(batch), decode=letters).texts["response"][0] == "def"
 
 
-def test_who_decodes_must_make_a_string_of_each_token():
+def test_a_decoder_must_return_a_string_per_token():
     batch = tokens_batch()
     with pytest.raises(ValueError, match=r"a string for each token; of row 0 it made 1 of 2 tokens"):
         make_report(Pipeline({}).run(batch), batch=batch, decode=lambda ids: ["all at once"])
@@ -138,7 +138,7 @@ def test_who_decodes_must_make_a_string_of_each_token():
         make_report(Pipeline({}).run(batch), batch=batch, decode=lambda ids: [None for _ in ids])
 
 
-def test_a_decoder_is_that_of_the_environment_else_of_the_policy_else_a_tokenizer():
+def test_the_decoder_is_of_the_environment_then_policy_then_tokenizer():
     class Named:
         def token_texts(self, ids):
             return ["named"] * len(ids)
@@ -161,7 +161,7 @@ def test_a_decoder_is_that_of_the_environment_else_of_the_policy_else_a_tokenize
 @pytest.mark.parametrize("lay", [lambda batch: batch, ragged], ids=["dense", "ragged"])
 @pytest.mark.parametrize("decode", [None, letters], ids=["cells", "texts"])
 def test_a_report_has_each_token_of_a_row_with_its_number(lay, decode):
-    """By a loop; a token within a response that is not in the loss has none."""
+    """Compared with a loop; a masked token within a response has no number."""
     batch = with_terms(tokens_batch())
     batch[MASK][2, 4] = False
     rows = lay(batch)
@@ -179,7 +179,7 @@ def test_a_report_has_each_token_of_a_row_with_its_number(lay, decode):
         assert found.texts == (None if decode is None else letters(ids))
 
 
-def test_one_number_a_row_is_none_of_its_tokens():
+def test_a_number_per_row_is_not_a_number_per_token():
     batch = tokens_batch()
     run = Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch)
     assert make_report(run, batch=batch, decode=letters).by_token == {}
@@ -189,14 +189,14 @@ def test_one_number_a_row_is_none_of_its_tokens():
     assert make_report(Pipeline({}).run(one)).by_token == {}
 
 
-def test_only_rows_of_the_groups_that_spread_most_have_numbers_by_token(monkeypatch):
-    """Groups 2, 1 and 0 spread by less and less; rows have 3 tokens each."""
+def test_only_groups_of_largest_spread_have_token_numbers(monkeypatch):
+    """Groups 2, 1 and 0 have decreasing spreads; rows have 3 tokens each."""
     monkeypatch.setattr(STEP, "TOKENS_READ", 10)
     report = make_report(Pipeline({}).run(with_terms(tokens_batch())))
     assert sorted(report.by_token) == [2, 4, 5]
 
 
-def test_numbers_by_token_cost_as_many_reads_for_many_rows_as_for_few():
+def test_device_reads_of_token_numbers_do_not_grow_with_the_rows():
     def reads(groups: int) -> int:
         batch = with_terms(tokens_batch(groups))
         with FakeDevice() as fake:
@@ -212,7 +212,7 @@ def test_numbers_by_token_cost_as_many_reads_for_many_rows_as_for_few():
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "S"])), st.integers(1, 50))
-def test_a_cut_text_has_its_beginning_its_end_and_the_number_of_what_is_missing(text, most):
+def test_a_cut_text_has_both_ends_and_the_number_of_missing_characters(text, most):
     excerpt = cut_text(text, most)
     assert text.startswith(excerpt["start"])
     assert text.endswith(excerpt["end"])
@@ -221,7 +221,7 @@ def test_a_cut_text_has_its_beginning_its_end_and_the_number_of_what_is_missing(
 
 
 @given(st.lists(st.floats(-9, 9) | st.just(math.nan), min_size=1, max_size=30), st.integers(1, 20))
-def test_cut_tokens_are_at_their_places(values, most):
+def test_cut_tokens_keep_their_indices(values, most):
     strand = cut_tokens(TokenValues([str(k) for k in range(len(values))], {"advantage": values}), most)
     places = [i if i < strand["at"] else i + strand["missing"] for i in range(len(strand["texts"]))]
     assert [str(place) for place in places] == strand["texts"]
@@ -238,7 +238,7 @@ def texts_report(groups: int, letters_each: int, letter: str = "x", step: int = 
 
 
 @pytest.mark.parametrize("letter", ["x", "漢", "<"])
-def test_the_texts_of_all_steps_are_at_most_three_megabytes(letter):
+def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
     """Without the texts a page has labels, which are short."""
     reports = [texts_report(150, 5000, letter, step) for step in range(4)]
     data = page_data(reports, title="long")
@@ -266,7 +266,7 @@ def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeyp
     assert counts[True] >= min(equal, counts[False] - 1)
 
 
-def test_the_groups_that_spread_most_are_read_first(monkeypatch):
+def test_groups_of_largest_spread_are_read_first(monkeypatch):
     """Group g has rewards 0 and g + 1."""
     monkeypatch.setattr(PAGE_DATA, "PAGE_TEXTS", 5 * CHARACTERS)
     step = page_data([texts_report(6, CHARACTERS)], title="x")["steps"][0]
@@ -276,7 +276,7 @@ def test_the_groups_that_spread_most_are_read_first(monkeypatch):
     assert all(label.startswith("xxx") and len(label) == 80 for label in step["groups"]["label"])
 
 
-def test_of_a_large_step_the_page_has_the_groups_that_spread_most(monkeypatch):
+def test_a_page_of_a_large_step_has_the_groups_of_largest_spread(monkeypatch):
     monkeypatch.setattr(PAGE_DATA, "GROUPS", 2)
     step = page_data([texts_report(6, 10)], title="x")["steps"][0]
     assert step["groups"]["id"] == [4, 5]
@@ -284,7 +284,7 @@ def test_of_a_large_step_the_page_has_the_groups_that_spread_most(monkeypatch):
     assert step["shown"] == {"groups": 2, "of": 6}
 
 
-def test_the_prompt_stands_beside_its_last_turn_only_where_it_is_more():
+def test_the_prompt_is_shown_beside_its_last_turn_only_if_longer():
     step = page_data([texts_report(1, 10)], title="x")["steps"][0]
     assert step["groups"]["asked"] == [{"start": "x" * 10, "missing": 0, "end": ""}]
     assert step["groups"]["prompt"][0]["start"] == "<|im_start|>user\n" + "x" * 10
@@ -297,7 +297,7 @@ def test_the_prompt_stands_beside_its_last_turn_only_where_it_is_more():
 # -- in trackers ---------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_rollouts_has_what_there_is_to_read(make_batch):
+def test_the_table_of_rollouts_has_the_texts(make_batch):
     batch, _ = reported(make_batch)
     batch["response_text"] = as_texts([f"response {row}" for row in range(9)])
     report = make_report(Pipeline(stages()).run(batch))
@@ -325,7 +325,7 @@ def test_the_table_of_rollouts_has_what_there_is_to_read(make_batch):
     assert lines[0]["length"] == int(batch["masks", "all_assistant_mask"][0].sum())
 
 
-def test_the_table_of_rollouts_is_bounded_and_chosen_as_on_the_page():
+def test_the_table_of_rollouts_is_bounded_as_on_the_page():
     _, rows = rollout_rows(texts_report(150, 5000))
     assert len(rows) == 200
     assert {row[0] for row in rows} == set(range(50, 150))

@@ -1,4 +1,4 @@
-"""A state taken in the middle of a batch goes on with that batch and that cut alone, or gives it up."""
+"""A state taken inside a batch resumes that batch with the same split, or discards it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=[str(change) for change, _ in CHANGES])
-def test_a_state_goes_on_with_the_same_cut_alone_and_says_what_differs(change, message):
+def test_a_state_resumes_only_with_the_same_split_and_names_differences(change, message):
     state, _ = left_in_the_middle(sixteen())
     restored = make(**change)
     restored.load_state_dict(state)
@@ -68,7 +68,7 @@ def test_a_state_goes_on_with_the_same_cut_alone_and_says_what_differs(change, m
         restored.minibatches(sixteen())
 
 
-def test_the_epochs_and_the_rank_are_part_of_the_cut():
+def test_epochs_and_rank_are_part_of_the_split():
     state, _ = left_in_the_middle(sixteen(), ranks=2, rank=0)
     restored = make(ranks=2, rank=1)
     restored.load_state_dict(state)
@@ -102,7 +102,7 @@ def no_prompts(batch):
         (no_prompts, "only one of the two batches has column 'prompt'"),
     ],
 )
-def test_a_batch_of_the_same_size_and_rollout_ids_is_not_the_same_batch(change, message, ragged):
+def test_a_batch_of_equal_size_and_rollout_ids_may_differ(change, message, ragged):
     state, rest = left_in_the_middle(sixteen())
     restored, other = make(), sixteen()
     restored.load_state_dict(state)
@@ -112,7 +112,7 @@ def test_a_batch_of_the_same_size_and_rollout_ids_is_not_the_same_batch(change, 
     assert rows_of(restored.minibatches(sixteen())) == rest
 
 
-def test_rewards_that_were_computed_again_may_differ_in_their_last_digits():
+def test_recomputed_rewards_may_differ_in_their_last_digits():
     state, rest = left_in_the_middle(sixteen())
     restored, again = make(), sixteen()
     again["next", "reward"] *= 1 + 1e-6
@@ -120,7 +120,7 @@ def test_rewards_that_were_computed_again_may_differ_in_their_last_digits():
     assert rows_of(restored.minibatches(again)) == rest
 
 
-def test_a_state_in_the_middle_is_loaded_without_trust(tmp_path):
+def test_a_state_inside_a_batch_loads_with_weights_only(tmp_path):
     state, rest = left_in_the_middle(sixteen(), taken=2)
     torch.save(state, tmp_path / "state.pt")
     restored = make()
@@ -138,10 +138,10 @@ def test_a_state_in_the_middle_is_loaded_without_trust(tmp_path):
     saved=st.booleans(),
     remainder=st.sampled_from(["carry", "uneven", "drop"]),
 )
-def test_what_is_given_up_is_never_trained_and_nothing_is_trained_twice(
+def test_discarded_batches_are_not_trained_and_nothing_is_trained_twice(
     units, taken, epochs, saved, remainder
 ):
-    """Three batches, the second given up in its middle: lost is what it had not handed out, and no more."""
+    """Three batches, the second discarded inside: only the rows not yet handed out are lost."""
 
     def batch(number):
         return TensorDict(
@@ -177,7 +177,7 @@ def test_what_is_given_up_is_never_trained_and_nothing_is_trained_twice(
     assert [part["name"].tolist() for part in twin.minibatches(batch(3), epochs=epochs)] == after
 
 
-def test_the_error_says_how_to_give_up_and_then_another_batch_is_welcome():
+def test_the_error_says_how_to_discard_and_then_other_batches_run():
     state, _ = left_in_the_middle(sixteen())
     restored = make()
     restored.load_state_dict(state)
@@ -193,7 +193,7 @@ def test_the_error_says_how_to_give_up_and_then_another_batch_is_welcome():
 # -- states of the version before -------------------------------------------------------------------
 
 
-def test_a_state_of_the_version_before_is_read_between_batches_and_refused_in_the_middle():
+def test_a_state_of_the_previous_version_loads_only_between_batches():
     old = {"calls": 1, "carried": None}
     split = ShuffleSplit(minibatches=4)
     split.set_extra_state(old)
@@ -212,8 +212,8 @@ def test_a_state_of_the_version_before_is_read_between_batches_and_refused_in_th
 
 
 @pytest.mark.parametrize("how", ["break", "exception"])
-def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
-    """From inside an iterator the two look the same; rows are not given up unless somebody says so."""
+def test_leaving_a_loop_keeps_the_batch_unfinished(how):
+    """An iterator cannot tell the two apart; rows are discarded only on request."""
     pipeline, orders = make(), rows_of(make().minibatches(sixteen()))
     try:
         for _ in pipeline.minibatches(sixteen()):
@@ -230,7 +230,7 @@ def test_a_loop_that_is_left_leaves_the_batch_in_the_middle(how):
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
 
-def test_a_batch_that_was_left_does_not_hinder_the_next():
+def test_an_unfinished_batch_does_not_block_the_next():
     pipeline = make()
     for _ in pipeline.minibatches(sixteen()):
         break
@@ -240,7 +240,7 @@ def test_a_batch_that_was_left_does_not_hinder_the_next():
     assert restored.stages["split"].state.calls == 2
 
 
-def test_a_batch_without_minibatches_is_done_with():
+def test_a_batch_without_minibatches_is_finished():
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
     pipeline.run(sixteen())
     restored = Pipeline({"split": ShuffleSplit(minibatch_size=20, remainder="carry")})
@@ -248,7 +248,7 @@ def test_a_batch_without_minibatches_is_done_with():
     assert len(restored.stages["split"].state.carried) == ROWS
 
 
-def test_a_state_is_not_saved_in_the_middle_of_two_batches():
+def test_a_state_inside_two_batches_is_refused():
     """As when two pipelines share one split: one of the two would be forgotten."""
     split = ShuffleSplit(minibatches=4)
     first, second = (Pipeline({"split": split, "weight": LossWeight()}) for _ in "ab")

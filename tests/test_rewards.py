@@ -1,4 +1,4 @@
-"""Several rewards are one: what filters, shaping, metrics and the report go by is what is trained."""
+"""Filters, shaping, metrics and the report use the weighted sum of several rewards that is trained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def by_hand(rewards, weights):
     st.lists(st.lists(st.one_of(st.just(NAN), NUMBERS), min_size=3, max_size=3), min_size=1, max_size=6),
     st.lists(NUMBERS, min_size=3, max_size=3),
 )
-def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights):
+def test_the_reward_is_the_weighted_sum_of_the_present_ones(rewards, weights):
     out = said_by(FanOutCollapse(columns=3, weights=weights, missing="skip"), table(batch_of, rewards))
     expected = [by_hand(each, weights) for each in rewards]
     assert out.batch[REWARD].tolist() == pytest.approx(expected, nan_ok=True)
@@ -62,7 +62,7 @@ def test_the_reward_is_the_weighted_sum_of_those_that_are_there(rewards, weights
     assert out.metrics["reward_mean"] == pytest.approx(statistics.fmean(known) if known else 0.0)
 
 
-def test_several_rewards_train_as_their_weighted_sum_does(make_batch, recipes):
+def test_several_rewards_train_as_their_weighted_sum(make_batch, recipes):
     """In every recipe: filtered, shaped and compared alike."""
     for name in (name for name in recipes if name not in ("gdpo", "gigpo")):  # a rollout's one reward
         batch = columns_for(name, ragged_batch(make_batch, "grid", 3, lone=name not in NO_LONE))
@@ -75,7 +75,7 @@ def test_several_rewards_train_as_their_weighted_sum_does(make_batch, recipes):
 
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
-def test_the_metric_and_the_report_say_the_reward_that_is_trained(make_batch, several):
+def test_metric_and_report_have_the_trained_reward(make_batch, several):
     """Rewards 1 and 1, 0 and 1, weights 0.2 and 0.6: 0.8 and 0.6, of which one is solved at 0.7."""
     batch = table(make_batch, [[1.0, 1.0], [0.0, 1.0]])
     pipeline = Pipeline(
@@ -94,7 +94,7 @@ def test_the_metric_and_the_report_say_the_reward_that_is_trained(make_batch, se
     assert report.numbers["solve_partial"] == 1
 
 
-def test_the_page_and_the_dump_show_what_the_reward_is_a_sum_of(make_batch):
+def test_page_and_dump_show_the_terms_of_the_reward(make_batch):
     batch = table(make_batch, [[1.0, 1.0], [0.0, NAN]])
     stages = {"collapse": FanOutCollapse(columns=2, weights=[0.25, 0.5], missing="skip")}
     report = Pipeline(stages).run(batch).report(step=0)
@@ -108,7 +108,7 @@ def test_the_page_and_the_dump_show_what_the_reward_is_a_sum_of(make_batch):
     assert page_data([report], title="")["steps"][0]["rows"]["rewards"] == [None]
 
 
-def test_a_row_that_leaves_before_the_collapse_is_reported_by_the_same_weights(make_batch):
+def test_a_row_dropped_before_the_collapse_is_reported_with_the_same_weights(make_batch):
     batch = table(make_batch, [[1.0, 1.0], [0.0, NAN], [NAN, NAN]])
     first = SampleFilter(criterion=lambda batch: batch["rollout_id"] == 9, action="drop")
     pipeline = Pipeline({"first": first, "collapse": FanOutCollapse(columns=2, weights=[0.2, 0.6])})
@@ -117,7 +117,7 @@ def test_a_row_that_leaves_before_the_collapse_is_reported_by_the_same_weights(m
 
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
-def test_a_group_whose_compared_rewards_are_equal_has_zero_variance(make_batch, several):
+def test_a_group_with_equal_compared_rewards_has_zero_variance(make_batch, several):
     """By weight the first sum up to 2 each; of the second each is equal, where it is there."""
     rewards = [[0.0, 1.0], [2.0, 0.0], [1.0, 2.0], [NAN, 2.0], [NAN, NAN]]
     batch = table(make_batch, rewards, [0, 0, 1, 1, 1])
@@ -131,7 +131,7 @@ def test_a_group_whose_compared_rewards_are_equal_has_zero_variance(make_batch, 
     assert [credit[:2] == [0, 0], credit[2:] == [0, 0, 0]] == flat
 
 
-def test_trls_own_table_of_two_rewards_is_taken(tmp_path):
+def test_a_trl_table_of_two_rewards_is_read(tmp_path):
     """Rewards 3 and 0, over 3/√2 + 1e-4."""
     trl_dump(tmp_path / "completions_00004.parquet", length=[2.0, None])
     ((_, batch),) = open_source(tmp_path, group_by="prompt", group_size=2)
@@ -161,7 +161,7 @@ def normalize_then_sum(rewards, groups, weights):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
+def test_whitening_excludes_rollouts_without_a_reward(make_batch, seed):
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, 4, (8, 2), generator=generator).float()
     drawn[torch.rand(8, 2, generator=generator) < 0.3] = NAN
@@ -180,8 +180,8 @@ def test_who_has_no_reward_takes_no_part_in_whitening(make_batch, seed):
     assert found[5] == 0
 
 
-def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_batch, recipes):
-    """In every recipe but that of steps, whose returns need each step's reward."""
+def test_a_rollout_without_a_reward_changes_no_other_and_has_advantage_0(make_batch, recipes):
+    """Except for the recipe of steps, whose returns need each step's reward."""
     for name in (name for name in recipes if name != "gigpo"):
         batch = columns_for(name, ragged_batch(make_batch, "grid", 5, lone=name not in NO_LONE))
         batch["next", "reward"] = batch["next", "reward"].abs()
@@ -202,13 +202,13 @@ def test_a_rollout_without_a_reward_changes_nobodys_advantage_and_has_none(make_
 @pytest.mark.parametrize(
     ("recipe", "stage"), list(zip(("grpo", "mt_grpo", "tree_grpo"), REWARDED, strict=True))
 )
-def test_that_rewards_may_be_missing_is_said_once(recipe, stage):
+def test_one_option_allows_missing_rewards(recipe, stage):
     stages = composed(f"pipeline={recipe}", "pipeline.stages.collapse.missing=skip").stages
     assert stages["collapse"].missing == stages[stage].missing == "skip"
 
 
 @pytest.mark.parametrize("collapse", [True, False])
-def test_a_missing_reward_is_in_no_statistic_of_later_stages(make_batch, collapse):
+def test_a_missing_reward_is_in_no_later_statistic(make_batch, collapse):
     batch = make_batch([1.0, 3, NAN, 2, 6, 7], [0, 0, 0, 1, 1, 1])
     stages = {"collapse": FanOutCollapse(missing="skip")} if collapse else {}
     stages |= {
@@ -223,13 +223,13 @@ def test_a_missing_reward_is_in_no_statistic_of_later_stages(make_batch, collaps
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, NAN], [NAN, 1.0, 1.0], [NAN, NAN, NAN], [NAN, 1.0, NAN]])
-def test_a_missing_reward_keeps_no_group_of_equals_alive(make_batch, rewards):
+def test_a_missing_reward_does_not_make_rewards_vary(make_batch, rewards):
     batch = make_batch([*rewards, 0.0, NAN, 1.0], [0] * 3 + [1] * 3)
     for before in (batch, FanOutCollapse(missing="skip")(batch)):
         assert RewardsVary()(before).tolist() == [False] * 3 + [True] * 3
 
 
-def test_who_has_no_reward_is_shaped_into_none(make_batch):
+def test_shaping_keeps_a_missing_reward_missing(make_batch):
     batch = FanOutCollapse(missing="skip")(make_batch([1.0, NAN, 2.0], [0] * 3))
     batch["masks", "all_assistant_mask"] = torch.ones(3, 4, dtype=torch.bool)
     for stage in (
@@ -259,13 +259,13 @@ def pair(collapse, **advantage):
 @pytest.mark.parametrize(
     ("collapse", "advantage"), [(None, [1.0, 0.5]), ([1.0, 0.5], [1.0, 2.0]), ([2.0, 1.0], [1.0, 1.0])]
 )
-def test_weights_that_filters_do_not_go_by_are_refused(make_batch, collapse, advantage, several):
+def test_weights_that_filters_ignore_are_refused(make_batch, collapse, advantage, several):
     batch = table(make_batch, [[0.0, 0.0], [3.0, 2.0]], rollouts=[4, 7])
     with pytest.raises(BatchError, match=r"found \d in place of \d for rollout 7\. .*FanOutCollapse"):
         pair(collapse, weights=advantage, several=several)(batch)
 
 
-def test_a_reward_shaped_before_each_is_compared_is_refused(make_batch):
+def test_shaping_before_rewards_are_compared_separately_is_refused(make_batch):
     batch = table(make_batch, [[1.0, 4.0], [3.0, 0.0]])
     stages = {
         "collapse": FanOutCollapse(columns=2),
@@ -280,7 +280,7 @@ def test_a_reward_shaped_before_each_is_compared_is_refused(make_batch):
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [0.5, -0.5]  # 4 and 3
 
 
-def test_weights_are_as_many_as_rewards_and_finite(make_batch):
+def test_weights_are_finite_and_one_per_reward(make_batch):
     with pytest.raises(ValueError, match="needs a weight; got 1 for 2 columns"):
         FanOutCollapse(columns=2, weights=[1.0])
     with pytest.raises(ValueError, match=r"weights must be a list \(each a finite number"):

@@ -1,4 +1,4 @@
-"""What a run returns is one batch's, for good; what a pipeline shows is the last run's of the thread."""
+"""A run keeps the results of one batch; a pipeline shows the last run of its thread."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def in_threads(work):
 
 @pytest.mark.parametrize("asked", ["before", "after"])
 @pytest.mark.parametrize("split", [None, "drop", "carry"])
-def test_a_run_stays_what_it_was_whatever_runs_later(split, asked, make_batch):
+def test_a_run_is_unchanged_by_later_runs(split, asked, make_batch):
     def make():
         cut = split and ShuffleSplit(minibatches=2, unit="rollout", remainder=split)
         return Pipeline(stages(split=cut, weight=LossWeight()))
@@ -93,8 +93,8 @@ def test_a_run_stays_what_it_was_whatever_runs_later(split, asked, make_batch):
     assert content(run) == expected  # asking changes nothing either
 
 
-def test_what_a_run_hands_out_is_not_what_it_keeps(make_batch):
-    """Writing to a minibatch, as an optimiser step may, reaches neither the run nor the next epoch."""
+def test_writing_to_a_minibatch_changes_no_run_or_epoch(make_batch):
+    """As an optimiser step may do."""
     for split in (None, ShuffleSplit(minibatches=1, shuffle=False)):
         run = Pipeline({"advantage": GroupRelativeAdvantage(scale="none"), "split": split}).run(
             make_batch([1.0, 3], [0, 0]), epochs=2
@@ -106,7 +106,7 @@ def test_what_a_run_hands_out_is_not_what_it_keeps(make_batch):
         assert run.batch["headrace", "row"].tolist() == [0, 1]
 
 
-def test_a_run_gathers_nothing_before_it_is_asked():
+def test_a_run_gathers_no_rows_before_they_are_read():
     batch = batch_of([float(i % 5) for i in range(256)], [i // 4 for i in range(256)], tokens=512)
     pipeline = Pipeline(
         {
@@ -128,7 +128,7 @@ def test_a_run_gathers_nothing_before_it_is_asked():
     assert run.batch is whole, "gathered once"
 
 
-def test_a_run_holds_what_each_epoch_trains_and_the_batch_is_the_first(make_batch):
+def test_a_run_has_the_rows_of_each_epoch_and_its_batch_is_the_first(make_batch):
     run = Pipeline(stages(gate=None, filter=None)).run(busy_batch(make_batch), epochs=3)
     rows = [part["headrace", "row"] for part in run.minibatches()]
     assert len(rows) == 6
@@ -139,7 +139,7 @@ def test_a_run_holds_what_each_epoch_trains_and_the_batch_is_the_first(make_batc
 # -- one stage, several pipelines ------------------------------------------------------------------------
 
 
-def test_one_gate_in_two_pipelines_keeps_each_pipelines_own_numbers(make_batch):
+def test_a_gate_in_two_pipelines_has_separate_metrics(make_batch):
     gate = CompletenessGate(group_size=3, on_incomplete="drop", expected_groups=(0, 1, 2, 3))
     alone, first = Pipeline({"gate": gate}), Pipeline({"first": gate, "advantage": GroupRelativeAdvantage()})
     alone(busy_batch(make_batch))
@@ -158,7 +158,7 @@ def test_one_gate_in_two_pipelines_keeps_each_pipelines_own_numbers(make_batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [None, "carry"])
-def test_what_a_thread_sees_after_its_call_is_of_its_own_batch(split):
+def test_a_thread_sees_the_results_of_its_own_call(split):
     cut = split and ShuffleSplit(minibatch_size=4, unit="rollout", remainder=split)
     pipeline = Pipeline(
         {
@@ -190,7 +190,7 @@ def test_what_a_thread_sees_after_its_call_is_of_its_own_batch(split):
 
 
 @pytest.mark.slow
-def test_carried_rows_are_trained_once_over_all_threads_or_wait_in_the_split():
+def test_carried_rows_train_once_over_all_threads_or_wait_in_the_split():
     split = ShuffleSplit(minibatch_size=5, unit="rollout", remainder="carry")
     pipeline = Pipeline({"advantage": GroupRelativeAdvantage(), "split": split})
 
@@ -239,8 +239,8 @@ def fail(batch):
 
 @pytest.mark.parametrize("where", ["before", "after"])
 @pytest.mark.parametrize("function", [refuse, fail])
-def test_a_refused_batch_leaves_the_splits_state_as_it_was(function, where):
-    """Orders drawn and rows carried: as if the batch had never come, whoever refuses it."""
+def test_a_refused_batch_leaves_the_state_of_the_split_unchanged(function, where):
+    """Permutations and carried rows are as if the batch had never come."""
     split = ShuffleSplit(minibatch_size=4, unit="sample", remainder="carry", seed=3)
     bad = Own(function=function, after=where == "after")
     order = {"bad": bad, "split": split} if where == "before" else {"split": split, "bad": bad}
@@ -269,7 +269,7 @@ def shout(batch):
 
 
 @pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=1)])
-def test_what_was_wrong_before_is_named_before_what_fails_because_of_it(split, make_batch):
+def test_an_earlier_error_is_reported_before_its_consequences(split, make_batch):
     later = {"split": split, "mine": Own(function=shout, after=split is not None)}
     pipeline = Pipeline({"collapse": FanOutCollapse(), **later})
     with pytest.raises(
@@ -289,7 +289,7 @@ def weigh(batch, weight):
 
 
 @pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=2)])
-def test_rows_that_a_users_own_stage_gives_no_weight_are_not_trained(split, make_batch):
+def test_rows_without_weight_from_a_user_stage_are_not_trained(split, make_batch):
     for weight, trained in ((0.0, 0), (0.5, 4)):
         own = Own(function=partial(weigh, weight=weight), after=split is not None, out_keys=["loss_weight"])
         pipeline = Pipeline({"split": split, "own": own if split else own.function})
@@ -303,7 +303,7 @@ def test_rows_that_a_users_own_stage_gives_no_weight_are_not_trained(split, make
 # -- what a pipeline keeps -------------------------------------------------------------------------------
 
 
-def test_the_last_run_has_the_account_and_says_that_it_has_no_rows(make_batch):
+def test_the_last_run_has_the_ledger_and_refuses_to_give_rows(make_batch):
     pipeline = Pipeline(stages(weight=LossWeight()))
     run = pipeline.run(busy_batch(make_batch))
     assert (run.ledger.reason > 0).any()
@@ -317,7 +317,7 @@ def test_the_last_run_has_the_account_and_says_that_it_has_no_rows(make_batch):
 
 
 @pytest.mark.parametrize("twin_of", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy])
-def test_a_copy_has_no_last_run_and_goes_on_as_the_original_does(twin_of, make_batch):
+def test_a_copy_has_no_last_run_and_continues_as_the_original(twin_of, make_batch):
     pipeline = Pipeline(stages(weight=LossWeight()))
     pipeline(busy_batch(make_batch))
     twin = twin_of(pipeline)
@@ -332,7 +332,7 @@ def test_a_copy_has_no_last_run_and_goes_on_as_the_original_does(twin_of, make_b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [None, ShuffleSplit(minibatches=2, seed=1)])
-def test_a_call_leaves_no_reference_to_the_batch(split):
+def test_a_call_keeps_no_reference_to_the_batch(split):
     pipeline = Pipeline(stages(gate=None, split=split, weight=LossWeight()))
     batch = batch_of([float(i % 3) for i in range(12)], [i // 3 for i in range(12)])
     batch["stranger", "large"] = torch.zeros(12, 1000)

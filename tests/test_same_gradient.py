@@ -1,4 +1,4 @@
-"""One batch, one gradient: however it is cut, shuffled, padded, packed and spread over processes."""
+"""A batch has one gradient, for any split, order, padding, packing and number of processes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_scene_has_fan_out_and_masked_rows(scene):
 
 
 @pytest.mark.parametrize("unit", MEANS)
-def test_the_gradient_is_that_of_the_whole_batch(scene, unit, quick):
-    """Where it is quick, each unit in some of the ways to cut."""
+def test_the_gradient_equals_that_of_the_whole_batch(scene, unit, quick):
+    """In the quick run each unit has some of the splits."""
     dtype, policy, batch = scene
     whole = gradient(policy, batch, unit)
     assert whole.norm() > 1e-3
@@ -65,7 +65,7 @@ def test_the_gradient_is_that_of_the_whole_batch(scene, unit, quick):
     assert distance(gradient(policy, widen(batch), unit), whole) < TOLERANCE[dtype]
 
 
-def test_credit_per_token_has_the_gradient_of_the_whole_batch_too(scene):
+def test_token_advantages_give_the_gradient_of_the_whole_batch(scene):
     """As turns and trees write it: (N, T, 1)."""
     dtype, policy, batch = scene
     one_each = gradient(policy, batch, "constant")
@@ -81,7 +81,7 @@ def test_credit_per_token_has_the_gradient_of_the_whole_batch_too(scene):
 
 
 @pytest.mark.parametrize("unit", MEANS)
-def test_units_differ(scene, unit):
+def test_units_give_different_gradients(scene, unit):
     _, policy, batch = scene
     others = [gradient(policy, batch, other) for other in MEANS if other != unit]
     assert all(distance(other, gradient(policy, batch, unit)) > 1e-3 for other in others)
@@ -111,7 +111,7 @@ def test_folded_and_summed_weights_agree_on_the_policy_term(scene):
 
 
 @pytest.mark.slow
-def test_processes_that_share_a_batch_or_hold_rows_of_their_own_agree(tmp_path):
+def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
     world = 2
     run_processes(run_rank, world, str(tmp_path), count=world)
     for rank in range(world):
@@ -122,8 +122,8 @@ def test_processes_that_share_a_batch_or_hold_rows_of_their_own_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_one_process_refuses_all_of_them_refuse(tmp_path):
-    """Lest the others wait for it."""
+def test_an_error_in_one_process_is_raised_in_all(tmp_path):
+    """Otherwise the others would wait for it."""
     run_processes(run_uneven, 2, str(tmp_path), count=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for how, all_steps in (("minibatches", 2), ("call", 1)):

@@ -1,4 +1,4 @@
-"""Prompts in the order of dispatch, ids stamped once."""
+"""Prompts are sampled in groups, and ids are assigned once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {
 
 
 @given(**SHAPES)
-def test_each_epoch_has_every_prompt_in_runs_of_a_group(
+def test_each_epoch_has_every_prompt_in_runs_of_group_size(
     prompts, group_size, prompts_per_batch, repeats, **options
 ):
     sampler = RepeatSampler(
@@ -47,7 +47,7 @@ def test_each_epoch_has_every_prompt_in_runs_of_a_group(
 
 
 @given(taken=st.integers(0, 40), **SHAPES)
-def test_a_restored_sampler_goes_on_where_it_was(taken, **options):
+def test_a_restored_sampler_continues_where_it_was(taken, **options):
     make = lambda: RepeatSampler(remainder="uneven", **options)  # noqa: E731
 
     def stream(sampler):
@@ -61,7 +61,7 @@ def test_a_restored_sampler_goes_on_where_it_was(taken, **options):
 
 
 @given(drawn=st.integers(0, 5), **SHAPES)
-def test_draws_have_ids_of_their_own_for_ever(drawn, **options):
+def test_group_and_rollout_ids_never_repeat(drawn, **options):
     sampler = RepeatSampler(remainder="uneven", **options)
     draws = torch.cat(list(islice(sampler.draws(), 6)))
     size = options["group_size"]
@@ -76,8 +76,8 @@ def test_draws_have_ids_of_their_own_for_ever(drawn, **options):
 
 
 @given(data=st.data(), **SHAPES)
-def test_who_was_drawn_with_a_group_follows_from_its_id(data, **options):
-    """Against what was drawn: any groups of any batches, and their batches whole."""
+def test_the_batch_of_a_group_follows_from_its_id(data, **options):
+    """Compared with the sampled groups: any groups of any batches, and their whole batches."""
     drawer, other = (RepeatSampler(remainder="uneven", **options) for _ in "ab")
     batches = [draws["group_id"].unique().tolist() for draws in islice(drawer.draws(), 7)]
     seen = data.draw(st.lists(st.sampled_from([group for batch in batches for group in batch])))
@@ -102,7 +102,7 @@ def of_ranks(ranks: int, options: dict) -> list[RepeatSampler]:
 
 
 @given(shape=shared())
-def test_ranks_draw_together_what_one_process_draws_with_the_same_ids(shape):
+def test_ranks_sample_together_what_one_process_samples_with_the_same_ids(shape):
     """Batch for batch, over epochs; and as indices, without the ids."""
     ranks, options = shape
     samplers, alone = of_ranks(ranks, options), RepeatSampler(**options)
@@ -119,7 +119,7 @@ def test_ranks_draw_together_what_one_process_draws_with_the_same_ids(shape):
 
 
 @given(shape=shared(), data=st.data())
-def test_a_ranks_draws_are_known_from_their_ids_and_it_goes_on_where_it_was(shape, data):
+def test_ids_show_the_samples_of_a_rank_and_it_resumes_there(shape, data):
     ranks, options = shape
     rank, taken = data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, 5))
     drawer, other = of_ranks(ranks, options)[rank], RepeatSampler(**options, ranks=ranks)
@@ -132,7 +132,7 @@ def test_a_ranks_draws_are_known_from_their_ids_and_it_goes_on_where_it_was(shap
     assert next(restored.draws())["rollout_id"].tolist() == next(first.draws())["rollout_id"].tolist()
 
 
-def test_the_state_of_another_rank_is_refused_and_that_from_before_ranks_is_not():
+def test_a_state_of_another_rank_is_refused_but_one_without_ranks_is_not():
     one, two = of_ranks(2, {"prompts": 4, "group_size": 2, "prompts_per_batch": 2})
     with pytest.raises(ValueError, match="the state must be of a sampler like this one"):
         two.load_state_dict(one.state_dict())
@@ -142,8 +142,8 @@ def test_the_state_of_another_rank_is_refused_and_that_from_before_ranks_is_not(
     assert alone.position == 3
 
 
-def test_a_prompt_of_which_no_row_came_back_is_noticed_by_its_neighbours():
-    """Over epochs, whatever was drawn ahead, and for a sampler that was restored or drew nothing itself."""
+def test_a_prompt_without_rows_is_detected_by_its_neighbours():
+    """Over epochs, for samples taken ahead, and for a restored or new sampler."""
     options = {"group_size": 2, "prompts_per_batch": 3, "remainder": "uneven"}
     sampler = RepeatSampler(8, **options)
     batches = list(islice(sampler.draws(), 7))
@@ -163,7 +163,7 @@ def test_a_prompt_of_which_no_row_came_back_is_noticed_by_its_neighbours():
 
 
 @given(begun=st.integers(0, 30), **SHAPES)
-def test_a_batch_that_was_begun_is_finished_first(begun, **options):
+def test_an_unfinished_batch_is_completed_first(begun, **options):
     sampler = RepeatSampler(remainder="uneven", **options)
     begun = begun - begun % options["group_size"]
     taken = list(islice(sampler, begun))
@@ -183,7 +183,7 @@ def test_the_state_of_another_sampler_is_refused(change):
         sampler.load_state_dict(sampler.state_dict() | change)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_different_orders():
     sampler = RepeatSampler(50, group_size=1, seed=1)
     first, second = list(sampler), list(sampler)
     assert first != second
@@ -191,7 +191,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert first != list(RepeatSampler(50, group_size=1, seed=2))
 
 
-def test_a_remainder_raises_unless_told_otherwise():
+def test_a_remainder_raises_by_default():
     with pytest.raises(ValueError, match="a multiple of prompts_per_batch=2; got 7, with 1 left over"):
         RepeatSampler(7, group_size=2, prompts_per_batch=2)
     assert len(RepeatSampler(7, group_size=2, prompts_per_batch=2, remainder="drop")) == 12
@@ -216,7 +216,7 @@ def test_a_remainder_raises_unless_told_otherwise():
         ),
     ],
 )
-def test_options_that_make_no_sense_raise(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         RepeatSampler(**({"prompts": 4, "group_size": 2} | options))
 
@@ -225,12 +225,12 @@ def test_options_that_make_no_sense_raise(options, message):
     ("prompts", "first", "row"),
     [([1, 1, 2, 3], 0, 3), ([1, 1, 2], 0, 3), ([1, 1], 3, 2), ([1, 2, 1, 2], 0, 1)],
 )
-def test_stamping_what_is_not_in_groups_names_the_row(prompts, first, row):
+def test_stamping_a_row_outside_of_groups_names_it(prompts, first, row):
     with pytest.raises(ValueError, match=f"break that at row {row}"):
         stamp_ids(prompts, group_size=2, first_rollout=first)
 
 
-def test_whoever_draws_in_between_each_prompt_is_drawn_once():
+def test_concurrent_readers_get_each_prompt_once():
     sampler = RepeatSampler(6, group_size=2, prompts_per_batch=2, shuffle=False)
     indices = iter(sampler)
     drawn = [next(indices), next(indices)]

@@ -1,4 +1,4 @@
-"""Rows are scored under the policy as it is, in passes of bounded size; who trains nothing costs none."""
+"""Rows are scored under the current policy, in passes of bounded size; masked rows cost none."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ bounds = st.one_of(st.none(), st.integers(1, 5))
 
 
 @given(some_rows, bounds, st.one_of(st.none(), st.integers(8, 20)))
-def test_each_row_has_what_the_policy_says_of_it_alone_however_passes_are_cut(rows, max_rows, max_tokens):
+def test_each_row_has_the_score_of_the_row_alone_for_any_passes(rows, max_rows, max_tokens):
     for batch in (dense(rows), ragged(rows)):
         actor = Bigram()
         out = ScoreRows(actor=actor, max_rows=max_rows, max_tokens=max_tokens)(batch)
@@ -101,7 +101,7 @@ def test_each_row_has_what_the_policy_says_of_it_alone_however_passes_are_cut(ro
         assert sum(n for n, _ in actor.shapes) == sum(bool(response) for _, response in rows)
 
 
-def test_rows_that_train_nothing_cost_no_pass_after_a_filter():
+def test_masked_rows_cost_no_pass():
     rows = [([1], [2, 3]), ([4], [5]), ([6], [1])]
     for action in ("mask", "exclude", "drop"):
         batch, actor = dense(rows), Bigram()
@@ -117,13 +117,13 @@ def test_rows_that_train_nothing_cost_no_pass_after_a_filter():
         assert run.batch[LOG_PROB].isfinite().sum() == 2
 
 
-def test_a_row_whose_log_probabilities_alone_were_silenced_stays_out():
+def test_a_row_masked_by_log_probabilities_stays_masked():
     batch = dense([([1], [2, 3]), ([4], [5])])
     batch[schema.IN_LOSS] = torch.tensor([True, False])
     assert ScoreRows(actor=Bigram())(batch)[LOG_PROB].isfinite().any(1).tolist() == [True, False]
 
 
-def test_the_modes_of_the_actor_come_back_and_nothing_of_it_is_state_of_the_stage():
+def test_the_actors_mode_is_restored_and_it_is_no_state_of_the_stage():
     actor = nn.Sequential(Bigram(), nn.Dropout())
     actor[0].dropout.eval()
     actor.get_dist = actor[0].get_dist
@@ -143,7 +143,7 @@ def test_the_modes_of_the_actor_come_back_and_nothing_of_it_is_state_of_the_stag
     assert repr(ScoreRows(actor=actor, max_rows=2)) == "ScoreRows(actor=Sequential, max_rows=2)"
 
 
-def test_what_the_demo_policy_sampled_has_the_log_probabilities_it_was_sampled_with():
+def test_the_demo_policy_scores_the_log_probabilities_it_sampled_with():
     from rollouts import make_collector, make_env, make_policy
 
     policy = make_policy()
@@ -164,7 +164,7 @@ class Wrong:
         return torch.full((len(tokens), tokens.shape[1] + self.width), self.value)
 
 
-def test_what_cannot_be_scored_is_refused_with_the_rows():
+def test_rows_that_cannot_be_scored_are_refused_with_their_ids():
     batch = dense([([1], [2, 3]), ([4], [5])])
     for value in (float("nan"), float("-inf")):
         with pytest.raises(
@@ -189,7 +189,7 @@ def test_what_cannot_be_scored_is_refused_with_the_rows():
         ScoreRows(actor=Bigram())(batch)
 
 
-def test_the_order_knows_the_place_of_the_score():
+def test_an_order_with_a_misplaced_score_is_refused():
     with pytest.raises(ValueError, match="Put 'score' before 'split'"):
         load_pipeline("+stage@pipeline.stages.score=score")
     order = "pipeline.order=[gate,collapse,filter,advantage,score,split,weight]"
@@ -199,7 +199,7 @@ def test_the_order_knows_the_place_of_the_score():
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dapo", "mis", "gigpo", "opd"])
-def test_rows_of_a_language_model_go_with_every_chain_or_say_which_stage_has_no_place(recipe):
+def test_language_model_rows_work_with_every_recipe_or_name_the_unplaced_stage(recipe):
     words = (f"pipeline={recipe}", "rows=llm", "pipeline.stages.dense.pad_id=0")
     pipeline = load_pipeline(words[0])
     own = pipeline.order
@@ -216,8 +216,8 @@ def test_rows_of_a_language_model_go_with_every_chain_or_say_which_stage_has_no_
     assert load_pipeline(*words).order == ["dense", *own, "split", "weight"]
 
 
-def test_an_actor_finds_the_attention_mask_where_torchrls_wrappers_look():
-    """Where there is none, they take all but the padding token for tokens; ragged rows have any padding."""
+def test_an_actor_gets_the_attention_mask_of_torchrls_wrappers():
+    """Without one, they treat all but the padding token as tokens; ragged rows have any padding."""
 
     class Attends(Bigram):
         def get_dist(self, batch, logits_key, mask_key=None):
@@ -242,7 +242,7 @@ class Even:
 
 
 @pytest.mark.parametrize("make", [dense, ragged])
-def test_scoring_waits_as_often_however_many_rows_and_passes_there_are(make):
+def test_device_reads_do_not_grow_with_rows_and_passes(make):
     stage, waits = ScoreRows(actor=Even(), max_rows=2), set()
     for number in (16, 128):
         batch = make([([1] * (1 + row % 3), [2] * (1 + row % 5)) for row in range(number)])
@@ -251,12 +251,12 @@ def test_scoring_waits_as_often_however_many_rows_and_passes_there_are(make):
     assert sum(found) <= 4
 
 
-def test_a_row_that_is_too_long_is_named_by_its_own_number_behind_rows_that_train_nothing():
+def test_a_row_that_is_too_long_is_named_by_its_own_number():
     with pytest.raises(BatchError, match=r"max_tokens=2 tokens; found 3 in row 2"):
         ScoreRows(actor=Bigram(), max_tokens=2)(dense([([1], []), ([1, 2, 3], []), ([1], [2, 3])]))
 
 
-def test_where_no_row_trains_there_is_no_pass():
+def test_without_trained_rows_there_is_no_pass():
     actor = Bigram()
     said = said_by(ScoreRows(actor=actor), dense([([1], []), ([2, 3], [])]))
     assert (actor.shapes, said.metrics["scored"]) == ([], 0.0)

@@ -1,4 +1,4 @@
-"""What trees would save is seen before they are used."""
+"""The tokens that prefix trees would save are counted before trees are used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ids_of(batch) -> dict[str, np.ndarray]:
 
 
 @given(ROWS, st.data(), st.sampled_from([dense, ragged]), st.sampled_from([1, 20, 2**24]))
-def test_counts_are_those_of_tries_built_by_loops(rows, data, build, cells):
+def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
     rollouts = data.draw(st.lists(st.integers(0, 4), min_size=len(rows), max_size=len(rows)))
     groups = [rollout // 2 for rollout in rollouts]
     chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
@@ -69,7 +69,7 @@ def answers(prompts: int, prompt: int, count: int, length: int) -> list[list[lis
     return [[stem + draw(length) for _ in range(count)] for stem in stems]
 
 
-def test_the_estimate_by_hand():
+def test_estimate_by_hand():
     batch = with_ids([[1, 2, 3], [1, 2, 4]], [0, 1], [0, 0])
     counts = count_shared_tokens(batch, ids_of(batch))
     assert counts.tokens == {"rows": 6, "rollout": 6, "group": 4}
@@ -82,7 +82,7 @@ def test_the_estimate_by_hand():
     assert twice.tokens == {unit: 2 * count for unit, count in counts.tokens.items()}
 
 
-def test_what_has_no_tokens_says_nothing(make_batch):
+def test_a_batch_without_tokens_has_no_numbers(make_batch):
     batch = make_batch([1.0, 0.0], [0, 0])
     batch = batch.exclude("tokens")
     assert count_shared_tokens(batch, ids_of(batch)).numbers() == {}
@@ -91,8 +91,8 @@ def test_what_has_no_tokens_says_nothing(make_batch):
     assert not [name for name in report.numbers if name.startswith("tree/")]
 
 
-def test_a_report_counts_the_rows_that_stay():
-    """Those that are masked go through the model, those that are dropped do not."""
+def test_a_report_counts_the_kept_rows():
+    """Masked rows go through the model, dropped rows do not."""
     batch = with_ids([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]], [0, 1, 2], [0, 0, 0])
     batch["next", "reward"] = torch.tensor([1.0, 2.0, 9.0])
     for action, tokens in (("mask", 8), ("drop", 6)):
@@ -130,7 +130,7 @@ def dump_of(groups, folder) -> str:
     return str(path)
 
 
-def test_a_replay_and_a_plan_of_a_dump_with_tokens_say_it(tmp_path):
+def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
     groups = answers(2, 4, 4, 3)
     path = dump_of(groups, tmp_path)
     words = [

@@ -1,4 +1,4 @@
-"""What TorchRL's workers need not lose is not lost, what they lose is counted, and a silent one is named."""
+"""Avoidable losses of TorchRL's workers do not occur, others are counted, and silent workers are named."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def train_alone(source, assembler) -> int:
     return trained
 
 
-def test_what_a_collector_that_is_read_alone_throws_away_is_counted_and_not_trained():
+def test_rows_a_collector_discards_are_counted_and_not_trained():
     source, assembler = collector("async"), GroupAssembler()
     try:
         with pytest.warns(StreamWarning, match="rollouts were lost between their worker and the assembler"):
@@ -94,7 +94,7 @@ def test_what_a_collector_that_is_read_alone_throws_away_is_counted_and_not_trai
 
 
 @pytest.mark.parametrize("options", [{"worker_patience": 1.5}, {"patience": 1.5}])
-def test_a_worker_that_hangs_while_another_goes_on_is_named_with_what_waits(options):
+def test_a_hanging_worker_is_named_while_another_continues(options):
     source, begun = collector("async", w1=functools.partial(hang, at=6)), time.monotonic()
     try:
         with pytest.raises(
@@ -111,7 +111,7 @@ def train_slowly(stream) -> None:
         time.sleep(STEP)
 
 
-def test_a_worker_that_hangs_is_named_though_more_comes_than_is_trained():
+def test_a_hanging_worker_is_named_despite_surplus_rows():
     source = collector("async", w1=functools.partial(hang, at=12))
     try:
         with pytest.raises(StalledError, match=r"worker 1 .*silent for"):
@@ -120,7 +120,7 @@ def test_a_worker_that_hangs_is_named_though_more_comes_than_is_trained():
         close(source)
 
 
-def test_a_slow_worker_may_make_a_pause_ten_times_as_long_as_before():
+def test_a_worker_may_pause_ten_times_as_long_as_before():
     source, groups = collector("async", w1=slow), set()
     try:
         for batch in assembled(source, GroupAssembler(max_idle=10**6), patience=2):
@@ -142,7 +142,7 @@ def fail(steps: int) -> None:
 
 
 @pytest.mark.parametrize("kind", WORKERS)
-def test_what_a_worker_raised_is_said_or_where_to_look(kind):
+def test_an_error_of_a_worker_is_shown_or_where_to_find_it(kind):
     source = collector(kind, w1=fail)
     try:
         with pytest.raises((RuntimeError, StalledError), match=r"worker 1|worker processes") as caught:
@@ -154,7 +154,7 @@ def test_what_a_worker_raised_is_said_or_where_to_look(kind):
     assert "Waiting: group" in words
 
 
-def test_a_dead_worker_is_named_though_torchrl_raises_something_else_meanwhile():
+def test_a_dead_worker_is_named_though_torchrl_raises_another_error():
     class Ended:
         def __init__(self, code):
             self.exitcode = code
@@ -170,7 +170,7 @@ def test_a_dead_worker_is_named_though_torchrl_raises_something_else_meanwhile()
         list(assembled(Source(), GroupAssembler()))
 
 
-def test_a_second_loop_goes_on_where_the_first_stopped():
+def test_a_second_loop_continues_where_the_first_stopped():
     source, assembler, batches = collector("async"), GroupAssembler(), []
     stream = assembled(source, assembler)
     try:

@@ -1,4 +1,4 @@
-"""The site is built without a warning, has every public name once, and asks nothing of anybody else."""
+"""The site builds without a warning, has every public name once, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def test_roles_tables_and_literal_blocks_become_markdown():
     assert "| key | what |\n| --- | --- |\n| a | x y |" in text
 
 
-def test_what_is_returned_is_no_type():
+def test_text_under_returns_is_not_read_as_a_type():
     text = as_markdown("Add.\n\nReturns:\n    (N,) sums: of rows.\n\nRaises:\n    E: x.")
     assert text.startswith("Add.\n\n**Returns:**\n\n(N,) sums: of rows.\n")
     assert text.endswith("\n\nRaises:\n    E: x.")
 
 
-def test_a_cell_that_is_wider_than_its_column_is_refused():
+def test_a_cell_wider_than_its_column_is_refused():
     with pytest.raises(ValueError, match="wider than its column: abcd x"):
         as_markdown("=== ==\nabcd x\n=== ==\n")
 
 
-def test_a_pattern_in_the_navigation_takes_each_page_once_and_a_readme_first():
+def test_a_navigation_pattern_takes_each_page_once_and_a_readme_first():
     nav = [{"One": ["a.md", "to/*.md"]}, {"Rest": ["*.md"]}]
     unnamed = ["b.md", "to/b.md", "to/README.md", "to/deep/c.md"]
     assert expanded(nav, unnamed) == [{"One": ["a.md", "to/README.md", "to/b.md"]}, {"Rest": ["b.md"]}]
@@ -88,7 +88,7 @@ def test_every_public_name_has_one_entry(site):
     assert [path for path in ENTRIES if ids.count(path) != 1] == []
 
 
-def test_no_markup_of_docstrings_is_left(site):
+def test_no_docstring_markup_remains(site):
     for path in (site / "api").glob("*.html"):
         text = re.sub(r"<details.*?</details>", "", path.read_text(), flags=re.DOTALL)  # the source code
         text = re.sub(r"<div class=\"[^\"]*highlight.*?</div>", "", text, flags=re.DOTALL)
@@ -96,7 +96,7 @@ def test_no_markup_of_docstrings_is_left(site):
             assert not re.findall(markup, text), f"{path.name}: {markup}"
 
 
-def test_nothing_is_fetched_from_elsewhere(site):
+def test_the_site_loads_nothing_from_elsewhere(site):
     for path in site.rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)"', path.read_text())
         fetched += re.findall(
@@ -109,7 +109,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert [address for address in fetched if "//" in address] == []
 
 
-def test_llms_txt_leads_to_every_page_in_a_line(site):
+def test_llms_txt_lists_every_page(site):
     index = (site / "llms.txt").read_text()
     lines = re.findall(r"^- \[([^]]+)\]\(([^)]+)\): (.+)$", index, re.MULTILINE)
     assert len(lines) == len(re.findall(r"^- ", index, re.MULTILINE)) > 40

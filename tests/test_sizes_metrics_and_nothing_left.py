@@ -1,4 +1,4 @@
-"""Two sources that say one thing, batches that end up empty, and numbers of tokens over ranks."""
+"""Group size against column, batches that end up empty, and token metrics over ranks."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def who_passes(groups, rollouts, size, said):
     st.lists(st.integers(0, 3), min_size=3, max_size=3),
     st.booleans(),
 )
-def test_a_group_size_and_a_column_that_disagree_are_refused_and_else_groups_pass_as_a_loop_says(
-    rows, size, of_group, agree
-):
+def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, size, of_group, agree):
     groups = [group for group, _ in rows]
     rollouts = [group * 10 + number for group, number in rows]
     said = [size if agree and size else of_group[group] for group in groups]
@@ -86,7 +84,7 @@ def test_a_group_size_and_a_column_that_disagree_are_refused_and_else_groups_pas
     assert gate(batch)["group_id"].tolist() == [group for group in groups if group not in lacking]
 
 
-def test_the_message_says_both_numbers_and_what_to_do():
+def test_the_error_has_both_sizes_and_what_to_do():
     batch = TensorDict(
         {"group_id": [7] * 4, "rollout_id": [0, 1, 2, 3], "expected_rollouts": [5] * 4}, batch_size=[4]
     )
@@ -107,7 +105,7 @@ def test_the_message_says_both_numbers_and_what_to_do():
 
 
 @pytest.mark.slow
-def test_every_recipe_makes_an_empty_run_of_a_batch_of_which_nothing_is_left():
+def test_every_recipe_gives_an_empty_run_if_all_rows_leave():
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in CHAINS]
     tried, wrong = run_to_nothing(0, 1, "", pipelines)
     assert tried > 8 * len(CHAINS)
@@ -115,14 +113,14 @@ def test_every_recipe_makes_an_empty_run_of_a_batch_of_which_nothing_is_left():
 
 
 @pytest.mark.slow
-def test_so_do_two_ranks_of_which_one_may_have_no_rows(tmp_path):
+def test_two_ranks_give_empty_runs_also_if_one_has_no_rows(tmp_path):
     pipelines = [(recipe, composed(f"pipeline={recipe}")) for recipe in CHAINS]
     results = results_of(run_to_nothing, 2, tmp_path, pipelines)
     assert all(tried > 8 * len(CHAINS) for tried, _ in results)
     assert [wrong for _, wrong in results] == [[], []]
 
 
-def test_what_a_callable_says_of_ragged_rows_is_no_column_that_a_later_stage_looks_for():
+def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
     for action in ("mask", "exclude"):
         judged = {"judged": SampleFilter(criterion=lambda rows: rows["rollout_id"] % 2 == 0, action=action)}
         dense = collected("uniform", "opd")
@@ -144,7 +142,7 @@ def measured_of(pipeline, batch):
     return {name: number for name, number in numbers.items() if name.split("/")[0] in pipeline.order[:cut]}
 
 
-def test_the_order_of_rows_changes_no_bit_of_what_stages_measure(recipes):
+def test_row_order_changes_no_bit_of_the_metrics(recipes):
     for recipe in recipes:
         for kind in ("uniform", "ragged"):
             batch = collected(kind, recipe)
@@ -160,7 +158,7 @@ def test_the_order_of_rows_changes_no_bit_of_what_stages_measure(recipes):
 
 
 @given(st.data())
-def test_order_changes_no_bit_of_how_far_policies_are_apart_and_padding_what_is_rounded(data):
+def test_row_order_changes_no_bit_of_divergences_and_padding_only_rounding(data):
     rows, tokens = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 12))
     batch = two_policies(rows, tokens, data.draw(st.integers(0, 99)))
     left, right = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
@@ -190,9 +188,7 @@ def test_order_changes_no_bit_of_how_far_policies_are_apart_and_padding_what_is_
 
 
 @given(st.integers(0, 99), st.floats(0.01, 0.9), st.floats(1.1, 50), st.booleans(), st.booleans())
-def test_every_removes_a_row_if_any_tokens_ratio_is_above_or_below_a_bound(
-    seed, least, most, of_rollout, half
-):
+def test_every_removes_a_row_if_the_ratio_of_a_token_is_out_of_bounds(seed, least, most, of_rollout, half):
     """ρ = π_old / μ in [a, b], by a loop over tokens; low and high bound its inverse."""
     batch = two_policies(8, 6, seed, spread=1.5)
     logs = log_ratios(batch)
@@ -214,7 +210,7 @@ def test_every_removes_a_row_if_any_tokens_ratio_is_above_or_below_a_bound(
     assert criterion(ragged(batch)).tolist() == inside
 
 
-def test_max_bounds_the_largest_token_alone_and_every_all_of_them():
+def test_max_bounds_the_largest_token_and_every_bounds_all():
     # μ / π_old of the tokens is 0.33 and 1: the second is the largest, and 1/3 bounds nothing else.
     logs = torch.tensor([[math.log(3.03), 0.0]], dtype=torch.float64)
     zero = torch.zeros(1, 2, dtype=torch.float64)
@@ -228,6 +224,6 @@ def test_max_bounds_the_largest_token_alone_and_every_all_of_them():
             assert levels[0](batch).tolist() == levels[1](batch).tolist()
 
 
-def test_a_rows_tokens_are_judged_by_every_and_single_tokens_by_token():
+def test_every_judges_rows_and_token_judges_single_tokens():
     with pytest.raises(ValueError, match="level must be one of 'token', 'sum', 'mean', 'max'"):
         divergence(*[torch.zeros(1, 1)] * 2, torch.ones(1, 1) > 0, level="every")

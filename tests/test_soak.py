@@ -1,4 +1,4 @@
-"""Slow trainer steps over asynchronous workers for a long time: what begins is trained, counted or held."""
+"""A slow trainer over asynchronous workers for a long time: rollouts are trained, counted or held."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CountingAssembler(GroupAssembler):
         super().put(batch)
 
 
-def test_what_has_begun_is_trained_counted_or_held_exactly(tmp_path):
+def test_started_rollouts_are_trained_counted_or_held(tmp_path):
     rng, trained, ends = random.Random(0), defaultdict(int), time.monotonic() + SECONDS
     assembler = CountingAssembler(journal=tmp_path / "rows", max_idle=10**6)
     with quick_starts():

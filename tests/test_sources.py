@@ -1,4 +1,4 @@
-"""Dumps of other frameworks, in their documented schemas, as batches with numbers checked by hand."""
+"""Dumps of other frameworks, in their documented schemas, with numbers checked by hand."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def advantages(batch, *more):
 # -- slime and miles ---------------------------------------------------------------------------------
 
 
-def test_slime_tokens_are_padded_on_the_left_and_the_response_is_their_end(tmp_path):
+def test_slime_tokens_are_padded_on_the_left_with_the_response_last(tmp_path):
     long = slime_sample(0, 1, 3.0, tokens=[1, 2, 3, 11, 21], status="truncated", loss_mask=[1, 0])
     step, batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0), long])))
     assert step == 5
@@ -76,7 +76,7 @@ def test_slime_tokens_are_padded_on_the_left_and_the_response_is_their_end(tmp_p
     assert advantages(batch) == [-1.0, 1.0]
 
 
-def test_slime_siblings_of_a_fan_out_share_the_rollout_id_and_others_fall_back_to_index(tmp_path):
+def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
     samples = [
         slime_sample(8, 10, 1.0, rollout_id=10),
         slime_sample(8, 11, 3.0, rollout_id=77),
@@ -93,7 +93,7 @@ def test_slime_siblings_of_a_fan_out_share_the_rollout_id_and_others_fall_back_t
     assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # no other sample's rollout_id
 
 
-def test_slime_removed_samples_have_an_empty_loss_mask_and_lost_ones_may_lack_columns(tmp_path):
+def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_path):
     samples = [
         slime_sample(0, 0, 1.0, remove_sample=True),
         slime_sample(0, 1, 3.0),
@@ -118,7 +118,7 @@ def test_slime_removed_samples_have_an_empty_loss_mask_and_lost_ones_may_lack_co
     assert advantages(batch, "pipeline.stages.gate.on_incomplete=drop", "pipeline.empty=count") == [-1.0, 1.0]
 
 
-def test_slime_rewards_by_name_are_columns_or_one_of_them(tmp_path):
+def test_slime_rewards_by_name_are_columns(tmp_path):
     samples = [slime_sample(0, i, {"score": float(i), "format": 1.0}) for i in range(2)]
     path = slime_dump(tmp_path / "5.pt", 5, samples)
     batch = only(open_source(path))[1]
@@ -130,7 +130,7 @@ def test_slime_rewards_by_name_are_columns_or_one_of_them(tmp_path):
         list(open_source(path, reward_key="nope"))
 
 
-def test_slime_evaluations_are_left_aside_in_a_folder_and_steps_come_by_number(tmp_path):
+def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
     for step in (10, 9):
         slime_dump(tmp_path / f"data_{step}.pt", step)
     slime_dump(tmp_path / "data_eval_9.pt", 9)
@@ -140,7 +140,7 @@ def test_slime_evaluations_are_left_aside_in_a_folder_and_steps_come_by_number(t
 # -- verl --------------------------------------------------------------------------------------------
 
 
-def test_verl_keys_are_taken_apart_from_the_right(tmp_path):
+def test_verl_keys_are_split_from_the_right(tmp_path):
     uids = ["math_42_0_0", "math_42_1_0", "math_42_1_1", "math_4_2_0", "math_4_10_0"]
     rows = [verl_row(uid, s) for uid, s in zip(uids, [1.0, 3.0, 3.0, 0.0, 1.0], strict=True)]
     step, batch = only(open_source(write_lines(tmp_path / "7.jsonl", rows)))
@@ -152,7 +152,7 @@ def test_verl_keys_are_taken_apart_from_the_right(tmp_path):
     assert advantages(batch) == [-1.0, 1.0, 1.0, -0.5, 0.5]
 
 
-def test_verl_without_a_uid_needs_to_be_told_and_sees_a_prompt_that_was_drawn_twice(tmp_path):
+def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
     with pytest.raises(SourceError, match=r"7\.jsonl:1: a sample needs a group.*group_by='prompt'"):
         list(open_source(path))
@@ -221,7 +221,7 @@ def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tm
 # -- verifiers, prime-rl -----------------------------------------------------------------------------
 
 
-def test_verifiers_groups_are_examples_and_errors_failed(tmp_path):
+def test_verifiers_groups_are_examples_and_errors_are_failures(tmp_path):
     rows = [
         verifiers_row(0, 1.0),
         verifiers_row(0, 0.0, is_truncated=True),
@@ -238,7 +238,7 @@ def test_verifiers_groups_are_examples_and_errors_failed(tmp_path):
     assert advantages(batch, "pipeline.stages.gate.on_incomplete=drop") == [0.5, -0.5]
 
 
-def test_prime_rl_episodes_are_rollouts_with_what_tools_wrote_out_of_the_loss(tmp_path):
+def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
     rows = [
         episode("g", "a", {"right": {"score": 1.0, "weight": 2.0}, "style": {"score": 0.5}}),
         episode("g", "b", {"right": {"score": 0.0, "weight": 2.0}, "style": {"score": 0.5}}),
@@ -256,7 +256,7 @@ def test_prime_rl_episodes_are_rollouts_with_what_tools_wrote_out_of_the_loss(tm
     assert rewards(only(open_source(path, reward_key="style"))[1]) == [0.5, 0.5]
 
 
-def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_out_of_the_loss(tmp_path):
+def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tmp_path):
     root = node(None, "user", [1], [False])
     work = node(0, "assistant", [2, 3], [True, True])
     given_up = node(1, "assistant", [4], [True], semantic_parents=[{"node": 1, "type": "compaction_attempt"}])
@@ -289,7 +289,7 @@ def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
         list(open_source(write_lines(tmp_path / "traces.jsonl", [two])))
 
 
-def test_prime_rl_paths_without_tokens_are_left_aside_where_others_have_some(tmp_path):
+def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path):
     nodes = [
         node(None, "user", [1], [False]),
         node(0, "assistant", [2], [True]),
@@ -316,7 +316,7 @@ def test_prime_rl_a_node_comes_after_its_parent(tmp_path):
 # -- NeMo RL, open-instruct, tinker ------------------------------------------------------------------
 
 
-def test_nemo_rl_rows_are_slices_of_one_and_end_at_their_length(tmp_path):
+def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
     rows = [
         nemo_row(0, 1.0),
         nemo_row(1, 3.0, sample_loss_mask=[0.0]),
@@ -338,7 +338,7 @@ def test_nemo_rl_rows_are_slices_of_one_and_end_at_their_length(tmp_path):
     assert advantages(batch, "pipeline.empty=count") == [-1.0, 1.0, -1.0, 1.0]
 
 
-def test_open_instruct_groups_are_prompts_and_metadata_are_left_aside(tmp_path):
+def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
     rows = [
         open_instruct_row(i, i // 2, float(i), finish_reason="length" if i == 3 else "stop") for i in range(4)
     ]
@@ -363,7 +363,7 @@ def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
         list(open_source(write_lines(tmp_path / "r_rollouts_0.jsonl", rows)))
 
 
-def test_tinker_summaries_have_lengths_only(tmp_path):
+def test_tinker_summaries_have_only_lengths(tmp_path):
     rows = [tinker_row(0, 0, 1.0), tinker_row(0, 1, 3.0), tinker_row(1, 0, 0.0, steps=[])]
     rows.append(tinker_row(1, 1, 1.0, steps=[tinker_row(0, 0, 0)["steps"][0]]))
     write_lines(tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl", rows)
@@ -419,12 +419,12 @@ def row(**changes):
         ([row(response_length=2**40)], "at most 16777216 tokens"),
     ],
 )
-def test_samples_that_contradict_one_another_are_named(samples, message):
+def test_contradicting_samples_are_named(samples, message):
     with pytest.raises(SourceError, match=message):
         to_batch(samples)
 
 
-def test_a_loss_mask_over_all_tokens_and_labels_of_two_types(tmp_path):
+def test_a_loss_mask_may_cover_all_tokens_and_ids_may_mix_types(tmp_path):
     samples = [row(tokens=[1, 2, 3], response_length=2, loss_mask=[0, 1, 0]), row(group="0", rollout="0")]
     samples[1].tokens, samples[1].response_length = [4], 1
     batch = to_batch(samples)
@@ -437,7 +437,7 @@ def test_a_loss_mask_over_all_tokens_and_labels_of_two_types(tmp_path):
 # -- the stream --------------------------------------------------------------------------------------
 
 
-def test_steps_ascend_and_do_not_come_back(tmp_path):
+def test_steps_ascend_and_do_not_repeat(tmp_path):
     steps = [1, 2, 1]
     rows = [verl_row(f"u{i}_0_0", 1.0, step) for i, step in enumerate(steps)]
     source = iter(open_source(write_lines(tmp_path / "all.jsonl", rows)))
@@ -453,7 +453,7 @@ def test_a_step_of_two_files_is_refused(tmp_path):
         list(open_source(str(tmp_path / "*" / "1.jsonl")))
 
 
-def test_bad_records_are_skipped_and_counted_where_that_is_asked(tmp_path):
+def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
     good = [json.dumps(verl_row(f"u{i}_0_0", 1.0)) for i in range(3)]
     lines = [
         good[0],
@@ -500,7 +500,7 @@ def test_bad_records_are_skipped_and_counted_where_that_is_asked(tmp_path):
         ('{"input": "x", "output": "", "step": 1}', "the key 'score' is required; found the keys 'input'"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, text, message):
+def test_an_invalid_line_is_named_with_its_line_number(tmp_path, text, message):
     path = tmp_path / "1.jsonl"
     path.write_text(text)
     with pytest.raises(SourceError, match=message) as caught:
@@ -508,7 +508,7 @@ def test_what_is_wrong_with_a_line_is_said_with_its_place(tmp_path, text, messag
     assert str(caught.value).startswith(str(path))
 
 
-def test_an_overlong_line_is_one_bad_record(tmp_path, monkeypatch):
+def test_an_overlong_line_is_one_invalid_record(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.sources.file_kinds.MAX_LINE", 200)
     rows = [verl_row("a_0_0", 1.0), verl_row("b_0_0", 1.0, prompt="x" * 1000), verl_row("c_0_0", 1.0)]
     source = open_source(write_lines(tmp_path / "7.jsonl", rows), "verl", skip_bad=True)
@@ -516,7 +516,7 @@ def test_an_overlong_line_is_one_bad_record(tmp_path, monkeypatch):
     assert source.skipped == 1
 
 
-def test_a_large_file_is_never_in_memory(tmp_path):
+def test_a_large_file_is_never_wholly_in_memory(tmp_path):
     path = tmp_path / "all.jsonl"
     text = "x" * 50_000
     with path.open("w") as file:
@@ -537,7 +537,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
 # -- what is opened ----------------------------------------------------------------------------------
 
 
-def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
+def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
     with pytest.raises(
         SourceError,
@@ -551,7 +551,7 @@ def test_auto_says_what_it_saw_and_which_formats_there_are(tmp_path):
         open_source(f"{tmp_path}/*.nothing", "verl")
 
 
-def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
+def test_a_group_uid_has_to_be_declared(tmp_path):
     rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
     path = write_lines(tmp_path / "7.jsonl", rows)
     with pytest.raises(SourceError, match=r"if it is the group's own.*source.group_by=uid"):
@@ -577,7 +577,7 @@ def test_a_uid_that_is_the_groups_own_has_to_be_said_to_be(tmp_path):
         ({"format": "verl", "reward_key": ["a", "b"]}, "takes one reward_key"),
     ],
 )
-def test_options_that_are_none_are_refused(tmp_path, options, message):
+def test_unknown_options_are_refused(tmp_path, options, message):
     path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0)])
     with pytest.raises(ValueError, match=message):
         open_source(path, **options)

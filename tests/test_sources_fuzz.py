@@ -1,4 +1,4 @@
-"""Damaged, malicious and random dumps: a SourceError or a valid batch, and nothing else."""
+"""Damaged, malicious and random dumps give a valid batch or a SourceError."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def file_of(folder: Path, name: str, data: bytes) -> Path:
 @pytest.mark.parametrize("name", LINES)
 @fuzz
 @given(data=st.data())
-def test_any_value_in_any_field_of_a_line(tmp_path_factory, name, data):
+def test_any_value_in_any_field_of_a_line_reads_or_raises_source_error(tmp_path_factory, name, data):
     _, good, options = LINES[name]
     path = data.draw(st.sampled_from([p for p in places(good) if p]))
     bad = changed(good, path, data.draw(JSON))
@@ -168,7 +168,7 @@ def test_any_bytes_for_tables_and_pickles(tmp_path_factory, name, suffix, data):
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_lines_cut_at_every_byte(tmp_path, name):
+def test_lines_cut_at_every_byte_read_or_raise_source_error(tmp_path, name):
     _, good, options = LINES[name]
     whole = (json.dumps(good) + "\n").encode()
     for end in range(len(whole) - 1):
@@ -198,7 +198,7 @@ def test_binary_files_cut_at_any_byte(tmp_path):
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_flipped_bits(tmp_path_factory, kind, data):
+def test_flipped_bits_read_or_raise_source_error(tmp_path_factory, kind, data):
     path, name, options = list(good_files(tmp_path_factory.getbasetemp()))[kind]
     whole = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -234,7 +234,7 @@ def bombs(folder, path):
     yield
 
 
-def test_a_pickle_with_code_in_it_is_refused_and_does_not_run(tmp_path):
+def test_a_pickle_with_code_is_refused_and_does_not_run(tmp_path):
     path = tmp_path / "dump.pt"
     for _ in bombs(tmp_path, path):
         with pytest.raises(SourceError, match="plain data and tensors, without running code"):
@@ -242,7 +242,7 @@ def test_a_pickle_with_code_in_it_is_refused_and_does_not_run(tmp_path):
         assert not (tmp_path / "ran").exists()
 
 
-def test_a_pickle_that_is_huge_when_it_is_written_out_is_told_of_shortly(tmp_path):
+def test_an_error_about_a_huge_pickle_is_short(tmp_path):
     bomb = []
     for _ in range(200):
         bomb = [bomb, bomb]
@@ -283,7 +283,7 @@ def test_any_values_in_a_table(tmp_path_factory, data):
     read(file, "auto", group_by="prompt", reward_key="accuracy")
 
 
-def test_every_line_is_good_as_it_is(tmp_path):
+def test_every_undamaged_line_is_valid(tmp_path):
     for name, (_, good, options) in LINES.items():
         file = file_of(tmp_path, name, (json.dumps(good) + "\n").encode())
         ((step, batch),) = list(open_source(file, **options))
@@ -294,6 +294,6 @@ def test_every_line_is_good_as_it_is(tmp_path):
         assert source.skipped == 1
 
 
-def test_what_cannot_be_printed_is_still_told_of():
+def test_unprintable_values_are_still_reported():
     assert quote(10**5000) == "a int that cannot be printed" or len(quote(10**5000)) < 200
     assert len(quote(["x" * 10**6] * 100)) <= 200

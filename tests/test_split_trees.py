@@ -1,4 +1,4 @@
-"""Rows that begin alike are cut as one, for what they cost as one."""
+"""Rows with a shared prefix are split together, at their shared cost."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ NUMBERS = st.sampled_from([-(2**63) + 1, -256, -1, 0, 1, 255, 256, 2**40, 2**63 
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.lists(NUMBERS, max_size=4)), max_size=8))
-def test_rows_are_sorted_as_lists_are_and_share_what_a_loop_counts(rows):
-    """Whatever numbers: each byte of them counts, and so does the sign. Nothing is hashed."""
+def test_rows_are_sorted_as_lists_and_share_what_a_loop_counts(rows):
+    """For any numbers: each byte and the sign count, and nothing is hashed."""
     labels = torch.full((len(rows), 5), END)
     for number, (_, row) in enumerate(rows):
         labels[number, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -101,7 +101,7 @@ def forest_of(rows) -> Forest:
 
 
 @given(ROWS, st.integers(2, 12), st.data())
-def test_a_tree_above_the_budget_is_cut_where_the_next_row_does_not_fit(rows, budget, data):
+def test_a_tree_above_the_budget_is_split_where_the_next_row_does_not_fit(rows, budget, data):
     chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), min_size=1, unique=True))
     pieces: list[list[int]] = []
     for number in sorted(chosen, key=lambda i: (rows[i], i)):  # row by row, counting nodes by a loop
@@ -119,8 +119,8 @@ def test_a_tree_above_the_budget_is_cut_where_the_next_row_does_not_fit(rows, bu
 
 
 @given(st.lists(ROW_OF, min_size=1, max_size=8), st.sampled_from(["tokens", "attention"]))
-def test_a_tree_costs_what_its_nodes_do(rows, balance):
-    """Under attention, a token pays for those that it sees: 2 · depth + 1."""
+def test_a_tree_costs_the_sum_over_its_nodes(rows, balance):
+    """Under attention, a token costs the tokens it attends to: 2 · depth + 1."""
     lengths, number = torch.tensor([len(row) for row in rows]), torch.tensor([row[0] for row in rows])
     tree, common = forest_of(rows).pieces(torch.arange(len(rows)), None)
     assert (tree[:, None] == tree).equal(number[:, None] == number)
@@ -136,8 +136,8 @@ def test_a_tree_costs_what_its_nodes_do(rows, balance):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_rows_of_any_part_share_is_what_a_loop_finds(seed):
-    """Also a row that is there twice, as one that fills up a micro-batch."""
+def test_shared_tokens_of_any_rows_equal_those_of_a_loop(seed):
+    """Also a repeated row, as one that pads a micro-batch."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, (1 + i % 9,), generator=generator).tolist() for i in range(40)]
     chosen = torch.randint(40, (25,), generator=generator)
@@ -150,7 +150,7 @@ def test_what_rows_of_any_part_share_is_what_a_loop_finds(seed):
         assert all(0 <= same <= len(rows[row]) for row, same in zip(chosen, shared.tolist(), strict=True))
 
 
-def test_trees_are_dealt_by_what_they_cost_together():
+def test_trees_are_assigned_by_their_shared_cost():
     lengths, tree = torch.tensor([9, 9, 9, 1]), torch.tensor([0, 0, 0, 1])
     shared = torch.tensor([0, 8, 8, 0])  # 11 nodes and 1
     assert len(assign_rows(lengths, max_tokens=12, tree=tree, shared=shared)[0]) == 1
@@ -166,13 +166,13 @@ def test_trees_are_dealt_by_what_they_cost_together():
         assert sorted(rows.tolist() for rows in apart[0]) == [[0, 1, 2, 5], [3, 4]]
 
 
-def test_where_trees_are_fewer_than_micro_batches_none_is_empty():
+def test_fewer_trees_than_micro_batches_leave_none_empty():
     rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
     passes = cut_into(batch_of(rows, [0] * 4), tree="group", microbatches=3, shuffle=False)
     assert sorted(passes) == [[0, 1, 2], [3]]
 
 
-def test_rows_that_fill_up_a_micro_batch_cost_nothing_more():
+def test_padding_rows_cost_nothing_more():
     rows = [[1, 2, 3], [1, 2, 4], [1, 2, 5], [2, 2]]
     split = ShuffleSplit(minibatches=1, microbatches=2, tree="group", remainder="pad", balance="tokens")
     outcome = cut_alone(split, batch_of(rows, [0] * 4))
@@ -181,7 +181,7 @@ def test_rows_that_fill_up_a_micro_batch_cost_nothing_more():
     assert outcome.measured["shared_tokens"] == 4
 
 
-def test_rows_share_tokens_within_their_rollout_or_group_alone():
+def test_rows_share_tokens_only_within_their_rollout_or_group():
     batch = batch_of([[1, 2, 3], [1, 2, 4], [1, 2, 5]], [0, 0, 1])
     batch["rollout_id"] = torch.tensor([0, 1, 2])
     for tree, shared in (("none", None), ("rollout", 0.0), ("group", 2.0)):
@@ -189,7 +189,7 @@ def test_rows_share_tokens_within_their_rollout_or_group_alone():
         assert cut_alone(split, batch).measured.get("shared_tokens") == shared
 
 
-def test_options_that_do_not_go_with_trees_are_refused():
+def test_options_that_contradict_trees_are_refused():
     for wrong in ({"microbatch_size": 2}, {"max_tokens": 9, "remainder": "drop"}):
         with pytest.raises(ValueError, match="tree='group' assigns whole trees"):
             ShuffleSplit(minibatches=1, tree="group", **wrong)

@@ -1,4 +1,4 @@
-"""Ids where an environment draws its prompts itself."""
+"""Ids if an environment samples its prompts itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def columns(batch: TensorDict, *keys) -> list[tuple]:
 @given(
     slots=st.none() | st.integers(1, 5), repeats=st.integers(1, 4), workers=st.integers(1, 3), data=st.data()
 )
-def test_rollout_n_has_the_n_th_ids_whatever_is_reset_when(slots, repeats, workers, data):
+def test_rollout_n_has_the_n_th_ids_for_any_order_of_resets(slots, repeats, workers, data):
     worker = data.draw(st.integers(0, workers - 1))
     env = make_quiz(worker, workers, slots=slots, repeats=repeats)
     steps = env.rollout(data.draw(st.integers(1, 12)), break_when_any_done=False)
@@ -50,7 +50,7 @@ def test_rollout_n_has_the_n_th_ids_whatever_is_reset_when(slots, repeats, worke
 
 @settings(max_examples=25)
 @given(repeats=st.integers(1, 4), workers=st.integers(1, 4), count=st.integers(1, 10))
-def test_workers_ids_never_collide_and_leave_no_gap(repeats, workers, count):
+def test_ids_of_workers_never_collide_and_have_no_gap(repeats, workers, count):
     made = [
         make_quiz(worker, workers, slots=count * repeats, repeats=repeats).reset()
         for worker in range(workers)
@@ -63,7 +63,7 @@ def test_workers_ids_never_collide_and_leave_no_gap(repeats, workers, count):
 
 
 @pytest.mark.parametrize(("repeats", "row", "group"), [(3, 2, 0), (4, 2, 0)])
-def test_rows_of_a_group_with_different_prompts_are_refused_with_the_rows(repeats, row, group):
+def test_different_prompts_in_a_group_are_refused_with_the_rows(repeats, row, group):
     env = TransformedEnv(QuizEnv(4, repeats=2), StampIds(repeats=repeats, worker=0))
     with pytest.raises(
         BatchError,
@@ -72,7 +72,7 @@ def test_rows_of_a_group_with_different_prompts_are_refused_with_the_rows(repeat
         env.reset()
 
 
-def test_an_environment_that_was_reset_before_is_refused_over_the_resets_of_a_group():
+def test_an_environment_reset_before_is_refused_with_group_resets():
     env = TransformedEnv(QuizEnv(3, repeats=2))
     env.reset()
     env.append_transform(StampIds(repeats=2))
@@ -122,12 +122,12 @@ def test_an_environment_that_cannot_be_stamped_is_refused(chain, message):
 
 
 @pytest.mark.parametrize("options", [{"repeats": 0}, {"worker": 2, "workers": 2}, {"worker": -1}])
-def test_options_that_make_no_sense_raise(options):
+def test_invalid_options_raise(options):
     with pytest.raises(ValueError, match="repeats must be ≥ 1 and worker from 0 to workers - 1"):
         StampIds(**{"repeats": 2} | options)
 
 
-def test_a_batch_is_refused_and_so_is_a_step_without_ids():
+def test_a_batch_and_a_step_without_ids_are_refused():
     env = make_quiz()
     with pytest.raises(
         TypeError, match=r"when they start: use env.append_transform\(StampIds\(repeats=2\)\)"
@@ -140,7 +140,7 @@ def test_a_batch_is_refused_and_so_is_a_step_without_ids():
 # -- who was dispatched -----------------------------------------------------------------------------------
 
 
-def test_draws_say_each_group_once_when_it_begins():
+def test_each_group_is_announced_once_when_it_starts():
     env = make_quiz(1, 3, slots=3, repeats=2)
     stamp, assembler = env.transform[-1], GroupAssembler(group_size=2)
     assert len(stamp.draws()) == 0
@@ -154,7 +154,7 @@ def test_draws_say_each_group_once_when_it_begins():
     assert said == [g * 3 + 1 for g in range(len(said) // 2) for _ in "ab"]
 
 
-def test_a_group_that_loses_a_rollout_before_its_first_step_is_not_said():
+def test_a_group_that_loses_a_rollout_before_its_first_step_is_not_announced():
     env = make_quiz(slots=3, repeats=2)
     stamp = env.transform[-1]
     env.reset()  # 0 0 1
@@ -174,7 +174,7 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
-def test_a_restored_environment_goes_on_with_the_next_whole_group():
+def test_a_restored_environment_starts_with_the_next_whole_group():
     env, other = make_quiz(slots=3), make_quiz(slots=3)
     env.reset()
     other.load_state_dict(saved(env.state_dict()))
@@ -183,7 +183,7 @@ def test_a_restored_environment_goes_on_with_the_next_whole_group():
         make_quiz(1, 2).load_state_dict(env.state_dict())
 
 
-def test_environments_within_one_each_go_on_by_themselves():
+def test_nested_environments_continue_separately():
     env, other = (SerialEnv(2, quiz_makers(2, slots=3)) for _ in "ab")
     env.reset()
     other.load_state_dict(env.state_dict())
@@ -192,7 +192,7 @@ def test_environments_within_one_each_go_on_by_themselves():
         each.close()
 
 
-def test_an_environment_from_a_creator_numbers_from_where_that_was():
+def test_an_environment_of_a_creator_continues_its_numbers():
     env = EnvCreator(make_quiz)()
     assert env.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
 
@@ -222,19 +222,19 @@ def check_groups(batches, repeats: int = 2) -> int:
 
 
 @pytest.mark.parametrize("slots", [None, 3])
-def test_a_collectors_rows_make_whole_groups(slots):
+def test_rows_of_a_collector_make_complete_groups(slots):
     assert check_groups(assembled(collect(make_quiz(slots=slots), 12, 6), GroupAssembler())) > 10
     serial = collect(SerialEnv(2, quiz_makers(2, slots=slots)), 12, 6)
     assert check_groups(assembled(serial, GroupAssembler())) > 8
 
 
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_workers_rows_make_whole_groups(kind):
+def test_rows_of_workers_make_complete_groups(kind):
     collector = kind(quiz_makers(2), frames_per_batch=24, total_frames=24 * 5)
     assert check_groups(assembled(collector, GroupAssembler(), patience=60)) > 12
 
 
-def test_workers_that_number_alike_are_refused_and_the_error_says_what_numbers_them():
+def test_workers_with_equal_ids_are_refused_with_what_numbers_them():
     collector = MultiSyncCollector([make_quiz] * 2, frames_per_batch=24, total_frames=24 * 5)
     try:
         batch = next(iter(collector))

@@ -29,8 +29,8 @@ def tokenizer():
 
 @pytest.mark.parametrize("mode", ["text", "history"])
 @pytest.mark.parametrize("yielded", YIELDED)
-def test_an_llm_collectors_rows_make_whole_groups_of_one_prompt(tokenizer, mode, yielded):
-    """The first reset of all is dropped, and two rollouts with it: a group that nobody waits for."""
+def test_rows_of_an_llm_collector_make_complete_groups_of_one_prompt(tokenizer, mode, yielded):
+    """The first reset is dropped with two rollouts, whose group is not waited for."""
     env = make_countdown(tokenizer, slots=2, repeats=REPEATS, mode=mode, worker=1, workers=3)
     with set_list_to_stack(True):
         sizes = {"dialog_turns_per_batch": 4, "total_dialog_turns": 12}
@@ -48,7 +48,7 @@ def test_an_llm_collectors_rows_make_whole_groups_of_one_prompt(tokenizer, mode,
 
 
 @pytest.mark.parametrize("mode", ["text", "history"])
-def test_the_prompt_is_found_where_the_environment_has_it(tokenizer, mode):
+def test_the_prompt_is_read_from_the_environments_key(tokenizer, mode):
     env = make_countdown(tokenizer, slots=3, repeats=1, mode=mode)
     stamp = env.transform[-1]
     key = ("text", "prompt") if mode == "text" else ("history", "prompt", "content")

@@ -1,4 +1,4 @@
-"""Laws of streams: any order of arrival, and a loop that goes on with any limit and any informative share."""
+"""Laws of streams: any order of arrival, and a loop that continues under any limit."""
 
 from __future__ import annotations
 
@@ -96,9 +96,7 @@ def arrive(
     takes=st.booleans(),
     rows=st.sampled_from(["numbered", "numbered and repeated", "in order"]),
 )
-def test_every_order_of_the_same_rows_ends_with_the_same_groups_and_counts(
-    seed, on_failure, timeout, takes, rows
-):
+def test_row_order_changes_no_group_and_no_count(seed, on_failure, timeout, takes, rows):
     """Rows without numbers keep the order of their rollout."""
     rng = random.Random(seed)
     lines = lines_of(rng, rng.randint(1, 3), repeated="repeated" in rows)
@@ -118,7 +116,7 @@ def test_every_order_of_the_same_rows_ends_with_the_same_groups_and_counts(
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "keep"])
-def test_a_failed_last_segment_that_comes_first_is_no_repetition(on_failure):
+def test_a_failed_last_segment_may_come_first(on_failure):
     lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 1, True, FAILED)]
     options = {"min_rollouts": 1} if on_failure == "keep" else {}
     for order, takes in itertools.product(itertools.permutations(lines), (False, True)):
@@ -129,7 +127,7 @@ def test_a_failed_last_segment_that_comes_first_is_no_repetition(on_failure):
         assert counts == {"failed": 2 if on_failure == "keep" else 3}
 
 
-def test_a_repetition_is_refused_in_every_order_also_when_its_group_has_gone():
+def test_a_repeated_row_is_refused_in_every_order_also_after_its_group():
     lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 0, False), Line(0, 1, 1, False, FAILED)]
     for order in itertools.permutations(lines):
         with pytest.raises(BatchError, match=r"found again segment 0 of rollout 1"):
@@ -143,7 +141,7 @@ def test_a_repetition_is_refused_in_every_order_also_when_its_group_has_gone():
     chosen=st.booleans(),
     late=st.sampled_from(["drop", "raise"]),
 )
-def test_of_more_rollouts_than_enough_the_counts_are_those_of_any_order(seed, takes, chosen, late):
+def test_counts_of_surplus_rollouts_do_not_depend_on_order(seed, takes, chosen, late):
     """Of five that were dispatched three stay, some fail; each has two segments."""
     rng = random.Random(seed)
     failed = set(rng.sample(range(5), rng.randint(0, 2)))
@@ -167,7 +165,7 @@ def put_all(assembler: GroupAssembler, pieces: list[TensorDict]) -> None:
         assembler.put(piece)
 
 
-def test_segments_that_end_each_by_themselves_may_come_in_any_order():
+def test_segments_with_their_own_end_may_come_in_any_order():
     """Two parts: one of two rows, the other of one."""
     lines = [
         Line(0, 0, 0, False, expected=1),
@@ -189,7 +187,7 @@ def test_segments_that_end_each_by_themselves_may_come_in_any_order():
 
 
 @pytest.mark.parametrize("on_timeout", ["drop", "keep"])
-def test_what_comes_of_a_group_that_was_too_old_is_late_and_what_has_failed_is_failed(on_timeout):
+def test_rows_of_a_stale_group_are_late_and_failed_ones_are_failed(on_timeout):
     lines = [
         Line(0, 0, 0, True, expected=3),
         Line(0, 1, 1, False, expected=3),
@@ -221,10 +219,8 @@ def test_what_comes_of_a_group_that_was_too_old_is_late_and_what_has_failed_is_f
 @given(
     seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
 )
-def test_refills_are_asked_for_alike_in_any_order_and_a_minimum_is_kept_where_they_fail(
-    seed, least, fallback
-):
-    """As a loop: ask while there are too few and so often as may be, then keep what is enough."""
+def test_refills_do_not_depend_on_order_and_a_minimum_is_kept_if_they_fail(seed, least, fallback):
+    """Compared with a loop: request while too few are left, at most so often, then keep the rest."""
     rng = random.Random(seed)
     fails = [
         [rng.random() < 0.5 for _ in range(4)] for _ in range(3)
@@ -268,7 +264,7 @@ def test_refills_are_asked_for_alike_in_any_order_and_a_minimum_is_kept_where_th
 # -- dispatched again ------------------------------------------------------------------------------------
 
 
-def test_a_stale_group_is_dispatched_again_so_often_as_may_be_and_its_old_rows_are_stale():
+def test_a_stale_group_is_dispatched_again_and_its_old_rows_stay_stale():
     asked = []
     options = {"max_staleness": 0, "on_stale": "refill", "refill": lambda *what: asked.append(what)}
     assembler = GroupAssembler(**options)
@@ -298,8 +294,8 @@ def test_a_stale_group_is_dispatched_again_so_often_as_may_be_and_its_old_rows_a
     assert (asked[1:], again.counts["stale"], again.pending) == ([(5, 2)], 4, 0)
 
 
-def test_what_was_surplus_stays_so_though_its_group_is_dispatched_again():
-    """Rollout 2 was one too many, and comes in three rows: before, while and after its group waits again."""
+def test_surplus_rollouts_stay_surplus_if_their_group_is_dispatched_again():
+    """Rollout 2 is surplus and comes in three rows: before, while and after its group waits again."""
     options = {
         "max_staleness": 0,
         "on_stale": "refill",
@@ -320,7 +316,7 @@ def test_what_was_surplus_stays_so_though_its_group_is_dispatched_again():
         assert counts == {"stale": 2, "surplus" if failed is None else "failed": 3}
 
 
-def test_all_groups_are_refilled_though_asking_for_one_of_them_raises():
+def test_all_groups_are_refilled_though_one_request_raises():
     asked = []
 
     def refill(group, missing):
@@ -384,7 +380,7 @@ class Workers:
     concurrent=st.sampled_from([None, 2, 5]),
     fails=st.sampled_from([0.0, 0.2]),
 )
-def test_paced_and_informative_go_on_with_any_share_and_any_limit(
+def test_paced_and_informative_continue_for_any_share_and_limit(
     seed, share, max_staleness, groups, draw_size, concurrent, fails
 ):
     assembler = GroupAssembler(
@@ -409,7 +405,7 @@ def test_paced_and_informative_go_on_with_any_share_and_any_limit(
     assert workers.most <= (concurrent or 10**6)
 
 
-def test_an_assembler_behind_another_generator_is_named_and_another_number_of_groups_is_refused():
+def test_an_assembler_behind_another_generator_and_another_group_count_are_refused():
     assembler = GroupAssembler(groups=2, max_staleness=0)
     through = (batch for batch in assembled(Workers(assembler, 3, 0.5, 1), assembler))
     for _, batch in zip(range(4), informative(through, groups=2, assembler=assembler), strict=False):
@@ -422,13 +418,13 @@ def test_an_assembler_behind_another_generator_is_named_and_another_number_of_gr
         informative(assembled([], assembler), groups=3)
 
 
-def test_a_draw_without_rows_is_handed_on():
+def test_a_dispatch_without_rows_is_passed_on():
     draw = next(iter(RepeatSampler(9, group_size=2, prompts_per_batch=3).draws()))
     parts = list(paced([draw[:0], draw], GroupAssembler(groups=3, max_staleness=0), patience=1))
     assert [len(part) for part in parts] == [0, 6]
 
 
-def test_room_is_the_least_of_what_is_limited():
+def test_capacity_is_the_least_of_all_limits():
     assembler = GroupAssembler(max_concurrent_rollouts=7, max_pending_groups=3)
     assert (assembler.capacity(), assembler.capacity(2), assembler.capacity(3)) == (3, 3, 2)
     draw = next(iter(RepeatSampler(9, group_size=3).draws()))[:3]
@@ -446,7 +442,7 @@ def test_room_is_the_least_of_what_is_limited():
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "mask"])
-def test_rows_newer_than_the_version_are_refused_or_wait_for_it(on_stale):
+def test_rows_of_a_later_version_are_refused_or_wait_for_it(on_stale):
     rows = batch_of_lines([Line(g, 2 * g + r, 0, True, version=50 * g) for g in (0, 1) for r in (0, 1)])
     refusing = GroupAssembler(max_staleness=1, on_stale=on_stale)
     with pytest.raises(BatchError, match=r"newer than assembler.version=0; found 50 in group 1\..*set"):
@@ -474,7 +470,7 @@ def test_rows_newer_than_the_version_are_refused_or_wait_for_it(on_stale):
         list(ending)
 
 
-def test_rows_newer_than_the_version_of_a_sampler_are_refused_where_it_has_a_limit():
+def test_rows_later_than_a_samplers_version_are_refused_under_a_limit():
     for limit, refused in ((-1, False), (1, True)):
         sampler = StalenessAwareSampler(max_staleness=limit, version_key="version")
         options = {"sampler": sampler, "sample_unit": GroupUnit(), "batch_size": 2}

@@ -1,4 +1,4 @@
-"""The end of a sweep: a line for each job, whatever became of it."""
+"""A sweep ends with a line for each job, failed or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.pipeline.command.sweep import FILE, record_job, show_sweep
 pytestmark = pytest.mark.slow
 
 
-def test_numbers_of_several_tasks_are_each_under_their_own_name(tmp_path):
+def test_metrics_of_several_tasks_have_separate_names(tmp_path):
     for number, task in enumerate(("replay", "plan")):
         words = [f"task={task}", "source.path=there"]
         ran = {"job": number, "task": task, "words": words, "began": 0.0, "number": 0.25 + number}
@@ -36,7 +36,7 @@ def table(done):
     return lines[1], [line for line in lines[rule + 1 :] if line[0].isdecimal()], "\n".join(after)
 
 
-def test_a_sweep_ends_with_the_words_that_differ_and_what_came_out(tmp_path):
+def test_a_sweep_ends_with_its_overrides_and_results(tmp_path):
     done = headrace_here(tmp_path, "-m", "pipeline=grpo,dr_grpo", "seed=1,2", *QUICK, "hydra.sweep.dir=sweep")
     head, lines, after = table(done)
     assert head == ["job", "pipeline", "seed", "reward", "trained", "steps", "seconds"]
@@ -52,7 +52,7 @@ def test_a_sweep_ends_with_the_words_that_differ_and_what_came_out(tmp_path):
     assert max(map(len, after.splitlines())) <= 80
 
 
-def test_a_job_that_fails_says_why_and_the_others_run(tmp_path):
+def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path):
     words = ["seed=1,abc,3", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
     done = headrace_here(tmp_path, "-m", *words, check=False)
     _, lines, after = table(done)
@@ -62,7 +62,7 @@ def test_a_job_that_fails_says_why_and_the_others_run(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_what_nobody_foresaw_ends_its_own_job_alone(tmp_path, monkeypatch):
+def test_an_unexpected_error_ends_only_its_own_job(tmp_path, monkeypatch):
     from headrace.pipeline.train import job
 
     build, built = job.build_pipeline, []
@@ -80,7 +80,7 @@ def test_what_nobody_foresaw_ends_its_own_job_alone(tmp_path, monkeypatch):
     assert "job 0 failed: KeyError('out of the blue')" in after
 
 
-def test_a_folder_that_has_jobs_of_an_earlier_sweep_shows_those_of_this_one(tmp_path):
+def test_a_folder_of_an_earlier_sweep_shows_only_the_current_jobs(tmp_path):
     words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null"]
     headrace_here(tmp_path, "-m", "seed=1,2,3", *words)
     _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
@@ -88,7 +88,7 @@ def test_a_folder_that_has_jobs_of_an_earlier_sweep_shows_those_of_this_one(tmp_
     assert len(list(tmp_path.rglob(FILE))) == 3
 
 
-def test_replays_and_comparisons_show_their_number(tmp_path):
+def test_replays_and_comparisons_show_their_results(tmp_path):
     words = [*QUICK, "train.steps=1", "report.dump=jsonl", "hydra.run.dir=run"]
     headrace_here(tmp_path, *words)
     source = "source.path=run/rollouts"

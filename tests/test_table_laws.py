@@ -1,4 +1,4 @@
-"""What a stage author may rely on: who leaves is masked, who is renamed is found, and nobody is lost."""
+"""Guarantees for authors of stages: masking, renamed columns and carried rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Low(BatchTransform):
         rows.leave(rows["reward"] < self.low, "low", self.effect)
 
 
-def test_a_row_that_leaves_the_loss_is_masked_whoever_says_so():
+def test_a_row_that_leaves_the_loss_is_masked_by_any_stage():
     batch = batch_of([1.0, 2, 3], [0, 0, 0])
     for out in (Low()(batch), Pipeline({"low": Low()}).run(batch).batch):
         assert out[MASK].any(1).tolist() == [False, True, True]
@@ -56,7 +56,7 @@ def test_a_reason_has_one_effect():
         Twice()(batch_of([1.0, 2, 3], [0, 0, 0]))
 
 
-def test_who_leaves_the_statistics_is_out_of_them_at_once():
+def test_excluded_rows_are_out_of_the_statistics_at_once():
     class Sum(Low):
         def decide(self, rows):
             rows.leave(rows["reward"] < 2, "low", "excluded")
@@ -68,7 +68,7 @@ def test_who_leaves_the_statistics_is_out_of_them_at_once():
 
 
 @pytest.mark.parametrize("values", [torch.zeros(1), torch.zeros(1, dtype=torch.int64)], ids=["float", "int"])
-def test_what_is_put_on_some_rows_leaves_the_others_as_they_are(values):
+def test_writing_to_some_rows_leaves_the_others_unchanged(values):
     class Some(BatchTransform):
         def __init__(self):
             super().__init__([("next", "reward")], [("next", "reward")])
@@ -79,7 +79,7 @@ def test_what_is_put_on_some_rows_leaves_the_others_as_they_are(values):
     assert Some()(batch_of([1.5, 2, 3], [0, 0, 0]))["next", "reward"].flatten().tolist() == [1.5, 2, 0]
 
 
-def test_an_id_is_checked_by_who_needs_it_whoever_has_looked_before():
+def test_each_stage_that_needs_an_id_checks_it():
     batch = batch_of([1.0, 2, 3, 4], [-1, -1, -1, -1], [0, -1, 2, 3])
     with pytest.raises(BatchError, match=r"rollout_id ≥ 0; found -1 at row 1"):
         GroupRelativeAdvantage(without_ids="chunks", group_size=2)(batch)
@@ -102,7 +102,7 @@ def test_a_column_has_one_name_in_all_stages():
 
 
 @pytest.mark.parametrize("stage", [FanOutCollapse, RewardsToGo])
-def test_ends_are_looked_at_under_whatever_name(stage):
+def test_ends_are_checked_under_any_name(stage):
     batch = batch_of([1.0, 1], [0, 0], [7, 7])
     batch["fin"] = torch.tensor([True, True])
     with pytest.raises(BatchError, match="a rollout ends once"):
@@ -119,7 +119,7 @@ def test_carried_rows_are_never_lost():
     assert run.ledger.counts()["trained"] == 3
 
 
-def test_each_pass_has_what_the_stages_behind_the_cut_made_of_it():
+def test_each_pass_has_the_columns_of_stages_after_the_split():
     class Masks(BatchTransform):
         """Lets the rows of the first minibatch train."""
 
@@ -141,7 +141,7 @@ def test_a_stage_that_moves_rows_is_refused():
         Pipeline({"sort": lambda batch: batch.flip(0)})(batch_of([1.0, 2, 3], [0, 0, 0]))
 
 
-def test_equal_rewards_are_exactly_0_over_the_batch_too():
+def test_equal_rewards_have_an_advantage_of_0_over_the_batch_too():
     for options in ({"baseline": "batch"}, {"baseline": "batch", "scale": "batch"}):
         found = group_relative_advantage([0.7] * 8, [0] * 8, eps=1e-12, **{"scale": "none", **options})
         assert not found.any()
@@ -164,21 +164,21 @@ def test_integer_rewards_are_not_rounded():
     ],
     ids=repr,
 )
-def test_a_batch_of_which_nothing_is_left_is_no_error(stage):
+def test_a_batch_without_kept_rows_is_no_error(stage):
     nothing = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="drop", unit="sample")
     run = Pipeline({"nothing": nothing, "stage": stage}).run(batch_of([1.0, 2], [0, 0]))
     assert len(run.batch) == 0
     assert run.ledger.counts()["trained"] == 0
 
 
-def test_ids_that_are_text_are_numbered_under_a_name_of_one_stage_too():
+def test_text_ids_are_numbered_under_a_renamed_column_too():
     batch = batch_of([1.0, 3], [0, 0])
     batch["uid"] = ["a", "a"]
     run = Pipeline({"advantage": GroupRelativeAdvantage(group_key="uid", scale="none")}).run(batch)
     assert run.batch["advantage"].flatten().tolist() == [-1, 1]
 
 
-def test_who_is_in_the_statistics_is_said_by_any_stage():
+def test_any_stage_may_exclude_rows_from_the_statistics():
     def exclude(batch):
         return batch.set(COUNTED, batch["rollout_id"] > 0)
 
@@ -186,7 +186,7 @@ def test_who_is_in_the_statistics_is_said_by_any_stage():
     assert run.batch[COUNTED].tolist() == [False, True, True]
 
 
-def test_a_reason_that_nobody_has_is_named_with_its_effect_once():
+def test_an_unused_reason_is_listed_once_with_its_effect():
     nothing = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="drop", unit="sample")
     exclude = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="exclude", unit="sample")
     split = ShuffleSplit(minibatches=1)

@@ -45,7 +45,7 @@ def told(function, config, folder, *arguments) -> tuple[float, str]:
     return function(config, folder, *arguments, console), console.export_text()
 
 
-def test_a_replay_prints_and_writes(dump, tmp_path):
+def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
     out = tmp_path / "out"
     trained, text = told(replay, configured("replay", dump, *COUNTED, "pipeline=dapo"), out)
     assert trained == 3 * 3
@@ -58,7 +58,7 @@ def test_a_replay_prints_and_writes(dump, tmp_path):
     assert again == trained
 
 
-def test_a_comparison_names_a_prompt_by_what_the_user_asked(tmp_path):
+def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
     chat = "<|im_start|>system\nReason step by step.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
     path = slime_dump(
         tmp_path / "data_5.pt", samples=[slime_sample(0, i, float(i), prompt=chat) for i in range(2)]
@@ -71,13 +71,13 @@ def test_a_comparison_names_a_prompt_by_what_the_user_asked(tmp_path):
     assert "im_start" not in text
 
 
-def test_a_step_that_is_refused_is_named(dump, tmp_path):
+def test_a_refused_step_is_named(dump, tmp_path):
     config = configured("replay", dump, "pipeline.stages.gate.group_size=3")
     with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
         told(replay, config, tmp_path / "out")
 
 
-def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
+def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
     correlation, text = told(compare, config, tmp_path / "out", COUNTED)
     assert 0 < correlation <= 1
@@ -94,7 +94,7 @@ def test_two_recipes_over_the_same_rollouts(dump, tmp_path):
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
-def test_the_unit_of_the_reward_changes_no_advantage_that_differs(unit, make_batch):
+def test_the_unit_of_the_reward_changes_no_comparison(unit, make_batch):
     batch = make_batch([0.0, 2, 0, 6, 1, 5], [5, 5, 9, 9, 9, 9])
     batch["next", "reward"] = batch["next", "reward"].double() * unit
     stages = [{"advantage": GroupRelativeAdvantage(scale="none", baseline=name)} for name in BASELINES]
@@ -106,7 +106,7 @@ def test_the_unit_of_the_reward_changes_no_advantage_that_differs(unit, make_bat
     assert comparison.numbers["differ"] == 0
 
 
-def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
+def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
     """Rewards 0, 2 and 0, 6: by their spread each group has a half, without it ¼ and ¾; a cosine of 2/√5."""
     batch = make_batch([0.0, 2, 0, 6], [5, 5, 9, 9])
     batch["masks", "all_assistant_mask"][:] = True
@@ -137,7 +137,7 @@ def test_the_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_run_is_told_in_a_paragraph(words, message, tmp_path):
+def test_an_error_is_one_paragraph(words, message, tmp_path):
     assert message in refused(tmp_path, *words)
 
 

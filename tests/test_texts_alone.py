@@ -1,4 +1,4 @@
-"""A dump of texts: no number depends on a length, and with a tokenizer it is a dump with tokens.
+"""A text dump: no number depends on a length, and with a tokenizer it equals a dump with tokens.
 
 And what one fault in one step does to a replay of many.
 """
@@ -17,6 +17,7 @@ from dumps import (
     episode,
     nemo_row,
     node,
+    open_instruct_row,
     slime_dump,
     slime_sample,
     trl_dump,
@@ -93,8 +94,8 @@ def _equal(one, other):
 
 
 @pytest.mark.parametrize("recipe", recipes())
-def test_no_number_of_a_dump_of_texts_depends_on_a_length(recipe, texts, tokenizers):
-    """Else it would differ between two tokenizers, or from what no tokenizer says."""
+def test_no_number_of_a_text_dump_depends_on_a_length(recipe, texts, tokenizers):
+    """Otherwise it would depend on the tokenizer."""
     try:
         found = numbers_of(recipe, only(texts, **BY_PROMPT))
     except MissingKeyError as err:
@@ -110,7 +111,7 @@ def test_no_number_of_a_dump_of_texts_depends_on_a_length(recipe, texts, tokeniz
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "dapo", "gr3", "as/areal", "tree_grpo", "opo"])
-def test_with_a_tokenizer_every_number_is_that_of_a_dump_with_tokens(
+def test_with_a_tokenizer_numbers_equal_those_of_a_dump_with_tokens(
     recipe, texts, rollouts, tokenizers, tmp_path
 ):
     samples = [
@@ -151,13 +152,13 @@ def test_with_a_tokenizer_every_number_is_that_of_a_dump_with_tokens(
         ["pipeline=grpo", "criterion@pipeline.stages.filter.criterion=length_within"],
     ],
 )
-def test_a_recipe_that_decides_by_lengths_is_refused_with_what_to_set(words, texts, tokenizers):
+def test_a_recipe_that_needs_lengths_is_refused_with_what_to_set(words, texts, tokenizers):
     with pytest.raises(MissingKeyError, match=r"stage '\w+'.* Set source\.tokenizer=PATH, a tokenizer\.json"):
         composed(*words).run(only(texts, **BY_PROMPT))
     composed(*words).run(only(texts, **BY_PROMPT, tokenizer=tokenizers["words"]))
 
 
-def test_no_format_invents_a_length(texts, tmp_path):
+def test_no_format_makes_up_a_length(texts, tmp_path):
     text = [node(None, "user", [], []), node(0, "assistant", [], [], sampled=True)]
     for each in text:
         each["logprobs"] = []
@@ -183,7 +184,7 @@ def test_no_format_invents_a_length(texts, tmp_path):
     assert NO_LENGTHS not in batch.keys(True)
 
 
-def test_what_a_tool_wrote_is_not_in_the_loss_and_characters_are_called_so(texts, rollouts):
+def test_tool_output_is_masked_and_characters_are_named(texts, rollouts):
     parts = [(True, "2+2"), (False, "tool: 4"), (True, "4")]
     sample = Sample("a", 0, 1.0, prompt="?", response="as text", response_parts=parts)
     add_tokens([sample], lambda texts: [[ord(letter) for letter in text] for text in texts])
@@ -197,7 +198,7 @@ def test_what_a_tool_wrote_is_not_in_the_loss_and_characters_are_called_so(texts
     assert report.numbers["response_characters/mean"] == pytest.approx(sum(lengths) / len(lengths))
 
 
-def test_a_tokenizer_is_a_file_or_folder_of_this_machine(texts, tokenizers, tmp_path):
+def test_a_tokenizer_is_a_local_file_or_folder(texts, tokenizers, tmp_path):
     file = tokenizers["words"] / "tokenizer.json"
     one, other = (only(texts, **BY_PROMPT, tokenizer=path) for path in (file, file.parent))
     assert one[MASK].equal(other[MASK])
@@ -229,7 +230,7 @@ def drawn_twice(rows):
     return [*rows, *(row | {"output": "again"} for row in rows[:2])]
 
 
-def test_the_draws_of_a_prompt_are_told_apart_by_their_order_or_left_out(tmp_path):
+def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     how = {"group_by": "prompt", "group_size": 2}
     source = open_source(verl_steps(tmp_path / "kept", 4, drawn_twice), **how)
     batches = {step: (batch, source.draws) for step, batch in source}
@@ -258,7 +259,7 @@ def lost_row(rows):
 @pytest.mark.parametrize(
     ("fault", "why"), [(nan_score, "2.jsonl:1: .*NaN, which is no JSON"), (lost_row, "'gate'.* has 1 of 2")]
 )
-def test_a_step_that_fails_ends_nothing_and_is_said_everywhere(fault, why, tmp_path):
+def test_a_failing_step_does_not_end_a_replay_and_is_reported(fault, why, tmp_path):
     verl_steps(tmp_path / "dump", 6, fault)
     words = ["task=replay", "source.path=dump", "source.group_by=prompt", "source.group_size=2"]
     words += ["report.dump=parquet"]
@@ -278,7 +279,7 @@ def test_a_step_that_fails_ends_nothing_and_is_said_everywhere(fault, why, tmp_p
     assert "1 of 6 steps failed" in done.stdout
 
 
-def test_a_replay_ends_where_the_first_three_steps_fail_and_none_has_passed(tmp_path):
+def test_a_replay_ends_if_its_first_three_steps_fail(tmp_path):
     verl_steps(tmp_path / "dump", 9)
     words = ["task=replay", "source.path=dump", "source.group_by=prompt", "source.group_size=3"]
     done = headrace_here(tmp_path, *words, "hydra.run.dir=out", check=False)
@@ -287,7 +288,7 @@ def test_a_replay_ends_where_the_first_three_steps_fail_and_none_has_passed(tmp_
     assert "3 of 3 steps failed" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_python_reads_all_steps_or_raises_at_the_one_that_fails(tmp_path):
+def test_python_reads_all_steps_or_raises_at_the_failing_one(tmp_path):
     source = open_source(verl_steps(tmp_path, 4, nan_score), group_by="prompt")
     outcomes = dict(source.outcomes())
     assert list(outcomes) == [0, 1, 2, 3]
@@ -299,7 +300,21 @@ def test_python_reads_all_steps_or_raises_at_the_one_that_fails(tmp_path):
     assert source.skipped == 1
 
 
-def test_a_status_that_is_not_known_of_a_row_makes_no_share_of_truncated():
+def test_an_unreadable_line_between_two_steps_fails_both(tmp_path):
+    """Nobody knows of which step a line is that cannot be read: without it, the other step has a row less."""
+    lines = [json.dumps(open_instruct_row(0, 0, 1.0, step=step)) for step in range(1, 15)]
+    lines[2:2] = ["{"]  # between the steps 2 and 3
+    lines[5:14] = [line.replace('"reward": 1.0', '"reward": "x"') for line in lines[5:14]]  # steps 5 to 13
+    (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(lines))
+    outcomes = list(open_source(tmp_path, "open_instruct").outcomes())
+    assert [step for step, _ in outcomes] == list(range(1, 15))
+    failed = [step for step, found in outcomes if isinstance(found, SourceError)]
+    assert failed == [2, 3, *range(5, 14)]
+    (tmp_path / "run_rollouts_0.jsonl").write_text("\n".join(["{", *lines[8:]]))
+    assert [step for step, _ in open_source(tmp_path, "open_instruct").outcomes()] == [*range(8, 15)]
+
+
+def test_an_unknown_status_gives_no_truncated_share():
     samples = [
         Sample("a", i, float(i), status=status, response_length=1) for i, status in enumerate((None, 3))
     ]

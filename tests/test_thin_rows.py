@@ -1,4 +1,4 @@
-"""Rows of TransferQueue are decided without their tokens, which the rank that trains on them fetches once."""
+"""Rows of TransferQueue are decided without tokens, and the rank that trains on them fetches these once."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
-def test_a_stream_without_tokens_has_the_batches_metrics_and_steps_of_one_with_them(ragged, name):
+def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(ragged, name):
     """100 streams, of each recipe with each option: uneven groups, rows that are lost, fail or come twice."""
     steps_seen = masked = 0
     for seed in range(50):
@@ -172,7 +172,7 @@ def test_a_stream_without_tokens_has_the_batches_metrics_and_steps_of_one_with_t
     assert masked > 0
 
 
-def test_rows_that_are_masked_for_their_age_have_no_tokens_to_count(name):
+def test_rows_masked_for_staleness_have_no_tokens_to_count(name):
     options: dict[str, Any] = {"max_staleness": 0, "on_stale": "mask"}
     assembler, plain = GroupAssembler(**options), GroupAssembler(**options)
     assembler.version = plain.version = 1
@@ -224,7 +224,7 @@ def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("tokens", [16, 4096])
-def test_less_than_200_bytes_a_row_go_through_who_decides_for_any_number_of_tokens(tokens, name):
+def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(tokens, name):
     """All messages: of what is read, of polls, steps, and what is cleared; pieces of 32 rows, two ranks."""
     pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
     source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
@@ -264,8 +264,8 @@ def test_a_rank_fetches_the_tokens_of_a_row_once_for_all_epochs(name, monkeypatc
         assert len(fetched) == len(set(fetched)) == len(set(numbers))
 
 
-def test_rows_leave_the_queue_when_nobody_has_them_any_more(name):
-    """Not while they wait for their group, for a rank or for the next batch, as carried rows do."""
+def test_rows_leave_the_queue_once_unused(name):
+    """Rows stay while they wait for their group, a rank or the next batch, as carried rows do."""
     words = ("pipeline=grpo", "pipeline.stages.split.minibatches=null", f"{SPLIT}minibatch_size=24")
     pipeline = composed(*words, f"{SPLIT}remainder=carry")
     assembler = GroupAssembler(groups=2)
@@ -289,7 +289,7 @@ def test_rows_leave_the_queue_when_nobody_has_them_any_more(name):
     assert keys_in(name) == []
 
 
-def test_a_reader_without_tokens_goes_on_from_its_last_state(name):
+def test_a_reader_without_tokens_resumes_from_its_last_state(name):
     def reader() -> tuple[Any, RolloutQueue, GroupAssembler]:
         assembler = GroupAssembler(groups=1)
         source = RolloutQueue(name, producers=1, clear="saved", max_rows=1, decided_by=[assembler])
@@ -316,7 +316,7 @@ def test_a_reader_without_tokens_goes_on_from_its_last_state(name):
     assert keys_in(name) == []
 
 
-def test_every_recipe_decides_without_tokens_as_with_them_or_says_that_it_needs_them(name, make_batch):
+def test_every_recipe_decides_equally_without_tokens_or_requires_them(name, make_batch):
     needs = set()
     for number, recipe in enumerate(CHAINS):
         whole, pipeline = composed(f"pipeline={recipe}"), composed(f"pipeline={recipe}")
@@ -349,7 +349,7 @@ def test_every_recipe_decides_without_tokens_as_with_them_or_says_that_it_needs_
 # -- what is refused --------------------------------------------------------------------------------------
 
 
-def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
+def test_rows_without_tokens_are_refused_in_training(name):
     pipeline, assembler = composed("pipeline=grpo"), GroupAssembler()
     source = RolloutQueue(name, decided_by=[assembler, pipeline])
     rows = rows_of([Line(0, r, 0, True) for r in (0, 1)], 0)
@@ -363,14 +363,14 @@ def test_rows_without_tokens_are_refused_where_they_would_be_trained(name):
         RolloutQueue(name, decided_by=[{}])
 
 
-def test_a_producer_that_sends_no_columns_to_decide_by_is_named(name):
+def test_a_producer_without_the_required_columns_is_named(name):
     source = RolloutQueue(name, decided_by=[GroupAssembler()])
     RolloutQueue(name).put(rows_of([Line(0, r, 0, True) for r in (0, 1)], 0))
     with pytest.raises(BatchError, match=r"puts \w+/0 did not: create the producers' RolloutQueue with"):
         next(iter(source))
 
 
-def test_tokens_that_were_lost_or_differ_in_width_are_an_error_of_the_rank(name):
+def test_lost_tokens_and_tokens_of_another_width_raise_on_the_rank(name):
     pipeline, assembler = composed("pipeline=grpo"), GroupAssembler()
     source = RolloutQueue(name, decided_by=[assembler, pipeline])
     lines = [Line(0, r, 0, True) for r in (0, 1)]

@@ -1,4 +1,4 @@
-"""Terms by token, against statements of their formulas that take one token after another."""
+"""Terms per token equal statements of their formulas that loop over tokens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def stated(batch, name) -> list[dict[int, float]]:
 @every
 @settings(max_examples=25)
 @given(data=st.data())
-def test_a_term_is_its_formula_token_by_token(name, data):
+def test_a_term_equals_its_formula_token_by_token(name, data):
     rows, tokens = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
     batch = drawn_batch(rows, tokens)
     flat = data.draw(st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens))
@@ -116,7 +116,7 @@ def test_a_factor_of_0_changes_nothing(batch, name):
     [("teacher", TEACHER), ("centred", LOG_PROBS), ("directed", TEACHER), ("entropy", ENTROPY)],
 )
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_number_that_is_not_finite_is_named(batch, name, key, wrong):
+def test_a_nan_value_is_named(batch, name, key, wrong):
     batch[MASK][2, 4] = True
     batch[key][2, 4] = wrong
     found = f"must be finite for every token in the loss; found -?{wrong} at row 2, token 4"
@@ -124,13 +124,13 @@ def test_a_number_that_is_not_finite_is_named(batch, name, key, wrong):
         TokenAdvantage(**TERMS[name]())(batch)
 
 
-def test_a_token_that_is_newer_than_the_trainer_is_named(batch):
+def test_a_token_newer_than_the_trainer_is_named(batch):
     batch[MASK][3, 1], batch["version"][3, 1] = True, 10
     with pytest.raises(BatchError, match=r"newer than the version that trains.*found newer ones in row 3"):
         TokenAdvantage(**TERMS["stale"]())(batch)
 
 
-def test_entropies_and_groups_that_mean_nothing_are_named(batch):
+def test_invalid_entropies_and_groups_are_named(batch):
     batch[MASK][3, 1], batch[ENTROPY][3, 1] = True, -0.5
     with pytest.raises(BatchError, match="entropies must be ≥ 0; found negative ones in row 3"):
         TokenAdvantage(**TERMS["share"]())(batch)
@@ -143,7 +143,7 @@ def test_entropies_and_groups_that_mean_nothing_are_named(batch):
     assert torch.equal(TokenAdvantage(**TERMS["share"]())(batch)["advantage"], labelled)
 
 
-def test_a_version_may_be_one_a_row_and_the_current_one_a_callable(batch):
+def test_a_version_may_be_per_row_and_the_current_one_a_callable(batch):
     batch["version"] = torch.tensor([9, 8, 7, 6, 9, 8]).view(6, 1)
     term = StalenessWeight(current=lambda: 9, decay=0.5, max_staleness=2, version_key="version")
     out = TokenAdvantage(term=term, how="multiply")(batch)["advantage"]
@@ -152,7 +152,7 @@ def test_a_version_may_be_one_a_row_and_the_current_one_a_callable(batch):
     assert torch.equal(out, expected)
 
 
-def test_a_factor_that_is_a_callable_is_asked_for_each_batch(batch):
+def test_a_callable_factor_is_called_for_each_batch(batch):
     factors = iter([0.0, 0.3])
     stage = TokenAdvantage(term=LogRatio(), factor=lambda: next(factors))
     assert torch.equal(stage(batch)["advantage"], batch["advantage"].expand(6, 7, 1))
@@ -160,7 +160,7 @@ def test_a_factor_that_is_a_callable_is_asked_for_each_batch(batch):
 
 
 @pytest.mark.parametrize("action", ["mask", "exclude"])
-def test_rows_out_of_the_loss_are_in_no_statistic_and_keep_their_advantage(batch, action):
+def test_masked_rows_are_in_no_statistic_and_keep_their_advantage(batch, action):
     batch["next", "reward"] = torch.tensor([0.0, 9, 0, 0, 9, 0]).view(6, 1)
     silent = SampleFilter(criterion=RewardWithin(high=1.0), action=action)(batch)
     rows = torch.tensor([0, 2, 3, 5])
@@ -177,12 +177,12 @@ def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batc
     assert torch.equal(stage(batch)["advantage"][1], batch["advantage"][1].expand(7, 1))
 
 
-def test_equal_entropies_stay_together(batch):
+def test_equal_entropies_are_treated_alike(batch):
     batch[ENTROPY] = torch.ones(6, 7)
     assert torch.equal(top_share(batch[ENTROPY], batch[MASK], 0.2), batch[MASK])
 
 
-def test_a_callable_of_ones_own_is_a_term(batch):
+def test_a_user_callable_is_a_term(batch):
     out = TokenAdvantage(term=lambda batch, trains: batch[ENTROPY], factor=2.0)(batch)["advantage"]
     added = torch.where(batch[MASK], 2 * batch[ENTROPY], 0.0)[..., None]
     torch.testing.assert_close(out, batch["advantage"] + added)
@@ -195,17 +195,17 @@ def test_a_callable_of_ones_own_is_a_term(batch):
         (lambda batch, trains: 1.0, "gave float"),
     ],
 )
-def test_a_term_that_returns_something_else_is_refused(batch, term, found):
+def test_a_term_of_another_shape_is_refused(batch, term, found):
     with pytest.raises(BatchError, match=found):
         TokenAdvantage(term=term)(batch)
 
 
-def test_of_ragged_rows_a_term_says_what_it_reads(batch):
+def test_for_ragged_rows_a_term_declares_its_columns(batch):
     with pytest.raises(BatchError, match="needs in_keys, the columns that are padded"):
         TokenAdvantage(term=lambda batch, trains: trains)(lazy_stack(list(batch.unbind(0))))
 
 
-def test_what_a_term_reads_of_rows_is_finite_too(batch):
+def test_row_values_that_a_term_reads_are_finite(batch):
     batch["difficulty"] = torch.tensor([1.0, float("nan"), 3, 4, 5, 6])
     term = TopShare(share=0.5, value_key="difficulty")
     with pytest.raises(BatchError, match=r"'difficulty' must be finite for every token.*nan at row 1"):
@@ -236,6 +236,6 @@ def test_a_column_of_another_shape_is_refused(batch):
         (lambda: StalenessWeight(current=None), "current must be an integer"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused(make, message):
+def test_an_invalid_option_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

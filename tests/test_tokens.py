@@ -1,4 +1,4 @@
-"""Tokens are counted by eight bytes at a time, whatever lies where, and added up in any order."""
+"""Tokens are counted and summed exactly for any width, padding and order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loss_tokens(batch: TensorDict, mask, log_prob) -> torch.Tensor:
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(0, 9), st.booleans(), st.sampled_from([0, FEW]))
-def test_tokens_are_counted_whatever_the_width(width, rows, seed, odd, few):
+def test_tokens_are_counted_for_any_width(width, rows, seed, odd, few):
     with patch("headrace.transforms.tensordicts.FEW", few):
         count_of_any_width(width, rows, seed, odd)
 
@@ -56,9 +56,7 @@ def count_of_any_width(width, rows, seed, odd):
     st.sampled_from([2, AT_MOST]),
     st.randoms(),
 )
-def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and_padding(
-    steps, more, most, random
-):
+def test_a_sum_over_tokens_is_the_nearest_float_in_any_order_and_padding(steps, more, most, random):
     """Of differences of log-probabilities, which are multiples of a power of two; rows of any width."""
     values = [step * 2.0**-30 for step in steps]
     true = float(sum(map(Fraction, values)))
@@ -75,7 +73,7 @@ def test_a_sum_over_tokens_is_the_float_nearest_to_the_true_one_in_any_order_and
     st.integers(0, 9),
     st.sampled_from([1, 2]),
 )
-def test_a_plain_sum_is_right_within_rounding_and_follows_from_its_row_alone(rows, width, seed, threads):
+def test_a_plain_sum_is_right_within_rounding_and_depends_only_on_its_row(rows, width, seed, threads):
     values = torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -93,7 +91,7 @@ def test_a_plain_sum_is_right_within_rounding_and_follows_from_its_row_alone(row
     st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     st.data(),
 )
-def test_what_stands_out_of_a_mask_is_not_read(values, dtype, data):
+def test_values_outside_a_mask_are_not_read(values, dtype, data):
     inside = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
     column, mask = torch.tensor([values], dtype=dtype), torch.tensor([inside])
     odd = (mask.view(torch.uint8) * 255).view(torch.bool)  # a True may be any byte but 0
@@ -106,7 +104,7 @@ def test_what_stands_out_of_a_mask_is_not_read(values, dtype, data):
         assert bool((column.isfinite() | ~mask).all())
 
 
-def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():
+def test_a_batch_may_reuse_the_memory_of_the_last():
     """Another process, or NumPy, changes no version of a tensor."""
     memory = torch.ones(4, 6, dtype=torch.bool)
     batch = TensorDict({"mask": memory}, batch_size=[4])
@@ -121,8 +119,8 @@ def test_the_next_batch_may_lie_in_the_memory_of_the_last_whoever_wrote_it():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_token_whose_log_probability_is_not_finite_is_out_of_the_loss(value):
-    """GRPOLoss leaves it out, so that no mean may count it."""
+def test_a_token_with_a_nan_log_probability_is_masked(value):
+    """GRPOLoss masks it, so no mean may count it."""
     mask, log_prob = torch.tensor([[True, True, False], [True, True, True]]), torch.zeros(2, 3)
     log_prob[1, 2] = value
     batch = TensorDict({"mask": mask, "log_prob": log_prob}, batch_size=[2])
@@ -153,7 +151,7 @@ forms = pytest.mark.parametrize("form", ["dense", "ragged"])
 
 
 @forms
-def test_without_a_mask_the_response_is_what_trains_though_its_prompt_was_scored(form):
+def test_without_a_mask_only_the_response_trains_though_its_prompt_was_scored(form):
     batch = scored(form)
     assert loss_tokens(batch, "absent", LOG_PROB).tolist() == [2, 1]
     assert loss_tokens(batch, "absent", None).tolist() == [2, 1]
@@ -168,14 +166,14 @@ def test_finite_log_probabilities_are_no_mask(form, lacking):
         loss_tokens(scored(form).exclude(lacking), "absent", LOG_PROB)
 
 
-def test_a_prompt_and_a_response_that_are_not_the_whole_say_nothing():
+def test_prompt_and_response_must_cover_the_whole_width():
     batch = scored("dense")
     batch[RESPONSE] = torch.zeros(2, 1)
     with pytest.raises(MissingKeyError, match="together as wide as"):
         loss_tokens(batch, "absent", LOG_PROB)
 
 
-def test_an_optimiser_step_is_taken_where_a_token_is_in_the_loss():
+def test_an_optimiser_step_needs_a_token_in_the_loss():
     parameter = torch.nn.Parameter(torch.zeros(()))
 
     def steps(batch):
@@ -192,7 +190,7 @@ def test_an_optimiser_step_is_taken_where_a_token_is_in_the_loss():
 
 @forms
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_weight_the_report_and_the_ledger_count_the_same_tokens(form, masked):
+def test_weights_report_and_ledger_count_the_same_tokens(form, masked):
     """The first row has a token whose log-probability is not finite, and the second has no other."""
     batch = scored(form)
     batch[0].get(LOG_PROB)[-1] = float("nan")

@@ -46,7 +46,7 @@ def test_every_stage_criterion_and_term_is_an_entry():
     assert {f"{name}.yaml" for name in TERMS} <= set(STORE.list("transform/term"))
 
 
-def test_no_entry_takes_the_name_of_one_of_torchrls():
+def test_no_entry_has_the_name_of_one_of_torchrl():
     source = Path(torchrl.trainers.algorithms.configs.__file__).read_text()
     theirs = set(re.findall(r'cs.store\(\s*group="transform",\s*name="(\w+)"', source))
     assert len(theirs) > 50
@@ -55,8 +55,8 @@ def test_no_entry_takes_the_name_of_one_of_torchrls():
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_an_entry_has_the_options_of_its_class_at_their_defaults(name):
-    """Those of conf/stage, but that no pipeline is there to rename columns for all."""
+def test_an_entry_has_its_class_options_at_their_defaults(name):
+    """As in conf/stage, but without a pipeline that renames columns for all stages."""
     node = OmegaConf.to_container(composed_app(f"transform=[{name}]").transform[name])
     assert node.pop("_convert_") == "all"
     written = OmegaConf.to_container(OmegaConf.load(CONF / "stage" / f"{name}.yaml"))
@@ -67,7 +67,7 @@ def test_an_entry_has_the_options_of_its_class_at_their_defaults(name):
     }
 
 
-def test_a_list_choice_is_a_pipeline_in_its_order():
+def test_a_list_of_entries_is_a_pipeline_in_its_order():
     config = composed_app(
         "transform=[gate,collapse,filter,advantage]",
         "+transform/criterion@transform.filter.criterion=rewards_vary",
@@ -85,7 +85,7 @@ def test_a_list_choice_is_a_pipeline_in_its_order():
     torch.testing.assert_close(pipeline(batch)["advantage"], same["advantage"], rtol=0, atol=0)
 
 
-def test_one_may_stand_beside_torchrls_own_and_elsewhere():
+def test_an_entry_composes_beside_torchrls_own():
     config = composed_app(
         "transform=[stamp_ids]",
         "transform.stamp_ids.repeats=4",

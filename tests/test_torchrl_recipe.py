@@ -1,4 +1,4 @@
-"""TorchRL's GRPO recipe runs with MCAdvantage and with headrace, five lines apart, on one turn and on two."""
+"""TorchRL's GRPO recipe runs with MCAdvantage and with headrace; five lines differ."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def code_of(name: str) -> list[str]:
     return [line for line in text.splitlines()[behind:] if line.strip()]
 
 
-def test_five_lines_differ():
+def test_the_two_recipes_differ_by_five_lines():
     lines = list(difflib.ndiff(code_of(BEFORE), code_of(AFTER)))
     gone, new = ([line for line in lines if line.startswith(sign)] for sign in "-+")
     assert len(gone) <= 5
@@ -56,7 +56,7 @@ def examples(monkeypatch):
 
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("name", [BEFORE, AFTER])
-def test_both_run_and_stop(examples, name, turns):
+def test_both_recipes_run_and_stop(examples, name, turns):
     steps = list(
         examples[name].train(steps=3, turns=turns, num_envs=16, dialog_turns_per_batch=32, batch_size=16)
     )
@@ -65,8 +65,8 @@ def test_both_run_and_stop(examples, name, turns):
     assert any(value != 0 for _, value in steps)
 
 
-def test_rollouts_of_several_turns_get_the_same_advantage_from_both():
-    """Where rewards of a group are equal MCAdvantage has round-off over 1e-6, and headrace none."""
+def test_rollouts_of_several_turns_get_equal_advantages_from_both():
+    """With equal rewards in a group MCAdvantage has round-off over 1e-6, and headrace 0."""
     tokenizer = make_tokenizer()
 
     def collect():

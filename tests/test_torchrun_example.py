@@ -1,4 +1,4 @@
-"""The example on two processes, which torchrun starts, against the same in one."""
+"""The example on two processes under torchrun equals the same in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*words: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_groups_between_them_train_as_one_does(tmp_path):
+def test_two_processes_with_shared_groups_train_as_one(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     options = ("--steps", str(STEPS), "--out")

@@ -61,7 +61,7 @@ def weights_of(policy) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [Trainer, GRPOTrainer])
 @pytest.mark.parametrize("assembler", [None, GroupAssembler])
-def test_a_trainer_takes_the_steps_that_the_pipeline_cuts_bit_for_bit(kind, assembler):
+def test_a_trainer_takes_the_steps_of_the_pipeline_bit_for_bit(kind, assembler):
     policy, same = make_policy(), make_policy()
     recipe = lambda: composed("pipeline=grpo", *OVERRIDES, *CUT)  # noqa: E731
     hook = PipelineHook(recipe(), assembler=None if assembler is None else assembler())
@@ -84,7 +84,7 @@ def test_a_trainer_takes_the_steps_that_the_pipeline_cuts_bit_for_bit(kind, asse
 
 
 @pytest.mark.parametrize("kind", [Trainer, GRPOTrainer])
-def test_rows_wait_in_the_assembler_and_what_is_unfinished_is_counted(kind):
+def test_rows_wait_in_the_assembler_and_unfinished_ones_are_counted(kind):
     assembler = GroupAssembler(groups=2)
     trainer = make_trainer(
         kind, PipelineHook(composed("pipeline=grpo", *OVERRIDES, *CUT), assembler=assembler)
@@ -128,7 +128,7 @@ def test_a_trainer_with_a_buffer_takes_the_steps_and_weights_of_the_second_half(
     assert sum(more_steps) == 3 * sum(steps) > 0
 
 
-def test_a_trainers_own_stepper_takes_what_is_folded_in():
+def test_a_trainers_own_stepper_uses_folded_weights():
     recipe = composed("pipeline=grpo", *OVERRIDES, "pipeline.stages.weight.fold=token_mean")
     hook = PipelineHook(recipe, stepper="trainer")
     trainer = make_trainer(GRPOTrainer, hook, aggregation="token_mean", optimization_stepper=None)
@@ -152,7 +152,7 @@ def test_a_trainers_own_stepper_takes_what_is_folded_in():
         ({}, {"gradient_accumulation_steps": 2}, "replaces MixedPrecisionOptimizationStepper"),
     ],
 )
-def test_a_trainer_that_does_not_fit_is_refused_when_it_is_hooked(hook, options, message):
+def test_an_incompatible_trainer_is_refused_on_registration(hook, options, message):
     hook = PipelineHook(composed("pipeline=grpo", *OVERRIDES), **hook)
     with pytest.raises(ValueError, match=message):
         make_trainer(GRPOTrainer, hook, **options)
@@ -183,7 +183,7 @@ def test_a_trainers_loss_corrects_for_the_sampler_once(stepper):
             trainer.train()
 
 
-def test_a_trainers_state_has_that_of_the_pipeline_and_the_assembler():
+def test_a_trainers_state_includes_pipeline_and_assembler():
     make = lambda: PipelineHook(composed("pipeline=grpo", *OVERRIDES), assembler=GroupAssembler(groups=2))  # noqa: E731
     hook, other = make(), make()
     make_trainer(Trainer, hook).train()

@@ -74,7 +74,7 @@ def ragged_rows() -> TensorDictBase:
     ],
     ids=["dense", "one row", "envs and time", "lazy", "ragged"],
 )
-def test_rows_come_out_as_they_went_in(rows, name):
+def test_rows_come_out_unchanged(rows, name):
     send(RolloutQueue(name), [rows])
     (found,) = RolloutQueue(name, producers=1)
     flat = rows.reshape(-1)
@@ -94,7 +94,7 @@ def produce(queue: RolloutQueue, pieces: Sequence[TensorDict], dies: bool = Fals
     queue.end()
 
 
-def test_rows_of_several_producers_become_the_groups_of_one_process(name):
+def test_rows_of_several_producers_make_the_groups_of_one_process(name):
     rows, handle = batch_of_lines(LINES), RolloutQueue(name)
     producers = [produce.remote(handle, rows[part::2].split(3)) for part in (0, 1)]
     assembler = GroupAssembler(groups=2, segment_key="segment")
@@ -106,7 +106,7 @@ def test_rows_of_several_producers_become_the_groups_of_one_process(name):
     assert keys_in(name) == []
 
 
-def test_a_producer_that_died_is_a_stall_in_bounded_time(name):
+def test_a_dead_producer_is_a_stall_in_bounded_time(name):
     rows, handle = batch_of_lines(LINES[:7]), RolloutQueue(name)
     producer = produce.remote(handle, rows.split(3), dies=True)
     with pytest.raises(ray.exceptions.WorkerCrashedError):
@@ -117,8 +117,8 @@ def test_a_producer_that_died_is_a_stall_in_bounded_time(name):
         list(stream)
 
 
-def test_rows_with_other_columns_are_read_apart_and_lose_none(name):
-    """Asked for both at once, the queue returns the columns that all have."""
+def test_rows_with_other_columns_are_read_separately_and_lose_none(name):
+    """In one request the queue would return only the columns that all rows have."""
     rows = batch_of_lines(LINES)
     send(RolloutQueue(name), [rows[:2], rows[2:4].exclude("text"), rows[4:6].exclude("text")])
     first, second = RolloutQueue(name, producers=1)
@@ -126,7 +126,7 @@ def test_rows_with_other_columns_are_read_apart_and_lose_none(name):
     same_rows(second, rows[2:6].exclude("text"))
 
 
-def test_what_the_queue_has_lost_is_refused(name, monkeypatch):
+def test_rows_lost_by_the_queue_are_refused(name, monkeypatch):
     send(RolloutQueue(name), [batch_of_lines(LINES[:4])])
     get = transfer_queue.kv_batch_get
     monkeypatch.setattr(transfer_queue, "kv_batch_get", lambda keys, partition: get(keys[1:], partition))
@@ -152,7 +152,7 @@ def test_keys_with_dots_are_refused(name):
 @pytest.mark.parametrize("groups", [1, 4])  # of a batch; with four the source has ended before the last
 @pytest.mark.parametrize("after", [0, 1])  # states that were called for after the one from which it goes on
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_reader_goes_on_from_its_last_state_or_the_one_before(at, after, groups, name):
+def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, groups, name):
     def read(state: dict[str, Any] | None = None) -> Any:
         source = RolloutQueue(name, producers=1, clear="saved", max_rows=5)
         stream = assembled(source, GroupAssembler(groups=groups), patience=PATIENCE)
@@ -197,7 +197,7 @@ def minibatches(ranks: int, *, groups: int = 4, epochs: int = 1) -> list[TensorD
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_rank_gets_its_rows_of_each_step_and_no_others(ranks, name):
+def test_each_rank_gets_exactly_its_rows_of_each_step(ranks, name):
     steps, queue = minibatches(ranks, epochs=2), StepQueue(name, ranks=ranks)
     assert queue.put(iter(steps)) == len(steps) == 4
     queue.end()
@@ -218,7 +218,7 @@ def test_a_rank_without_rows_takes_part_in_each_step(name):
     assert [len(part) for part in queue.minibatches(2)] == [0, 0]
 
 
-def test_rows_of_no_rank_are_refused_before_anything_is_sent(name):
+def test_rows_without_a_rank_are_refused_before_sending(name):
     queue, steps = StepQueue(name, ranks=2), minibatches(3)
     with pytest.raises(BatchError, match="ranks 0 to 1; found rank 2"):
         queue.put(steps)
@@ -227,7 +227,7 @@ def test_rows_of_no_rank_are_refused_before_anything_is_sent(name):
     assert keys_in(f"{name}/0") == keys_in(f"{name}/1") == []
 
 
-def test_who_waits_for_the_other_side_gives_up_in_bounded_time(name):
+def test_waiting_for_the_other_side_ends_in_bounded_time(name):
     queue = StepQueue(name, ranks=2, max_steps=1)
     with pytest.raises(StalledError, match=r"rank 1 has waited 0.1 s for optimiser step 0"):
         next(queue.minibatches(1, patience=0.1))
@@ -264,7 +264,7 @@ def train_without_rows(rank: int, world: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_a_step_is_taken_by_ranks_that_have_no_rows_for_it(tmp_path):
+def test_ranks_without_rows_receive_each_step(tmp_path):
     (steps, scale), other = results_of(train_without_rows, 2, tmp_path)
     assert (steps, scale) == other == (1, pytest.approx(-1.0))
 
@@ -272,14 +272,14 @@ def test_a_step_is_taken_by_ranks_that_have_no_rows_for_it(tmp_path):
 # -- all of it --------------------------------------------------------------------------------------------
 
 
-def test_the_example_trains_two_ranks_on_what_two_producers_collect():
+def test_the_example_trains_two_ranks_on_rows_of_two_producers():
     rewards, ranks = importlib.import_module("transfer_queue_grpo").main(batches=2)
     assert len(rewards) == 2
     assert [steps for steps, _ in ranks] == [4, 4]
     assert all(rows > 0 for _, rows in ranks)
 
 
-def test_who_lacks_the_extra_is_told_so(monkeypatch):
+def test_a_missing_extra_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "transfer_queue", None)
     for queue in (lambda: RolloutQueue("rollouts"), lambda: StepQueue("steps", ranks=1)):
         with pytest.raises(ImportError, match=r"Queue needs transfer_queue: pip install 'headrace\[tq\]'"):

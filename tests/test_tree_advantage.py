@@ -1,4 +1,4 @@
-"""Trees: each branch against its fork, against a loop and against the exact gradient of a small task."""
+"""Tree advantages equal those of a loop, and their bias is checked on the exact gradient of a small task."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def dense(paths, width, side):
 
 
 @given(trees(), OPTIONS, st.sampled_from(["left", "right", "anywhere"]))
-def test_it_is_what_a_loop_says_wherever_padding_is(tree, options, side):
+def test_advantage_equals_that_of_a_loop_for_any_padding(tree, options, side):
     groups, paths, rewards = tree
     tokens, real = dense(paths, 9, side)
     reward = torch.tensor(rewards, dtype=torch.float64)
@@ -133,15 +133,15 @@ def test_ragged_rows_in_any_order_have_the_same_bits(tree, options, data):
         assert torch.equal(moved[order.index(row)], found[row])
 
 
-def test_equal_rewards_have_exactly_none():
+def test_equal_rewards_have_an_advantage_of_exactly_0():
     paths = [[1, 2, 3], [1, 2, 4], [1, 5, 3], [6, 2, 3], [6, 2, 3], [7, 0, 0], [7, 0, 1]]
     for baseline in ("mean", "leave_one_out"):
         out = TreeAdvantage(baseline=baseline)(leaves(paths, [0] * 7, [0.7] * 7))
         assert not torch.cat(out.get("advantage", as_list=True)).any()
 
 
-def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
-    """11 goes on from 10 behind two tokens, 12 from 11 behind three; 13 begins anew with the same tokens."""
+def test_under_forks_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
+    """11 continues 10 after two tokens, 12 continues 11 after three; 13 starts with the same tokens."""
     paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
     batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
     out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
@@ -158,8 +158,8 @@ def test_by_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
 
 
 @given(trees(), OPTIONS, st.data())
-def test_parents_of_parents_are_what_labels_of_the_nodes_say(tree, options, data):
-    """Each rollout goes on from an earlier one of its group behind some of its tokens, or begins anew."""
+def test_ancestors_equal_the_labels_of_the_nodes(tree, options, data):
+    """Each rollout continues an earlier one of its group after some of its tokens, or is new."""
     groups, paths, rewards = tree
     parents, labels = [], []
     for row, group in enumerate(groups):
@@ -182,7 +182,7 @@ def test_parents_of_parents_are_what_labels_of_the_nodes_say(tree, options, data
         assert torch.allclose(credit, by_label[place], rtol=1e-12, atol=1e-12)
 
 
-def test_parents_may_be_text_as_rollouts_are():
+def test_parent_ids_may_be_text():
     """An empty text, or None, is no parent."""
     names, parents = ["a", "b", "c", "d"], ["", "a", "a", None]
     paths = [[1, 2, 3], [1, 2, 4], [1, 5, 6], [1, 2, 3]]
@@ -235,8 +235,8 @@ def ratios(node_of, **options):
     return (found / true).tolist()
 
 
-def test_the_expected_gradient_is_the_true_one_where_the_node_is_left_out():
-    """Nodes by what was drawn, whatever it came out as: the sum over all outcomes, no sampling."""
+def test_the_gradient_is_unbiased_if_the_baseline_excludes_the_node():
+    """Nodes by draw: the sum over all outcomes, without sampling."""
 
     def drawn(branch, _a, leaf, _b):
         return [branch, 10 + leaf]
@@ -245,8 +245,8 @@ def test_the_expected_gradient_is_the_true_one_where_the_node_is_left_out():
     assert ratios(drawn, baseline="mean") == pytest.approx([0.5, 0.5, 0.5], rel=1e-12)
 
 
-def test_branches_that_are_equal_by_chance_are_one_node_by_prefix_which_is_a_bias():
-    """Three rollouts of one action each, drawn one by one: by their tokens, and each by itself."""
+def test_under_forks_prefix_branches_equal_by_chance_are_one_node_and_biased():
+    """Three rollouts of one action each: nodes by tokens, and one node for each rollout."""
 
     def ratio(label):
         found = true = 0.0
@@ -269,8 +269,8 @@ def test_branches_that_are_equal_by_chance_are_one_node_by_prefix_which_is_a_bia
 # -- rows ---------------------------------------------------------------------------------------------------
 
 
-def test_later_rows_of_a_rollout_are_a_branch_of_its_own():
-    """10 has a second row; its first is also the whole of 11, from which it departs behind it."""
+def test_later_rows_of_a_rollout_are_their_own_branch():
+    """10 has a second row; its first row is all of 11, and the second branches after it."""
     batch = leaves([[1, 2], [1, 2], [1, 3], [8, 8]], [0] * 4, [1.0, 5.0, 3.0, 1.0])
     rows = list(batch.unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
@@ -281,8 +281,8 @@ def test_later_rows_of_a_rollout_are_a_branch_of_its_own():
         assert found == {0: [0, 0], 1: [0, 0], 2: [0, 0], 3: [-2, -2]}
 
 
-def test_later_rows_depart_where_somebody_else_goes_on_not_where_they_end():
-    """Behind [1], which 10 and 11 have both, 12 goes on: the second row of 10 departs from all three."""
+def test_later_rows_branch_where_another_rollout_continues():
+    """After [1], which 10 and 11 share, 12 continues: the second row of 10 branches from all three."""
     rows = list(leaves([[1], [1], [1, 9], [7, 7]], [0] * 4, [0.0, 0.5, 2.5, 0.0]).unbind(0))
     rows[3]["rollout_id"] = torch.tensor(10)
     out = TreeAdvantage()(lazy_stack(rows)).get("advantage", as_list=True)
@@ -292,8 +292,8 @@ def test_later_rows_depart_where_somebody_else_goes_on_not_where_they_end():
     assert out[3].flatten().tolist() == [-1, -1]
 
 
-def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
-    """Its second row would stand where rollouts begin."""
+def test_a_rollout_without_its_first_row_is_not_in_the_tree():
+    """Otherwise its second row would start at the root."""
     rows = list(leaves([[5, 1], [9, 9], [5, 2]], [0] * 3, [1.0, 1.0, 3.0]).unbind(0))
     rows[1]["rollout_id"] = torch.tensor(10)
     for row, counts in zip(rows, (False, True, True), strict=True):
@@ -321,7 +321,7 @@ def test_a_rollout_whose_first_row_is_out_is_none_of_the_tree():
         ({REAL: [True]}, {}, "tokens_key and attention_key must have one number for each token"),
     ],
 )
-def test_what_is_wrong_is_refused_with_the_ids(change, options, message):
+def test_invalid_rows_are_refused_with_their_ids(change, options, message):
     batch = leaves([[1, 2], [1, 3], [1, 4]], [0, 0, 1], [1.0, 5.0, 2.0], parent_id=[11, -1, -1])
     (key, value), row = *change.items(), batch[1]
     if key == "reward":

@@ -1,4 +1,4 @@
-"""The example of a model that sees trees trains as its rows do."""
+"""The example of a model on prefix trees trains as on its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [pytest.mark.llm, pytest.mark.slow]
 
 
-def test_the_weights_end_where_those_of_the_rows_end_with_a_third_of_the_tokens():
+def test_the_final_weights_equal_those_of_the_rows_with_a_third_of_the_tokens():
     path = Path(__file__).parent.parent / "examples" / "tree_llama.py"
     spec = importlib.util.spec_from_file_location("tree_llama", path)
     example = importlib.util.module_from_spec(spec)

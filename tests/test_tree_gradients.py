@@ -24,7 +24,7 @@ CUTS = {
 
 @every_scene
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_gradient_of_a_tree_is_that_of_its_rows(name, side):
+def test_a_tree_has_the_gradient_of_its_rows(name, side):
     actor = make_actor("tiny")
     batch = make_batch(actor, SCENES[name], side)
     rows = gradient_of(actor, batch)
@@ -45,7 +45,7 @@ def test_a_model_sees_each_node_once(name):
 
 @every_scene
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_gradient_of_a_llama_is_that_of_its_rows(name, attention):
+def test_a_tree_of_a_llama_has_the_gradient_of_its_rows(name, attention):
     pytest.importorskip("transformers", reason="the extra `llm` is not installed")
     actor = make_actor(attention)
     batch = make_batch(actor, SCENES[name])
@@ -55,7 +55,7 @@ def test_the_gradient_of_a_llama_is_that_of_its_rows(name, attention):
         assert distance(gradient_of(actor, batch, as_tree, **cut), rows) <= 1e-6, how
 
 
-def test_the_gradient_of_a_tree_is_that_of_its_rows_on_two_processes(tmp_path):
+def test_a_tree_has_the_gradient_of_its_rows_on_two_processes(tmp_path):
     run_processes(run_rank, 2, str(tmp_path), count=2)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")

@@ -1,4 +1,4 @@
-"""Turns: return-to-go against the others, against a loop and against the exact gradient of a small task."""
+"""Turn advantages equal those of a loop, and their bias is checked on the exact gradient of a small task."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ OPTIONS = {
 
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
-def test_it_is_what_a_loop_says_in_whatever_rows_the_turns_are(rollouts, options, data):
-    """Each turn on a row of its own, all on one, or anything between; rows in any order."""
+def test_advantage_equals_that_of_a_loop_for_any_rows_of_turns(rollouts, options, data):
+    """Each turn on its own row, all on one, or a mix; rows in any order."""
     rows = []
     for number, (group, turns) in enumerate(rollouts):
         pieces = defaultdict(dict)
@@ -81,7 +81,7 @@ def test_it_is_what_a_loop_says_in_whatever_rows_the_turns_are(rollouts, options
 
 
 @given(drawn_rollouts(), st.sampled_from(["turn", "token"]), st.booleans(), st.data())
-def test_the_stage_writes_it_on_the_tokens_of_each_turn(rollouts, where, ragged, data):
+def test_the_stage_writes_it_to_the_tokens_of_each_turn(rollouts, where, ragged, data):
     """With an outcome at the last turn, per-token rewards on any token of a turn, dense or ragged rows."""
     outcomes = [data.draw(st.sampled_from([0.0, 1.0, 2.5])) for _ in rollouts]
     rows = []
@@ -120,7 +120,7 @@ def test_the_stage_writes_it_on_the_tokens_of_each_turn(rollouts, where, ragged,
         assert credit.flatten().tolist() == pytest.approx(values, rel=1e-5, abs=1e-5)
 
 
-def test_an_outcome_is_paid_once_at_the_last_turn_on_whichever_row_that_is():
+def test_an_outcome_is_added_once_at_the_last_turn_on_any_row():
     """Rollout 0 has turn 0 on one row and turn 1 on another; 8 and 2 are paid at turn 1 of both."""
     has_turn = torch.tensor([[False, True], [True, False], [True, True]])
     reward, outcome = torch.zeros(3, 2), torch.tensor([8.0, 8.0, 2.0])
@@ -144,8 +144,8 @@ def turns_as_rows(rewards, groups, rollouts, **columns):
 
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
-def test_rows_that_are_turns_have_what_turns_inside_rows_have(rollouts, options, data):
-    """A rollout's k-th row is its turn k; gaps between turn numbers are none here."""
+def test_rows_that_are_turns_equal_turns_inside_rows(rollouts, options, data):
+    """A rollout's k-th row is its turn k; gaps in turn numbers are ignored."""
     rollouts = [(group, dict(enumerate(turns.values()))) for group, turns in rollouts if turns]
     rows = [(group, number, k, r) for number, (group, turns) in enumerate(rollouts) for k, r in turns.items()]
     if not rows:
@@ -161,8 +161,8 @@ def test_rows_that_are_turns_have_what_turns_inside_rows_have(rollouts, options,
     )
 
 
-def test_a_turn_that_is_out_of_the_statistics_keeps_its_place():
-    """Two rollouts of two turns, the first of which is out: the others stay the turns that they were."""
+def test_an_excluded_turn_keeps_its_index():
+    """Two rollouts of two turns, the first of them excluded: the other turns keep their index."""
     batch = turns_as_rows([10.0, 1.0, 20.0, 2.0], [0] * 4, [0, 0, 1, 1], turn=[0, 1, 0, 1])
     batch[COUNTED] = torch.tensor([False, True, True, True])
     for order in ([0, 1, 2, 3], [3, 1, 2, 0]):
@@ -171,7 +171,7 @@ def test_a_turn_that_is_out_of_the_statistics_keeps_its_place():
         assert found == {0: 0, 1: -1, 2: 22, 3: 1}  # turn 0 of rollout 1 is alone, and keeps its return
 
 
-def test_spreads_of_single_steps_do_not_add_up_over_those_of_a_rollout():
+def test_a_scale_per_step_within_a_state_is_refused():
     with pytest.raises(ValueError, match="needs one scale for all steps of a rollout in a state"):
         StateAdvantage(baseline="leave_one_out", scale="leave_one_out")
 
@@ -233,7 +233,7 @@ def decisions_batch(rows):
         ({"baseline": "mean", "alone": "zero"}, [0.75, 0.58, 0.33]),
     ],
 )
-def test_the_expected_gradient_is_the_true_one_only_against_the_others(options, expected):
+def test_the_gradient_is_unbiased_only_against_the_others(options, expected):
     """The stop-or-continue task: all 4⁴ outcomes of a group, weighed by their probability."""
     rows = all_groups()
     batch = decisions_batch(rows)
@@ -244,8 +244,8 @@ def test_the_expected_gradient_is_the_true_one_only_against_the_others(options, 
     assert torch.allclose(state(batch)["advantage"].flatten(), out, rtol=1e-12, atol=1e-12)
 
 
-def test_inside_rows_the_expected_gradient_is_the_true_one_too():
-    """One row a rollout: a prompt token, and a token an action."""
+def test_inside_rows_the_gradient_is_unbiased_too():
+    """One row per rollout: a prompt token, and one token per action."""
     rows = all_groups()
     by_rollout = defaultdict(list)
     for group, rollout, k, reward, _ in rows:
@@ -269,7 +269,7 @@ def test_inside_rows_the_expected_gradient_is_the_true_one_too():
     st.lists(st.tuples(*[st.integers(0, 2)] * 3, st.floats(-4, 4, width=32)), min_size=1, max_size=9),
     st.sampled_from(["return", "zero"]),
 )
-def test_a_step_is_measured_against_the_steps_of_other_rollouts_in_its_state(steps, alone):
+def test_a_step_is_compared_with_other_rollouts_in_its_state(steps, alone):
     groups, rollouts, states, returns = (list(column) for column in zip(*steps, strict=True))
     rollouts = [3 * g + r for g, r in zip(groups, rollouts, strict=True)]
     batch = turns_as_rows(returns, groups, rollouts, state_id=states)
@@ -284,7 +284,7 @@ def test_a_step_is_measured_against_the_steps_of_other_rollouts_in_its_state(ste
         assert float(out[row]) == pytest.approx(0.5 + 2 * expected, rel=1e-12, abs=1e-12)
 
 
-def test_equal_returns_in_a_state_add_exactly_nothing():
+def test_equal_returns_in_a_state_add_exactly_0():
     batch = turns_as_rows([0.7] * 5, [0] * 5, [0, 0, 1, 2, 3], state_id=[1] * 5)
     batch[RETURN], batch["advantage"] = batch["next", "reward"], torch.zeros(5, 1, 1).double()
     out = StateAdvantage(baseline="leave_one_out")(batch)
@@ -340,7 +340,7 @@ def inside(**columns):
         ({"turn_index": [[0, 1]] * 3}, {}, "one number for each token of a row; found 2 and 3"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
+def test_invalid_rows_are_refused_with_their_ids(columns, options, message):
     with pytest.raises(BatchError, match=message):
         TurnAdvantage(**options)(inside(**columns))
 
@@ -356,12 +356,12 @@ def test_what_is_wrong_is_refused_with_the_ids(columns, options, message):
         ({"discount": 2.0}, "discount must be in"),
     ],
 )
-def test_options_that_make_no_sense_raise(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         TurnAdvantage(**options)
 
 
-def test_half_precision_that_cannot_hold_an_advantage_is_refused():
+def test_an_advantage_beyond_half_precision_is_refused():
     batch = inside(turn_reward=[[0.0, 6e4, 6e4], [0, 0, 0], [0, 0, 0]])
     batch["next", "reward"] = batch["next", "reward"].half()
     with pytest.raises(BatchError, match="must fit into torch"):

@@ -1,4 +1,4 @@
-"""Turns inside rows: each weighs one in the loss of its step, against a loop over the tokens."""
+"""Turns inside rows each have weight 1 in the loss of their step, compared with a loop over tokens."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ WAYS = {"dense": None, "packed": "pack", "a tree": "tree"}
 @given(
     drawn_rows(), st.sampled_from(list(CUTS)), st.sampled_from(list(WAYS)), st.booleans(), st.integers(1, 2)
 )
-def test_each_turn_weighs_one_in_the_loss_of_its_step_however_that_is_cut(
-    rows, cut, way, ragged, minibatches
-):
+def test_each_turn_has_weight_1_in_the_loss_of_its_step_for_any_cut(rows, cut, way, ragged, minibatches):
     """Loss and gradient, over two epochs; ragged rows are packed, since a loss pads them on either side."""
     ragged = ragged and way != "dense"
     split = ShuffleSplit(
@@ -136,7 +134,7 @@ def test_each_turn_weighs_one_in_the_loss_of_its_step_however_that_is_cut(
 
 
 @given(drawn_rows(), st.booleans())
-def test_by_hand_it_is_the_documented_sum_also_over_ragged_rows(rows, ragged):
+def test_the_documented_sum_by_hand_also_over_ragged_rows(rows, ragged):
     """Σ loss_weight · Σ mask · token_weight · token loss; and the mean of a row's token weights is 1."""
     batch = LossWeight(**INSIDE)(batch_of_rows(rows, ragged))
     theta, total = torch.arange(1.0, NAMES + 1).double(), 0.0
@@ -151,7 +149,7 @@ def test_by_hand_it_is_the_documented_sum_also_over_ragged_rows(rows, ragged):
 
 
 @given(drawn_rows())
-def test_turns_inside_rows_weigh_what_turns_that_are_rows_do(rows):
+def test_turns_inside_rows_have_the_weights_of_turns_that_are_rows(rows):
     inside = LossWeight(**INSIDE)(batch_of_rows(rows, False))
     found = inside["loss_weight"].unsqueeze(1) * inside[TOKEN_WEIGHT]
     turns = [(i, turn) for i, row in enumerate(rows) for turn in dict.fromkeys(token[1] for token in row)]
@@ -170,7 +168,7 @@ def test_turns_inside_rows_weigh_what_turns_that_are_rows_do(rows):
 # -- by hand ----------------------------------------------------------------------------------------------
 
 
-def test_a_turn_of_one_token_weighs_what_one_of_three_does():
+def test_a_turn_of_one_token_weighs_as_one_of_three():
     """Rows of turns 3 + 1 and 2: three turns, so 1/9, 1/9, 1/9, 1/3 and 1/6, 1/6."""
     batch = batch_of([0.0, 0.0], [0, 0], tokens=5)
     batch[MASK] = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0]]).bool()
@@ -187,8 +185,8 @@ def test_a_turn_of_one_token_weighs_what_one_of_three_does():
     assert float(weighted_loss(one, out)) == pytest.approx(1 / 3)
 
 
-def test_a_recipe_takes_it_and_its_ordered_batch_and_copies_have_it():
-    """Rows that a filter masks, and padding, weigh nothing."""
+def test_a_recipe_its_ordered_batch_and_copies_have_turn_weights():
+    """Masked rows and padding have weight 0."""
     batch = batch_of([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1, 2, 2], tokens=6)
     batch[MASK][:, 0] = False
     batch[MASK][:, -1] = True
@@ -218,7 +216,7 @@ class NumberTurns(BatchTransform):
         batch["turn_index"] = (torch.arange(6) // 2).repeat(len(batch), 1)
 
 
-def test_turns_that_a_stage_writes_where_rows_are_gathered_are_those_of_a_column():
+def test_turns_written_by_a_stage_equal_those_of_a_column():
     batch = batch_of([0.0] * 4, [0] * 4, tokens=6)
     split = ShuffleSplit(minibatches=2, unit="sample", shuffle=False)
     cut = {"split": split, "weight": LossWeight(**INSIDE)}
@@ -271,19 +269,19 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
         (INSIDE | {"fold": "token_mean"}, "sum the loss with weighted_loss"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LossWeight(**options)
 
 
-def test_the_function_takes_turns_inside_rows_for_a_turn_alone():
+def test_the_function_takes_turns_inside_rows_only_for_unit_turn():
     tokens = torch.tensor([2, 3])
     for options in ({"unit": "token"}, {"unit": "turn", "turn": tokens, "rollout_id": tokens}):
         with pytest.raises(ValueError, match="turns is only read with unit='turn' and without turn"):
             loss_weight(tokens, turns=tokens, **options)
 
 
-def test_weights_of_tokens_that_would_be_lost_or_count_twice_are_refused():
+def test_token_weights_that_would_be_lost_or_count_twice_are_refused():
     rows = [[(0, -1, False, True), (1, 0, True, True)], [(0, -1, False, True)] + [(2, 0, True, True)] * 2]
     out = LossWeight(**INSIDE)(batch_of_rows(rows, True))
     terms = TensorDict({"loss_one": torch.ones(2, 3)})

@@ -1,4 +1,4 @@
-"""Files are not trusted: what is there twice, what claims more than it has, what a terminal would obey."""
+"""Files are not trusted: repeated records, false sizes, and control characters."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ NAMED = {  # a record, one that differs in its name alone, one of the same name 
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_record_that_is_there_twice_is_no_second_segment(tmp_path, name):
+def test_a_repeated_record_is_no_second_segment(tmp_path, name):
     options = PROMPT if name == "nemo_rl" else {}
     record, other, again = NAMED[name]
     path = lines_of(tmp_path, name, [record, other, record])
@@ -106,7 +106,7 @@ def test_a_record_that_is_there_twice_is_no_second_segment(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "row"), [("verl", verl_row(None, 1.0)), ("verifiers", verifiers_row(0, 1.0))]
 )
-def test_rollouts_that_are_alike_and_have_no_name_are_two(tmp_path, name, row):
+def test_equal_rollouts_without_an_id_are_two(tmp_path, name, row):
     [(_, batch)] = read(lines_of(tmp_path, name, [row, row]), name, **(PROMPT if name == "verl" else {}))
     assert in_order(batch["rollout_id"]) == [0, 1]
 
@@ -139,7 +139,7 @@ def dump(make_batch, tmp_path):
         ([4, 3, 2, 1, 0], None),
     ],
 )
-def test_a_dump_of_ours_has_each_row_once_and_no_gap(dump, format, rows, message):
+def test_a_headrace_dump_has_each_row_once_without_gaps(dump, format, rows, message):
     path = dump(format=format, rows=rows)
     if message is None:
         assert read(path)[0][1]["next", "reward"].flatten().tolist() == rows
@@ -148,7 +148,7 @@ def test_a_dump_of_ours_has_each_row_once_and_no_gap(dump, format, rows, message
             read(path)
 
 
-def test_a_line_that_is_skipped_leaves_a_gap_that_is_known(dump):
+def test_a_skipped_line_leaves_a_recorded_gap(dump):
     path = dump(format="jsonl")
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "{", *lines[2:]]))
@@ -164,7 +164,7 @@ def test_a_line_that_is_skipped_leaves_a_gap_that_is_known(dump):
 
 
 @pytest.mark.parametrize("place", ["", "rollouts"])
-def test_a_folder_yields_the_steps_of_all_its_formats_in_their_order(dump, tmp_path, place):
+def test_steps_of_all_formats_in_a_folder_come_in_order(dump, tmp_path, place):
     for step, format in enumerate(["jsonl", "parquet", "jsonl", "parquet"]):
         dump(step=step, format=format, folder=tmp_path / place)
     packed = dump(step=10, format="jsonl", folder=tmp_path / place)
@@ -209,7 +209,7 @@ FIELDS = ["tokens", "loss_mask", "rollout_log_probs", "reward", "status", "group
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_tensor_of_more_items_than_the_file_has_is_refused_by_its_key(tmp_path, field):
+def test_a_tensor_larger_than_its_file_is_refused_by_its_key(tmp_path, field):
     for name, value, message in tensors():
         path = slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0) | {field: value}])
         assert path.stat().st_size < 4000, name
@@ -218,7 +218,7 @@ def test_a_tensor_of_more_items_than_the_file_has_is_refused_by_its_key(tmp_path
             read(path)
 
 
-def test_a_tensor_that_has_its_items_is_read(tmp_path):
+def test_a_tensor_of_the_right_size_is_read(tmp_path):
     row = torch.arange(8)
     sample = slime_sample(0, 0, 1.0, tokens=row[2:6], loss_mask=torch.ones(2, dtype=torch.uint8))
     shape, scores = torch.Size([2]), torch.ones(2).bfloat16()
@@ -248,7 +248,7 @@ def repacked(path, change, compression=zipfile.ZIP_STORED):
         (b"_codecs\nencode", b"X\x01\x00\x00\x00aX\x06\x00\x00\x00utf-32"),
     ],
 )
-def test_a_call_that_takes_memory_by_a_number_is_refused(tmp_path, function, argument):
+def test_a_pickled_call_that_allocates_by_number_is_refused(tmp_path, function, argument):
     """The number is 2^36."""
     call = b"c" + function + b"\n(" + argument + b"tR."
     name = function.decode().replace("\n", ".")
@@ -262,14 +262,14 @@ def test_a_call_that_takes_memory_by_a_number_is_refused(tmp_path, function, arg
             read(path)
 
 
-def test_an_archive_that_grows_is_refused(tmp_path):
+def test_an_archive_that_expands_is_refused(tmp_path):
     samples = [slime_sample(0, 0, 1.0, tokens=torch.zeros(2**16, dtype=torch.int64))]
     path = slime_dump(tmp_path / "5.pt", 5, samples)
     with pytest.raises(SourceError, match="found a compressed archive"):
         read(repacked(path, bytes, zipfile.ZIP_DEFLATED))
 
 
-def test_tokens_that_samples_share_count_for_each(tmp_path, monkeypatch):
+def test_tokens_shared_by_samples_count_for_each(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.sources.slime.SHARED", 2**10)
     tokens = torch.arange(2**12)
     shared = [slime_sample(0, i, 1.0, tokens=tokens, loss_mask=None) for i in range(100)]
@@ -278,21 +278,21 @@ def test_tokens_that_samples_share_count_for_each(tmp_path, monkeypatch):
     assert len(read(slime_dump(tmp_path / "6.pt", 6, shared[:2]))) == 1
 
 
-def test_lengths_that_are_only_claimed_make_no_batch(tmp_path):
+def test_declared_lengths_without_data_make_no_batch(tmp_path):
     step = tinker_row(0, 0, 0.0)["steps"][0] | {"ac_len": 2**24, "episode_done": True}
     rows = [tinker_row(0, i, 0.0, steps=[step]) for i in range(200)]
     with pytest.raises(SourceError, match=r"at most 2147483648 tokens in rows × the longest.*200 rows"):
         read(write_lines(tmp_path / "train_rollout_summaries.jsonl", rows))
 
 
-def test_one_long_row_does_not_pad_many_short_ones_to_it():
+def test_one_long_row_does_not_pad_many_short_ones():
     rows = [Sample(0, i, 1.0, tokens=[1] * (2**20 if i == 0 else 1)) for i in range(100)]
     with pytest.raises(SourceError, match="padding included; found 100 rows and 1048576 tokens"):
         to_batch(rows)
     assert to_batch(rows[:2])["tokens", "full"].shape == (2, 2**20)
 
 
-def test_rows_that_take_no_room_in_a_file_are_counted_before_they_are_read(dump, tmp_path, monkeypatch):
+def test_rows_are_counted_before_they_are_read(dump, tmp_path, monkeypatch):
     path = dump()
     for name, most in (("MAX_ROWS", 4), ("MAX_VALUES", 40)):
         with monkeypatch.context() as patch:
@@ -344,7 +344,7 @@ LINES = {name: (records[0], PROMPT if name == "nemo_rl" else {}) for name, recor
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_nothing_in_a_line_reaches_an_error_unescaped(tmp_path, name):
+def test_values_of_a_line_are_escaped_in_errors(tmp_path, name):
     good, options = LINES[name]
     for bad in nasty(good):
         path = lines_of(tmp_path / NASTY.replace("\0", ""), name, [bad])
@@ -354,7 +354,7 @@ def test_nothing_in_a_line_reaches_an_error_unescaped(tmp_path, name):
             assert not message or "[bold]" in message
 
 
-def test_nothing_in_a_table_reaches_an_error_unescaped(tmp_path, dump):
+def test_values_of_a_table_are_escaped_in_errors(tmp_path, dump):
     odd = {NASTY: 1}
     path = tmp_path / f"{NASTY[:-1]}.parquet"
     for name, value in {"accuracy": NASTY, NASTY: odd, "step": NASTY, "prompt": odd}.items():
@@ -374,7 +374,7 @@ def test_nothing_in_a_table_reaches_an_error_unescaped(tmp_path, dump):
     assert r"found '\x1b[31m[bold]\u202e" in refusal(ours)
 
 
-def test_nothing_in_a_pickle_reaches_an_error_unescaped(tmp_path):
+def test_values_of_a_pickle_are_escaped_in_errors(tmp_path):
     path = tmp_path / f"{NASTY[:-1]}.pt"
     for bad in nasty({"rollout_id": 1, "samples": [slime_sample(0, 0, 1.0)]}):
         torch.save(bad, path)
@@ -404,7 +404,7 @@ def files_of_all_formats(folder, dump, step):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path, dump, task, monkeypatch):
+def test_values_of_a_file_of_any_format_are_escaped_in_the_terminal(tmp_path, dump, task, monkeypatch):
     recipes = sys.modules["headrace.pipeline.tasks.source"]  # composed once, and not for each file
     monkeypatch.setattr(recipes, "compose_config", cache(recipes.compose_config))
     words = [f"task={task}", "source.path=x", "source.skip_bad=true", "report.html=false", "report.dump=null"]
@@ -420,7 +420,7 @@ def test_nothing_in_a_file_of_any_format_reaches_the_terminal_unescaped(tmp_path
     assert shown >= {"dump.jsonl", *(["1.pt"] if task == "replay" else [])}
 
 
-def test_a_line_number_is_no_emoji(tmp_path):
+def test_a_line_number_is_not_printed_as_an_emoji(tmp_path):
     from command import headrace_here
 
     good = [verl_row(f"a_{i}_0", 1.0) for i in range(99)]
@@ -429,7 +429,7 @@ def test_a_line_number_is_no_emoji(tmp_path):
     assert "7.jsonl:100: the key 'input' is required; found the keys '[bold]'" in done.stderr
 
 
-def test_the_page_shows_what_would_turn_its_text_around(make_batch):
+def test_the_page_escapes_control_characters(make_batch):
     from headrace.pipeline.report import page_data
 
     batch = make_batch([1.0, 2], [0, 0])
@@ -508,7 +508,7 @@ def test_messages_about_a_table_of_many_are_short(dump):
 # -- names in parts ----------------------------------------------------------------------------------
 
 
-def test_parts_of_a_name_do_not_run_together(tmp_path):
+def test_parts_of_an_id_are_kept_apart(tmp_path):
     parts = (("a", "b/c"), ("a/b", "c"))
     rows = [verifiers_row(0, 1.0, task=task, example_id=example) for task, example in parts]
     [(_, batch)] = read(write_lines(tmp_path / "results.jsonl", rows))
@@ -519,7 +519,7 @@ def test_parts_of_a_name_do_not_run_together(tmp_path):
     assert in_order(batch["group_id"]) == [0, 1]
 
 
-def test_prompts_whose_text_is_one_are_two_groups(tmp_path):
+def test_different_prompts_of_equal_text_are_two_groups(tmp_path):
     messages = [
         [{"role": "user", "content": "a\nassistant: b"}],
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
@@ -529,7 +529,7 @@ def test_prompts_whose_text_is_one_are_two_groups(tmp_path):
     assert in_order(batch["group_id"]) == [0, 1]
 
 
-def test_a_group_that_is_named_like_a_prompt_is_another(tmp_path):
+def test_a_group_named_as_a_prompt_is_separate(tmp_path):
     rows = [{**scored_episode(name, 1.0), "group": None} for name in "ab"]
     [(_, batch)] = read(write_lines(tmp_path / "traces.jsonl", rows), **PROMPT)
     assert in_order(batch["group_id"]) == [0, 0]
@@ -572,7 +572,7 @@ def test_each_of_several_rewards_in_a_line_is_checked(dump, values):
         read(path)
 
 
-def test_an_empty_status_is_no_status(dump):
+def test_an_empty_status_is_refused(dump):
     path = dump(format="jsonl")
     path.write_text(path.read_text().replace("{", '{"status": "", ', 1))
     with pytest.raises(SourceError, match=r"jsonl:1: 'status' must be one of completed.*found ''"):
@@ -582,7 +582,7 @@ def test_an_empty_status_is_no_status(dump):
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_a_reward_that_a_filter_took_out_is_missing_in_either_form(make_batch, tmp_path, format):
+def test_a_reward_removed_by_a_filter_is_missing_in_either_format(make_batch, tmp_path, format):
     batch = make_batch([0.0, float("inf"), 1.0], [0, 0, 0])
     pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude")})
     pipeline(batch)

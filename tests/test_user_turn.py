@@ -1,4 +1,4 @@
-"""Of a prompt in the format of a chat, the last turn of the user is what is shown."""
+"""A prompt in a chat format is shown by its last user turn."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ WORDS = st.text(st.characters(exclude_characters="<>[]|｜:", exclude_categories
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(asked=WORDS.map(str.strip).filter(bool))
-def test_what_is_shown_of_a_prompt_is_the_last_turn_of_the_user(name, asked):
+def test_a_prompt_is_shown_by_its_last_user_turn(name, asked):
     system, user, assistant, begins = FAMILIES[name]
     before = system.format("Be brief.") + user.format("What is 1 + 1?") + assistant.format("2")
     assert last_user_turn(before + user.format(asked) + begins) == asked
 
 
-def test_the_system_prompt_that_llama_2_writes_into_the_first_turn_is_left_out():
+def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
     assert (
         last_user_turn("<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhat is 2 + 2? [/INST]") == "What is 2 + 2?"
     )
@@ -86,5 +86,5 @@ def test_the_system_prompt_that_llama_2_writes_into_the_first_turn_is_left_out()
         ),
     ],
 )
-def test_a_prompt_of_no_known_format_is_what_it_is(prompt, asked):
+def test_a_prompt_of_unknown_format_is_unchanged(prompt, asked):
     assert last_user_turn(prompt) == asked

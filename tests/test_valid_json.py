@@ -1,4 +1,4 @@
-"""What the project writes as JSON every reader takes: there is no NaN in JSON."""
+"""JSON that the project writes is valid: it has no NaN."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def writers(tree: ast.AST, name: str = "") -> set[str]:
     return found
 
 
-def test_every_writer_of_json_refuses_nan_or_writes_null():
+def test_every_json_writer_refuses_nan_or_writes_null():
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     found = {
         (str(path.relative_to(ROOT)), name) for path in paths for name in writers(ast.parse(path.read_text()))
@@ -37,12 +37,12 @@ def test_every_writer_of_json_refuses_nan_or_writes_null():
     assert len(paths) > 200
 
 
-def test_a_number_that_is_not_finite_is_null():
+def test_a_non_finite_number_is_null():
     value = {"a": [1.5, math.nan, (math.inf, "NaN")], "b": {"c": -math.inf}}
     assert json.loads(json_text(value, indent=1)) == {"a": [1.5, None, [None, "NaN"]], "b": {"c": None}}
 
 
-def test_the_files_of_results_are_json():
+def test_result_files_are_valid_json():
     def refuse(name: str) -> None:
         raise AssertionError(name)
 

@@ -1,4 +1,4 @@
-"""``headrace view``: what is shown is what the files have, and nothing else is."""
+"""``headrace view`` shows what the files have and nothing else."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shown(answer):
 # -- what is shown is what the files have ----------------------------------------------------------------
 
 
-def test_every_row_of_every_step_is_shown_with_every_column_as_its_file_has_it(client, run):
+def test_every_row_of_every_step_is_shown_with_every_column_of_its_file(client, run):
     for step in range(4):
         pages = [client.ask("rows", run=0, step=step, sort="row", offset=at, count=4) for at in (0, 4, 8)]
         expected = [
@@ -92,7 +92,7 @@ def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tm
             assert [row["rollout_reward"] for row in rows[-2:]] == [None, None]
 
 
-def test_rows_are_found_by_reason_group_and_text_as_a_loop_finds_them(client, run):
+def test_rows_are_found_by_reason_group_and_text_as_by_a_loop(client, run):
     rows = table_of(run, 2)
     asked = {
         ("reason", "trained"): lambda row: row["reason"] == "trained",
@@ -109,7 +109,7 @@ def test_rows_are_found_by_reason_group_and_text_as_a_loop_finds_them(client, ru
         assert answer["of"] == 9
 
 
-def test_a_prompt_is_found_in_all_steps_of_both_runs_as_a_loop_finds_it(client, run, other):
+def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, other):
     expected = {}
     for place, (folder, steps) in enumerate(((run, 4), (other, 3))):
         for step in range(steps):
@@ -140,7 +140,44 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_a_loop_finds_it(client, 
     assert client.ask("prompt", key=key)["text"] == "What is 1 + 1?"
 
 
-def test_the_numbers_of_a_step_are_those_of_the_page(client):
+def write_rows(folder, steps):
+    """Files of rows (group, rollout, reward, prompt), by step."""
+    (folder / "rollouts").mkdir()
+    for step, rows in steps.items():
+        names = ("group_id", "rollout_id", "rollout_reward", "prompt")
+        table = pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+        pq.write_table(table, folder / "rollouts" / f"step_{step:08d}.parquet")
+    return folder
+
+
+def test_the_mean_of_a_prompt_counts_each_rollout_with_a_reward_once(tmp_path):
+    """One of two rollouts of step 3 has no reward, and one of step 4 has two rows: (1 + 0 + 0) / 3."""
+    rows = {
+        3: [(1, 1, 1.0, "Q"), (1, 2, None, "Q")],
+        4: [(2, 3, 0.0, "Q"), (2, 3, 0.0, "Q"), (2, 4, 0.0, "Q")],
+    }
+    with served(write_rows(tmp_path, rows)) as client:
+        [told] = client.ask("prompts")["prompts"][0]["runs"]
+    assert told["reward"] == pytest.approx(1 / 3)
+    assert (told["rollouts"], told["first"], told["last"]) == (4, [3, 1.0], [4, 0.0])
+
+
+def test_ids_of_64_bits_are_sorted_as_integers(tmp_path):
+    ids = [LARGE + 2, LARGE, LARGE + 3, LARGE + 1]
+    with served(write_rows(tmp_path, {0: [(each, each, 0.5, "Q") for each in ids]})) as client:
+        for order, expected in (("ascending", sorted(ids)), ("descending", sorted(ids, reverse=True))):
+            rows = shown(client.ask("rows", run=0, step=0, sort="group_id", order=order))
+            assert [row["group_id"] for row in rows] == expected
+
+
+def test_prompts_are_found_in_any_case_like_rows(tmp_path):
+    """At the end of a word, a small sigma is another letter."""
+    with served(write_rows(tmp_path, {0: [(1, 1, 0.5, "ΟΔΟΣΑ")]})) as client:
+        assert client.ask("prompts", text="ΟΔΟΣ")["found"] == 1
+        assert client.ask("rows", run=0, step=0, text="ΟΔΟΣ")["found"] == 1
+
+
+def test_metrics_of_a_step_equal_those_of_the_page(client):
     report = report_of_step(2)
     page = page_data([report], title="")["steps"][0]
     runs = client.ask("runs")["runs"]
@@ -159,7 +196,7 @@ def test_the_numbers_of_a_step_are_those_of_the_page(client):
     } | {name: numbers[name] for name in numbers if name.startswith("time/")}
 
 
-def test_a_long_text_is_whole_when_it_is_asked_for(tmp_path):
+def test_a_long_text_is_whole_on_request(tmp_path):
     text = "<b>" + "Zażółć 🐢\n" * 100_000
     responses = [text, *["short"] * 8]
     write_dump(report_of_step(0, response_text=responses), tmp_path / "rollouts")
@@ -170,7 +207,7 @@ def test_a_long_text_is_whole_when_it_is_asked_for(tmp_path):
         assert client.ask("text", run=0, step=0, place=0, column="response")["text"] == text
 
 
-def test_steps_that_are_written_while_one_looks_are_found(tmp_path):
+def test_steps_written_while_viewing_are_found(tmp_path):
     write_run(tmp_path / "live", steps=1)
     with served(tmp_path / "live") as client:
         assert client.ask("runs")["runs"][0]["steps"]["step"] == [0]
@@ -184,7 +221,7 @@ def test_steps_that_are_written_while_one_looks_are_found(tmp_path):
 # -- nothing else is ---------------------------------------------------------------------------------------
 
 
-def test_no_path_leads_out_of_what_is_listed(client, run):
+def test_no_path_leaves_the_listed_files(client, run):
     inside = (
         *("../../../../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "..%2f..%2fetc%2fpasswd", "//etc/passwd"),
         *(
@@ -218,7 +255,7 @@ def test_no_path_leads_out_of_what_is_listed(client, run):
     assert client.send(f"/{secret}")[0] == 404
 
 
-def test_no_value_of_a_question_is_a_path(client):
+def test_query_values_are_never_paths(client):
     for values in ({"step": "../../secret"}, {"step": "-1"}, {"step": "0x1"}, {"step": "٣"}, {"step": ""}):
         assert "step is an integer" in client.ask("rows", status=400, run=0, **values)["error"]
     for values, words in (
@@ -256,7 +293,7 @@ def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, what):
     assert ("it is a link, which is not followed" if what == "file" else "plain file") in problem
 
 
-def test_only_this_machine_under_its_own_names_is_answered(client):
+def test_only_local_host_names_are_answered(client):
     port = client.server.server_address[1]
     assert client.server.socket.getsockname()[0] == "127.0.0.1"
     for host in (f"127.0.0.1:{port}", "localhost", "localhost:9000"):  # ssh forwards another port
@@ -282,7 +319,7 @@ def test_only_get_is_answered(client):
     assert client.send(client.path, method="NONSENSE")[0] == 501
 
 
-def test_every_answer_forbids_scripts_of_others_and_is_what_it_says(client):
+def test_every_response_forbids_foreign_scripts_and_declares_its_type(client):
     for path, kind in (
         ("", "text/html"),
         ("view.js", "text/javascript"),
@@ -346,7 +383,7 @@ def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path)
     assert not canary.exists()
 
 
-def test_a_file_that_claims_more_than_there_may_be_is_not_read(run, monkeypatch):
+def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
     for name, most in (("MAX_STEP_ROWS", 8), ("MAX_STEP_BYTES", 100)):
         with monkeypatch.context() as patch:
             patch.setattr(stored_run, name, most)
@@ -357,7 +394,7 @@ def test_a_file_that_claims_more_than_there_may_be_is_not_read(run, monkeypatch)
 # -- the command --------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_to_do(tmp_path, run):
+def test_the_command_prints_what_to_do(tmp_path, run):
     write_run(tmp_path / "sweep" / "0", steps=1)
     write_run(tmp_path / "sweep" / "1", steps=1)
     (tmp_path / "empty").mkdir()
@@ -391,7 +428,7 @@ def test_the_command_says_what_to_do(tmp_path, run):
             assert "Traceback" not in done.stderr
 
 
-def test_without_pyarrow_it_says_what_to_install(tmp_path, run, monkeypatch):
+def test_without_pyarrow_it_names_what_to_install(tmp_path, run, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("headrace.pipeline.view.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -401,7 +438,7 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path, run, monkeypatch):
     assert "pip install pyarrow" in done.stderr
 
 
-def test_it_serves_until_ctrl_c_and_ends_quietly_without_torch(run):
+def test_it_serves_until_ctrl_c_and_exits_quietly_without_torch(run):
     code = (
         "import sys\nfrom headrace.pipeline.main import main\n"
         "try: main()\n"
@@ -425,7 +462,7 @@ def rows_on_disk(folder):
         batch["rollout_id"].tolist(), batch["next", "reward"].flatten().tolist(), strict=True)]  # fmt: skip
 
 
-def test_every_row_of_every_step_is_next_to_the_page(tmp_path):
+def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
     write_run(tmp_path / "run", steps=3)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["report.html", "rollouts"]
     assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == [
@@ -434,7 +471,7 @@ def test_every_row_of_every_step_is_next_to_the_page(tmp_path):
     assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
 
 
-def test_a_run_that_is_resumed_has_each_row_once(tmp_path):
+def test_a_resumed_run_has_each_row_once(tmp_path):
     write_run(tmp_path / "run", steps=4)
     with pytest.raises(FileExistsError, match=r"rows of another run, 4 files.*existing='resume'"):
         ReportFolder(tmp_path / "run")
@@ -452,7 +489,7 @@ def test_a_run_that_is_resumed_has_each_row_once(tmp_path):
     assert len(found) == len({row[:2] for row in found}) == 36
 
 
-def test_a_step_that_comes_twice_is_refused_and_replaces_nothing(tmp_path):
+def test_a_repeated_step_is_refused_and_replaces_nothing(tmp_path):
     folder = ReportFolder(tmp_path, every=None)
     folder.add(report_of_step(0))
     before = rows_on_disk(tmp_path / "rollouts")

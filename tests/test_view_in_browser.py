@@ -1,4 +1,4 @@
-"""What ``headrace view`` shows, in a browser: rows as text, prompts over the steps, and two runs."""
+"""``headrace view`` in a browser: rows as text, prompts over the steps, and two runs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def rows_shown(page, panel=0):
     return page.values(f".panel:nth-child({panel + 1}) tr.line", "data-row")
 
 
-def test_both_runs_show_the_rows_of_their_files_beside_one_another(open_view, folders):
+def test_both_runs_show_the_rows_of_their_files(open_view, folders):
     page = open_view("#view=steps&step=2")
     assert page.texts("#rows .panel h3") == ["first", folders[1].name]
     for panel, folder in enumerate(folders):
@@ -118,7 +118,7 @@ def test_both_runs_show_the_rows_of_their_files_beside_one_another(open_view, fo
     assert page.texts("#rows .panel .empty") == [f"{folders[1].name} has no step 3."]
 
 
-def test_hostile_and_long_texts_are_text(open_view, folders):
+def test_malicious_and_long_texts_are_shown_as_text(open_view, folders):
     page = open_view("#view=steps&step=0&sort=row")
     rows = pq.read_table(folders[0] / "rollouts" / "step_00000000.parquet").to_pylist()
     page.driver.execute_script(
@@ -138,7 +138,7 @@ def test_hostile_and_long_texts_are_text(open_view, folders):
     assert page.one("#title").text == f"first and {folders[1].name}"
 
 
-def test_rows_are_filtered_and_the_address_says_so(open_view, client):
+def test_rows_are_filtered_and_the_url_has_the_filter(open_view, client):
     page = open_view("#view=steps&step=1")
     type_into(page, "text", "answer 7 of step 1")
     until(lambda: rows_shown(page), ["7"])
@@ -157,7 +157,7 @@ def test_rows_are_filtered_and_the_address_says_so(open_view, client):
     until(lambda: page.texts(".panel .empty"), ["No row of this step matches."] * 2)
 
 
-def test_a_row_leads_to_its_prompt_in_all_steps_of_both_runs(open_view):
+def test_a_row_opens_its_prompt_in_all_steps_of_both_runs(open_view):
     page = open_view("#view=steps&step=2")
     button = page.all(".panel:first-child tr.line[data-row='0'] button.open")[0]
     button.send_keys(ENTER)
@@ -190,7 +190,7 @@ def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
 @pytest.mark.parametrize(
     "address", ["#view=steps&step=2", "#view=prompts", "#view=prompt&run=0&step=2&place=0"]
 )
-def test_it_is_read_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
+def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
     for width in (390, 1280):
         page = open_view(address, width=width)
         page.driver.execute_script("document.querySelector('button.open, details.one-step summary')?.click()")

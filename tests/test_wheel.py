@@ -1,4 +1,4 @@
-"""What a user gets from the package index: the wheel, alone in an environment, used from another folder."""
+"""The wheel, installed alone in an environment and used from another folder."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run(*words, fails=False, **options) -> str:
     return done.stdout
 
 
-def test_it_holds_the_packages_and_every_recipe(wheel):
+def test_the_wheel_has_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("transforms", "pipeline", "adapters", "conf"):
         for path in (ROOT / folder).rglob("*"):
@@ -104,7 +104,7 @@ def test_it_holds_the_packages_and_every_recipe(wheel):
     assert {name.split("/")[0] for name in names} == {"headrace", f"headrace-{VERSION}.dist-info"}
 
 
-def test_the_source_distribution_makes_the_same_wheel(source, wheel, tmp_path):
+def test_the_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
     run(sys.executable, "-W", "error::UserWarning", "-c", code, cwd=source)
     with tarfile.open(tmp_path / f"headrace-{VERSION}.tar.gz") as archive:
@@ -122,8 +122,8 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["installed", "editable"])
-def test_type_checkers_find_what_is_there(kind, request, tmp_path):
-    """In an editable install too, whose packages are found by a line with a path and no code."""
+def test_type_checkers_find_the_installed_packages(kind, request, tmp_path):
+    """Also in an editable install, whose packages are found by a path in a .pth file."""
     python = request.getfixturevalue(kind)
     (tmp_path / "use.py").write_text(
         "import headrace\n"
@@ -146,7 +146,9 @@ def test_type_checkers_find_what_is_there(kind, request, tmp_path):
 FIND = "from importlib.util import find_spec; print(find_spec('headrace.transforms').origin)"
 
 
-def test_an_editable_install_is_the_root_folders_and_another_is_not(editable, installed, source, tmp_path):
+def test_an_editable_install_uses_the_root_folders_and_a_wheel_does_not(
+    editable, installed, source, tmp_path
+):
     assert [path.read_text().strip() for path in site_of(editable).glob("__editable__*")] == [
         str(source / "src")
     ]
@@ -156,13 +158,13 @@ def test_an_editable_install_is_the_root_folders_and_another_is_not(editable, in
 
 
 @pytest.mark.parametrize("kind", ["installed", "editable"])
-def test_the_version_is_that_of_the_package(kind, request, tmp_path):
+def test_the_version_equals_that_of_the_package(kind, request, tmp_path):
     code = "import headrace, sys; print(headrace.__version__, 'torch' in sys.modules)"
     assert run(request.getfixturevalue(kind), "-c", code, cwd=tmp_path).split() == [VERSION, "False"]
 
 
-def test_every_adapter_attaches_by_the_lines_of_its_page(installed, tmp_path):
-    """In one process; TRL is itself, the others stand-ins with the signatures of their commits."""
+def test_every_adapter_attaches_as_its_page_says(installed, tmp_path):
+    """In one process; TRL is installed, the others are stand-ins with the signatures of their commits."""
     pytest.importorskip("trl", reason="TRL is not installed")
     script, pages = ROOT / "tests" / "attach_as_pages_say.py", ROOT / "docs" / "coming-from"
     shown = run(installed, script, pages, cwd=tmp_path)

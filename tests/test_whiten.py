@@ -1,4 +1,4 @@
-"""Mean 0 and standard deviation 1, and exactly 0 where there is nothing to tell apart."""
+"""Whitening gives mean 0 and standard deviation 1, and exactly 0 for equal values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MODES = ["variance", "add", "clamp"]
     st.sampled_from([0.0, 1e-8, 0.5]),
     st.sampled_from(MODES),
 )
-def test_it_is_what_the_definition_says(rows, ddof, eps, eps_mode):
-    """Each value as often as it weighs, by the standard library."""
+def test_whitening_equals_its_definition(rows, ddof, eps, eps_mode):
+    """Each value repeated by its weight, with the standard library."""
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     each = [x for x, w in rows for _ in range(w)]
     found = whiten(values, weights, ddof=ddof, eps=eps, eps_mode=eps_mode)
@@ -49,7 +49,7 @@ def test_equal_values_are_exactly_0_though_their_mean_is_rounded(value, eps, eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_statistics_are_float64_and_the_result_is_not(dtype):
+def test_statistics_are_float64_and_the_result_has_its_dtype(dtype):
     values = torch.tensor([4096.0, 4097, 4098, 4099] if dtype is torch.float32 else [1.0, 2, 3, 4]).to(dtype)
     found = whiten(values, torch.ones(4), eps=0.0)
     assert found.dtype is dtype
@@ -57,7 +57,7 @@ def test_statistics_are_float64_and_the_result_is_not(dtype):
     assert found.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-2)
 
 
-def test_who_is_out_of_the_statistics_or_of_the_loss_gets_0(make_batch):
+def test_excluded_and_masked_rows_get_0(make_batch):
     batch = make_batch([0.0] * 4, [0] * 4)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
     batch["masks", "all_assistant_mask"] = mask

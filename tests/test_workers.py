@@ -1,4 +1,4 @@
-"""Groups that are spread over worker processes are those of one process, or it is said why not."""
+"""Groups spread over worker processes equal those of one process, or the error has the reason."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_groups(batches: list[TensorDictBase]) -> dict[int, TensorDictBase]:
     return found
 
 
-def test_the_reference_is_what_the_ids_say():
+def test_the_reference_equals_what_the_ids_imply():
     for rows in reference().values():
         rollout, turn = rows["rollout_id"], rows["turn"]
         assert torch.equal(rows["next", "reward"], reward_of(rollout, turn))
@@ -135,7 +135,7 @@ def take_groups(stream, count: int, then=lambda batch: None) -> list[TensorDictB
 
 
 @pytest.mark.parametrize(("kind", "patience"), [("sync", None), ("async", PATIENCE)])
-def test_groups_spread_over_workers_are_those_of_one_process(kind, patience):
+def test_groups_spread_over_workers_equal_those_of_one_process(kind, patience):
     with collecting(kind, makers(2), total_frames=-1) as collector:
         stream = assembled(Counting(collector), GroupAssembler(groups=2), patience=patience)
         batches = take_groups(stream, 10)
@@ -143,7 +143,7 @@ def test_groups_spread_over_workers_are_those_of_one_process(kind, patience):
     assert all(len(batch["group_id"].unique()) == 2 for batch in batches)
 
 
-def test_what_is_not_whole_when_the_workers_have_ended_is_counted():
+def test_groups_incomplete_when_workers_end_are_counted():
     assembler = GroupAssembler(groups=2)
     with collecting("sync", makers(2)) as collector:
         batches = list(assembled(collector, assembler, patience=PATIENCE))
@@ -151,7 +151,7 @@ def test_what_is_not_whole_when_the_workers_have_ended_is_counted():
     assert sum(map(len, batches)) + assembler.counts["unfinished"] == FRAMES
 
 
-def test_workers_that_number_alike_are_refused_with_the_ids():
+def test_workers_with_equal_ids_are_refused_with_the_ids():
     with (
         collecting("sync", [TurnsEnv, TurnsEnv]) as collector,
         pytest.raises(
@@ -162,7 +162,7 @@ def test_workers_that_number_alike_are_refused_with_the_ids():
 
 
 @every_kind
-def test_new_weights_reach_the_workers_through_it_and_lose_no_row(kind):
+def test_new_weights_reach_the_workers_and_lose_no_row(kind):
     policy, stream = OneAction(), None
 
     def train(batch: TensorDictBase) -> None:
@@ -177,7 +177,7 @@ def test_new_weights_reach_the_workers_through_it_and_lose_no_row(kind):
     assert len(rows["action"].unique()) > 1
 
 
-def test_who_trains_counts_the_versions_and_what_is_too_old_is_not_trained():
+def test_the_trainer_counts_versions_and_stale_rows_are_not_trained():
     policy, assembler, stream = OneAction(), GroupAssembler(max_staleness=2), None
 
     def train(batch: TensorDictBase) -> None:
@@ -197,7 +197,7 @@ def test_who_trains_counts_the_versions_and_what_is_too_old_is_not_trained():
     assert assembler.counts["stale"] > 0
 
 
-def test_the_state_of_workers_that_collect_is_refused_since_asking_for_it_loses_rows():
+def test_the_state_of_collecting_workers_is_refused_since_it_loses_rows():
     with collecting("async", makers(2)) as collector:
         stream = assembled(collector, GroupAssembler(), patience=PATIENCE)
         next(iter(stream))
@@ -249,7 +249,7 @@ def go_on(assembler: GroupAssembler, before: list[TensorDictBase]) -> None:
 
 @pytest.mark.filterwarnings("ignore:rollouts do not end")
 @every_kind
-def test_a_worker_that_is_killed_is_an_error_that_says_what_waits_and_new_ones_go_on(kind):
+def test_a_killed_worker_raises_with_the_waiting_rows_and_new_ones_continue(kind):
     assembler, begun = GroupAssembler(), time.monotonic()
     trouble = functools.partial(die, at=6)
     with collecting(kind, makers(2, trouble), total_frames=-1) as collector:
@@ -262,7 +262,7 @@ def test_a_worker_that_is_killed_is_an_error_that_says_what_waits_and_new_ones_g
 
 @pytest.mark.filterwarnings("ignore:rollouts do not end")
 @every_kind
-def test_a_worker_that_hangs_is_an_error_that_says_what_waits_and_new_ones_go_on(kind):
+def test_a_hanging_worker_raises_with_the_waiting_rows_and_new_ones_continue(kind):
     assembler, begun = GroupAssembler(max_idle=20), time.monotonic()
     trouble, patience = functools.partial(hang, at=6), SILENCE if kind == "sync" else PATIENCE
     with collecting(kind, makers(2, trouble), hangs=True, total_frames=-1) as collector:
@@ -283,7 +283,7 @@ def buffer_of_workers(size: int = 3000) -> ReplayBuffer:
 
 
 @pytest.mark.parametrize("trouble", [None, "dies", "hangs"])
-def test_what_workers_write_into_a_buffer_is_that_of_one_process_until_one_is_in_trouble(trouble):
+def test_workers_fill_a_buffer_as_one_process_until_one_fails(trouble):
     buffer, assembler = buffer_of_workers(), GroupAssembler(max_idle=100)
     what = {"dies": functools.partial(die, at=12), "hangs": functools.partial(hang, at=12)}.get(trouble)
     options = {"replay_buffer": buffer, "total_frames": -1, "hangs": trouble == "hangs"}
@@ -302,7 +302,7 @@ def test_what_workers_write_into_a_buffer_is_that_of_one_process_until_one_is_in
         assert "Waiting: group " in str(error)
 
 
-def test_workers_whose_rows_do_not_fit_the_buffer_are_noticed():
+def test_workers_whose_rows_do_not_fit_the_buffer_are_detected():
     buffer = ReplayBuffer(storage=LazyTensorStorage(3000), writer=DrainWriter(), shared=True)
     with collecting("async", makers(2), replay_buffer=buffer, total_frames=-1) as collector:
         collector.start()
@@ -310,7 +310,7 @@ def test_workers_whose_rows_do_not_fit_the_buffer_are_noticed():
             next(iter(assembled(drained(buffer), GroupAssembler(), patience=20)))
 
 
-def test_workers_that_are_stopped_when_most_have_ended_give_what_they_had():
+def test_workers_stopped_near_their_end_return_what_they_have():
     assembler = GroupAssembler(groups=2)
     options = {"preemptive_threshold": 0.5, "total_frames": -1}
     with collecting("sync", makers(2, sleep), **options) as collector:
@@ -319,7 +319,7 @@ def test_workers_that_are_stopped_when_most_have_ended_give_what_they_had():
 
 
 @pytest.mark.parametrize("layout", ["padded", "cat"])
-def test_whole_trajectories_are_groups_without_their_padding(layout):
+def test_whole_trajectories_are_groups_without_padding(layout):
     collector = Collector(
         TurnsEnv(),
         OneAction(),
@@ -336,7 +336,7 @@ def test_whole_trajectories_are_groups_without_their_padding(layout):
     assert check_groups(yielded[:1]).keys() == {0}  # a pipeline alone, where the batch has whole groups
 
 
-def test_one_collector_is_a_place_like_the_others():
+def test_a_single_collector_is_a_valid_source():
     collector = Collector(
         TurnsEnv(),
         OneAction(),

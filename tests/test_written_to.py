@@ -1,4 +1,4 @@
-"""Who writes into columns that he was given changes those, and nothing that is known of others."""
+"""Writing into columns changes only those columns."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_criterion(change, write):
 
 @pytest.mark.parametrize("change", [pair_up, cut_short])
 @pytest.mark.parametrize("wrap", [as_stage, as_criterion])
-def test_what_somebodys_own_code_writes_is_seen_however_it_writes(change, wrap):
+def test_writes_by_user_code_are_detected(change, wrap):
     def trained(write):
         stages = {
             "gate": CompletenessGate(group_size=4),
@@ -80,7 +80,7 @@ def test_what_somebodys_own_code_writes_is_seen_however_it_writes(change, wrap):
         assert torch.equal(found[key], expected[key]), key
 
 
-def test_a_ledger_stays_what_it_was_whatever_is_written_into_minibatches():
+def test_writing_to_minibatches_changes_no_ledger():
     batch = sixteen()
     batch[REWARD][4:8] = 1.0
     stages = {
@@ -105,7 +105,7 @@ def batch_with_equal_group() -> TensorDict:
     return batch
 
 
-def test_minibatches_begin_anew_whatever_was_written_into_those_before():
+def test_minibatches_of_a_new_pass_are_unaffected_by_writes():
     stages = {
         "split": ShuffleSplit(minibatches=3, microbatches=2, unit="sample", remainder="pad", seed=3),
         "weight": LossWeight(),
@@ -121,7 +121,7 @@ def test_minibatches_begin_anew_whatever_was_written_into_those_before():
     assert str(content()) == str(before)
 
 
-def test_the_text_of_one_row_is_not_that_of_another():
+def test_writing_the_text_of_one_row_changes_no_other():
     rows = TensorDict({"text": as_texts(["a", "a", "b"])}, batch_size=[3])
     rows.set_at_("text", "z", 0)
     assert list(rows["text"]) == ["z", "a", "b"]

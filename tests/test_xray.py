@@ -1,4 +1,4 @@
-"""What a training step does with each token is measured from its gradient alone, and named."""
+"""The weight of each token in a training step is measured from its gradient, and named."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ VERDICTS = {
 @pytest.mark.parametrize("step", VERDICTS)
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("pad", ["left", "right"])
-def test_a_step_with_a_known_answer_is_named(step, holes, pad):
+def test_a_known_training_step_is_named(step, holes, pad):
     found = xray(step, holes=holes, pad=(pad,)).verdict.replace(f", padding on the {pad}", "")
     assert re.search(VERDICTS[step], found), found
 
 
-def test_a_mean_that_depends_on_the_cut_is_measured_to_1e_9():
+def test_a_mean_that_depends_on_micro_batches_is_measured_to_1e_9():
     found = xray(mean_of_micro_batches, cuts=(1, 4))
     run = found.runs[1]
     length = run.tokens.inside.sum(1).double()
@@ -132,7 +132,7 @@ def test_a_mean_that_depends_on_the_cut_is_measured_to_1e_9():
 
 
 @pytest.mark.slow
-def test_ranks_of_unequal_numbers_of_tokens_that_are_averaged_are_a_mean_of_each_rank():
+def test_averaged_ranks_of_unequal_tokens_are_a_mean_per_rank():
     found = xray(mean_of_step, ranks=(1, 2), cuts=(1, 2))
     assert "mean over the tokens of each rank: with 1 micro-batch, 2 ranks" in found.verdict
     first, *_, last = found.runs
@@ -152,7 +152,7 @@ def small() -> tuple[TokenTable, TensorDictBase]:
     return TokenTable.of(batch), batch
 
 
-def test_the_coefficient_is_exact_at_any_logits_and_whatever_the_dtype_holds():
+def test_the_coefficient_is_exact_at_any_logits_in_any_dtype():
     for seed, dtype, close in (
         (None, torch.float64, 1e-12),
         (3, torch.float64, 1e-9),
@@ -166,7 +166,7 @@ def test_the_coefficient_is_exact_at_any_logits_and_whatever_the_dtype_holds():
         assert torch.allclose(token_weights(model, batch), expected, rtol=close, atol=close)
 
 
-def test_a_batch_has_no_pair_twice_whatever_its_rows_and_padding():
+def test_a_batch_has_no_repeated_pair_for_any_rows_and_padding():
     for pad in ("left", "right", None):
         batch = xray_batch([5, 1, 7, 3, 9, 2], [0, 1, 2, 3], 2, segments=[1, 2, 2, 1], prompts=3, pad=pad)
         rows = [row[FULL][row["masks", "all_attention_mask"]].tolist() for row in batch.unbind(0)]
@@ -194,14 +194,14 @@ def test_a_batch_has_no_pair_twice_whatever_its_rows_and_padding():
         (lambda model, batch: model.table[-1, 0].backward(), BatchError, "no token explains"),
     ],
 )
-def test_what_says_nothing_of_tokens_is_refused(spoil, error, says):
+def test_a_step_without_token_gradients_is_refused(spoil, error, says):
     model, batch = small()
     spoil(model, batch)
     with pytest.raises(error, match=says):
         token_weights(model, batch)
 
 
-def test_pairs_that_occur_twice_and_models_without_a_table_are_refused():
+def test_repeated_pairs_and_models_without_a_table_are_refused():
     model, batch = small()
     mean_of_step(model, batch, 1)
     again = batch.clone().set(FULL, batch[FULL][:1].expand_as(batch[FULL]).clone())
@@ -269,7 +269,7 @@ CURVES = {
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_the_curve_of_a_loss_is_its_formula(name):
+def test_the_curve_of_a_loss_equals_its_formula(name):
     step, formula = CURVES[name]
     curve = xray(step, cuts=(1,), shifts=[-math.log(ratio) for ratio in RATIOS]).curve()
     assert list(curve) == pytest.approx(sorted(RATIOS))
@@ -289,7 +289,7 @@ def through(pipeline):
     return step
 
 
-def test_weights_of_another_recipe_and_rows_that_should_not_train_are_seen():
+def test_weights_of_another_recipe_and_untrained_rows_are_detected():
     whole = "pipeline.stages.split.minibatches=1"
     says, does = load_pipeline("grpo", whole), load_pipeline("dr_grpo", whole)
     found = xray(through(does), says, cuts=(1,))
@@ -390,12 +390,12 @@ def test_no_wrong_step_is_called_uniform(step, options, says):
         ({"cuts": (13,)}, "each micro-batch a row"),
     ],
 )
-def test_cuts_that_cannot_be_made_are_refused(options, says):
+def test_impossible_micro_batches_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         xray(mean_of_step, **options)
 
 
-def test_a_pipeline_that_says_no_weights_and_a_step_that_moves_the_table_are_refused():
+def test_a_pipeline_without_weights_and_a_step_that_moves_the_table_are_refused():
     with pytest.raises(ValueError, match=r"writes no loss weights \(loss_weight\).*Add LossWeight"):
         xray(mean_of_step, load_pipeline("grpo", "pipeline.stages.weight=null"))
 
@@ -419,7 +419,7 @@ def kl_to(model, reference, batch):
     return (policy.exp() * (policy - other)).sum(-1)
 
 
-def test_a_kl_term_over_the_vocabulary_is_refused_or_measured_apart():
+def test_a_kl_term_over_the_vocabulary_is_refused_or_measured_separately():
     model, batch = small()
     reference = TokenTable.of(batch, seed=1)
     mean_of_step(model, batch, 1)
@@ -433,7 +433,7 @@ def test_a_kl_term_over_the_vocabulary_is_refused_or_measured_apart():
     assert torch.allclose(kl_weights(model, batch, reference), expected, atol=1e-9)
 
 
-def test_an_entropy_bonus_has_no_gradient_at_equal_logits_and_is_measured_at_others():
+def test_an_entropy_bonus_has_a_gradient_only_at_unequal_logits():
     for seed in (None, 2):
         _, batch = small()
         model = TokenTable.of(batch, seed=seed)

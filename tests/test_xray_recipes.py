@@ -1,4 +1,4 @@
-"""What headrace trains, in every way that there is to train it, is what its recipes say."""
+"""headrace trains the declared weights of its recipes in every way to train."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("transform", [None, "pack", "tree"])
-def test_every_recipe_trains_what_it_says(transform):
+def test_every_recipe_trains_its_declared_weights(transform):
     for recipe in ADVANTAGES:
         for microbatches in (1, 3):
             cut = {"minibatches": 1, "microbatches": microbatches}
@@ -98,7 +98,7 @@ class OneBatch:
 
 
 @pytest.mark.parametrize("recipe", FEW)
-def test_torchrls_trainer_trains_what_the_recipe_says(recipe):
+def test_torchrls_trainer_trains_the_weights_of_the_recipe(recipe):
     cut = {"minibatches": 1, "microbatches": 3}
     pipeline, second = (pipeline_of(recipe, split=cut, **BY_TURN.get(recipe, {})) for _ in range(2))
 
@@ -122,7 +122,7 @@ def test_torchrls_trainer_trains_what_the_recipe_says(recipe):
 
 @pytest.mark.parametrize("how", ["summed", "DDP"])
 @pytest.mark.parametrize("recipe", FEW)
-def test_two_ranks_train_what_the_recipe_says_of_one(recipe, how):
+def test_two_ranks_train_the_weights_of_one(recipe, how):
     ranks = ["process_group=world", "shared_ids=same"]
     ranks += ["stages.weight.gradients=mean"] * (how == "DDP")
     ranks += ["stages.tree.turn_key=turn"] * (recipe in BY_TURN)

@@ -1,4 +1,4 @@
-"""What `headrace task=xray` measures of other trainers: the numbers that their documentation says."""
+"""`headrace task=xray` on other trainers gives the numbers of their documentation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def as_kept(found: dict[str, dict], trainer: str, version: str) -> None:
             assert mine["over_one_micro_batch"][cut] == pytest.approx(bounds, abs=2e-5), each["setting"]
 
 
-def test_the_tables_have_the_numbers_that_are_kept():
+def test_the_page_equals_the_stored_numbers():
     make_xray = runpy.run_path(str(ROOT / "tools" / "make_xray.py"))
     page = (ROOT / "docs" / "xray.md").read_text()
     assert page == make_xray["page"](KEPT), "run tools/make_xray.py"
@@ -81,7 +81,7 @@ def uniform(each: dict) -> bool:
 # -- TorchRL ------------------------------------------------------------------------------------------------
 
 
-def test_torchrl_takes_the_means_that_it_documents_and_its_curves_are_their_formulas(tmp_path):
+def test_torchrl_takes_its_documented_means_and_curves(tmp_path):
     found = measured(tmp_path, "xray=torchrl")
     assert len(found) == 15
     for name, each in found.items():
@@ -114,7 +114,7 @@ def trl():
     return trl
 
 
-def test_trl_in_fifteen_settings_and_with_truncated_completions_masked(trl, tmp_path):
+def test_trl_is_measured_in_fifteen_settings_and_with_masked_completions(trl, tmp_path):
     found = measured(tmp_path, "xray=trl", "xray.curve=false")
     known = {"dapo": 1.0, "grpo": 1.0, "dr_grpo": 1.0, "bnpo": 1.0, "cispo": 0.2}
     for masked in ("", ", mask_truncated_completions"):
@@ -145,9 +145,7 @@ def adapter(trl):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_through_the_adapter_trl_trains_on_its_own_advantages_with_its_own_weights(
-    trl, adapter, loss_type, masked
-):
+def test_the_trl_adapter_trains_trls_advantages_with_trls_weights(trl, adapter, loss_type, masked):
     options = {"loss_type": loss_type, "mask_truncated_completions": masked}
     step = trl_step(adapter, {"pipeline": load_pipeline("as/trl")}, **options)
     constant = 1 / 16 if loss_type == "dr_grpo" else 1.0
@@ -158,13 +156,13 @@ def test_through_the_adapter_trl_trains_on_its_own_advantages_with_its_own_weigh
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "rloo", "reinforce_pp"])
-def test_a_recipe_in_the_adapter_trains_what_it_says(trl, adapter, recipe):
+def test_a_recipe_in_the_adapter_trains_its_declared_weights(trl, adapter, recipe):
     step = trl_step(adapter, {"pipeline": load_pipeline(recipe)}, loss_type="dapo")
     pipeline = load_pipeline(recipe, "pipeline.stages.split.minibatches=1")
     assert "the weights of the pipeline" in xray(step, pipeline, dtype=torch.float32).verdict
 
 
-def test_tokens_of_tools_and_padding_on_the_left_change_nothing_in_trl(trl):
+def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl):
     step = trl_step("GRPOTrainer", loss_type="dapo", scale_rewards=False)
     found = xray(step, pad=("left", "right"), holes=True, cuts=(1, 2), dtype=torch.float32)
     found.assert_uniform()
@@ -173,7 +171,7 @@ def test_tokens_of_tools_and_padding_on_the_left_change_nothing_in_trl(trl):
         xray(step, cuts=(5,), dtype=torch.float32)
 
 
-def test_a_policy_that_has_changed_since_it_acted_is_clipped_by_trl(trl):
+def test_trl_clips_a_policy_that_changed_since_sampling(trl):
     known = {
         "dapo": ({"epsilon_high": 0.28}, [0.5, 1.0, 1.25, 0.0], [0.0, 1.0, 1.25, 6.0]),
         "cispo": ({"epsilon_high": 5.0}, [0.5, 1.0, 1.25, 5.0], [0.5, 1.0, 1.25, 5.0]),
@@ -186,7 +184,7 @@ def test_a_policy_that_has_changed_since_it_acted_is_clipped_by_trl(trl):
         assert [down for _, down in curve.values()] == pytest.approx(downs, abs=1e-5)
 
 
-def test_a_table_is_a_model_of_transformers(trl):
+def test_a_table_is_a_transformers_model(trl):
     batch = xray_batch([2, 3], [0.0, 1.0], group_size=2)
     table = TokenTable.of(batch, seed=1)
     model, tokens = table_as_causal_lm(table), batch["tokens", "full"]
@@ -202,7 +200,7 @@ def test_a_table_is_a_model_of_transformers(trl):
 # -- trainers that want another torch or TRL, where they are installed ---------------------------------------
 
 
-def test_verl_takes_the_mean_of_each_loss_agg_mode_whatever_the_cut(tmp_path):
+def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_path):
     pytest.importorskip("verl", reason="verl is not installed")
     found = measured(tmp_path, "xray=verl")
     assert sum("vanilla" in name for name in found) == 5
@@ -219,14 +217,14 @@ def test_verl_takes_the_mean_of_each_loss_agg_mode_whatever_the_cut(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
-def test_openrlhf_normalises_over_the_window_of_micro_batches(tmp_path):
+def test_openrlhf_normalizes_over_the_window_of_micro_batches(tmp_path):
     pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
     found = measured(tmp_path, "xray=openrlhf")
     assert len(found) == 6
     assert all(close(each["over_documented"], 1.0) and uniform(each) for each in found.values())
 
 
-def test_ms_swift_undoes_the_division_by_micro_batches_where_it_documents_the_whole_window(tmp_path):
+def test_ms_swift_takes_the_documented_mean_over_the_window(tmp_path):
     pytest.importorskip("swift.rlhf_trainers.grpo_trainer", reason="ms-swift is not installed")
     found = measured(tmp_path, "xray=ms_swift")
     for name, each in found.items():
@@ -237,7 +235,7 @@ def test_ms_swift_undoes_the_division_by_micro_batches_where_it_documents_the_wh
 # -- a step of one's own, and what is refused ---------------------------------------------------------------
 
 
-def test_a_step_of_ones_own_is_named_and_compared_with_a_recipe(tmp_path, monkeypatch):
+def test_a_user_step_is_named_and_compared_with_a_recipe(tmp_path, monkeypatch):
     (tmp_path / "ownstep.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     (alone,) = measured(tmp_path, "xray=mine", "source=ownstep:step").values()
@@ -266,10 +264,10 @@ def test_a_step_of_ones_own_is_named_and_compared_with_a_recipe(tmp_path, monkey
         (["xray.cuts=2"], "xray.cuts must be"),
     ],
 )
-def test_what_cannot_be_measured_is_told_in_a_paragraph(words, says, tmp_path):
+def test_an_error_is_one_paragraph(words, says, tmp_path):
     assert says in refused(tmp_path, "task=xray", *words)
 
 
-def test_a_trainer_that_is_not_installed_is_named_with_how_to_install_it(tmp_path, monkeypatch):
+def test_a_missing_trainer_is_named_with_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.pipeline.tasks.measure_trainer.version_of", lambda package: None)
     assert "needs trl, which is not installed: pip install" in refused(tmp_path, "task=xray", "xray=trl")

@@ -46,8 +46,8 @@ def require_rewards(rows: Rows, reward: Tensor, *, siblings_agree: bool) -> None
     """
     rows.require(
         torch.isfinite(reward),
-        "every reward must be finite; found {found}. Score those rollouts, or take them out before this "
-        "stage with SampleFilter(criterion=Finite(), action='exclude')",
+        "every reward must be finite; found {found}. Score those rollouts, or exclude them before: "
+        "SampleFilter(criterion=Finite(), action='exclude'), or for NaN FanOutCollapse(missing='skip')",
         lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
     if siblings_agree and rows.rollouts.n < len(reward):

@@ -94,7 +94,7 @@ CASES = [
         [[1.5] * 5 + [-0.5] * 3 + [0.866, 0.866, -0.866, -0.866]],
         "Rollout 0 became five rows (turns, sub-agents, compacted segments). It is one rollout with one "
         "reward. For 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so all five rows get 1.5 and the others "
-        "−0.5. Counted by row the mean is 5/8, and a long success lowers its own advantage to 0.725.",
+        "−0.5. If rows are counted, the mean is 5/8, and the success gets only 0.725.",
         [
             Thread("radixark/miles", 1325, "2026-06-12", "a rollout counts once per segment in the baseline"),
             Thread("microsoft/agent-lightning", 462, "2026-01-21", "more turns, more weight in mean and std"),
@@ -142,10 +142,10 @@ CASES = [
             [1.155, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
             [None, None, None, 0.866, 0.866, -0.866, -0.866],
         ],
-        "Four rollouts of a were dispatched and three were returned. Either the three are compared with "
-        "one another (mean 1/3, std 0.577: 1.155 and −0.577), or the group is dropped or waits. A run that "
-        "stops and names the group is right, too. Wrong are a fourth reward of 0, or a rollout of b in its "
-        "place. b is 1, 1, 0, 0: mean 1/2, std 0.577.",
+        "Four rollouts of a were dispatched and three were returned. It is right to compare the three (mean "
+        "1/3, std 0.577: 1.155 and −0.577), to drop the group, to wait for the fourth rollout, or to stop "
+        "with an error that names the group. It is wrong to add a fourth reward of 0, or to use a rollout "
+        "of b instead. b is 1, 1, 0, 0: mean 1/2, std 0.577.",
         [
             Thread("NVIDIA-NeMo/RL", 3589, "2026-08-12", "failed rollouts are committed with reward zero"),
             Thread("NVIDIA-NeMo/RL", 2394, "2026-05-04", "fewer rollouts return than were requested"),
@@ -159,9 +159,9 @@ CASES = [
         rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 1 0 0"))
         | whole("tokens", "3 0 3 3"),
         [[1.155, None, -0.577, -0.577]],
-        "The second response is masked completely: it was truncated, or its environment failed, and its "
-        "reward must not be learned from. The others are 1, 0, 0: mean 1/3, std 0.577. With its reward in "
-        "the baseline they get 0.866, −0.866, −0.866: an excluded row then changes the others.",
+        "The second response is masked completely, for example because it was truncated or its environment "
+        "failed. Its reward must have no effect. The others are 1, 0, 0: mean 1/3, std 0.577. If the reward "
+        "of the masked row is in the baseline, they get 0.866, −0.866, −0.866: the row changes the others.",
         [
             Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "these rewards, and these numbers"),
             Thread("NVIDIA-NeMo/RL", 4160, "2026-09-17", "loss-masked rows vote in the baseline"),
@@ -193,11 +193,12 @@ CASES = [
         | whole("tokens", "1 1 1 5")
         | whole("micro", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
-        "One optimiser step of four rows and eight tokens, in two micro-batches. A mean over tokens gives "
-        "each token 1/8, for any micro-batches. A mean over rows gives each row 1/4, and its tokens 1/4 "
-        "and 1/20. The mean of the two micro-batches' token means gives 1/2 · 1/2 = 1/4 to tokens of the "
-        "first and 1/2 · 1/6 = 1/12 to those of the second: other micro-batches of the same rows give "
-        "another gradient.",
+        "One optimiser step has four rows and eight tokens, in two micro-batches. A mean over tokens gives "
+        "each token the weight 1/8, however the rows are divided into micro-batches. A mean over rows gives "
+        "each row 1/4: each token of the short rows 1/4, each of the long row 1/20. The bug is to compute a "
+        "token mean in each micro-batch and to average the two. Then a token has the weight 1/2 · 1/2 = 1/4 "
+        "in the first micro-batch and 1/2 · 1/6 = 1/12 in the second, so the gradient depends on how rows "
+        "are divided.",
         [
             Thread("verl-project/verl", 5625, "2026-03-16", "token-mean over each micro-batch"),
             Thread(
@@ -215,9 +216,9 @@ CASES = [
         | whole("tokens", "1 1 1 5")
         | whole("rank", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
-        "The same rows on two ranks, whose gradients are averaged. Each token must still have 1/8 of the "
-        "step, or each row 1/4. A mean over each rank's own tokens gives 1/4 and 1/12: a token has more "
-        "weight on a rank with fewer tokens.",
+        "The same rows on two ranks, whose gradients are averaged. Each token must still have the weight "
+        "1/8, or each row 1/4. A mean over each rank's own tokens gives 1/4 and 1/12: a token weighs more on "
+        "a rank with fewer tokens.",
         [
             Thread("verl-project/verl", 5366, "2026-02-24", "global counts are required with dp_size > 1"),
             Thread("huggingface/trl", 3231, "2025-04-04", "equal weights inside one device only"),
@@ -283,10 +284,10 @@ CASES = [
             [1.155, None, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
             [None, None, None, None, 0.866, 0.866, -0.866, -0.866],
         ],
-        "A grader failed, so its row has no reward. Either the others are compared without it (1, 0, 0: "
-        "mean 1/3, std 0.577), or the group is dropped, or the batch is refused with the row. Wrong are a "
-        "NaN for the other rollouts, and a reward of 0 for this one: 1, 0, 0, 0 would give 1.5 and −0.5, "
-        "and the ungraded row would be pushed down.",
+        "A grader failed, so its row has no reward. Three results are right: the others are compared without "
+        "it (1, 0, 0: mean 1/3, std 0.577), the group is dropped, or an error names the row. It is wrong to "
+        "give NaN to the other rollouts. It is also wrong to use the reward 0 for this row: 1, 0, 0, 0 would "
+        "give 1.5 and −0.5, and the ungraded response would become less likely.",
         [
             Thread("huggingface/trl", 5902, "2026-06-01", "an unscored row became 0 in the baseline"),
             Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "one NaN poisoned the whole tensor"),

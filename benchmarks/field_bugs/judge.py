@@ -9,9 +9,9 @@ from cases import Answer, Case
 NEAR = 0.002  # relative: what peers add to the std moves an advantage by up to 2e-4 of it
 Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
 
-POSITIONS = "documented input: {} rows of each prompt, one prompt after the other; there are no ids to give"
+POSITIONS = "documented input: {} rows of each prompt, one prompt after the other; it takes no ids"
 LONE = "a branch of {} gives a group of one the mean 0 and the std 1, so that its reward is its advantage"
-TOKEN_MEAN = "documented: {}; its denominator is of one micro-batch on one rank, the trainer {}"
+TOKEN_MEAN = "documented: {}. The code counts only the tokens of one micro-batch on one rank; the trainer {}"
 # Where an answer that is not accepted is one that the peer documents and chose.
 DESIGN = {
     ("openrlhf", "uneven-groups"): POSITIONS.format("`--rollout.n_samples_per_prompt`"),
@@ -19,13 +19,16 @@ DESIGN = {
     ("rlinf", "uneven-groups"): POSITIONS.format("`group_size` (docstring of `compute_grpo_advantages`)"),
     ("twinkle-kit", "uneven-groups"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
     ("twinkle-kit", "fan-out"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
-    ("trl", "masked-row"): "`mask_truncated_completions` is documented to exclude from the loss calculation",
-    ("ms-swift", "masked-row"): "`overlong_filter` is documented to leave truncated samples out of the loss",
+    ("trl", "masked-row"): "`mask_truncated_completions` is documented to exclude rows only from the loss",
+    (
+        "ms-swift",
+        "masked-row",
+    ): "`overlong_filter` is documented to exclude truncated samples only from the loss",
 }
 # The documented settings with which a peer was called for a case.
-BY_IDS = "`compute_advantages_dynamic`, documented for variable numbers of rows a prompt"
-STEPS = "`StepWiseGRPOAdvantageFn`, documented for several steps a run"
-NONE = "the reward is None, which is documented to leave a completion out"
+BY_IDS = "`compute_advantages_dynamic`, documented for prompts with different numbers of rows"
+STEPS = "`StepWiseGRPOAdvantageFn`, documented for runs with several steps"
+NONE = "the reward is set to None, as documented to exclude a completion"
 SETTINGS = {
     ("trl", "nan-reward"): NONE,
     ("trl", "rejected-row"): NONE,
@@ -63,26 +66,27 @@ WRONG = {
         "verl v1",
         "truncated-session",
     ): "documented: an agent loop's result is broadcast to the other outputs of "
-    "its session; it is read at the last output's first token in the loss, of which there is none",
+    "its session. It is read at the first token in the loss of the last output, which has no such token",
     ("torchrl", "micro-batches"): TOKEN_MEAN.format(
         "`token_mean` is a global masked token mean", "divides by `gradient_accumulation_steps`"
     ),
     ("torchrl", "ranks"): TOKEN_MEAN.format("`token_mean` is a global masked token mean", "averages ranks"),
     ("rlinf", "micro-batches"): TOKEN_MEAN.format(
-        "`token-mean` is a mean over tokens (`get_loss_agg_func`)", "divides by their number"
+        "`token-mean` is a mean over tokens (`get_loss_agg_func`)",
+        "divides by the number of micro-batches",
     ),
     ("rlinf", "ranks"): TOKEN_MEAN.format(
         "`token-mean` is a mean over tokens (`get_loss_agg_func`)", "averages ranks"
     ),
     ("trinity-rft", "micro-batches"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",
-        "is verl's engine, which adds micro-batches up, so that two weigh twice as much as one",
+        "is verl's engine, which sums micro-batches, so two weigh twice as much as one",
     ),
     ("trinity-rft", "ranks"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)", "averages ranks"
     ),
     ("openrlhf", "step-without-tokens"): "`aggregate_loss` divides by the step's number of tokens, 0",
-    ("ms-swift", "nan-reward"): "`nansum` makes it 0, as huggingface/trl #5902 found and mended in TRL",
+    ("ms-swift", "nan-reward"): "`nansum` makes it 0, as huggingface/trl #5902 found and fixed in TRL",
 }
 
 
@@ -109,7 +113,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return "right", says
     if (peer, case.name) in DESIGN:
         return "by design", DESIGN[peer, case.name]
-    return "wrong", WRONG.get((peer, case.name), "the threads above")
+    return "wrong", WRONG.get((peer, case.name), "see the threads above")
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:

@@ -113,8 +113,8 @@ def page(case: Case, results: dict[str, Any]) -> str:
     columns = [*(case.rows[name] for name in names), *answers.values()]
     lines = ["| " + " | ".join(map(shown, row)) + " |" for row in zip(*columns, strict=True)]
     asked = {
-        "advantage": "The answer is the advantage of each row; – for rows that must not train.",
-        "weight": "The answer is the weight of each token of a row in the gradient of the step.",
+        "advantage": "The answer is the advantage of the row. – means that the row must not train.",
+        "weight": "The answer is the weight of each token of the row in the gradient of the step.",
         "paths": "The advantages of both paths must be equal.",
     }[case.asks]
     found = []
@@ -149,7 +149,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
             "",
             "## Results",
             "",
-            "| project | verdict | by row | notes |",
+            "| project | verdict | result for each row | notes |",
             "|---|---|---|---|",
             *found,
             "",

@@ -52,7 +52,8 @@ def examine(console: Console | None = None) -> int:
             )
             console.print(line, soft_wrap=True)
     console.print(
-        "all is well" if not bad else f"{bad} to mend, see above", style="green" if not bad else "red"
+        "everything is in order" if not bad else f"{bad} to fix, see above",
+        style="green" if not bad else "red",
     )
     return int(bad > 0)
 

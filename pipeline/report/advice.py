@@ -367,7 +367,7 @@ def symptoms() -> dict[str, Symptom]:
 
     Example:
         >>> symptoms()["stalled"].title
-        'The reward rose, and no longer does'
+        'The reward has stopped rising'
     """
     return {
         str(name): Symptom(

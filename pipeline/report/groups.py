@@ -21,11 +21,12 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         columns: (N,) by name, with `reason` and at least `row`.
 
     Returns:
-        (R,) `group`, `rollout`, `row` (its first), `segments`, `reward` (of its first row with one; NaN
-        where it left before its rows had one reward together), `advantage` (likewise), `trained` (whether a
-        row of it is), `failed` (or aborted), `truncated` (whether a row of it is), `tokens` (in the
-        loss, of all its rows, as collected; 0 unknown), `reason` (the code of its first row, 0 if any is
-        trained), `staleness` (versions behind the newest, -1 unknown).
+        (R,) `group`, `rollout`, `row` (the first one), `segments` (number of rows), `reward` (of the first
+        row that has one; NaN if the rollout left before its rows got one common reward), `advantage` (of the
+        first row that has one), `counted` (whether it is in the statistics), `trained` (whether one of its
+        rows is trained), `failed` (failed or aborted), `truncated` (whether one of its rows is truncated),
+        `tokens` (in the loss, over all its rows, as collected; 0 if unknown), `reason` (the code of its first
+        row; 0 if one of its rows is trained), `staleness` (versions behind the newest; -1 if unknown).
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
@@ -38,17 +39,17 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     ids = Ids(first_row(of.get("rollout_id", rows)))  # numbered in the order of their first rows
     trains, counted = of["reason"] == 0, of.get("counted", torch.ones_like(rows)) != 0
     trained, status = ids.any(trains), of.get("status", torch.full_like(rows, -1))
-    stays = 2 * trains.long() + counted.long()  # a rollout is what is trained of it, else what counts
+    stays = 2 * trains.long() + counted.long()  # prefer rows that are trained, then rows that count
 
     def known(name: str) -> Tensor:
-        """(R,) its value at the first row that has one, of those that stay longest."""
+        """(R,) the value of the preferred rows of a rollout, at the first that has one."""
         values = of.get(name, torch.full((len(rows),), torch.nan, dtype=torch.float64))
         last = len(rows) - 1
         best = ids.max(torch.where(values.isfinite(), stays * len(rows) + last - rows, -1))
         return torch.where(best < 0, torch.nan, values[last - best % max(len(rows), 1)])
 
     reward = known("reward")
-    if "reward" in of:  # of one with several, none is the rollout's: that of a draft, say
+    if "reward" in of:  # rows with different rewards, such as a draft: not the rollout's
         reward = torch.where(differs(ids.labels, of["reward"], counted) & ~trained, torch.nan, reward)
     found = {
         "group": of["group_id"][ids.first] if "group_id" in of else torch.full_like(ids.first, -1),
@@ -69,18 +70,19 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
 
 
 def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = True) -> dict[str, np.ndarray]:
-    """One entry per group, in the order of their first rows; empty where there are no groups.
+    """One entry per group, in the order of their first rows; empty without groups.
 
     Args:
         columns: (N,) by name.
-        group_size: rollouts that each group was dispatched with, for rows without `expected_rollouts`.
-        each_reward: whether of several rewards each is compared, and not the one that they add up to.
+        group_size: number of rollouts dispatched in each group, for rows without `expected_rollouts`.
+        each_reward: with several rewards, True compares each of them, False their weighted sum.
 
     Returns:
-        (G,) `id`, `row` (its first), `segments` (rows), `rollouts` (counted: neither failed nor aborted),
-        `expected` (-1 unknown), `complete`, `trained` (rollouts), `reward_mean`, `reward_std` (ddof 1; NaN
-        for one), `reward_min`, `reward_max` over its counted rollouts with a reward, `zero_variance` (whether
-        they are two or more and what is compared of them is equal), `staleness` (greatest, -1 unknown).
+        (G,) `id`, `row` (the first one), `segments` (number of rows), `rollouts` (neither failed nor
+        aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts). Over the rollouts in
+        the statistics that have a reward: `reward_mean`, `reward_std` (ddof 1; NaN for one rollout),
+        `reward_min`, `reward_max`, `zero_variance` (whether there are at least two and their compared rewards
+        are equal). `staleness` (the greatest; -1 if unknown).
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
@@ -88,7 +90,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     ids = Ids(first_row(torch.from_numpy(columns["group_id"])))  # numbered in the order of their first rows
 
     def at_heads(values: np.ndarray) -> Tensor:
-        """(N,) what is known of R rollouts, at their first rows."""
+        """(N,) the values of R rollouts, each at its first row; 0 elsewhere."""
         rows = np.zeros(len(ids.labels), values.dtype)
         rows[each["row"]] = values
         return torch.from_numpy(rows)
@@ -124,16 +126,17 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
 
 
 def differs(labels: Tensor, values: Tensor, rows: Tensor) -> Tensor:
-    """(n,) bool: whether the values (N,) that some rows (N,) of an id have differ; NaN is none."""
+    """(n,) bool: for each id, whether the values (N,) of its selected rows (N,) differ. NaN is ignored."""
     known = Ids(labels, rows & values.isfinite())
     return known.min(values) < known.max(values)
 
 
 def compared_ids(columns: Columns) -> np.ndarray:
-    """(N,) ids of those among whom a row's reward is compared: its group, or its `peers` where there are.
+    """(N,) ids of the rows whose rewards are compared with one another: by `peers` if set, else by group.
 
     Args:
-        columns: (N,) `group_id`; `peers` where the advantage compares others, −1 for rows that left before.
+        columns: (N,) `group_id`; and `peers` if the advantage does not compare within groups, −1 for rows
+            that left before the advantage.
 
     Example:
         >>> compared_ids({"group_id": np.array([3, 3, 3, 4]), "peers": np.array([8, 9, 8, -1])}).tolist()
@@ -153,21 +156,22 @@ def has_reward(rollouts: Columns) -> np.ndarray:
 
 
 def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = True) -> np.ndarray:
-    """(R, K) what is compared of each rollout: its reward, or each of several; NaN: none."""
+    """(R, K) the compared rewards of each rollout: one, or each of several. NaN if it has none."""
     if each_reward and "rewards" in columns:
         return columns["rewards"][rollouts["row"]]
     return rollouts["reward"][:, None]
 
 
 def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
-    """(G,) indices of groups in the order in which they are worth reading.
+    """(G,) indices of groups, the most informative for a reader first.
 
-    Groups whose rewards differ alternate with groups whose rewards are equal: of the first k groups at least
-    ⌊k / 2⌋ are of each kind, or all that there are. Of the groups that differ the widest spread comes first,
-    and of the others the lowest mean. Where two are alike the smaller id comes first.
+    Groups whose rewards differ alternate with groups whose rewards are equal. The first k groups contain at
+    least ⌊k / 2⌋ of each kind, or all groups of a kind that has fewer. Groups with different rewards are
+    sorted by std, the greatest first. Groups with equal rewards are sorted by mean, the lowest first. For
+    ties the smaller id comes first.
 
     Args:
-        groups: of :func:`groups_of`.
+        groups: the result of :func:`groups_of`.
 
     Example:
         >>> groups = {"id": np.array([7, 8, 9, 5]), "reward_mean": np.array([1.0, 0.0, 0.5, 0.5])}
@@ -185,7 +189,7 @@ def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def staleness_of(columns: Columns) -> np.ndarray:
-    """(N,) versions behind the newest policy in the batch; -1 unknown.
+    """(N,) versions behind the newest policy in the batch; -1 if unknown.
 
     Args:
         columns: (N,) by name, with `reason`.

@@ -32,6 +32,7 @@ from .shared_tokens import count_shared_tokens, linear_of
 from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
+    from headrace.pipeline.decision import Decision
     from headrace.pipeline.pipeline import Pipeline
     from headrace.pipeline.run import Run
 
@@ -191,7 +192,7 @@ class StepReport:
 
 @takes_options
 def make_report(
-    processed: Run | Pipeline,
+    processed: Run | Pipeline | Decision,
     *,
     step: int = 0,
     solved: float = 1.0,
@@ -207,7 +208,7 @@ def make_report(
     learnt: those of at most 50,000 tokens. They, and texts out of tokens, take a few reads more.
 
     Args:
-        processed: a :class:`Run`, or a :class:`Pipeline` after a batch.
+        processed: a :class:`Run`, a :class:`Decision`, or a :class:`Pipeline` after a batch.
         step: its number.
         solved: least reward of a solved rollout.
         batch: what came in, to say what its rows would cost as trees (:class:`SharedTokens`); None, and
@@ -234,7 +235,8 @@ def make_report(
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    run: Run | None = processed.last_run if hasattr(processed, "last_run") else processed
+    one: Any = getattr(processed, "run") if hasattr(processed, "loss_weight") else processed  # noqa: B009
+    run: Run | None = one.last_run if hasattr(one, "last_run") else one
     if run is None:
         raise RuntimeError(
             "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
@@ -253,7 +255,7 @@ def make_report(
     ):  # of groups that are spread over ranks, a part says nothing
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
-    metrics, there = dict(run.metrics), run.ungathered if run is processed and run.has_batch else None
+    metrics, there = dict(run.metrics), run.ungathered if run is one and run.has_batch else None
     for name, value in (numbers or {}).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"numbers must have a number by each name; got {name}={value!r}")

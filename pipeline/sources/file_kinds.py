@@ -158,7 +158,7 @@ def parse_records(
                 places[label] = samples[0].where
         except SourceError as err:
             named = (as_whole(record.data.get(key)) for key in ("step", "iteration"))
-            reading.skipped.note(err, next((number for number in named if number is not None), step))
+            reading.skipped.note(err, next((number for number in named if number is not None), None))
         else:
             yield from samples
 

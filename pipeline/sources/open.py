@@ -231,14 +231,14 @@ class Source:
             try:
                 for item in READERS[self.format].read(path, reading):
                     step, item = item if isinstance(item, tuple) else (item.step or 0, item)
-                    for named, fault in reading.skipped.take():
-                        yield next(each for each in (named, last, step) if each is not None), fault, path
+                    for named, fault in reading.skipped.take(last, step):
+                        yield named, fault, path
                     yield step, item, path
                     last = step
             except SourceError as err:  # of the file, and not of one of its records
                 reading.skipped.note(err)
-            for named, fault in reading.skipped.take():
-                yield last if named is None else named, fault, path
+            for named, fault in reading.skipped.take(last, None):
+                yield named, fault, path
             reading.done_bytes += path.stat().st_size
             reading.position = 0
 

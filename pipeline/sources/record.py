@@ -15,6 +15,7 @@ import torch
 from headrace.pipeline.wording import printable
 
 MESSAGES_KEPT = 8
+STEPS_KEPT = 4096  # whose first error is kept until their step is read
 MAX_MESSAGE = 2000  # characters, of four bytes at most
 
 
@@ -59,7 +60,7 @@ class Skipped:
         self.allowed, self.deferred = allowed, deferred
         self.count = 0
         self.messages: list[str] = []
-        self._kept: list[tuple[int | None, SourceError]] = []
+        self._kept: dict[int | None, SourceError] = {}  # the first of each step
 
     def note(self, error: SourceError, step: int | None = None) -> None:
         """Count an error, or raise it.
@@ -74,15 +75,27 @@ class Skipped:
         if not self.allowed and not self.deferred:
             raise error
         self.count += 1
-        if not self.allowed and len(self._kept) < MESSAGES_KEPT:
-            self._kept.append((step, error))
+        if not self.allowed and len(self._kept) < STEPS_KEPT:
+            self._kept.setdefault(step, error)
         if len(self.messages) < MESSAGES_KEPT:
             self.messages.append(str(error))
 
-    def take(self) -> list[tuple[int | None, SourceError]]:
-        """The errors since the last call, with the steps that their records name."""
-        kept, self._kept = self._kept, []
-        return kept
+    def take(self, last: int | None, following: int | None) -> list[tuple[int | None, SourceError]]:
+        """The errors since the last call, one for each step, with the steps that their records name.
+
+        A record between two steps that names none may be of either, and so both have its error.
+
+        Args:
+            last: step of the record before them; None: there is none.
+            following: step of the record after them; None: there is none.
+        """
+        kept, self._kept = self._kept, {}
+        unnamed = kept.pop(None, None)
+        if unnamed is None:
+            return list(kept.items())
+        before = [(last, unnamed)] if last is not None or following is None else []
+        after = [(following, unnamed)] if following not in (None, last) else []
+        return [*before, *kept.items(), *after]  # the faults of a step lie beside its other records
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

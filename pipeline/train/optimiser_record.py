@@ -105,7 +105,9 @@ class OptimiserRecord:
         sums = [torch.stack(self._losses).sum()]
         for pairs in self._terms.values():
             values, tokens = (torch.stack(each) for each in zip(*pairs, strict=True))
-            sums.append((values * tokens).sum() / tokens.sum())
+            weighted = torch.where(tokens > 0, values * tokens, 0.0)  # a mean over no tokens is NaN
+            sums += [weighted.sum(), tokens.sum()]
         total, *terms = torch.stack(sums).tolist()
         found = {"optimiser/loss": total / self.steps}
-        return found | {f"optimiser/{name}": value for name, value in zip(self._terms, terms, strict=True)}
+        means = zip(self._terms, terms[::2], terms[1::2], strict=True)
+        return found | {f"optimiser/{name}": weighted / count for name, weighted, count in means if count}

@@ -345,13 +345,13 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 def prompt_summary(steps: Any) -> dict[str, Any]:
     """What became of a prompt in a run: its steps, its mean reward in all, the first and the last of them."""
     each = sorted(steps)
-    rewards = [(seen.reward, seen.rollouts) for _, seen in each if seen.reward is not None]
-    weight = sum(rollouts for _, rollouts in rewards)
+    rewards = [(seen.reward, seen.scored) for _, seen in each if seen.reward is not None]
+    weight = sum(scored for _, scored in rewards)
     return {
         "steps": len(each),
         "groups": sum(seen.groups for _, seen in each),
         "rollouts": sum(seen.rollouts for _, seen in each),
-        "reward": sum(reward * rollouts for reward, rollouts in rewards) / weight if weight else None,
+        "reward": sum(reward * scored for reward, scored in rewards) / weight if weight else None,
         "first": [each[0][0], each[0][1].reward],
         "last": [each[-1][0], each[-1][1].reward],
     }
@@ -366,7 +366,9 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     text = next((text for text in texts if text is not None), None)
     if text is None:
         raise UnreadableRows("no step of these runs has this prompt")
-    steps = [[[step, *seen] for step, seen in found.items()] for found in of_runs]
+    steps = [
+        [[step, seen.groups, seen.rollouts, seen.reward] for step, seen in found.items()] for found in of_runs
+    ]
     return {"text": text, "runs": steps}
 
 

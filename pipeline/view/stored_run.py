@@ -49,6 +49,7 @@ class PromptInStep(NamedTuple):
     groups: int
     rollouts: int
     reward: float | None  # mean over its rollouts with a reward
+    scored: int  # rollouts with a reward
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,9 @@ class StoredRun:
             raise UnreadableRows(f"rows are sorted by a column of numbers; step {number} has no {sort!r}")
         with opened(stored.path) as file:
             order = self._matching(file, stored, reason, group, text, prompt, same)
-            values = np.asarray(file.read([sort])[sort].to_numpy(zero_copy_only=False), np.float64)[order]
-            order = order[np.argsort(-values if descending else values, kind="stable")]  # NaN comes last
+            ranks, unknown = ranked(file.read([sort])[sort])
+            ranks = -ranks if descending else ranks
+            order = order[np.lexsort((ranks[order], unknown[order]))]
             chosen = order[offset : offset + count]
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)
@@ -300,7 +302,8 @@ class StoredRun:
                 keys = list(stored.prompts[same])
                 if text:
                     _, values = coded(stored, same)
-                    keys = [key_of(value) for value in values if text.lower() in str(value).lower()]
+                    wanted = text.casefold()
+                    keys = [key_of(value) for value in values if wanted in str(value).casefold()]
                 for key in keys:
                     found.setdefault(key, {})[number] = stored.prompts[same][key]
         return found
@@ -350,7 +353,7 @@ class StoredRun:
             if key not in self.labels:
                 self.labels[key] = label_of(value)
             mean = float(total[at] / count[at]) if count[at] else None
-            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean)
+            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
         return found
 
 
@@ -493,6 +496,23 @@ def cell_of(value: Any, kind: str) -> Any:
 def as_mask(found: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """(N,) bool of an Arrow column of truths; null is False."""
     return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), bool)
+
+
+def ranked(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) ranks of a column of numbers, equal for equal numbers, and (N,) bool, True where there is none.
+
+    Integers of 64 bits are compared as integers: as floats, ids of texts would be alike.
+
+    Example:
+        >>> ranks, unknown = ranked(pa.chunked_array([[2**60 + 1, None, 2**60]]))
+        >>> ranks.tolist(), unknown.tolist()
+        ([2, 0, 1], [False, True, False])
+    """
+    unknown = as_mask(pc.is_null(column, nan_is_null=True))
+    whole = pa.types.is_integer(column.type)
+    values = pc.fill_null(column, 0) if whole else column.cast(pa.float64())
+    known = np.where(unknown, 0, values.to_numpy(zero_copy_only=False))
+    return np.unique(known, return_inverse=True)[1], unknown
 
 
 def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:

@@ -25,9 +25,9 @@ class InterruptedBatch(NamedTuple):
     taken: int
     """Number of minibatches taken."""
     options: dict[str, Any] | None
-    """The options of its cut, by name; None in a state of an earlier version."""
+    """The options of the split, by name; None in a state of an earlier version."""
     columns: dict[str, Tensor] | None
-    """(N, ...) on the CPU, its ids and rewards, by name; None in a state of an earlier version."""
+    """(N, ...) ids and rewards of its rows, on the CPU, by name; None in a state of an earlier version."""
     after: SplitState
     """The state after the batch, for :meth:`ShuffleSplit.discard_batch`."""
 
@@ -52,7 +52,7 @@ class TrainedBatch(NamedTuple):
 
     rows: int
     columns: Mapping[str, Tensor]
-    """(N, ...), its ids and rewards, by name."""
+    """(N, ...) ids and rewards of its rows, by name."""
 
     def is_again(self, other: TrainedBatch) -> bool:
         """Whether the other batch has the same rows, in any order. False for batches without ids."""
@@ -101,17 +101,17 @@ class SplitState(NamedTuple):
 
 
 class KnownBy(NamedTuple):
-    """What identifies a batch and its cut when the batch comes again."""
+    """What identifies a batch, and how it was split, if the batch is given again."""
 
     rows: int
     options: Mapping[str, Any]
-    """The options of the cut, plain values by name."""
+    """The options of the split, plain values by name."""
     columns: Mapping[str, Tensor]
     """(N,) int64, or (N, ...) float64, by name."""
 
 
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
-    """Copy the columns that identify the rows: all with one integer per row, such as ids, and the reward.
+    """Copy the columns that identify the rows: the reward, and each with one integer per row, such as ids.
 
     Other float columns, such as advantages, are not used: they may differ when they are computed again.
 
@@ -161,8 +161,8 @@ class Progress:
         known_by: what identifies the batch.
 
     Raises:
-        BatchError: a batch was interrupted, and this one has other rows or is cut by other options. The
-            message lists the differences.
+        BatchError: a batch was interrupted, and this batch has other rows, or the split has other options.
+            The message lists the differences.
     """
 
     def __init__(self, before: SplitState, known_by: KnownBy):
@@ -220,7 +220,7 @@ def _differences(batch: InterruptedBatch, known_by: KnownBy) -> Iterator[str]:
     options = {name: (value, known_by.options.get(name)) for name, value in batch.options.items()}
     changed = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in options.items() if old != new]
     if changed:
-        yield "it is cut by other options: " + ", ".join(changed)
+        yield "the split has other options: " + ", ".join(changed)
     for name in sorted(batch.columns.keys() | known_by.columns.keys()):
         old, new = batch.columns.get(name), known_by.columns.get(name)
         if old is None or new is None:
@@ -280,8 +280,8 @@ class SplitMemory:
     def discard_batch(self) -> None:
         """Drop the remaining minibatches of an interrupted batch. Without such a batch, do nothing.
 
-        The remaining minibatches are never trained, and the taken ones are not trained again. The state
-        becomes that after the batch, including its carried rows. If you leave a loop by ``break`` and do not
+        The remaining minibatches are never trained, and the taken ones are not trained again. The state is
+        then the one after the batch, including its carried rows. If you leave a loop by ``break`` and do not
         want to continue it later, call this before you save the state.
         """
         with self.lock:
@@ -296,7 +296,8 @@ class SplitMemory:
         """The state for ``state_dict``.
 
         In the middle of a batch it holds the state before the batch and the number of taken minibatches.
-        After the last minibatch it holds the columns that identify the batch, so that it is skipped later.
+        After the last minibatch it holds the columns that identify the batch, so that the batch is skipped
+        if it is given again.
 
         Raises:
             BatchError: several batches are unfinished, for example because two pipelines share the split.
