@@ -48,7 +48,7 @@ bench: $(STAMP)
 generate: $(STAMP)
 	$(BIN)/python tools/generate.py
 
-# docs/certificates.json, in a minute or two, and the page that shows them.
+# docs/certificates.json, in some minutes, and the page that shows them.
 certificates: $(STAMP)
 	$(BIN)/python tools/make_certificates.py
 	$(BIN)/python tools/generate.py

@@ -381,11 +381,16 @@ NEEDED = {
 }
 
 
+def needed(name: str) -> list:
+    assert name in NEEDED, f"{name}: a line of NEEDED, the columns that it requires"
+    return NEEDED[name]
+
+
 @every
 def test_a_missing_column_is_named_with_what_to_do(name):
-    for key in NEEDED[name]:
+    for key in needed(name):
         batch = rows()
-        if REWARD not in NEEDED[name]:
+        if REWARD not in needed(name):
             batch = batch.exclude(REWARD)  # where it is not there, the reward as collected is what is read
         if name.startswith("weight"):
             batch = batch.exclude(("log_probs", "full"))
@@ -393,6 +398,80 @@ def test_a_missing_column_is_named_with_what_to_do(name):
         with pytest.raises(MissingKeyError, match=r"keys?\)|put \w+ before it") as info:
             STAGES[name]()(batch.exclude(key))
         assert repr(key) in str(info.value)
+
+
+# With the options of STAGES these two count rows, as their docstrings say. With their defaults they do not.
+BY_ROLLOUT = {"advantage": GroupRelativeAdvantage, "whitening": BatchWhitening}
+# Stages whose result depends on the number of rows on purpose.
+COUNT_ROWS = {
+    "turns": "a turn on two rows is an error",
+    "turns-rows": "each row is a turn",
+    "split": "the number of rows decides how the batch is cut",
+    "split-microbatches": "as split",
+    "split-budget": "as split",
+    "split-carry": "as split",
+    "pipeline": "as split",
+}
+
+
+@every
+def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
+    """A fan-out: eight more rows of rollout 0. They have no tokens in the loss, so means of tokens stay."""
+    batch = rows()
+    batch["number"] = torch.arange(8)
+    fanned = batch[torch.cat([torch.arange(8), torch.zeros(8, dtype=torch.int64)])]
+    fanned["masks", "all_assistant_mask"][8:] = False
+    make = BY_ROLLOUT.get(name, STAGES[name])
+    before = others(make()(batch))
+    if name == "turns":
+        with pytest.raises(BatchError, match="each turn of a rollout must be on one row"):
+            make()(fanned)
+        return
+    after = others(make()(fanned))
+    changed = [
+        key for key in before.keys(True, True) if key not in after.keys(True) or not alike(before, after, key)
+    ]
+    if name in COUNT_ROWS:
+        assert changed, "it counts no rows: take its line out of COUNT_ROWS"
+        return
+    assert not changed, (
+        f"{changed} of other rollouts changed with the number of rows of rollout 0. Take statistics over "
+        "rows.voters, not over rows, or give the reason in COUNT_ROWS"
+    )
+
+
+def others(out: TensorDict) -> TensorDict:
+    """The rows of all rollouts but 0, in the order of the batch."""
+    stay = out["rollout_id"] != 0
+    if PADDING in out.keys(True):
+        stay &= ~out[PADDING]
+    return out[stay][out["number"][stay].argsort()]
+
+
+def alike(a: TensorDict, b: TensorDict, key) -> bool:
+    """Whether a column is equal, up to the rounding of a sum of other length."""
+    x, y = a.get(key), b.get(key)
+    if not isinstance(x, torch.Tensor):
+        return list(x) == list(y)
+    return x.shape == y.shape and torch.allclose(x.double(), y.double(), equal_nan=True)
+
+
+@every
+def test_what_a_stage_writes_is_in_its_out_keys(name):
+    """Except for the tokens that ``rows.leave`` masks, in the loss mask or the log-probabilities."""
+    stage, batch = STAGES[name](), rows()
+    if isinstance(stage, Pipeline):
+        return  # its stages say it
+    allowed = [*stage.out_keys, *(POLICIES[1:] if stage.reasons else [])]
+    if name == "token-filter":
+        allowed += POLICIES[1:]  # it masks tokens as rows.leave does
+    if name == "merge":
+        allowed.append("advantage")  # the same numbers, for each token of the merged row
+    out = stage(batch)
+    numbers = [int(deep[0, 0]) // 6 for deep in out["stranger", "deep"]]
+    for key in out.keys(True, True):
+        written = key not in batch.keys(True) or not alike(out, batch[numbers], key)
+        assert not written or key in allowed, f"{name} writes {key!r}, which is not in its out_keys"
 
 
 @every
@@ -451,7 +530,7 @@ def test_rows_that_leave_are_dropped_or_masked_with_a_reason(name):
 @every
 def test_an_unset_id_is_named(name):
     for key in ("group_id", "rollout_id"):
-        if key not in NEEDED[name] or name.startswith("pipeline"):
+        if key not in needed(name) or name.startswith("pipeline"):
             continue
         if key == getattr(STAGES[name](), "state_key", None):
             continue  # here it stands for a state, which may be any label

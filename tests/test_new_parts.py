@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from composed import composed
 from recipes import ADVANTAGES, CHAINS, NAMES
-from test_audit import SOUND
 from test_contract import NEEDED, STAGES
 
 import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline.sources import READERS
 from headrace.transforms import BatchTransform
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,7 +29,8 @@ def lacking_stages() -> list[str]:
     }
     untried = sorted(part.__name__ for part in parts - {type(make()) for make in STAGES.values()})
     return [f"{name}: a line of STAGES and of NEEDED in tests/test_contract.py" for name in untried] + [
-        f"{name}: a line of NEEDED in tests/test_contract.py, its columns" for name in STAGES.keys() - NEEDED
+        f"{name}: a line of NEEDED in tests/test_contract.py, the columns that it requires"
+        for name in STAGES.keys() - NEEDED
     ]
 
 
@@ -60,17 +60,94 @@ def lacking_recipes() -> list[str]:
 
 
 def lacking_readers() -> list[str]:
-    return [f"{name}: a sound dump in SOUND of tests/test_audit.py" for name in READERS.keys() - SOUND]
+    """A reader takes a Reading; modules without one help others."""
+    helpers = {"file_kinds.py", "open.py", "__init__.py"}
+    names = [
+        path.name
+        for path in (ROOT / "pipeline" / "sources").glob("*.py")
+        if path.name not in helpers and re.search(r"\b(Reading|Format)\b", path.read_text())
+        if path.stem.removesuffix("_dump") not in READERS
+    ]
+    return [f"pipeline/sources/{name} has no FORMAT, so it is no reader" for name in names]
 
 
-def out_of_date(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def outdated(*makers: ModuleType) -> list[str]:
+    """The files that `make generate` would write, or why it refuses."""
+    try:
+        files = [path for make in makers for path, text in make.files().items() if not holds(path, text)]
+    except SystemExit as refusal:
+        return str(refusal).splitlines()
+    return [f"{path.relative_to(ROOT)}: run `make generate`" for path in files]
+
+
+def holds(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+def test_every_table_lists_a_new_stage_or_reader(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_listings
+    import make_stages
+
+    lacking = outdated(make_listings, make_stages) + lacking_stages() + lacking_readers()
+    assert not lacking, "to be added:\n" + "\n".join(lacking)
+
+
+def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_recipes
+    import make_stages
+
+    class Clip(BatchTransform):
+        """Clip rewards.
+
+        Args:
+            low: lowest reward.
+        """
+
+        def __init__(self, *, low: float, high: float, **names):
+            super().__init__()
+
+    monkeypatch.setattr(make_stages, "nodes", lambda contract: {"clip": Clip})
+    told = "lacks high, names under Args: add a line '    high: what it is' for each, in the order low, high"
+    assert told in make_stages.undocumented()[0]
+    assert outdated(make_stages) == make_stages.undocumented()
+
+    (tmp_path / "bare.yaml").write_text("defaults: [rloo]\n")
+    monkeypatch.setattr(make_recipes, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"^bare.yaml: its first line must be a comment with the equation"):
+        make_recipes.comment_of(tmp_path / "bare.yaml")
+
+
+@pytest.mark.slow
+def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_listings
+
+    package = tmp_path / "headrace" / "transforms"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "stage.py").write_text("class BatchTransform: ...\n")
+    (package / "x.py").write_text("from headrace.transforms import BatchTransform\n")
+    listing = package / "__init__.py"
+    listing.write_text("from .stage import BatchTransform\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(make_listings, "ROOT", tmp_path)
+    with pytest.raises(
+        SystemExit, match=r"^transforms/x.py imports from headrace.transforms, which imports it"
+    ):
+        make_listings.write({listing: "from .x import X\nfrom .stage import BatchTransform\n"})
+    assert listing.read_text() == "from .stage import BatchTransform\n"
+
+
+@pytest.mark.slow
+def test_every_table_lists_a_new_recipe_or_dump(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr("headrace.pipeline.load_pipeline", composed)  # of which tests compose most as well
-    import generate
+    import make_recipes
+    import make_symptoms
+    from test_audit import SOUND
 
-    return [f"{path.relative_to(ROOT)}: run `make generate`" for path in generate.outdated()]
-
-
-def test_every_table_lists_a_new_part(monkeypatch):
-    lacking = out_of_date(monkeypatch) + lacking_stages() + lacking_readers() + lacking_recipes()
+    undumped = [f"{name}: a sound dump in SOUND of tests/test_audit.py" for name in READERS.keys() - SOUND]
+    lacking = outdated(make_recipes, make_symptoms) + lacking_recipes() + undumped
     assert not lacking, "to be added:\n" + "\n".join(lacking)

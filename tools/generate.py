@@ -35,8 +35,9 @@ def write(files: dict[Path, str]) -> None:
 
 if __name__ == "__main__":
     if "--check" not in sys.argv:
-        write(make_listings.files())  # first, since the others import what is listed
-        write(outdated())
+        listings = make_listings.files()
+        make_listings.write(listings)  # first, since the others import what is listed
+        write(listings | outdated())
     elif found := outdated():
         names = ", ".join(str(path.relative_to(ROOT)) for path in found)
         sys.exit(f"out of date: {names}. Run `make generate`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,32 @@ def files() -> dict[Path, str]:
                 texts[listing] = text
             module = module.parent
     return {path: tidy(text) for path, text in texts.items()}
+
+
+def write(listings: dict[Path, str]) -> None:
+    """Write the listings, if the package can be imported with them; else leave them as they were.
+
+    Raises:
+        SystemExit: it cannot be imported; the message names the file.
+    """
+    before = {path: path.read_text() for path in listings}
+    for path, text in listings.items():
+        path.write_text(text)
+    run = subprocess.run(
+        [sys.executable, "-c", "import headrace.transforms"], capture_output=True, text=True, cwd=ROOT
+    )
+    if run.returncode == 0:
+        return
+    for path, text in before.items():
+        path.write_text(text)
+    where = re.findall(r'File ".*/(transforms/.*\.py)"', run.stderr)
+    found = f"{where[-1] if where else 'transforms'}: {run.stderr.strip().splitlines()[-1]}"
+    if "partially initialized module 'headrace.transforms" in found:
+        found = (
+            f"{where[-1]} imports from headrace.transforms, which imports it: write `from .stage import "
+            "BatchTransform`, or in a folder `from headrace.transforms.stage import BatchTransform`"
+        )
+    sys.exit(f"{found}. Nothing was written")
 
 
 def tidy(text: str) -> str:

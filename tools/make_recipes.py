@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -69,13 +70,20 @@ start_weight=R/P)`.
 
 
 def comment_of(path: Path) -> str:
-    """The comment at the head of a recipe."""
+    """The comment at the head of a recipe.
+
+    Raises:
+        SystemExit: there is none.
+    """
     lines = []
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
             break
         if not line.startswith("# @package"):
             lines.append(line.removeprefix("#").strip())
+    if not any(lines):
+        where = path.relative_to(ROOT)
+        sys.exit(f"{where}: its first line must be a comment with the equation and its source")
     return " ".join(lines)
 
 

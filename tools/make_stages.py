@@ -43,6 +43,12 @@ NAMES = {
 SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
 OWN = {(transforms.DenseRows, "log_prob_key")}  # of the policy that sampled, whatever the loss reads
 WIDTH = 110
+# Per folder of conf/: the contract of its classes, and the levels from an option up to the pipeline's node.
+KINDS: dict[str, tuple[type, int]] = {
+    "stage": (transforms.BatchTransform, 3),
+    "criterion": (transforms.Criterion, 4),
+    "term": (transforms.TokenTerm, 4),
+}
 
 
 def node(cls: type, levels: int) -> str:
@@ -94,21 +100,34 @@ def literals(hint: Any) -> list[str]:
 
 
 def describe_arguments(cls: type) -> dict[str, str]:
-    """What the docstring says of each option, in one line each.
-
-    Raises:
-        SystemExit: the docstring and the signature differ.
-    """
+    """What the docstring says of each option, in one line each."""
     text = inspect.getdoc(cls) or ""
     section = re.search(r"^Args:\n((?:    .*\n|\n)+)", text + "\n", re.MULTILINE)
     found = re.findall(
         r"^    (\w+): ((?:.+\n(?:        .+\n)*))", section[1] if section else "", re.MULTILINE
     )
-    described = {name: " ".join(words.split()) for name, words in found}
-    options = list(inspect.signature(cls.__init__).parameters)[1:]
-    if list(described) != options:
-        sys.exit(f"{cls.__name__} documents {list(described)} and takes {options}")
-    return described
+    return {name: " ".join(words.split()) for name, words in found}
+
+
+def undocumented() -> list[str]:
+    """The classes whose docstring and signature differ, each with what to do."""
+    lacking = []
+    for cls in (cls for contract, _ in KINDS.values() for cls in nodes(contract).values()):
+        described = list(describe_arguments(cls))
+        options = list(inspect.signature(cls.__init__).parameters)[1:]
+        file = cls.__module__.removeprefix("headrace.").replace(".", "/")
+        where = f"{file}.py: the docstring of {cls.__name__}"
+        if missing := [option for option in options if option not in described]:
+            lacking.append(
+                f"{where} lacks {', '.join(missing)} under Args: add a line '    {missing[0]}: what it is' "
+                f"for each, in the order {', '.join(options)}"
+            )
+        elif described != options:
+            lacking.append(
+                f"{where} has {', '.join(described)} under Args: it must have "
+                f"{', '.join(options) or 'none'}, in this order"
+            )
+    return lacking
 
 
 def first_sentence(text: str) -> str:
@@ -144,16 +163,17 @@ def nodes(contract: type) -> dict[str, type]:
 
 
 def files() -> dict[Path, str]:
-    """Each file and what it should hold."""
-    kinds = {
-        "stage": (transforms.BatchTransform, 3),
-        "criterion": (transforms.Criterion, 4),
-        "term": (transforms.TokenTerm, 4),
-    }
+    """Each file and what it should hold.
+
+    Raises:
+        SystemExit: docstrings and signatures differ.
+    """
+    if lacking := undocumented():
+        sys.exit("\n".join(lacking))
     source = CONF / "source" / "dump.yaml"
     formats = re.sub("(?<=^format: auto # ).*", ", ".join(READERS), source.read_text(), flags=re.MULTILINE)
     return {source: formats, CONF / "columns" / "default.yaml": names_of_columns()} | {
         CONF / kind / f"{name}.yaml": node(cls, levels)
-        for kind, (contract, levels) in kinds.items()
+        for kind, (contract, levels) in KINDS.items()
         for name, cls in nodes(contract).items()
     }

@@ -176,13 +176,16 @@ def incomplete_groups(
     if len(rows):
         ends = None
         if done is not None:
-            flags = (rows.flags(role) if rows.has(role) else None for role in ("done", "begins"))
-            numbers = (rows[role] if rows.has(role) else None for role in ("segment", "expected_segments"))
-            ends = Ends(*flags, *numbers)
+            ends = Ends(
+                done=rows.flags("done"),
+                begins=rows.flags("begins") if rows.has("begins") else None,
+                segment=rows["segment"] if rows.has("segment") else None,
+                expected=rows["expected_segments"] if rows.has("expected_segments") else None,
+            )
         presence = count_present(rows, group_size, ends, rows["status"] if rows.has("status") else None)
-        groups, short = rows.groups, presence.have < presence.expected
-        found = torch.stack([groups.labels[groups.first], presence.have, presence.expected], 1)[short]
-        found = found[groups.first[short].argsort()]
+        groups, incomplete = rows.groups, presence.have < presence.expected
+        found = torch.stack([groups.labels[groups.first], presence.have, presence.expected], 1)[incomplete]
+        found = found[groups.first[incomplete].argsort()]
     missing = torch.tensor(missing_groups(rows["group"], expected_groups), dtype=torch.int64)
     nothing = torch.stack([missing, torch.zeros_like(missing), torch.full_like(missing, group_size or -1)], 1)
     return IncompleteGroups(*torch.cat([found, nothing]).to(device).unbind(1))
@@ -370,6 +373,7 @@ class CompletenessGate(
 
     def decide(self, rows: Rows) -> None:
         """Take out or refuse incomplete groups."""
+        # 1. Count the present rollouts of each group.
         ends, status = self._ends(rows), rows.status
         if self.group_size is None and not rows.has("expected"):
             raise MissingKeyError(
@@ -379,27 +383,33 @@ class CompletenessGate(
             )
         presence = count_present(rows, self.group_size, ends, status)
         rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
-        short = presence.have < presence.expected
-        lacking, lacks = short.nonzero().flatten(), groups.spread(short)
-        missing = self._missing(rows)
-        if self.on_incomplete == "raise" and (missing or len(lacking)):
-            firsts = groups.first[lacking].sort().values.tolist()
-            found = [describe_group(rows, row, status, presence) for row in firsts]
-            self._refuse(found, missing)
+        incomplete = presence.have < presence.expected
+        without_rows = self._groups_without_rows(rows)
+
+        # 2. Refuse the batch, or say which groups are dropped.
+        if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
+            firsts = groups.first[incomplete].sort().values.tolist()
+            self._refuse([describe_group(rows, row, status, presence) for row in firsts], without_rows)
+        dropped = incomplete
         if self.on_incomplete == "keep":
-            short = (presence.have < (self.min_rollouts or 1)) | (
+            dropped = (presence.have < (self.min_rollouts or 1)) | (
                 presence.have.double() / presence.expected < (self.min_fraction or 0)
             )
+
+        # 3. Take out rows: of dropped groups, and of rollouts that are not present or empty.
         present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)
         if self.done_key is None or rows.has("done"):  # later stages read this in place of the ends
             rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
-        rows.leave(groups.spread(short) & present, "incomplete")
+        rows.leave(groups.spread(dropped) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")
         take_empty_out(rows, self.empty)
-        rows.metric("missing_groups", len(missing))
+
+        # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
+        rows.metric("missing_groups", len(without_rows))
+        of_incomplete = groups.spread(incomplete)
         for view in rows.of_each_rank():
-            view.metric("incomplete_rows", view.of_rank(lacks).sum())
+            view.metric("incomplete_rows", view.of_rank(of_incomplete).sum())
 
     def _ends(self, rows: Rows) -> Ends | None:
         """The columns that mark where rollouts begin and end; None: all rollouts are finished."""
@@ -420,7 +430,7 @@ class CompletenessGate(
             return self.expected_groups.drawn_with(own.unique().tolist())
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
-    def _missing(self, rows: Rows) -> list[int]:
+    def _groups_without_rows(self, rows: Rows) -> list[int]:
         """List the dispatched groups that have no row.
 
         Ranks with shared ids compare the groups of all ranks. Ranks with their own ids compare only theirs.
@@ -436,9 +446,9 @@ class CompletenessGate(
             own = rows.groups.labels
         return missing_groups(own, dispatched)
 
-    def _refuse(self, lacking: list[str], missing: list[int]) -> None:
+    def _refuse(self, incomplete: list[str], without_rows: list[int]) -> None:
         """Raise for incomplete groups, which are described already, and for groups without rows."""
         size = "all" if self.group_size is None else self.group_size
-        found = [*lacking, *(f"group {group} has 0 of {size} (no rows)" for group in missing)]
+        found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
         plural = "s" if len(found) > 1 else ""
         raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))

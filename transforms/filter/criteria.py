@@ -100,10 +100,11 @@ class RewardsVary(Criterion, columns=("reward", "group")):
         """(M,) bool."""
         reward, groups = rows.reward, rows.groups
         missing = reward.isnan()
-        low, high = (reward.masked_fill(missing, end) for end in (float("inf"), float("-inf")))
-        spread = groups.max(high) - groups.min(low)  # −∞ if no rollout of the group has a reward
-        vary = groups.spread(spread > self.tol)
-        return vary if rows.counted is None else vary | ~rows.counted
+        highest = groups.max(reward.masked_fill(missing, -INF))
+        lowest = groups.min(reward.masked_fill(missing, INF))
+        differ = groups.spread(highest - lowest > self.tol)  # −∞ if no rollout of the group has a reward
+        # Excluded rows stay: they are not in the maximum and minimum, and have a reason already.
+        return differ if rows.counted is None else differ | ~rows.counted
 
 
 class RewardWithin(Criterion, columns=("reward",)):

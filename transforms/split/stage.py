@@ -166,6 +166,7 @@ class ShuffleSplit(
         [0, 0, 1, 1]
     """
 
+    # `trained_before` is not listed: it is in the ledger only if a batch comes again after a restart.
     reasons = ("remainder", "carried")
     effects: tuple[Effect, ...] = ("dropped", "carried")
     within_groups = True
@@ -271,16 +272,24 @@ class ShuffleSplit(
             forest = self._forest(every, parts, lengths)
 
         # 3. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
-        of_ranks = [Part(*part) for part in zip(parts, units, strict=True)]
-        plans = draw_plans(of_ranks, labels, lengths, cut, calls=before.calls, epochs=epochs, forest=forest)
-        passes = [_where(each, table.size) for each in zip(*plans, strict=True)]
-        progress.minibatches = sum(len(plan.sizes) for plan in plans[rows.rank])
+        by_rank = draw_plans(
+            [Part(*part) for part in zip(parts, units, strict=True)],
+            labels,
+            lengths,
+            cut,
+            calls=before.calls,
+            epochs=epochs,
+            forest=forest,
+        )
+        passes = [_where(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
+        own_plans = by_rank[rows.rank]
+        progress.minibatches = sum(len(plan.sizes) for plan in own_plans)
 
         # 4. Carry or drop the leftover rows.
         trained, kept, carries = torch.ones(table.size, dtype=torch.bool), None, cut.remainder == "carry"
         for reason, effect in zip(self.reasons, self.effects, strict=True):
             rows.name_reason(reason, effect)
-        if any(len(plan.left) for of_rank in plans for plan in of_rank):
+        if any(len(plan.left) for plans in by_rank for plan in plans):
             trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
             kept = self._kept(table, own[~trained[own]])
             out = ~trained if rows.index is None else ~trained[rows.index]
@@ -291,7 +300,7 @@ class ShuffleSplit(
 
         # 5. Record the metrics of this rank's rows.
         for view in rows.of_each_rank():
-            own, last = parts[view.rank], plans[view.rank][-1]
+            own, last = parts[view.rank], by_rank[view.rank][-1]
             measured = measure_plan(last, lengths, cut, forest) | {"left": float((~trained[own]).sum())}
             if cut.max_tokens is not None and len(last.sizes):
                 measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
@@ -299,8 +308,8 @@ class ShuffleSplit(
                 measured["carried_in"] = float(len(own) - len(_fresh(table, own)))
             for name, value in measured.items():
                 view.metric(name, value)
-        state, mine = SplitState(before.calls + epochs, kept), plans[rows.rank]
-        return Permuted(rows, self, passes, mine, state, progress, plans)
+        state = SplitState(before.calls + epochs, kept)
+        return Permuted(rows, self, passes, own_plans, state, progress, by_rank)
 
     def permuted_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Permuted:
         """Take over the plans that another rank made for the rows of this one (:meth:`permute`).
@@ -383,6 +392,7 @@ class ShuffleSplit(
         self.remember(permuted.state, permuted.progress)
 
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
+        """Permute and gather a batch outside a pipeline. One thread at a time may use the state."""
         ranks = self._own_ranks()
         with self.lock:
             with labels_in_errors(batch, self._id_keys()), sharing(ranks):
