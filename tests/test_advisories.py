@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
-from headrace.pipeline.composing import compose_config
+from headrace.pipeline.composing import compose_config, recipes
 from headrace.pipeline.report import advise, symptoms, unchecked, verdict
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
@@ -313,6 +313,43 @@ def test_the_words_against_a_symptom_compose_and_build():
             load_pipeline(*line.split())
         else:
             build_pipeline(compose_config("config", *line.split()).pipeline)
+
+
+FIRED = [
+    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.words
+]
+
+
+@pytest.mark.parametrize("task", ["replay", "audit"])
+def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe(task):
+    """Those of train, or of a stage that the recipe does not have, are said in words, or left out."""
+    for recipe in (name for name in recipes() if name.startswith("as/")):
+        typed = [f"task={task}", f"pipeline={recipe}"]
+        config = compose_config("config", *typed)
+        shown = [(remedy, remedy.under([config])) for _, remedy in FIRED]
+        words = [now.words.split() for _, now in shown if now is not None and now.words]
+        assert all(now.text.endswith(before.elsewhere) for before, now in shown if now and not now.words)
+        assert not any(
+            word.startswith(("train.", "optimizer.", "group_size=")) for line in words for word in line
+        )
+        here = [line for line in words if not any(word.startswith(("task=", "pipeline=")) for word in line)]
+        assert here
+        assert (["pipeline.stages.filter.action=drop"] in words) == bool(config.pipeline.stages.get("filter"))
+        compose_config("config", *typed, *sorted({word for line in here for word in line}))
+
+
+@pytest.mark.parametrize(("solved", "kept"), [("solve_none", "easier"), ("solve_all", "harder")])
+def test_groups_of_equal_rewards_say_whether_prompts_are_too_hard_or_too_easy(solved, kept):
+    numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_none": 0.1, "solve_all": 0.1, solved: 0.8}
+    (found,) = advise(numbers)
+    assert found.cause == solved
+    assert found.text.endswith(
+        {"easier": "the prompts are too hard.", "harder": "the prompts are too easy."}[kept]
+    )
+    said = [each.text for each in symptoms()[found.name].remedies if each.when == found.cause]
+    assert any(kept in text for text in said)
+    (found,) = advise(numbers | {solved: 0.1})  # neither: rewards of few values, or a constant
+    assert found.cause == ""
 
 
 # -- some of many ----------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def long_run(**run):
         said = [
             {
                 "name": name,
+                "cause": "",
                 "text": f"Step {at} has `{name}`, and it has been so at 44 of 60 steps, first at 3 "
                 "and last at 59, for which there is a word or two to say.",
             }
@@ -50,11 +51,15 @@ def long_run(**run):
         )
     known = [
         {key: value for key, value in symptoms()[name]._asdict().items() if key != "needs"}
-        | {"remedies": [each._asdict() for each in symptoms()[name].remedies]}
+        | {"remedies": [shown(each) for each in symptoms()[name].remedies]}
         for name in FIRED
     ]
     made = {"curve_steps": STEPS, "curves": CURVES, "symptoms": known}
     return pages.run_of(*steps, title="sixty steps", **made) | ({"run": about(**run)} if run else {})
+
+
+def shown(remedy):
+    return {"text": remedy.text, "words": remedy.words, "when": remedy.when}
 
 
 def about(**changes):

@@ -33,6 +33,8 @@ class Advisory(NamedTuple):
     """The name of the number by which it is judged."""
     steps: tuple[int, ...]
     """At which the number was beyond the bound, by itself."""
+    cause: str = ""
+    """``solve_none`` or ``solve_all``, where that is why: the remedies for the other one are left out."""
 
 
 class Advice(NamedTuple):
@@ -58,6 +60,10 @@ class Bound(NamedTuple):
     """Whether exactly 0 is worth a sentence, of a number that is never below."""
     also: str = ""
     """A sentence behind it, where a group is solved by all of its rollouts, or by none."""
+    solve_none: str = ""
+    """In place of ``also``, where groups that no rollout solves are at least half of the number."""
+    solve_all: str = ""
+    """In place of ``also``, where groups that every rollout solves are at least half of it."""
     least_groups: int = 0
     """Steps of fewer groups are not judged."""
 
@@ -232,10 +238,14 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     if where := said_at(steps, len(history)):
         text += f"{BEYOND}{rule.words} {where}."
     solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
+    cause = ""
     if rule.also and any(solved.values()):
-        also = rule.also.format(**{key: percent(share) for key, share in solved.items()})
+        most = max(solved, key=lambda key: solved[key])
+        cause = most if 2 * solved[most] >= value and len(set(solved.values())) > 1 else ""
+        words = {"solve_none": rule.solve_none, "solve_all": rule.solve_all}.get(cause, rule.also)
+        also = words.format(**{key: percent(share) for key, share in solved.items()})
         text += f" {also}{window}."
-    return Advisory(rule.name, text, rule.number, tuple(steps))
+    return Advisory(rule.name, text, rule.number, tuple(steps), cause)
 
 
 def _least(numbers: Numbers) -> list[Advisory]:
@@ -345,6 +355,51 @@ class Remedy(NamedTuple):
     text: str
     words: str
     """To type behind ``headrace``; empty: it is done elsewhere."""
+    elsewhere: str = ""
+    """Where to do it, if the task or its recipe does not have these options."""
+    when: str = ""
+    """The cause that it is against, ``solve_none`` or ``solve_all``; empty: any."""
+
+    def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
+        """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
+
+        Options that one of them does not have are not shown: what to do elsewhere is said in words.
+
+        Args:
+            configs: composed, one for each recipe; empty: every option is shown.
+        """
+        if all(has_options(config, self.words) for config in configs):
+            return self
+        return Remedy(f"{self.text}: {self.elsewhere}", "", "", self.when) if self.elsewhere else None
+
+
+def has_options(config: DictConfig, words: str) -> bool:
+    """Whether a composed configuration takes these overrides.
+
+    Another task, or another recipe, has options of its own. A comparison has two recipes, and takes no other.
+
+    Example:
+        >>> config = OmegaConf.create({"task": "replay", "pipeline": {"stages": {"gate": {"empty": 1}}}})
+        >>> has_options(config, "pipeline.stages.gate.empty=exclude"), has_options(config, "group_size=16")
+        (True, False)
+    """
+    paths = [word.partition("=")[0] for word in words.split()]
+    if "task" in paths:
+        return True
+    if "pipeline" in paths:
+        return config.task != "compare" and all(path.partition(".")[0] == "pipeline" for path in paths)
+    chosen = [path.partition("@")[2] for path in paths if "@" in path]
+    return all(
+        _has(config, path.partition("@")[2] or path)
+        or (path.startswith("+") and any(path[1:].startswith(f"{each}.") for each in chosen))
+        for path in paths
+    )
+
+
+def _has(config: DictConfig, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return OmegaConf.is_dict(node) and name in node
 
 
 class Symptom(NamedTuple):
@@ -376,7 +431,7 @@ def symptoms() -> dict[str, Symptom]:
             node.shows,
             node.means,
             node.needs,
-            tuple(Remedy(each.text, each.get("words", "")) for each in node.remedies),
+            tuple(Remedy(**{"words": "", **each}) for each in node.remedies),
         )
         for name, node in _symptom_nodes().items()
     }

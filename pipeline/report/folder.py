@@ -59,6 +59,8 @@ class ReportFolder:
     Attributes:
         notices: sentences that the page has above all else, about steps that failed say; to be set.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
+        configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
+            not have. Empty, the page shows all remedies.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
@@ -107,6 +109,7 @@ class ReportFolder:
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self.notices: list[str] = []
         self.unsaid: list[str] = []
+        self.configs: Sequence[DictConfig] = ()
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
@@ -129,7 +132,7 @@ class ReportFolder:
             ConfigError: a setting that the class refuses.
         """
         try:
-            return cls(
+            made = cls(
                 folder,
                 title=title,
                 steps=config.report.steps,
@@ -141,6 +144,8 @@ class ReportFolder:
             )
         except ValueError as err:
             raise ConfigError(f"report.{err}") from err
+        made.configs = [config]
+        return made
 
     def __enter__(self) -> ReportFolder:
         return self
@@ -216,6 +221,7 @@ class ReportFolder:
             advice=[*self._advice.values()],
             totals=totals_over(numbers for _, numbers in self._read),
             recorded=len(self._read),
+            configs=self.configs,
         )
         data["run"] = {
             "began": self._began,

@@ -111,6 +111,7 @@ class PageAdvisory(TypedDict):
 
     name: str  # of its symptom
     text: str  # a sentence, with the number
+    cause: str  # of it, `solve_none` or `solve_all`; empty: not known
 
 
 class PageRemedy(TypedDict):
@@ -118,6 +119,7 @@ class PageRemedy(TypedDict):
 
     text: str  # what
     words: str  # to type; empty: none
+    when: str  # the cause that it is against; empty: any
 
 
 class PageSymptom(TypedDict):

@@ -64,7 +64,8 @@ def compare(
     names = list(config.pipelines)
     if len(names) != 2:
         raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
-    pipelines = [build_pipeline(node) for node in recipe_nodes(names, words).values()]
+    nodes = list(recipe_nodes(names, words).values())
+    pipelines = [build_pipeline(node) for node in nodes]
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
@@ -78,6 +79,7 @@ def compare(
         every=config.report.every,
         versus=names,
     )
+    folder.configs = [OmegaConf.create({**config, "pipeline": node}) for node in nodes]
     with folder:
         for step, batch in each_step(source, console):
             first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)

@@ -83,7 +83,7 @@ function adviceLine(page, verdict, advisory) {
       h(
         "ul",
         {},
-        symptom.remedies.map((remedy) =>
+        symptom.remedies.filter((remedy) => !remedy.when || remedy.when === advisory.cause).map((remedy) =>
           h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
         ),
       ),
