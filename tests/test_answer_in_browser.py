@@ -125,8 +125,11 @@ def test_each_number_says_of_which_steps_it_is(look):
     assert page.texts("#answer h2 .of-step") == ["step 59"] * 6
     assert page.texts("#answer .range") == ["curve: 60 of 600 steps, steps 0 to 59"] * 6
     assert page.seen("#totals") == "All 600 steps, 0 to 59: 11,370 of 16,000 rows (71 %) were in the loss."
-    assert page.seen("#of") == "5 of 600 steps, 0 to 59"
+    assert page.seen("#of") == "5 of 600 steps are on this page"
+    page.choose("number", "31")
+    assert page.seen("#elsewhere").startswith("Step 31 is not on this page: 5 of 600 steps are on this page.")
     page.choose("number", "30")
+    assert page.seen("#elsewhere") == ""
     assert page.texts("main section:not([hidden]) h2 .of-step")[0] == "step 30"
     assert "71 %" in page.seen("#totals")
 

@@ -136,6 +136,15 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     return [*found, *_least(numbers), *_trends(history)]
 
 
+def broken_by(numbers: Numbers) -> list[str]:
+    """The names of the rules of one number that a step breaks by itself."""
+    nothing = ["nothing-trains"] if numbers.get("rows/trained") == 0 else []
+    return [
+        *nothing,
+        *(rule.name for rule in bounds() if rule.holds(numbers) and rule.fires(numbers[rule.number])),
+    ]
+
+
 def unchecked(history: History) -> list[str]:
     """The names of the symptoms that cannot be told, because the history lacks the data that they need.
 

@@ -77,7 +77,7 @@ function adviceLine(page, verdict, advisory) {
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, said ? symptom.title : advisory.text, said ? ": " : " ", h("span", { class: "note" }, "what to do")),
+      h("summary", {}, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, "what to do")),
       said ? null : h("h3", {}, symptom.title),
       h("p", {}, withCode(symptom.means)),
       h(

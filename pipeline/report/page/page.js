@@ -128,7 +128,8 @@ function turnTo(index) {
 // Go where the address says, and say so where there is no such place.
 function follow(address) {
   const wanted = address.step?.trim() ? Number(address.step) : NaN;
-  const index = Number.isFinite(wanted) ? nearest(wanted) : state.index;
+  const found = placeOf(wanted);
+  const index = found < 0 ? state.index : found;
   state.search = byId("search").value = address.search ?? "";
   const there = chosen(modelOf(page.steps[index]), state).some(({ group }) => String(group.id) === address.group);
   state.group = there ? address.group : null;
@@ -136,15 +137,19 @@ function follow(address) {
   if (there) openGroup(address.group);
   const now = page.steps[index].step;
   const lost = [];
-  if (address.step !== null && now !== wanted) {
-    const how = Number.isFinite(wanted) ? ", the nearest" : "";
-    lost.push(`There is no step ${address.step} on this page: this is step ${count(now)}${how}.`);
-  }
+  if (address.step !== null && found < 0) lost.push(sayAbsent(address.step));
   if (address.group !== null && !there)
     lost.push(`There is no group ${address.group} to show at step ${count(now)}.`);
-  byId("elsewhere").textContent = lost.join(" ");
-  byId("elsewhere").hidden = !lost.length;
+  sayElsewhere(lost.join(" "));
 }
+
+function sayElsewhere(text) {
+  byId("elsewhere").textContent = text;
+  byId("elsewhere").hidden = !text;
+}
+
+const sayAbsent = (step) =>
+  `Step ${step} is not on this page: ${stepsOf(page)}. This is step ${count(page.steps[state.index].step)}.`;
 
 function listenForSearch() {
   byId("search").addEventListener("input", (e) => {
@@ -163,13 +168,19 @@ function listenForSearch() {
 function stepsOf({ steps, curve_steps, recorded }) {
   const ends = `${count(steps[0].step)} to ${count(steps.at(-1).step)}`;
   const all = recorded ?? curve_steps.length;
-  return steps.length < all ? `${count(steps.length)} of ${count(all)} steps, ${ends}` : `${plural(steps.length, "step")}, ${ends}`;
+  if (steps.length >= all) return `${plural(steps.length, "step")}, ${ends}`;
+  const view = page.rows_kept ? "; headrace view FOLDER has all" : "";
+  return `${count(steps.length)} of ${count(all)} steps are on this page${view}`;
 }
 
-// The step with the number nearest to the one typed.
-function nearest(wanted) {
-  const gaps = page.steps.map((step) => Math.abs(step.step - wanted));
-  return gaps.indexOf(Math.min(...gaps));
+const placeOf = (wanted) => page.steps.findIndex(({ step }) => step === wanted);
+
+// A reader has typed the number of a step.
+function turnToStep(typed) {
+  const index = placeOf(Number(typed));
+  if (index >= 0) return turnTo(index);
+  byId("number").value = page.steps[state.index].step;
+  sayElsewhere(sayAbsent(typed));
 }
 
 function start() {
@@ -204,7 +215,7 @@ function start() {
   byId("number").max = page.steps[last].step;
   byId("of").textContent = stepsOf(page);
   byId("slider").addEventListener("input", (e) => turnTo(Number(e.target.value)));
-  byId("number").addEventListener("change", (e) => turnTo(nearest(Number(e.target.value))));
+  byId("number").addEventListener("change", (e) => turnToStep(e.target.value));
   byId("previous").addEventListener("click", () => turnTo(state.index - 1));
   byId("next").addEventListener("click", () => turnTo(state.index + 1));
   for (const name of ["sort", "filter"]) {
