@@ -170,6 +170,17 @@ def test_flat_stalled_and_falling_are_told_by_their_rule(quarters, found, said):
     assert words.startswith(f"The mean reward {said}")
 
 
+@pytest.mark.parametrize(("spread", "said"), [(0.06, "is flat"), (0.03, "fell")])
+def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
+    """Of quarters of 8 steps, alternating: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
+    values = [mean + spread * (-1) ** step for mean in (0.4, 0.4, 0.4, 0.35) for step in range(8)]
+    history = steps_of("reward/all/mean", values, **RANGE)
+    assert verdict(history[-1][1], history).startswith(f"The mean reward {said}")
+    assert ("two standard errors, 0.064" in verdict(history[-1][1], history)) == (said == "is flat")
+    rising = steps_of("reward/all/mean", values[::-1], **RANGE)
+    assert verdict(rising[-1][1], rising).startswith("The mean reward " + said.replace("fell", "rose"))
+
+
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
 def test_a_reward_that_is_only_rounded_does_not_move(reward):
     """The mean of eight times 0.1 is not that of seven."""

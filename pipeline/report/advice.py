@@ -315,11 +315,13 @@ class Trend(NamedTuple):
 def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) -> Trend:
     """How a number went over its steps.
 
-    With the range high − low, and the means of quarters of the steps (:func:`quarter_means`)::
+    With the range high − low, the means of quarters of the steps (:func:`quarter_means`), the variances s² of
+    their n values (divisor n − 1) and the standard error of a difference of means, and
+    small = max(0.02 · range, 2 · √(s₁²/n + s₄²/n))::
 
         short     fewer than 12 steps
-        fell      mean(Q₄) − mean(Q₁) < −0.02 · range
-        flat      |mean(Q₄) − mean(Q₁)| ≤ 0.02 · range
+        fell      mean(Q₄) − mean(Q₁) < −small
+        flat      |mean(Q₄) − mean(Q₁)| ≤ small
         stalled   mean(Q₄) − mean(Q₃) ≤ 0.02 · range, and high − mean(Q₄) > 0.1 · range
         rose      else
 
@@ -341,18 +343,27 @@ def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) ->
         return Trend("short", steps, last.value, f"went {ends}")
     rise, late = last.value - first.value, last.value - before.value
     small = max(SMALL * (high - low), ROUNDED * max(abs(low), abs(high)))
+    noise = 2 * math.sqrt(_squared_error(points[: steps // 4]) + _squared_error(points[-(steps // 4) :]))
     at_top = high - last.value <= AT_THE_TOP * (high - low)
     stays = f"{first.value:.3g} in {first.window}, {last.value:.3g} in {last.window}"
-    if rise < -small:
+    if small < abs(rise) <= noise:
+        stays += f", which is within two standard errors, {noise:.2g}"
+    if rise < -max(small, noise):
         return Trend("fell", steps, last.value, f"fell {ends}")
-    if rise <= small and not (at_top and high > low):
+    if rise <= max(small, noise) and not (at_top and high > low):
         return Trend("flat", steps, last.value, f"is flat: {stays}")
     if late <= small and not at_top:
         words = f"rose {ends} and no longer rises: it was {before.value:.3g} in {before.window}"
         return Trend("stalled", steps, last.value, words)
-    if rise <= small:
+    if rise <= max(small, noise):
         return Trend("rose", steps, last.value, f"stays near the greatest seen: {stays}")
     return Trend("rose", steps, last.value, f"rose {ends}")
+
+
+def _squared_error(points: Sequence[tuple[int, float]]) -> float:
+    """The square of the standard error of the mean of three points or more."""
+    mean = mean_over(points).value
+    return sum((value - mean) ** 2 for _, value in points) / (len(points) - 1) / len(points)
 
 
 # -- from a symptom to the number that shows it, what it means, and the words that change it -----------------

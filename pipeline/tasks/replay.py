@@ -132,16 +132,18 @@ def said_of(failed: Sequence[FailedStep], passed: int, draws: Mapping[int, Draws
         named = listing(steps, most=NAMED)
         said = [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}."]
         said += [f"{step}: {each.why}" for step, each in zip(steps, failed[:NAMED], strict=False)]
-    split, left_out, rows = (sum(each[i] for each in draws.values()) for i in range(3))
+    split = sum(each.split for each in draws.values())
+    left_out = sum(each.groups_left_out for each in draws.values())
+    rows = sum(each.rows_left_out for each in draws.values())
     if draws:
-        named = [
+        prompts = [
             f"Step {step}: {quote(last_user_turn(prompt))}, {rollouts} rollouts"
             for step, each in draws.items()
             for prompt, rollouts in each.drawn
         ]
         said.append(
-            f"Prompts that were drawn several times in one step: {len(named):,}. "
-            f"{'. '.join(named[:NAMED_DRAWS])}{', and others' if len(named) > NAMED_DRAWS else ''}."
+            f"Prompts that were drawn several times in one step: {len(prompts):,}. "
+            f"{'. '.join(prompts[:NAMED_DRAWS])}{', and others' if len(prompts) > NAMED_DRAWS else ''}."
         )
     if split:
         said.append(
