@@ -62,13 +62,16 @@ function draw(names = Object.keys(PANELS)) {
 
 function summarise(step) {
   const [first, last] = [step.funnel[0], step.funnel.at(-1)];
-  if (!first || !first.rows) return `Step ${count(step.step)}: no rows were collected.`;
+  if (!first || !first.rows) return `Step ${count(step.step)}${underFirst()}: no rows were collected.`;
   const [rows, ...others] = UNITS.slice(0, 3)
     .filter((unit) => first[unit] !== null)
     .map((unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`);
   const from = others.length ? ` They come from ${andList(others)}.` : "";
-  return `Step ${count(step.step)}: ${rows} (${shareInWords(last.rows / first.rows)}) are in the loss.${from}`;
+  return `Step ${count(step.step)}${underFirst()}: ${rows} (${shareInWords(last.rows / first.rows)}) are in the loss.${from}`;
 }
+
+// Of two recipes that are compared, whose numbers these are.
+const underFirst = () => (page.versus ? `, ${page.versus[0]}` : "");
 
 // The same over all steps of the run, whichever is shown.
 function summariseAll() {
@@ -76,7 +79,7 @@ function summariseAll() {
   if (!rows || page.recorded < 2) return "";
   const steps = page.curve_steps;
   const which = `All ${count(page.recorded)} steps, ${count(steps[0])} to ${count(steps.at(-1))}`;
-  return `${which}: ${count(trained)} of ${count(rows)} rows (${shareInWords(trained / rows)}) were in the loss.`;
+  return `${which}${underFirst()}: ${count(trained)} of ${count(rows)} rows (${shareInWords(trained / rows)}) were in the loss.`;
 }
 
 function show(index) {
@@ -84,7 +87,10 @@ function show(index) {
   const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
-  for (const label of document.querySelectorAll(".of-step")) label.textContent = `step ${count(step.step)}`;
+  for (const label of document.querySelectorAll(".of-step")) {
+    const both = label.closest("#compare-title"); // that panel has both recipes
+    label.textContent = `step ${count(step.step)}${both ? "" : underFirst()}`;
+  }
   sayAdvice(page, step);
   const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
