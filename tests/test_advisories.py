@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
-from headrace.pipeline.composing import compose_config
+from headrace.pipeline.composing import compose_config, recipes
 from headrace.pipeline.report import advise, symptoms, unchecked, verdict
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
@@ -170,6 +170,17 @@ def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
     assert words.startswith(f"The mean reward {said}")
 
 
+@pytest.mark.parametrize(("spread", "said"), [(0.06, "is flat"), (0.03, "fell")])
+def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
+    """Of quarters of 8 steps, alternating: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
+    values = [mean + spread * (-1) ** step for mean in (0.4, 0.4, 0.4, 0.35) for step in range(8)]
+    history = steps_of("reward/all/mean", values, **RANGE)
+    assert verdict(history[-1][1], history).startswith(f"The mean reward {said}")
+    assert ("two standard errors, 0.064" in verdict(history[-1][1], history)) == (said == "is flat")
+    rising = steps_of("reward/all/mean", values[::-1], **RANGE)
+    assert verdict(rising[-1][1], rising).startswith("The mean reward " + said.replace("fell", "rose"))
+
+
 @pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
 def test_rounding_of_a_mean_reward_is_no_movement(reward):
     """The mean of eight values 0.1 differs from that of seven by rounding."""
@@ -313,6 +324,43 @@ def test_overrides_suggested_for_a_symptom_compose():
             load_pipeline(*line.split())
         else:
             build_pipeline(compose_config("config", *line.split()).pipeline)
+
+
+FIRED = [
+    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.words
+]
+
+
+@pytest.mark.parametrize("task", ["replay", "audit"])
+def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe(task):
+    """Those of train, or of a stage that the recipe does not have, are said in words, or left out."""
+    for recipe in (name for name in recipes() if name.startswith("as/")):
+        typed = [f"task={task}", f"pipeline={recipe}"]
+        config = compose_config("config", *typed)
+        shown = [(remedy, remedy.under([config])) for _, remedy in FIRED]
+        words = [now.words.split() for _, now in shown if now is not None and now.words]
+        assert all(now.text.endswith(before.elsewhere) for before, now in shown if now and not now.words)
+        assert not any(
+            word.startswith(("train.", "optimizer.", "group_size=")) for line in words for word in line
+        )
+        here = [line for line in words if not any(word.startswith(("task=", "pipeline=")) for word in line)]
+        assert here
+        assert (["pipeline.stages.filter.action=drop"] in words) == bool(config.pipeline.stages.get("filter"))
+        compose_config("config", *typed, *sorted({word for line in here for word in line}))
+
+
+@pytest.mark.parametrize(("solved", "kept"), [("solve_none", "easier"), ("solve_all", "harder")])
+def test_groups_of_equal_rewards_say_whether_prompts_are_too_hard_or_too_easy(solved, kept):
+    numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_none": 0.1, "solve_all": 0.1, solved: 0.8}
+    (found,) = advise(numbers)
+    assert found.cause == solved
+    assert found.text.endswith(
+        {"easier": "the prompts are too hard.", "harder": "the prompts are too easy."}[kept]
+    )
+    said = [each.text for each in symptoms()[found.name].remedies if each.when == found.cause]
+    assert any(kept in text for text in said)
+    (found,) = advise(numbers | {solved: 0.1})  # neither: rewards of few values, or a constant
+    assert found.cause == ""
 
 
 # -- some of many ----------------------------------------------------------------------------------------

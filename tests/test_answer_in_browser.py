@@ -34,6 +34,7 @@ def long_run(**run):
         said = [
             {
                 "name": name,
+                "cause": "",
                 "text": f"Step {at} has `{name}`, and it has been so at 44 of 60 steps, first at 3 "
                 "and last at 59, for which there is a word or two to say.",
             }
@@ -50,11 +51,15 @@ def long_run(**run):
         )
     known = [
         {key: value for key, value in symptoms()[name]._asdict().items() if key != "needs"}
-        | {"remedies": [each._asdict() for each in symptoms()[name].remedies]}
+        | {"remedies": [shown(each) for each in symptoms()[name].remedies]}
         for name in FIRED
     ]
     made = {"curve_steps": STEPS, "curves": CURVES, "symptoms": known}
     return pages.run_of(*steps, title="sixty steps", **made) | ({"run": about(**run)} if run else {})
+
+
+def shown(remedy):
+    return {"text": remedy.text, "words": remedy.words, "when": remedy.when}
 
 
 def about(**changes):
@@ -120,8 +125,11 @@ def test_each_number_names_its_steps(look):
     assert page.texts("#answer h2 .of-step") == ["step 59"] * 6
     assert page.texts("#answer .range") == ["curve: 60 of 600 steps, steps 0 to 59"] * 6
     assert page.seen("#totals") == "All 600 steps, 0 to 59: 11,370 of 16,000 rows (71 %) were in the loss."
-    assert page.seen("#of") == "5 of 600 steps, 0 to 59"
+    assert page.seen("#of") == "5 of 600 steps are on this page"
+    page.choose("number", "31")
+    assert page.seen("#elsewhere").startswith("Step 31 is not on this page: 5 of 600 steps are on this page.")
     page.choose("number", "30")
+    assert page.seen("#elsewhere") == ""
     assert page.texts("main section:not([hidden]) h2 .of-step")[0] == "step 30"
     assert "71 %" in page.seen("#totals")
 

@@ -230,6 +230,15 @@ def test_a_comparison_finds_the_rows_that_differ(make_batch):
     shares = found.shares["segments"]
     assert shares["1"].tolist() == pytest.approx([8 / 20, 7 / 13, 5])  # rows of rollouts of one segment
     assert shares["3"].tolist() == pytest.approx([12 / 20, 6 / 13, 3])
+    nothing = replace(
+        reports[0], columns=reports[0].columns | {"advantage": 0 * reports[0].columns["advantage"]}
+    )
+    found.add(nothing, reports[1])  # a step without a gradient is none of the mean
+    means = found.mean_shares()
+    for table in means.values():
+        assert [sum(line[k] for line in table.values()) for k in (0, 1)] == pytest.approx([1, 1])
+    found = Comparison(("a", "b"))
+    found.add(*reports)
     found.add(*reversed(reports))
     assert found.numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13), "a mean over steps"
     assert found.numbers["trained_only_by_second"] == 2

@@ -64,7 +64,7 @@ def test_each_rollout_is_compared_with_the_others(look):
 def test_groups_of_equal_rewards_start_with_the_lowest(look):
     """Group 1 has equal rewards and spreads least, group 3 has the lowest mean: it is opened first."""
     run = pages.reading_run()
-    said = [{"name": "reward-flat", "text": "The mean reward is flat."}]
+    said = [{"name": "reward-flat", "text": "The mean reward is flat.", "cause": ""}]
     run["steps"] = [step | {"advisories": said} for step in run["steps"]]
     page = look(run)
     means = dict(zip(run["steps"][0]["groups"]["id"], run["steps"][0]["groups"]["reward_mean"], strict=True))
@@ -216,15 +216,14 @@ def test_back_and_forward_follow_the_url(look):
 @pytest.mark.parametrize(
     ("address", "step", "words"),
     [
-        ("#step=13", "10", "There is no step 13 on this page: this is step 10, the nearest."),
-        ("#step=99", "20", "There is no step 99 on this page: this is step 20, the nearest."),
-        ("#step=ten", "20", "There is no step ten on this page: this is step 20."),
+        ("#step=13", "20", "Step 13 is not on this page: 2 steps, 10 to 20. This is step 20."),
+        ("#step=ten", "20", "Step ten is not on this page: 2 steps, 10 to 20. This is step 20."),
         ("#group=7", "20", "There is no group 7 to show at step 20."),
-        ("#step=%3Cimg%3E", "20", "There is no step <img> on this page: this is step 20."),
+        ("#step=%3Cimg%3E", "20", "Step <img> is not on this page: 2 steps, 10 to 20. This is step 20."),
         ("#nothing", "20", ""),
     ],
 )
-def test_a_url_of_a_missing_group_says_so_and_shows_the_nearest(look, address, step, words):
+def test_a_url_of_a_missing_step_or_group_says_so(look, address, step, words):
     page = look(pages.reading_run(), address=address)
     assert page.one("#summary").text.startswith(f"Step {step}:")
     assert page.one("#elsewhere").text == words

@@ -142,4 +142,6 @@ def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
         console = Console(width=200, record=True, file=io.StringIO())
         function(configure("config", f"task={task}", *words), tmp_path / task, console)
         text = console.export_text()
-        assert "tokens: 56 row by row; 40 as trees of groups, 1.4 times fewer" in text, task
+        assert (
+            "tokens of prompts and responses: 56 row by row; 40 as trees of groups, 1.4 times fewer" in text
+        ), task

@@ -29,7 +29,8 @@ def section(symptom: Symptom) -> str:
     ]
     lines += [symptom.means, ""]
     for remedy in symptom.remedies:
-        lines.append(f"- {remedy.text}" + (f": `{remedy.words}`" if remedy.words else ""))
+        other = f" (or {remedy.elsewhere})" if remedy.elsewhere else ""
+        lines.append(f"- {remedy.text}" + (f": `{remedy.words}`" if remedy.words else "") + other)
     return "\n".join(lines)
 
 

@@ -33,6 +33,8 @@ class Advisory(NamedTuple):
     """The name of the number by which it is judged."""
     steps: tuple[int, ...]
     """At which the number was beyond the bound, by itself."""
+    cause: str = ""
+    """``solve_none`` or ``solve_all``, where that is why: the remedies for the other one are left out."""
 
 
 class Advice(NamedTuple):
@@ -58,6 +60,10 @@ class Bound(NamedTuple):
     """Whether exactly 0 is worth a sentence, of a number that is never below."""
     also: str = ""
     """A sentence behind it, where a group is solved by all of its rollouts, or by none."""
+    solve_none: str = ""
+    """In place of ``also``, where groups that no rollout solves are at least half of the number."""
+    solve_all: str = ""
+    """In place of ``also``, where groups that every rollout solves are at least half of it."""
     least_groups: int = 0
     """Steps of fewer groups are not judged."""
 
@@ -128,6 +134,15 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
         found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
     return [*found, *_least(numbers), *_trends(history)]
+
+
+def broken_by(numbers: Numbers) -> list[str]:
+    """The names of the rules of one number that a step breaks by itself."""
+    nothing = ["nothing-trains"] if numbers.get("rows/trained") == 0 else []
+    return [
+        *nothing,
+        *(rule.name for rule in bounds() if rule.holds(numbers) and rule.fires(numbers[rule.number])),
+    ]
 
 
 def unchecked(history: History) -> list[str]:
@@ -232,10 +247,14 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     if where := said_at(steps, len(history)):
         text += f"{BEYOND}{rule.words} {where}."
     solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
+    cause = ""
     if rule.also and any(solved.values()):
-        also = rule.also.format(**{key: percent(share) for key, share in solved.items()})
+        most = max(solved, key=lambda key: solved[key])
+        cause = most if 2 * solved[most] >= value and len(set(solved.values())) > 1 else ""
+        words = {"solve_none": rule.solve_none, "solve_all": rule.solve_all}.get(cause, rule.also)
+        also = words.format(**{key: percent(share) for key, share in solved.items()})
         text += f" {also}{window}."
-    return Advisory(rule.name, text, rule.number, tuple(steps))
+    return Advisory(rule.name, text, rule.number, tuple(steps), cause)
 
 
 def _least(numbers: Numbers) -> list[Advisory]:
@@ -296,11 +315,13 @@ class Trend(NamedTuple):
 def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) -> Trend:
     """How a number went over its steps.
 
-    With the range high − low, and the means of quarters of the steps (:func:`quarter_means`)::
+    With the range high − low, the means of quarters of the steps (:func:`quarter_means`), the variances s² of
+    their n values (divisor n − 1) and the standard error of a difference of means, and
+    small = max(0.02 · range, 2 · √(s₁²/n + s₄²/n))::
 
         short     fewer than 12 steps
-        fell      mean(Q₄) − mean(Q₁) < −0.02 · range
-        flat      |mean(Q₄) − mean(Q₁)| ≤ 0.02 · range
+        fell      mean(Q₄) − mean(Q₁) < −small
+        flat      |mean(Q₄) − mean(Q₁)| ≤ small
         stalled   mean(Q₄) − mean(Q₃) ≤ 0.02 · range, and high − mean(Q₄) > 0.1 · range
         rose      else
 
@@ -322,18 +343,27 @@ def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) ->
         return Trend("short", steps, last.value, f"went {ends}")
     rise, late = last.value - first.value, last.value - before.value
     small = max(SMALL * (high - low), ROUNDED * max(abs(low), abs(high)))
+    noise = 2 * math.sqrt(_squared_error(points[: steps // 4]) + _squared_error(points[-(steps // 4) :]))
     at_top = high - last.value <= AT_THE_TOP * (high - low)
     stays = f"{first.value:.3g} in {first.window}, {last.value:.3g} in {last.window}"
-    if rise < -small:
+    if small < abs(rise) <= noise:
+        stays += f", which is within two standard errors, {noise:.2g}"
+    if rise < -max(small, noise):
         return Trend("fell", steps, last.value, f"fell {ends}")
-    if rise <= small and not (at_top and high > low):
+    if rise <= max(small, noise) and not (at_top and high > low):
         return Trend("flat", steps, last.value, f"is flat: {stays}")
     if late <= small and not at_top:
         words = f"rose {ends} and no longer rises: it was {before.value:.3g} in {before.window}"
         return Trend("stalled", steps, last.value, words)
-    if rise <= small:
+    if rise <= max(small, noise):
         return Trend("rose", steps, last.value, f"stays near the greatest seen: {stays}")
     return Trend("rose", steps, last.value, f"rose {ends}")
+
+
+def _squared_error(points: Sequence[tuple[int, float]]) -> float:
+    """The square of the standard error of the mean of three points or more."""
+    mean = mean_over(points).value
+    return sum((value - mean) ** 2 for _, value in points) / (len(points) - 1) / len(points)
 
 
 # -- from a symptom to the number that shows it, what it means, and the words that change it -----------------
@@ -345,6 +375,51 @@ class Remedy(NamedTuple):
     text: str
     words: str
     """To type behind ``headrace``; empty: it is done elsewhere."""
+    elsewhere: str = ""
+    """Where to do it, if the task or its recipe does not have these options."""
+    when: str = ""
+    """The cause that it is against, ``solve_none`` or ``solve_all``; empty: any."""
+
+    def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
+        """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
+
+        Options that one of them does not have are not shown: what to do elsewhere is said in words.
+
+        Args:
+            configs: composed, one for each recipe; empty: every option is shown.
+        """
+        if all(has_options(config, self.words) for config in configs):
+            return self
+        return Remedy(f"{self.text}: {self.elsewhere}", "", "", self.when) if self.elsewhere else None
+
+
+def has_options(config: DictConfig, words: str) -> bool:
+    """Whether a composed configuration takes these overrides.
+
+    Another task, or another recipe, has options of its own. A comparison has two recipes, and takes no other.
+
+    Example:
+        >>> config = OmegaConf.create({"task": "replay", "pipeline": {"stages": {"gate": {"empty": 1}}}})
+        >>> has_options(config, "pipeline.stages.gate.empty=exclude"), has_options(config, "group_size=16")
+        (True, False)
+    """
+    paths = [word.partition("=")[0] for word in words.split()]
+    if "task" in paths:
+        return True
+    if "pipeline" in paths:
+        return config.task != "compare" and all(path.partition(".")[0] == "pipeline" for path in paths)
+    chosen = [path.partition("@")[2] for path in paths if "@" in path]
+    return all(
+        _has(config, path.partition("@")[2] or path)
+        or (path.startswith("+") and any(path[1:].startswith(f"{each}.") for each in chosen))
+        for path in paths
+    )
+
+
+def _has(config: DictConfig, path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return OmegaConf.is_dict(node) and name in node
 
 
 class Symptom(NamedTuple):
@@ -376,7 +451,7 @@ def symptoms() -> dict[str, Symptom]:
             node.shows,
             node.means,
             node.needs,
-            tuple(Remedy(each.text, each.get("words", "")) for each in node.remedies),
+            tuple(Remedy(**{"words": "", **each}) for each in node.remedies),
         )
         for name, node in _symptom_nodes().items()
     }

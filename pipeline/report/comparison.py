@@ -43,9 +43,10 @@ class Comparison:
         moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
         moved: sum over steps of the share of the gradient that goes to another group.
         cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
+        trains: steps at which the first recipe has a gradient, and the second.
         movers: the groups whose share differs most, of all steps.
         shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, (3,): the
-            two shares of the gradient and the number of rows, summed over steps.
+            two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
 
     names: tuple[str, str]
@@ -58,6 +59,7 @@ class Comparison:
     moments: np.ndarray = field(default_factory=lambda: np.zeros(6))
     moved: float = 0.0
     cosines: list[float] = field(default_factory=list)
+    trains: list[int] = field(default_factory=lambda: [0, 0])
     movers: list[Mover] = field(default_factory=list)
     shares: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
@@ -84,6 +86,17 @@ class Comparison:
             "sign_flips": float(self.flips),
             "gradient_moved": self.moved / max(self.steps, 1),
             "gradient_cosine": float(np.mean(self.cosines)) if self.cosines else float("nan"),
+        }
+
+    def mean_shares(self) -> dict[str, dict[str, list[float]]]:
+        """By table and line the two shares, each a mean over the steps at which its recipe has a gradient.
+
+        So the shares of a table add up to 1. The third number is that of the rows.
+        """
+        first, second = (max(steps, 1) for steps in self.trains)
+        return {
+            table: {label: [a / first, b / second, rows] for label, (a, b, rows) in lines.items()}
+            for table, lines in self.shares.items()
         }
 
     def add(self, first: StepReport, second: StepReport) -> dict[str, float]:
@@ -123,6 +136,7 @@ class Comparison:
             self.moved = float("nan")
             return {}
         share = [gradient_share(report.columns) for report in (first, second)]
+        self.trains = [n + int(each.any()) for n, each in zip(self.trains, share, strict=True)]
         if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
             self.cosines.append(cosine)
         of_step = {"gradient_moved": self._move(first, share)}

@@ -18,7 +18,7 @@ from headrace.pipeline.installed import versions
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import at_least, one_of, takes_options, within
 
-from .advice import Advice, Advisory, advice_at, numbers_read
+from .advice import NAMED, Advice, Advisory, advice_at, broken_by, numbers_read
 from .dump import write_dump
 from .html import write_page
 from .over_steps import totals_over
@@ -36,14 +36,14 @@ class ReportFolder:
     """Take reports step by step; write the rows of each step, and a page that grows with the run.
 
     The page has curves over all steps (of more than 500, over some, evenly spread), and shows `steps` of them
-    at most: the first, the last, and some in between. Open it at once: until :meth:`close` it is live, which
-    is to say that it loads itself anew. A ``with`` statement closes it however the loop ends. ``headrace view
-    FOLDER`` opens all rows of all steps.
+    at most: the first, the last, and some in between; and those that a notice or an advisory names. Open it
+    at once: until :meth:`close` it is live, which is to say that it loads itself anew. A ``with`` statement
+    closes it however the loop ends. ``headrace view FOLDER`` opens all rows of all steps.
 
     Args:
         folder: where ``report.html`` and the folder ``rollouts/`` go; made where it does not exist.
         title: of the page.
-        steps: most steps that the page shows, ≥ 2.
+        steps: most steps that the page shows, ≥ 2, beside those that are named.
         dump: ``parquet`` or ``jsonl``: the rows of each step go into a file ``rollouts/step_NNNNNNNN``
             (:func:`write_dump`); None: rows are not kept, and the page has some of them.
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
@@ -59,6 +59,8 @@ class ReportFolder:
     Attributes:
         notices: sentences that the page has above all else, about steps that failed say; to be set.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
+        configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
+            not have. Empty, the page shows all remedies.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
@@ -107,11 +109,14 @@ class ReportFolder:
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self.notices: list[str] = []
         self.unsaid: list[str] = []
+        self.configs: Sequence[DictConfig] = ()
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
+        self._asked: dict[int, StepReport] = {}  # those of `add(keep=True)`
+        self._broken: dict[str, dict[int, StepReport]] = {}  # by rule, those that its advisory may name
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
         self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
@@ -129,7 +134,7 @@ class ReportFolder:
             ConfigError: a setting that the class refuses.
         """
         try:
-            return cls(
+            made = cls(
                 folder,
                 title=title,
                 steps=config.report.steps,
@@ -141,6 +146,8 @@ class ReportFolder:
             )
         except ValueError as err:
             raise ConfigError(f"report.{err}") from err
+        made.configs = [config]
+        return made
 
     def __enter__(self) -> ReportFolder:
         return self
@@ -165,8 +172,12 @@ class ReportFolder:
         """The names of symptoms that nobody can tell at the last step, for lack of data."""
         return self._advice_at_last().unchecked
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport, *, keep: bool = False) -> None:
         """Take the report of the next step; write its rows, and the page where that is due.
+
+        Args:
+            report: of the step.
+            keep: whether the page shows this step in any case.
 
         Raises:
             ValueError: the rows of a step of this number were written before.
@@ -174,7 +185,15 @@ class ReportFolder:
         if self.dump is not None:
             self._write_rows(report)
         self._closed = False
-        self._kept.add((len(self._read), report))
+        place = len(self._read)
+        self._kept.add((place, report))
+        if keep:
+            self._asked[place] = report
+        for name in broken_by(report.numbers):
+            steps = self._broken.setdefault(name, {})
+            if len(steps) > NAMED:  # a sentence names the first and the last of so many
+                steps.popitem()
+            steps[place] = report
         self._curves.add((report.step, dict(report.numbers)))
         self._read.append(
             (report.step, {key: report.numbers[key] for key in numbers_read() if key in report.numbers})
@@ -206,16 +225,28 @@ class ReportFolder:
         write_dump(report, self.folder / "rollouts", format=self.dump or "parquet", config=self.config)
         self._written.add(report.step)
 
+    def _shown(self) -> dict[int, StepReport]:
+        """The reports of the page, by place."""
+        shown = dict(self._kept.all()) | self._asked
+        for advisory in self._advice_at_last().advisories:
+            broken = [*self._broken.get(advisory.name, {}).items()]
+            shown |= dict(broken if len(broken) <= NAMED else [broken[0], broken[-1]])
+        return dict(sorted(shown.items()))
+
     def _write(self, *, live: float | None) -> None:
-        kept = self._kept.all()
-        self._advice = {place: self._advice.get(place) or self._advice_at(place) for place, _ in kept}
+        shown = self._shown()
+        self._advice = {
+            place: self._advice.get(place) or advice_at(report.numbers, self._read[: place + 1])
+            for place, report in shown.items()
+        }
         data = page_data(
-            [report for _, report in kept],
+            [*shown.values()],
             title=self.title,
             history=self._curves.all(),
             advice=[*self._advice.values()],
             totals=totals_over(numbers for _, numbers in self._read),
             recorded=len(self._read),
+            configs=self.configs,
         )
         data["run"] = {
             "began": self._began,
@@ -226,6 +257,7 @@ class ReportFolder:
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
         data["unsaid"] = self.unsaid
+        data["rows_kept"] = self.dump is not None
         data["notices"] = [printable(notice) for notice in self.notices]
         if self.versus is not None:
             data["versus"] = list(self.versus)
@@ -233,13 +265,11 @@ class ReportFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(data, path)
 
-    def _advice_at(self, place: int) -> Advice:
-        """Of what was taken at this place, and before it."""
-        report = next(report for index, report in self._kept.all() if index == place)
-        return advice_at(report.numbers, self._read[: place + 1])
-
     def _advice_at_last(self) -> Advice:
-        return self._advice_at(len(self._read) - 1) if self._read else Advice("No step was recorded.", [], [])
+        if not self._read:
+            return Advice("No step was recorded.", [], [])
+        _, report = self._kept.all()[-1]
+        return advice_at(report.numbers, self._read)
 
 
 def row_files(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
+from omegaconf import DictConfig
 
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import takes_options
@@ -16,7 +17,7 @@ from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
 from .over_steps import Numbers, totals_over
-from .page_schema import Groups, PageData, PageLevel, PageRemedy, PageText, PageTokens, ShownRows, Step
+from .page_schema import Groups, PageData, PageLevel, PageText, PageTokens, ShownRows, Step
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
@@ -37,6 +38,7 @@ def page_data(
     advice: Sequence[Advice] | None = None,
     totals: Numbers | None = None,
     recorded: int | None = None,
+    configs: Sequence[DictConfig] = (),
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
@@ -53,6 +55,8 @@ def page_data(
         advice: verdict and advisories of each report; None: they follow from the history up to its step.
         totals: over all steps of the run (:func:`totals_over`); None: those of the history.
         recorded: steps of the run; None: those of the history.
+        configs: of the task, one for each recipe, so that remedies are options that it has
+            (:meth:`Remedy.under`); empty: all are shown.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -84,7 +88,11 @@ def page_data(
                 "title": each.title,
                 "shows": each.shows,
                 "means": each.means,
-                "remedies": [cast(PageRemedy, one._asdict()) for one in each.remedies],
+                "remedies": [
+                    {"text": one.text, "words": one.words, "when": one.when}
+                    for one in (remedy.under(configs) for remedy in each.remedies)
+                    if one is not None
+                ],
             }
             for each in known
         ],
@@ -115,7 +123,9 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
         "rows": _rows(report, np.sort(rows), texts),
         "numbers": report.numbers,
         "verdict": printable(said.verdict),
-        "advisories": [{"name": each.name, "text": printable(each.text)} for each in said.advisories],
+        "advisories": [
+            {"name": each.name, "text": printable(each.text), "cause": each.cause} for each in said.advisories
+        ],
         "unchecked": [f"{symptoms()[name].title}: needs {symptoms()[name].needs}" for name in said.unchecked],
     }
 

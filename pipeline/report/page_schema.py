@@ -111,6 +111,7 @@ class PageAdvisory(TypedDict):
 
     name: str  # of its symptom
     text: str  # a sentence, with the number
+    cause: str  # of it, `solve_none` or `solve_all`; empty: not known
 
 
 class PageRemedy(TypedDict):
@@ -118,6 +119,7 @@ class PageRemedy(TypedDict):
 
     text: str  # what
     words: str  # to type; empty: none
+    when: str  # the cause that it is against; empty: any
 
 
 class PageSymptom(TypedDict):
@@ -193,6 +195,7 @@ class PageData(PageDataRequired, total=False):
     symptoms: list[PageSymptom]  # of the advisories
     notices: list[str]  # what is missing on this page, steps that failed say: sentences, above all else
     unsaid: list[str]  # names of numbers that a tile would show, and that the dump cannot have
+    rows_kept: bool  # whether files have the rows of all steps, for `headrace view FOLDER`
     recorded: int  # steps of the run, of which `curve_steps` are all or some
     totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how

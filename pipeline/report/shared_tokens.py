@@ -232,8 +232,9 @@ def tree_words(numbers: Mapping[str, float]) -> str:
 
     Example:
         >>> counts = SharedTokens({"rows": 3072.0, "group": 1280.0}, {"rows": 294912.0, "group": 180224.0})
-        >>> tree_words(counts.numbers())
-        'tokens: 3,072 row by row; 1,280 as trees of groups, 2.4 times fewer, with 0.42 of the FLOPs'
+        >>> tree_words(counts.numbers()).split("; ")  # doctest: +NORMALIZE_WHITESPACE
+        ['tokens of prompts and responses: 3,072 row by row',
+         '1,280 as trees of groups, 2.4 times fewer, with 0.42 of the FLOPs']
     """
     whole = numbers.get("tree/tokens/rows")
     if not whole:
@@ -245,4 +246,6 @@ def tree_words(numbers: Mapping[str, float]) -> str:
             share = numbers.get(f"tree/flops/{unit}")
             words.append(f"{count:,.0f} as trees of {unit}s, {whole / count:.1f} times fewer")
             words[-1] += f", with {share:.2f} of the FLOPs" if share is not None else ""
-    return "; ".join([f"tokens: {whole:,.0f} row by row", *(words or ["rows share none"])])
+    return "; ".join(
+        [f"tokens of prompts and responses: {whole:,.0f} row by row", *(words or ["rows share none"])]
+    )

@@ -323,8 +323,10 @@ def separate_draws(samples: Sequence[Sample]) -> tuple[list[Sample], Draws]:
         >>> rows = [Sample(("q",), i, 1.0, expected_rollouts=2, place=i) for i in range(4)]
         >>> rows.append(Sample(("p",), 4, 1.0, expected_rollouts=2, place=4))
         >>> found, draws = separate_draws(rows)
-        >>> [row.group for row in found], draws
-        ([('q',), ('q',), ('q', 2), ('q', 2), ('p',)], Draws(split=1, groups_left_out=0, rows_left_out=0))
+        >>> [row.group for row in found]
+        [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
+        >>> draws
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(("('q',)", 4),))
     """
     groups: dict[Label, list[Sample]] = {}
     for sample in samples:
@@ -353,7 +355,8 @@ def separate_draws(samples: Sequence[Sample]) -> tuple[list[Sample], Draws]:
         if sample.group not in excess or id(sample) in drawn
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
-    return stay, Draws(len(excess) - len(left), len(left), len(samples) - len(stay))
+    drawn_again = tuple((groups[label][0].prompt or quote(label), len(groups[label])) for label in excess)
+    return stay, Draws(len(excess) - len(left), len(left), len(samples) - len(stay), drawn_again)
 
 
 class Draws(NamedTuple):
@@ -365,6 +368,8 @@ class Draws(NamedTuple):
     """Groups that could not be."""
     rows_left_out: int = 0
     """Their rows."""
+    drawn: tuple[tuple[str, int], ...] = ()
+    """The prompt of each of these groups, or its label where it has none, and how many rollouts it has."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:

@@ -64,7 +64,8 @@ def compare(
     names = list(config.pipelines)
     if len(names) != 2:
         raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
-    pipelines = [build_pipeline(node) for node in recipe_nodes(names, words).values()]
+    nodes = list(recipe_nodes(names, words).values())
+    pipelines = [build_pipeline(node) for node in nodes]
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
@@ -78,6 +79,7 @@ def compare(
         every=config.report.every,
         versus=names,
     )
+    folder.configs = [OmegaConf.create({**config, "pipeline": node}) for node in nodes]
     with folder:
         for step, batch in each_step(source, console):
             first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
@@ -87,11 +89,7 @@ def compare(
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
-    steps = max(comparison.steps, 1)
-    shares = {
-        table: {label: [a / steps, b / steps, rows] for label, (a, b, rows) in lines.items()}
-        for table, lines in comparison.shares.items()
-    }
+    shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
     result = {"pipelines": names, "numbers": dict(comparison.numbers), "shares": shares, "movers": movers}
     write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
@@ -139,12 +137,15 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         movers.add(f"{mover.step:,}", str(mover.group), f"{mover.first:.1%}", f"{mover.second:.1%}")
     if comparison.movers:
         console.print(movers)
-    for name, lines in comparison.shares.items():
+    if comparison.steps > 1:
+        of = (f"{steps:,} of {name}" for name, steps in zip((first, second), comparison.trains, strict=True))
+        console.print(Text(f"\nBelow are means over the steps that have a gradient: {', '.join(of)}."))
+    for name, lines in comparison.mean_shares().items():
         label = FittedColumn(LABELS.get(name, name), gives="cut")
         table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
         rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
         for text, (one, other, count) in sorted(rows, key=by_label):
-            shares = (f"{one / comparison.steps:.1%}", f"{other / comparison.steps:.1%}")
+            shares = (f"{one:.1%}", f"{other:.1%}")
             text = last_user_turn(text) if name == "prompt" else text
             table.add(printable(text)[:PROMPT], *shares, f"{count:,.0f}")
         console.print(table)

@@ -7,7 +7,7 @@ and the first three steps if all of them fail, end the replay: then it is the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,11 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
-from headrace.pipeline.report import ReportFolder, show_advisories, show_report, tree_words
+from headrace.pipeline.report import ReportFolder, last_user_turn, show_advisories, show_report, tree_words
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.sources import SourceError
 from headrace.pipeline.sources.batch import Draws
+from headrace.pipeline.sources.record import quote
 from headrace.pipeline.train import history_table
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError, MissingKeyError
@@ -31,6 +32,7 @@ from .source import each_outcome, open_configured, report_of
 
 GIVE_UP = 3  # steps: where so many fail and none has passed, the others would, too
 NAMED = 20  # failed steps whose reason is said
+NAMED_DRAWS = 6  # steps that are named, and shown, since a prompt was drawn several times
 
 
 class StepsFailed(RuntimeError):
@@ -71,7 +73,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, failed = list[dict[str, float]](), list[FailedStep]()
     report, logged = None, LoggedAdvantages()
-    draws, first = Draws(), None
+    draws, first = dict[int, Draws](), None
     with folder:
         for step, found in each_outcome(source, console):
             try:
@@ -86,12 +88,13 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None
                 continue
-            draws = Draws(*(a + b for a, b in zip(draws, source.draws, strict=True)))
+            if source.draws.drawn:
+                draws[step or 0] = source.draws
             history.append(dict(report.numbers))
             logged.add(report)
             folder.unsaid = report.unsaid
             folder.notices = said_of(failed, len(history), draws)
-            folder.add(report)
+            folder.add(report, keep=step in list(draws)[:NAMED_DRAWS])
         if first is not None and not history:
             raise first
         folder.notices = [*said_of(failed, len(history), draws), *said_of_dump(folder)]
@@ -115,11 +118,11 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     return sum(numbers["rows/trained"] for numbers in history)
 
 
-def said_of(failed: Sequence[FailedStep], passed: int, draws: Draws) -> list[str]:
+def said_of(failed: Sequence[FailedStep], passed: int, draws: Mapping[int, Draws]) -> list[str]:
     """Which steps failed and why, and what became of prompts that were drawn several times; a sentence each.
 
     Example:
-        >>> said_of([FailedStep(7, "group 3 has 7 of 8")], 49, Draws(split=2))[0]
+        >>> said_of([FailedStep(7, "group 3 has 7 of 8")], 49, {})[0]
         '1 of 50 steps failed, and is in no number here: step 7.'
     """
     said = []
@@ -129,15 +132,29 @@ def said_of(failed: Sequence[FailedStep], passed: int, draws: Draws) -> list[str
         named = listing(steps, most=NAMED)
         said = [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}."]
         said += [f"{step}: {each.why}" for step, each in zip(steps, failed[:NAMED], strict=False)]
-    if draws.split:
+    split = sum(each.split for each in draws.values())
+    left_out = sum(each.groups_left_out for each in draws.values())
+    rows = sum(each.rows_left_out for each in draws.values())
+    if draws:
+        prompts = [
+            f"Step {step}: {quote(last_user_turn(prompt))}, {rollouts} rollouts"
+            for step, each in draws.items()
+            for prompt, rollouts in each.drawn
+        ]
         said.append(
-            f"Groups whose prompt was drawn several times in one step: {draws.split:,}. They were split into "
-            "their draws, by the order of the dump."
+            f"Prompts that were drawn several times in one step: {len(prompts):,}. "
+            f"{'. '.join(prompts[:NAMED_DRAWS])}{', and others' if len(prompts) > NAMED_DRAWS else ''}."
         )
-    if draws.groups_left_out:
+    if split:
         said.append(
-            f"Left out: {draws.groups_left_out:,} groups, {draws.rows_left_out:,} rows. Their prompt was "
-            "drawn several times in one step, and the order that tells the draws apart is not in the dump."
+            f"Split into their draws, by the order of the dump: {split:,} of these groups. That is right "
+            "where the trainer dumps rollouts in the order in which it drew their prompts: verl does with "
+            "trainer.balance_batch=False."
+        )
+    if left_out:
+        said.append(
+            f"Left out: {left_out:,} of these groups, {rows:,} rows. The order that tells the draws apart is "
+            "not in the dump."
         )
     return said
 

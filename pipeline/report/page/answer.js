@@ -35,7 +35,7 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   const steps = page.curve_steps;
   const range = extent(values);
   const head = [
-    h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}`)),
+    h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? `, ${page.versus[0]}` : ""}`)),
     h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
   ];
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
@@ -77,13 +77,13 @@ function adviceLine(page, verdict, advisory) {
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, said ? symptom.title : advisory.text, said ? ": " : " ", h("span", { class: "note" }, "what to do")),
+      h("summary", {}, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, "what to do")),
       said ? null : h("h3", {}, symptom.title),
       h("p", {}, withCode(symptom.means)),
       h(
         "ul",
         {},
-        symptom.remedies.map((remedy) =>
+        symptom.remedies.filter((remedy) => !remedy.when || remedy.when === advisory.cause).map((remedy) =>
           h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
         ),
       ),

@@ -1,9 +1,9 @@
 // The data of the page. Other modules get objects with the fields listed here and no others.
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "notices", "unsaid", "recorded", "totals", "run"],
-  PageAdvisory: ["name", "text"],
-  PageRemedy: ["text", "words"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
+  PageAdvisory: ["name", "text", "cause"],
+  PageRemedy: ["text", "words", "when"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
   PageRun: ["began", "written", "live", "versions", "words", "config"],
   RecipeStage: ["name", "text"],

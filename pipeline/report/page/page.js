@@ -62,13 +62,16 @@ function draw(names = Object.keys(PANELS)) {
 
 function summarise(step) {
   const [first, last] = [step.funnel[0], step.funnel.at(-1)];
-  if (!first || !first.rows) return `Step ${count(step.step)}: no rows were collected.`;
+  if (!first || !first.rows) return `Step ${count(step.step)}${underFirst()}: no rows were collected.`;
   const [rows, ...others] = UNITS.slice(0, 3)
     .filter((unit) => first[unit] !== null)
     .map((unit) => `${count(last[unit])} of ${count(first[unit])} ${unit}`);
   const from = others.length ? ` They come from ${andList(others)}.` : "";
-  return `Step ${count(step.step)}: ${rows} (${shareInWords(last.rows / first.rows)}) are in the loss.${from}`;
+  return `Step ${count(step.step)}${underFirst()}: ${rows} (${shareInWords(last.rows / first.rows)}) are in the loss.${from}`;
 }
+
+// Of two recipes that are compared, whose numbers these are.
+const underFirst = () => (page.versus ? `, ${page.versus[0]}` : "");
 
 // The same over all steps of the run, whichever is shown.
 function summariseAll() {
@@ -76,7 +79,7 @@ function summariseAll() {
   if (!rows || page.recorded < 2) return "";
   const steps = page.curve_steps;
   const which = `All ${count(page.recorded)} steps, ${count(steps[0])} to ${count(steps.at(-1))}`;
-  return `${which}: ${count(trained)} of ${count(rows)} rows (${shareInWords(trained / rows)}) were in the loss.`;
+  return `${which}${underFirst()}: ${count(trained)} of ${count(rows)} rows (${shareInWords(trained / rows)}) were in the loss.`;
 }
 
 function show(index) {
@@ -84,7 +87,10 @@ function show(index) {
   const step = page.steps[state.index];
   hideTip();
   byId("summary").textContent = summarise(step);
-  for (const label of document.querySelectorAll(".of-step")) label.textContent = `step ${count(step.step)}`;
+  for (const label of document.querySelectorAll(".of-step")) {
+    const both = label.closest("#compare-title"); // that panel has both recipes
+    label.textContent = `step ${count(step.step)}${both ? "" : underFirst()}`;
+  }
   sayAdvice(page, step);
   const shown = step.shown;
   byId("sampled").hidden = !(shown.groups < shown.of);
@@ -128,7 +134,8 @@ function turnTo(index) {
 // Go where the address says, and say so where there is no such place.
 function follow(address) {
   const wanted = address.step?.trim() ? Number(address.step) : NaN;
-  const index = Number.isFinite(wanted) ? nearest(wanted) : state.index;
+  const found = placeOf(wanted);
+  const index = found < 0 ? state.index : found;
   state.search = byId("search").value = address.search ?? "";
   const there = chosen(modelOf(page.steps[index]), state).some(({ group }) => String(group.id) === address.group);
   state.group = there ? address.group : null;
@@ -136,15 +143,19 @@ function follow(address) {
   if (there) openGroup(address.group);
   const now = page.steps[index].step;
   const lost = [];
-  if (address.step !== null && now !== wanted) {
-    const how = Number.isFinite(wanted) ? ", the nearest" : "";
-    lost.push(`There is no step ${address.step} on this page: this is step ${count(now)}${how}.`);
-  }
+  if (address.step !== null && found < 0) lost.push(sayAbsent(address.step));
   if (address.group !== null && !there)
     lost.push(`There is no group ${address.group} to show at step ${count(now)}.`);
-  byId("elsewhere").textContent = lost.join(" ");
-  byId("elsewhere").hidden = !lost.length;
+  sayElsewhere(lost.join(" "));
 }
+
+function sayElsewhere(text) {
+  byId("elsewhere").textContent = text;
+  byId("elsewhere").hidden = !text;
+}
+
+const sayAbsent = (step) =>
+  `Step ${step} is not on this page: ${stepsOf(page)}. This is step ${count(page.steps[state.index].step)}.`;
 
 function listenForSearch() {
   byId("search").addEventListener("input", (e) => {
@@ -163,13 +174,19 @@ function listenForSearch() {
 function stepsOf({ steps, curve_steps, recorded }) {
   const ends = `${count(steps[0].step)} to ${count(steps.at(-1).step)}`;
   const all = recorded ?? curve_steps.length;
-  return steps.length < all ? `${count(steps.length)} of ${count(all)} steps, ${ends}` : `${plural(steps.length, "step")}, ${ends}`;
+  if (steps.length >= all) return `${plural(steps.length, "step")}, ${ends}`;
+  const view = page.rows_kept ? "; headrace view FOLDER has all" : "";
+  return `${count(steps.length)} of ${count(all)} steps are on this page${view}`;
 }
 
-// The step with the number nearest to the one typed.
-function nearest(wanted) {
-  const gaps = page.steps.map((step) => Math.abs(step.step - wanted));
-  return gaps.indexOf(Math.min(...gaps));
+const placeOf = (wanted) => page.steps.findIndex(({ step }) => step === wanted);
+
+// A reader has typed the number of a step.
+function turnToStep(typed) {
+  const index = placeOf(Number(typed));
+  if (index >= 0) return turnTo(index);
+  byId("number").value = page.steps[state.index].step;
+  sayElsewhere(sayAbsent(typed));
 }
 
 function start() {
@@ -204,7 +221,7 @@ function start() {
   byId("number").max = page.steps[last].step;
   byId("of").textContent = stepsOf(page);
   byId("slider").addEventListener("input", (e) => turnTo(Number(e.target.value)));
-  byId("number").addEventListener("change", (e) => turnTo(nearest(Number(e.target.value))));
+  byId("number").addEventListener("change", (e) => turnToStep(e.target.value));
   byId("previous").addEventListener("click", () => turnTo(state.index - 1));
   byId("next").addEventListener("click", () => turnTo(state.index + 1));
   for (const name of ["sort", "filter"]) {
