@@ -50,6 +50,12 @@ def test_the_version_is_said_with_those_it_stands_on(tmp_path):
     assert names == ["headrace", "torch", "torchrl", "tensordict"]
 
 
+@pytest.mark.parametrize("module", ["headrace", "headrace.pipeline"])
+def test_python_runs_the_command_as_a_module(module, tmp_path):
+    done = subprocess.run([sys.executable, "-m", module, "recipes", "grpo"], capture_output=True, text=True)
+    assert done.stdout == headrace_here(tmp_path, "recipes", "grpo").stdout
+
+
 def test_recipes_and_stages_are_listed_with_what_they_are(tmp_path):
     shown = headrace_here(tmp_path, "recipes").stdout
     listed = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}

@@ -95,8 +95,10 @@ MISTAKES = {
     "task=replay source.path=dump/1.jsonl dump/2.jsonl": "quote it: 'source.path=dump/*.jsonl'",
     "task=replay source.path=dmup": "dmup: there is no such file or folder (did you mean 'dump'?)",
     "task=replay 'source.path=nothing/*.jsonl'": "nothing/*.jsonl: no file matches",
-    REPLAY: "set source.group_by=prompt",
-    f"{REPLAY} source.group_by=prompt": "set pipeline.stages.gate.group_size",
+    REPLAY: f":\nheadrace {REPLAY} {OF_PROMPT}\n",
+    f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
+    f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
+    REPLAY.replace("replay", "plan"): f":\nheadrace task=plan source.path=dump {OF_PROMPT}\n",
     f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: a file is there",
 }
 

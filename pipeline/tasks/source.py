@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -17,7 +19,7 @@ from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport, make_report
-from headrace.pipeline.sources import Source, SourceError, open_source
+from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
@@ -148,6 +150,48 @@ def report_of(
     except BatchError as err:
         raise type(err)(f"step {step}: {err}") from err
     return make_report(run, step=step, solved=config.report.solved, **more)
+
+
+def with_group_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
+    """Of an error for lack of ``source.group_by`` or ``source.group_size``, one that has the whole command.
+
+    The size is the one that most groups of the first step have. Other errors come back as they are.
+
+    Args:
+        err: of a task that reads a dump.
+        config: composed.
+        words: overrides of the command line.
+    """
+    no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
+    if not (no_group or no_size) or config.get("source") is None:
+        return err
+    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by")}
+    if no_group:
+        options["group_by"] = "prompt"
+    try:
+        source = open_source(config.source.path, skip_bad=True, **options)
+        step, batch = next(iter(source))
+    except (SourceError, ValueError, StopIteration):
+        return err
+    if "group_size" not in READERS[source.format].options:
+        return err
+    typed = ["source.group_by=prompt"] if no_group else []
+    said = f"step {step}: "
+    if no_group:
+        said += (
+            "the dump has no id of a group. If each prompt was drawn once a step, equal prompts are a group. "
+        )
+    if config.source.group_size is None:
+        rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
+        size = int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
+        said += (
+            "The dump does not say how many rollouts each group was dispatched with. "
+            f"Most groups of this step have {size}. If your trainer samples {size} for each prompt, "
+        )
+        typed.append(f"source.group_size={size}")
+    placed = {word.partition("=")[0]: word for word in (*words, *typed)}
+    command = shlex.join(["headrace", *placed.values()])
+    return ConfigError(f"{said}{'set' if said.endswith(', ') else 'Set'} {' '.join(typed)}:\n{command}")
 
 
 def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
