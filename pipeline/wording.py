@@ -31,14 +31,20 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
-def suggest(word: str, words: Iterable[str]) -> str:
+def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
     """Return close matches as the end of a sentence; an empty string if there are none.
+
+    Args:
+        word: as it was typed.
+        words: those that there are.
+        most: matches at most.
+        least: similarity of a match, from 0 to 1.
 
     Example:
         >>> suggest("gprpo", ["grpo", "dapo"])
         " (did you mean 'grpo'?)"
     """
-    close = difflib.get_close_matches(word, list(words), n=2, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(words), n=most, cutoff=least)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 

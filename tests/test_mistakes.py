@@ -24,7 +24,7 @@ MISTAKES = {
     "pipeline==grpo": "did you mean pipeline=grpo?",
     "--pipeline=grpo": "unknown option '--pipeline' (did you mean pipeline=grpo?)",
     "--pipeline grpo": "did you mean pipeline=grpo?",
-    "pipeline=gprpo": "unknown recipe 'gprpo' (did you mean 'grpo'",
+    "pipeline=gprpo": "unknown recipe 'gprpo' (did you mean 'grpo' or 'pkpo'?); headrace recipes lists",
     "pipeline=GRPO": "did you mean 'grpo'",
     "pipeline=verl": "did you mean 'as/verl'",
     "pipeline=replay": "did you mean task=replay?",
@@ -38,7 +38,7 @@ MISTAKES = {
     "task replay": "did you mean task=replay?",
     "--task replay": "did you mean task=replay?",
     "-task=replay": "did you mean task=replay?",
-    "task=repaly": "unknown task 'repaly' (did you mean 'replay'",
+    "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
     "task=grpo": "did you mean pipeline=grpo?",
     # -- flags of other commands
     "-m": "-m runs a job for each value of an option, and none has a value: headrace -m seed=1,2",
@@ -64,7 +64,10 @@ MISTAKES = {
     "gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
     "hydra.foo=3": "unknown option 'hydra.foo'",
     "seed=1 doctor": "headrace doctor is a command of its own",
-    "task=replay group_size=3": "did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
+    "task=replay group_size=3": "here: it is an option of task=train; task=replay has source.group_size and",
+    f"{REPLAY} pipeline=as/verl pipeline.stages.filter.action=drop": (
+        "'pipeline.stages.filter.action': pipeline=as/verl has no stage 'filter'; it has gate, collapse"
+    ),
     # -- stages
     "advantage.scale=none": "did you mean pipeline.stages.advantage.scale=none?",
     "pipeline.gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",

@@ -217,7 +217,7 @@ def read_file(kind: str, name: str) -> str:
         for path in sorted((CONF / folder).rglob("*.yaml"))
     }
     if name not in found:
-        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; there are {', '.join(found)}")
+        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; headrace {kind}s lists all")
     return found[name].read_text(encoding="utf-8").rstrip()
 
 
