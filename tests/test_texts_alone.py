@@ -225,6 +225,9 @@ def verl_steps(folder, steps, fault=None, *, permuted=False):
     return folder
 
 
+TWO = ("source.group_by=prompt", "source.group_size=2")
+
+
 def drawn_twice(rows):
     return [*rows, *(row | {"output": "again"} for row in rows[:2])]
 
@@ -245,6 +248,23 @@ def test_the_draws_of_a_prompt_are_told_apart_by_their_order_or_left_out(tmp_pat
     assert len(batch) == 4
     with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # of all groups: no draw
         list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
+
+
+def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):
+    words = [f"source.path={verl_steps(tmp_path / 'dump', 4, drawn_twice)}", "pipeline=as/verl", *TWO]
+    for task in ("replay", "audit", "plan", "compare"):
+        also = ["pipelines=[as/verl,grpo]"] if task == "compare" else []
+        done = headrace_here(tmp_path, f"task={task}", "hydra.run.dir=out", *words, *also)
+        assert "drawn several times in one step: 1. They were split" in " ".join(done.stdout.split())
+        if task == "audit":
+            audited = json.loads((tmp_path / "out" / "audit.json").read_text())
+            assert (audited["findings"], audited["rows"], len(audited["notices"])) == (0, 26, 1)
+        if task == "replay":
+            page = (tmp_path / "out" / "report.html").as_uri()
+            assert done.stdout.splitlines()[-2:] == [
+                f"the page: {page}",
+                f"all rows of all steps: headrace view {tmp_path / 'out'}",
+            ]
 
 
 def nan_score(rows):

@@ -7,6 +7,7 @@ and the first three steps if all of them fail, end the replay: then it is the re
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.errors import listing
 
 from .logged import LoggedAdvantages
-from .source import each_outcome, open_configured, report_of
+from .source import each_outcome, open_configured, report_of, said_of_draws
 
 GIVE_UP = 3  # steps: where so many fail and none has passed, the others would, too
 NAMED = 20  # failed steps whose reason is said
@@ -109,7 +110,12 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():
         console.print(Text(words))
-    console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
+    written = [f"written to {output}"]
+    if page is not None:
+        written.append(f"the page: {page.resolve().as_uri()}")
+    if (output / "rollouts").is_dir():
+        written.append(f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}")
+    console.print(Text("\n".join(map(printable, written))), soft_wrap=True)
     if failed and not source.skips:
         raise StepsFailed(f"{len(failed):,} of {len(failed) + len(history):,} steps failed")
     return sum(numbers["rows/trained"] for numbers in history)
@@ -129,16 +135,7 @@ def said_of(failed: Sequence[FailedStep], passed: int, draws: Draws) -> list[str
         named = listing(steps, most=NAMED)
         said = [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}."]
         said += [f"{step}: {each.why}" for step, each in zip(steps, failed[:NAMED], strict=False)]
-    if draws.split:
-        said.append(
-            f"Groups whose prompt was drawn several times in one step: {draws.split:,}. They were split into "
-            "their draws, by the order of the dump."
-        )
-    if draws.groups_left_out:
-        said.append(
-            f"Left out: {draws.groups_left_out:,} groups, {draws.rows_left_out:,} rows. Their prompt was "
-            "drawn several times in one step, and the order that tells the draws apart is not in the dump."
-        )
+    said += said_of_draws(draws)
     return said
 
 

@@ -20,6 +20,7 @@ from headrace.pipeline.load import ConfigError
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
+from headrace.pipeline.sources.batch import Draws
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
@@ -81,7 +82,7 @@ def grader_of(node: Any) -> Callable[..., Any]:
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
-    """Yield ``(step, batch)`` under a progress bar; at the end print what was skipped.
+    """Yield ``(step, batch)`` under a progress bar; at the end print what was skipped, split or left out.
 
     Args:
         source: of the batches.
@@ -97,6 +98,8 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
             console.print(Text(f"skipped: {printable(str(found))}", style="yellow"), soft_wrap=True)
         else:
             yield step or 0, found
+    for sentence in said_of_draws(source.all_draws):
+        console.print(Text(sentence), soft_wrap=True)
 
 
 def each_outcome(
@@ -128,6 +131,22 @@ def each_outcome(
         console.print(f"[yellow]{source.skipped} malformed records were skipped[/]", highlight=False)
         for message in source.messages:
             console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
+
+
+def said_of_draws(draws: Draws) -> list[str]:
+    """What became of prompts that were drawn several times in one step; a sentence each."""
+    said = []
+    if draws.split:
+        said.append(
+            f"Groups whose prompt was drawn several times in one step: {draws.split:,}. They were split into "
+            "their draws, by the order of the dump."
+        )
+    if draws.groups_left_out:
+        said.append(
+            f"Left out: {draws.groups_left_out:,} groups, {draws.rows_left_out:,} rows. Their prompt was "
+            "drawn several times in one step, and the order that tells the draws apart is not in the dump."
+        )
+    return said
 
 
 def report_of(
