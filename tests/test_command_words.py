@@ -30,9 +30,18 @@ def test_help_fits_a_terminal_and_has_every_task_and_command(tmp_path):
         "--cfg job",
     ):
         assert word in shown
-    assert (
-        headrace_here(tmp_path, "task=replay", "-h").stdout == shown == headrace_here(tmp_path, "help").stdout
-    )
+    for option in ("group_by", "group_size", "tokenizer"):
+        assert f"source.{option}=" in shown
+    assert headrace_here(tmp_path, "-h").stdout == shown == headrace_here(tmp_path, "help").stdout
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_help_of_a_task_has_its_options(task, tmp_path):
+    shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
+    assert shown.startswith(f"headrace task={task}\n")
+    reads = task in ("replay", "compare", "plan", "audit")
+    for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
+        assert (f"  {option}: " in shown) == reads
 
 
 def test_every_example_of_the_help_composes(tmp_path):

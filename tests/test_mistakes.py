@@ -41,7 +41,8 @@ MISTAKES = {
     "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
     "task=grpo": "did you mean pipeline=grpo?",
     # -- flags of other commands
-    "-m": "-m runs a job for each value of an option, and none has a value: headrace -m seed=1,2",
+    "-m": "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2",
+    f"-m {REPLAY} seed=1": "none has several: headrace -m seed=1,2; leave -m out to run one job",
     "--resume": "unknown option '--resume' (did you mean no flag: the command resumes no run",
     "--list": "did you mean headrace recipes?",
     "--verison": "unknown option '--verison' (did you mean '--version'",
@@ -103,6 +104,7 @@ MISTAKES = {
     f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
     REPLAY.replace("replay", "plan"): f":\nheadrace task=plan source.path=dump {OF_PROMPT}\n",
     f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: a file is there",
+    "hydra.run.dir=": "hydra.run.dir=: a folder is required, where files go",
 }
 
 
