@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -76,3 +77,22 @@ def reason_words(stage: str, reason: str) -> str:
         'filter: zero variance'
     """
     return f"{stage}: {reason.replace('_', ' ')}"
+
+
+def in_words_to_type(text: str) -> str:
+    """What a stage says to set, as the word to type.
+
+    Example:
+        >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
+    """
+    stage = re.search(r"stage '(\w+)', ", text)
+    if stage is None:
+        return text
+
+    def word(found: re.Match[str]) -> str:
+        value = "null" if found[3] == "None" else found[3]
+        return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
+
+    text = re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
+    return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)

@@ -259,6 +259,10 @@ def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):
         if task == "audit":
             audited = json.loads((tmp_path / "out" / "audit.json").read_text())
             assert (audited["findings"], audited["rows"], len(audited["notices"])) == (0, 26, 1)
+        if task == "plan":
+            planned = json.loads((tmp_path / "out" / "plan.json").read_text())
+            assert planned["groups"] == 13
+            assert f"written to {tmp_path / 'out'}" in done.stdout
         if task == "replay":
             page = (tmp_path / "out" / "report.html").as_uri()
             assert done.stdout.splitlines()[-2:] == [
@@ -276,7 +280,11 @@ def lost_row(rows):
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"), [(nan_score, "2.jsonl:1: .*NaN, which is no JSON"), (lost_row, "'gate'.* has 1 of 2")]
+    ("fault", "why"),
+    [
+        (nan_score, "2.jsonl:1: .*NaN, which is no JSON"),
+        (lost_row, r"'gate'.* has 1 of 2.*set pipeline\.stages\.gate\.on_incomplete=drop"),
+    ],
 )
 def test_a_step_that_fails_ends_nothing_and_is_said_everywhere(fault, why, tmp_path):
     verl_steps(tmp_path / "dump", 6, fault)

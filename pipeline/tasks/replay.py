@@ -23,7 +23,7 @@ from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.sources import SourceError
 from headrace.pipeline.sources.batch import Draws
 from headrace.pipeline.train import history_table
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import in_words_to_type, printable
 from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.errors import listing
 
@@ -82,7 +82,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 report = report_of(pipeline, step or 0, found, config, **how)
             except (SourceError, BatchError) as err:
                 first = first or err
-                failed.append(FailedStep(step, str(err).removeprefix(f"step {step}: ")))
+                failed.append(FailedStep(step, in_words_to_type(str(err)).removeprefix(f"step {step}: ")))
                 folder.notices = said_of(failed, len(history), draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None
