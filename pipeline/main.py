@@ -21,7 +21,7 @@ from rich.text import Text
 from .command.sweep import record_job
 from .command.words import answer, ready_words
 from .composing import explain_composition
-from .wording import printable
+from .wording import in_words_to_type, printable
 
 EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
 
@@ -124,22 +124,3 @@ def paragraph_of(err: Exception) -> str:
         files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
         return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
     return in_words_to_type(str(err))
-
-
-def in_words_to_type(text: str) -> str:
-    """What a stage says to set, as the word to type.
-
-    Example:
-        >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
-        "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
-    """
-    stage = re.search(r"stage '(\w+)', ", text)
-    if stage is None:
-        return text
-
-    def word(found: re.Match[str]) -> str:
-        value = "null" if found[3] == "None" else found[3]
-        return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
-
-    text = re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
-    return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)

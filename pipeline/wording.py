@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -31,14 +32,20 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
-def suggest(word: str, words: Iterable[str]) -> str:
+def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
     """Return close matches as the end of a sentence; an empty string if there are none.
+
+    Args:
+        word: as it was typed.
+        words: those that there are.
+        most: matches at most.
+        least: similarity of a match, from 0 to 1.
 
     Example:
         >>> suggest("gprpo", ["grpo", "dapo"])
         " (did you mean 'grpo'?)"
     """
-    close = difflib.get_close_matches(word, list(words), n=2, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(words), n=most, cutoff=least)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
@@ -70,3 +77,22 @@ def reason_words(stage: str, reason: str) -> str:
         'filter: zero variance'
     """
     return f"{stage}: {reason.replace('_', ' ')}"
+
+
+def in_words_to_type(text: str) -> str:
+    """What a stage says to set, as the word to type.
+
+    Example:
+        >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
+    """
+    stage = re.search(r"stage '(\w+)', ", text)
+    if stage is None:
+        return text
+
+    def word(found: re.Match[str]) -> str:
+        value = "null" if found[3] == "None" else found[3]
+        return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
+
+    text = re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
+    return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)

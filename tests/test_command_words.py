@@ -30,9 +30,18 @@ def test_help_fits_a_terminal_and_lists_every_task_and_command(tmp_path):
         "--cfg job",
     ):
         assert word in shown
-    assert (
-        headrace_here(tmp_path, "task=replay", "-h").stdout == shown == headrace_here(tmp_path, "help").stdout
-    )
+    for option in ("group_by", "group_size", "tokenizer"):
+        assert f"source.{option}=" in shown
+    assert headrace_here(tmp_path, "-h").stdout == shown == headrace_here(tmp_path, "help").stdout
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_help_of_a_task_has_its_options(task, tmp_path):
+    shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
+    assert shown.startswith(f"headrace task={task}\n")
+    reads = task in ("replay", "compare", "plan", "audit")
+    for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
+        assert (f"  {option}: " in shown) == reads
 
 
 def test_every_example_of_the_help_composes(tmp_path):
@@ -48,6 +57,12 @@ def test_every_example_of_the_help_composes(tmp_path):
 def test_version_lists_the_main_dependencies(tmp_path):
     names = [line.split()[0] for line in headrace_here(tmp_path, "--version").stdout.splitlines()]
     assert names == ["headrace", "torch", "torchrl", "tensordict"]
+
+
+@pytest.mark.parametrize("module", ["headrace", "headrace.pipeline"])
+def test_python_runs_the_command_as_a_module(module, tmp_path):
+    done = subprocess.run([sys.executable, "-m", module, "recipes", "grpo"], capture_output=True, text=True)
+    assert done.stdout == headrace_here(tmp_path, "recipes", "grpo").stdout
 
 
 def test_recipes_and_stages_are_listed_with_a_description(tmp_path):

@@ -301,7 +301,7 @@ def test_root_folders_are_installed_once():
     }
     links = {name: path.resolve() for name, path in entries.items() if path.is_symlink()}
     assert links == {name: ROOT / name for name in (*FOLDERS, "conf")}
-    assert entries.keys() - links.keys() == {"__init__.py", "py.typed"}
+    assert entries.keys() - links.keys() == {"__init__.py", "__main__.py", "py.typed"}
 
 
 @pytest.mark.slow

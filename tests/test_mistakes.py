@@ -24,7 +24,7 @@ MISTAKES = {
     "pipeline==grpo": "did you mean pipeline=grpo?",
     "--pipeline=grpo": "unknown option '--pipeline' (did you mean pipeline=grpo?)",
     "--pipeline grpo": "did you mean pipeline=grpo?",
-    "pipeline=gprpo": "unknown recipe 'gprpo' (did you mean 'grpo'",
+    "pipeline=gprpo": "unknown recipe 'gprpo' (did you mean 'grpo' or 'pkpo'?); headrace recipes lists",
     "pipeline=GRPO": "did you mean 'grpo'",
     "pipeline=verl": "did you mean 'as/verl'",
     "pipeline=replay": "did you mean task=replay?",
@@ -38,10 +38,11 @@ MISTAKES = {
     "task replay": "did you mean task=replay?",
     "--task replay": "did you mean task=replay?",
     "-task=replay": "did you mean task=replay?",
-    "task=repaly": "unknown task 'repaly' (did you mean 'replay'",
+    "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
     "task=grpo": "did you mean pipeline=grpo?",
     # -- flags of other commands
-    "-m": "-m runs a job for each value of an option, and none has a value: headrace -m seed=1,2",
+    "-m": "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2",
+    f"-m {REPLAY} seed=1": "none has several: headrace -m seed=1,2; leave -m out to run one job",
     "--resume": "unknown option '--resume' (did you mean no flag: the command resumes no run",
     "--list": "did you mean headrace recipes?",
     "--verison": "unknown option '--verison' (did you mean '--version'",
@@ -64,7 +65,10 @@ MISTAKES = {
     "gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
     "hydra.foo=3": "unknown option 'hydra.foo'",
     "seed=1 doctor": "headrace doctor is a command of its own",
-    "task=replay group_size=3": "did you mean source.group_size=3 or pipeline.stages.gate.group_size=3",
+    "task=replay group_size=3": "here: it is an option of task=train; task=replay has source.group_size and",
+    f"{REPLAY} pipeline=as/verl pipeline.stages.filter.action=drop": (
+        "'pipeline.stages.filter.action': pipeline=as/verl has no stage 'filter'; it has gate, collapse"
+    ),
     # -- stages
     "advantage.scale=none": "did you mean pipeline.stages.advantage.scale=none?",
     "pipeline.gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
@@ -95,9 +99,12 @@ MISTAKES = {
     "task=replay source.path=dump/1.jsonl dump/2.jsonl": "quote it: 'source.path=dump/*.jsonl'",
     "task=replay source.path=dmup": "dmup: there is no such file or folder (did you mean 'dump'?)",
     "task=replay 'source.path=nothing/*.jsonl'": "nothing/*.jsonl: no file matches",
-    REPLAY: "set source.group_by=prompt",
-    f"{REPLAY} source.group_by=prompt": "set pipeline.stages.gate.group_size",
+    REPLAY: f":\nheadrace {REPLAY} {OF_PROMPT}\n",
+    f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
+    f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
+    REPLAY.replace("replay", "plan"): f":\nheadrace task=plan source.path=dump {OF_PROMPT}\n",
     f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: a file is there",
+    "hydra.run.dir=": "hydra.run.dir=: a folder is required, where files go",
 }
 
 

@@ -226,6 +226,9 @@ def verl_steps(folder, steps, fault=None, *, permuted=False):
     return folder
 
 
+TWO = ("source.group_by=prompt", "source.group_size=2")
+
+
 def drawn_twice(rows):
     return [*rows, *(row | {"output": "again"} for row in rows[:2])]
 
@@ -249,6 +252,27 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
         list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
 
 
+def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):
+    words = [f"source.path={verl_steps(tmp_path / 'dump', 4, drawn_twice)}", "pipeline=as/verl", *TWO]
+    for task in ("replay", "audit", "plan", "compare"):
+        also = ["pipelines=[as/verl,grpo]"] if task == "compare" else []
+        done = headrace_here(tmp_path, f"task={task}", "hydra.run.dir=out", *words, *also)
+        assert "drawn several times in one step: 1. They were split" in " ".join(done.stdout.split())
+        if task == "audit":
+            audited = json.loads((tmp_path / "out" / "audit.json").read_text())
+            assert (audited["findings"], audited["rows"], len(audited["notices"])) == (0, 26, 1)
+        if task == "plan":
+            planned = json.loads((tmp_path / "out" / "plan.json").read_text())
+            assert planned["groups"] == 13
+            assert f"written to {tmp_path / 'out'}" in done.stdout
+        if task == "replay":
+            page = (tmp_path / "out" / "report.html").as_uri()
+            assert done.stdout.splitlines()[-2:] == [
+                f"the page: {page}",
+                f"all rows of all steps: headrace view {tmp_path / 'out'}",
+            ]
+
+
 def nan_score(rows):
     return [rows[0] | {"score": float("nan")}, *rows[1:]]
 
@@ -258,7 +282,11 @@ def lost_row(rows):
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"), [(nan_score, "2.jsonl:1: .*NaN, which is no JSON"), (lost_row, "'gate'.* has 1 of 2")]
+    ("fault", "why"),
+    [
+        (nan_score, "2.jsonl:1: .*NaN, which is no JSON"),
+        (lost_row, r"'gate'.* has 1 of 2.*set pipeline\.stages\.gate\.on_incomplete=drop"),
+    ],
 )
 def test_a_failing_step_does_not_end_a_replay_and_is_reported(fault, why, tmp_path):
     verl_steps(tmp_path / "dump", 6, fault)

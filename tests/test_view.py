@@ -99,6 +99,8 @@ def test_rows_are_found_by_reason_group_and_text_as_by_a_loop(client, run):
         ("reason", "left"): lambda row: row["reason"] != "trained",
         ("reason", "filter/zero_variance"): lambda row: row["reason"] == "filter/zero_variance",
         ("group", str(LARGE + 7)): lambda row: row["group_id"] == LARGE + 7,
+        ("group", str(LARGE)[:6]): lambda row: str(row["group_id"]).startswith(str(LARGE)[:6]),
+        ("group", "999"): lambda row: False,
         ("text", "żÓŁW"): lambda row: row["prompt"] == "Żółw?",
         ("text", "SO IT IS 8"): lambda row: "So it is 8" in row["response"],
         ("text", ".*"): lambda row: False,
@@ -398,6 +400,7 @@ def test_the_command_prints_what_to_do(tmp_path, run):
     write_run(tmp_path / "sweep" / "0", steps=1)
     write_run(tmp_path / "sweep" / "1", steps=1)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "alone.jsonl").touch()
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "report.html").touch()
     write_dump(report_of_step(0), tmp_path / "lines" / "rollouts", format="jsonl")
@@ -410,8 +413,9 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             (["nowhere"], "nowhere: no such folder. Give the folder of a run, which has report.html"),
             (
                 ["page/report.html"],
-                "page/report.html is a file. Give the folder of the run: headrace view page",
+                "page/report.html is a file, and a folder is required: headrace view page",
             ),
+            (["alone.jsonl"], "alone.jsonl is a file, and a folder is required. For a dump of another"),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
             (["page"], "the run was written with report.dump=null"),
             (["lines"], "lines has its rows as JSON Lines, and Parquet is needed: headrace task=replay"),

@@ -155,6 +155,27 @@ def test_rows_are_filtered_and_the_url_has_the_filter(open_view, client):
     until(lambda: rows_shown(page), ["5", "4", "3"])
     type_into(page, "group", "nothing")
     until(lambda: page.texts(".panel .empty"), ["No row of this step matches."] * 2)
+    page.all("#clear-group")[0].click()
+    until(lambda: len(rows_shown(page)), 3)
+
+
+def test_a_step_that_is_not_there_is_named(open_view):
+    page = open_view("#view=steps&step=999")
+    assert page.seen("#no-step") == "There is no step 999: step 3 is the nearest."
+    page.all("#previous")[0].click()
+    until(lambda: page.seen("#rows-title"), "Rows of step 2")
+    assert page.seen("#no-step") == ""
+
+
+def test_another_width_keeps_what_is_open(open_view):
+    page = open_view("#view=prompt&run=0&step=2&place=0")
+    until(lambda: page.count("details.one-step"), 4)
+    page.open("details.one-step[data-step='2']")
+    until(lambda: page.count("details.one-step[open] tr.line"), 6)
+    size = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    until(lambda: int(page.values("#prompt svg.rewards", "width")[0]) < 700, True)
+    assert page.count("details.one-step[open] tr.line") == 6
 
 
 def test_a_row_opens_its_prompt_in_all_steps_of_both_runs(open_view):

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from headrace.pipeline.composing import (
@@ -29,6 +31,7 @@ from headrace.pipeline.wording import suggest
 
 ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
+DATED = "outputs/DATE/TIME"  # where files go, unless the words say so
 ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
@@ -65,7 +68,8 @@ def answer(words: Sequence[str]) -> int | None:
 
         return examine()
     if first == "help" or any(word in ("--help", "-h") for word in words):
-        print((files(__package__) / "help.txt").read_text(encoding="utf-8").rstrip())
+        tasks = [word.removeprefix("task=") for word in words if word.startswith("task=")]
+        print(help_of_task(tasks[-1]) if tasks and first != "help" else help_text())
     elif first == "version" or "--version" in words:
         found = versions()
         print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
@@ -105,9 +109,9 @@ def ready_words(words: Sequence[str]) -> list[str]:
         raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help says what there is")
     if read.multirun and read.cfg:
         raise ConfigError("--cfg prints what one job is composed of, and -m runs several: take one of them")
-    if read.multirun and not any("=" in word for word in read.overrides):
+    if read.multirun and not any(map(_has_several_values, read.overrides)):
         raise ConfigError(
-            "-m runs a job for each value of an option, and none has a value: headrace -m seed=1,2; leave -m "
+            "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2; leave -m "
             "out to run one job"
         )
     for at, word in enumerate(read.overrides):
@@ -115,11 +119,23 @@ def ready_words(words: Sequence[str]) -> list[str]:
             raise ConfigError(_of_bare_word(word, read.overrides, at))
         if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
             raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
+        if re.fullmatch(r"hydra\.(run|sweep)\.dir=(null|''|\"\")?", word):
+            raise ConfigError(f"{word}: a folder is required, where files go; leave it out for {DATED}")
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
         values = [f"xray.{word}" if word.startswith("source=") else word for word in values]
     return [*flags, *map(without_stage, values)]
+
+
+def _has_several_values(word: str) -> bool:
+    """Whether a word makes several jobs; one that cannot be read is refused elsewhere."""
+    if word.startswith("hydra.sweeper."):
+        return True
+    try:
+        return OverridesParser.create().parse_override(word).is_sweep_override()
+    except HydraException:
+        return "=" in word
 
 
 def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
@@ -200,6 +216,36 @@ def _check_flag(word: str, words: Sequence[str], at: int) -> None:
     raise ConfigError(f"unknown option {flag!r}{hint}; headrace --help says what there is")
 
 
+def help_text() -> str:
+    """The help of the command."""
+    return (files(__package__) / "help.txt").read_text(encoding="utf-8").rstrip()
+
+
+def help_of_task(name: str) -> str:
+    """What a task is, its options with their values, and those of the dump that it reads.
+
+    Args:
+        name: of the task.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    path = CONF / "task" / f"{name}.yaml"
+    if name not in TASKS or not path.exists():
+        hint = suggest(name, TASKS, 1, 0.6)
+        raise ConfigError(f"unknown task {name!r}{hint}; choose from {', '.join(TASKS)}")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    said = [line[2:] for line in lines if line.startswith("# ") and "@package" not in line]
+    defaults = lines.index("defaults:")
+    own = [line for line in lines[defaults + 1 :] if line and not line.startswith(("  - ", "task:"))]
+    shown = [f"headrace task={name}", "", *said, "", *own]
+    if "  - /source: dump" in lines:
+        options = (CONF / "source" / "dump.yaml").read_text(encoding="utf-8").splitlines()
+        shown += ["source:", *(f"  {option}" for option in options)]
+    shown += ["", f"headrace --cfg job task={name} prints all, with those of the recipe and the report."]
+    return "\n".join(shown)
+
+
 def read_file(kind: str, name: str) -> str:
     """The file of a recipe, or of a stage, criterion or term: its options, values and what they are.
 
@@ -217,7 +263,7 @@ def read_file(kind: str, name: str) -> str:
         for path in sorted((CONF / folder).rglob("*.yaml"))
     }
     if name not in found:
-        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; there are {', '.join(found)}")
+        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; headrace {kind}s lists all")
     return found[name].read_text(encoding="utf-8").rstrip()
 
 

@@ -84,12 +84,14 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         listed = re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE)
         known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or listed
         wanted = f"{inner}/{absent[2]}" if inner else absent[2]
-        hint = suggest(wanted, known) or suggest(wanted.lower(), known)
+        most, least = (1, 0.6) if word == "task" else (2, 0.5)
+        hint = suggest(wanted, known, most, least) or suggest(wanted.lower(), known, most, least)
         if word == "task" and wanted in recipes():
             hint = f" (did you mean pipeline={wanted}?)"
         if word == "recipe" and wanted in TASKS:
             hint = f" (did you mean task={wanted}?)"
-        return f"unknown {word} {wanted!r}{hint}; choose from {', '.join(known)}"
+        others = "headrace recipes lists all" if word == "recipe" else f"choose from {', '.join(known)}"
+        return f"unknown {word} {wanted!r}{hint}; {others}"
     if isinstance(error, OverrideParseException):
         meant = f" (did you mean {error.override.replace('==', '=')}?)" if "==" in error.override else ""
         return f"{error.override!r} is not NAME=VALUE{meant}; put values with brackets or spaces in quotes"
@@ -135,12 +137,18 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         return None
     sign = "~" if f"~{typed}" in overrides else ""
     found = options_meant(typed, base)
-    if not found and config_name == "config":
-        composed = {f"task={task}": compose_config("config", f"task={task}") for task in TASKS}
-        known_to = {word: OmegaConf.select(node, typed, default=ABSENT) for word, node in composed.items()}
-        having = [word for word, value in known_to.items() if value is not ABSENT]
+    stage = re.match(r"pipeline\.stages\.(\w+)", typed)
+    stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
+    if stage and stage[1] not in stages and stage[1] in known_stages():
+        recipe = next((word for word in groups if word.startswith("pipeline=")), "pipeline=grpo")
+        return f"unknown option {typed!r}: {recipe} has no stage {stage[1]!r}; it has {', '.join(stages)}"
+    if config_name == "config":
+        recipe_words = [word for word in groups if not word.startswith("task=")]
+        having = [task for task in TASKS if _has_option(typed, [*recipe_words, f"task={task}"])]
         if having:
-            return f"unknown option {typed!r} here: it is an option of {' and '.join(having)}"
+            here = f"; task={base.task} has {' and '.join(found)}, of other meaning" if found else ""
+            tasks = " and ".join(f"task={task}" for task in having)
+            return f"unknown option {typed!r} here: it is an option of {tasks}{here}"
     parent: Any = base
     for key in path.split(".")[:-1]:
         parent = parent.get(key) if isinstance(parent, DictConfig) else None
@@ -157,6 +165,14 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
     return f"unknown option {path!r}{suggest(name, names)}; choose from {', '.join(names)}" if names else None
 
 
+def _has_option(path: str, words: Sequence[str]) -> bool:
+    """Whether a configuration of these overrides has an option; false where it does not compose."""
+    try:
+        return OmegaConf.select(compose_config("config", *words), path, default=ABSENT) is not ABSENT
+    except ConfigError:
+        return False
+
+
 def options_meant(name: str, config: DictConfig) -> list[str]:
     """The options of a composed configuration that a name without its place, or of another command, means.
 
@@ -169,6 +185,11 @@ def options_meant(name: str, config: DictConfig) -> list[str]:
     stages = OmegaConf.select(config, "pipeline.stages") or {}
     known = dict.fromkeys(f"pipeline.stages.{stage}" for stage in stages)
     return deeper(name, leaves(OmegaConf.to_container(config)) | known)
+
+
+def known_stages() -> list[str]:
+    """The names of the stages that come with headrace."""
+    return sorted(path.stem for path in (Path(str(files("headrace.conf"))) / "stage").glob("*.yaml"))
 
 
 def recipes() -> list[str]:

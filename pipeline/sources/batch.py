@@ -302,7 +302,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
             )
 
 
-def separate_draws(samples: Sequence[Sample]) -> tuple[list[Sample], Draws]:
+def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tuple[list[Sample], Draws]:
     """Tell the draws of a prompt apart that was drawn several times in one step.
 
     A group that was made of its prompt has 16 rollouts where 8 were dispatched. Where the dump has the order
@@ -315,6 +315,7 @@ def separate_draws(samples: Sequence[Sample]) -> tuple[list[Sample], Draws]:
 
     Args:
         samples: of one step.
+        leave_out: false keeps groups that cannot be told apart, as they are.
 
     Returns:
         The samples that stay, in their order; and what has become of such groups.
@@ -352,11 +353,11 @@ def separate_draws(samples: Sequence[Sample]) -> tuple[list[Sample], Draws]:
     stay = [
         replace(sample, group=drawn.get(id(sample), sample.group))
         for sample in samples
-        if sample.group not in excess or id(sample) in drawn
+        if not leave_out or sample.group not in excess or id(sample) in drawn
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
     drawn_again = tuple((groups[label][0].prompt or quote(label), len(groups[label])) for label in excess)
-    return stay, Draws(len(excess) - len(left), len(left), len(samples) - len(stay), drawn_again)
+    return stay, Draws(len(excess) - len(left), len(left) * leave_out, len(samples) - len(stay), drawn_again)
 
 
 class Draws(NamedTuple):

@@ -6,6 +6,7 @@ import glob
 import pkgutil
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
@@ -121,14 +122,17 @@ class Source:
         files: in the order in which they are read.
         total_bytes: of all files, on disk.
         regraded: what another grader has changed in this pass; None where there is none.
-        draws: of the last step, what became of prompts that were drawn several times.
+        draws: by step of this pass, what became of prompts that were drawn several times in it.
+        keeps_oversized: whether groups made of prompts stay where they are too large and no draws of a prompt
+            can be told apart. False: they are left out or refused. The audit keeps them, and reports them.
         skipped_steps: of this pass, the steps that were skipped under `skip_bad`, and why.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
         self.format, self.files, self._options, self._grade = format, files, options, grade
         self.regraded: Regraded | None = None
-        self.draws = Draws()
+        self.draws: dict[int, Draws] = {}
+        self.keeps_oversized = False
         self.skipped_steps: list[tuple[int | None, str]] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
@@ -187,7 +191,7 @@ class Source:
                 at all.
         """
         self.regraded = None if self._grade is None else Regraded()
-        self._pass = self._options.restarted()
+        self._pass, self.draws = self._options.restarted(), {}
         self.skipped_steps = []
         last, file, bad = -1, self.files[0], False
         for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
@@ -245,10 +249,13 @@ class Source:
     def _batch(self, step: int, rows: list[Any]) -> TensorDictBase:
         """The batch of a step, graded anew where there is another grader."""
         try:
-            self.draws = Draws()
             if isinstance(rows[0], Sample):
                 if self._options.group_by == "prompt":
-                    rows, self.draws = separate_draws(rows)
+                    rows, draws = separate_draws(rows, leave_out=not self.keeps_oversized)
+                    if draws.drawn:
+                        self.draws[step] = draws
+                    if self.keeps_oversized and self._options.group_size:  # which would refuse them
+                        rows = [replace(row, expected_rollouts=None) for row in rows]
                 if self._options.encode is not None:
                     add_tokens(rows, self._options.encode)
             batch = to_batch(rows) if isinstance(rows[0], Sample) else rows[0]

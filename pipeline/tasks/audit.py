@@ -21,7 +21,7 @@ from headrace.pipeline.wording import printable
 
 from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
-from .source import each_step, open_configured
+from .source import each_step, open_configured, said_of_draws
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
@@ -98,13 +98,16 @@ def audit(
     console = console or Console()
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
     size = config.source.group_size or declared.group_size
-    # With a group size, the source would refuse a group that is too large. The audit must report it.
-    source = open_configured(OmegaConf.merge(config, {"source": {"group_size": None}}))  # type: ignore[arg-type]
+    by_prompt = config.source.group_by == "prompt"
+    # A size tells the draws of a prompt apart, as in a replay. Else the source would refuse a group that is
+    # too large, which the audit must report.
+    dispatched = {"source": {"group_size": size if by_prompt else None}}
+    source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
+    source.keeps_oversized = True
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, unlike = 0, 0, list[LoggedRows]()
-    by_prompt = config.source.group_by == "prompt"
     for number, batch in each_step(source, console):
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
         step = AuditedStep(number, batch, declared, **how)
@@ -125,13 +128,15 @@ def audit(
         "steps": steps,
         "rows": rows,
     }
-    report = head | {"findings": found, "checks": [each.plain(steps) for each in results.values()]}
+    notices = said_of_draws(source.draws)
+    checked = [each.plain(steps) for each in results.values()]
+    report = head | {"findings": found, "notices": notices, "checks": checked}
     write_whole(output / "audit.json", lambda file: file.write_text(json_text(report, indent=1)))
     title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
     tables = [_summary(results, steps, title)]
     if config.report.html:
         found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
-        page = _page(title, [*tables, *found_by], _lines_below(results))
+        page = _page(title, [*tables, *found_by], [*notices, *_lines_below(results)])
         write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
     for line in _lines_below(results):

@@ -9,14 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.text import Text
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
+from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.report.groups import compared_values, differs, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.valid_json import json_text
+from headrace.pipeline.wording import printable
 from headrace.transforms.schema import has_key
 
 from .source import each_step, open_configured, report_of, sizes_of_groups
@@ -154,7 +158,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
 
     Args:
         config: composed with ``task=plan``.
-        output: not used.
+        output: folder for ``config.yaml`` and ``plan.json``.
         console: where to print; None: standard output.
 
     Returns:
@@ -181,9 +185,16 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
             "task=plan needs groups with at least two rollouts with rewards; found none in the dump"
         )
     show_group_sizes(seen, sizes, config.report.solved, console)
+    share = float(seen.equal.sum() / seen.compared.sum())
     if words := tree_words(tokens.numbers(linear=linear_of(pipeline.stages.values()))):
         console.print(words, highlight=False)
-    return float(seen.equal.sum() / seen.compared.sum())
+    chances = {str(size): float(chance_of_equal(seen.count, seen.group, size).mean()) for size in sizes}
+    found = {"groups": len(seen.equal), "uninformative": share, "chance_of_equal": chances}
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    write_whole(output / "plan.json", lambda file: file.write_text(json_text(found, indent=1)))
+    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    return share
 
 
 def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console) -> None:

@@ -25,6 +25,7 @@ from .compare import compare
 from .group_sizes import tabulate_group_sizes
 from .measure_trainer import measure_trainer
 from .replay import replay
+from .source import with_group_options
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
@@ -40,12 +41,17 @@ def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float
         overrides: the overrides of the command line.
 
     Raises:
-        ConfigError: a setting has a wrong type.
+        ConfigError: a setting has a wrong type, or a dump needs options to be read as groups.
     """
     check_types(config)
-    if config.task in OF_RECIPES:
-        return OF_RECIPES[config.task](config, output, list(overrides))
-    return TASKS[config.task](config, output)
+    try:
+        if config.task in OF_RECIPES:
+            return OF_RECIPES[config.task](config, output, list(overrides))
+        return TASKS[config.task](config, output)
+    except (SourceError, BatchError) as err:
+        if (better := with_group_options(err, config, overrides)) is err:
+            raise
+        raise better from err
 
 
 TYPES: dict[str, Any] = {

@@ -7,6 +7,7 @@ and the first three steps if all of them fail, end the replay: then it is the re
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,22 +18,20 @@ from rich.text import Text
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
-from headrace.pipeline.report import ReportFolder, last_user_turn, show_advisories, show_report, tree_words
+from headrace.pipeline.report import ReportFolder, show_advisories, show_report, tree_words
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.sources import SourceError
 from headrace.pipeline.sources.batch import Draws
-from headrace.pipeline.sources.record import quote
 from headrace.pipeline.train import history_table
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import in_words_to_type, printable
 from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.errors import listing
 
 from .logged import LoggedAdvantages
-from .source import each_outcome, open_configured, report_of
+from .source import NAMED_DRAWS, each_outcome, open_configured, report_of, said_of_draws
 
 GIVE_UP = 3  # steps: where so many fail and none has passed, the others would, too
 NAMED = 20  # failed steps whose reason is said
-NAMED_DRAWS = 6  # steps that are named, and shown, since a prompt was drawn several times
 
 
 class StepsFailed(RuntimeError):
@@ -73,7 +72,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, failed = list[dict[str, float]](), list[FailedStep]()
     report, logged = None, LoggedAdvantages()
-    draws, first = dict[int, Draws](), None
+    first = None
     with folder:
         for step, found in each_outcome(source, console):
             try:
@@ -83,21 +82,19 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 report = report_of(pipeline, step or 0, found, config, **how)
             except (SourceError, BatchError) as err:
                 first = first or err
-                failed.append(FailedStep(step, str(err).removeprefix(f"step {step}: ")))
-                folder.notices = said_of(failed, len(history), draws)
+                failed.append(FailedStep(step, in_words_to_type(str(err)).removeprefix(f"step {step}: ")))
+                folder.notices = said_of(failed, len(history), source.draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None
                 continue
-            if source.draws.drawn:
-                draws[step or 0] = source.draws
             history.append(dict(report.numbers))
             logged.add(report)
             folder.unsaid = report.unsaid
-            folder.notices = said_of(failed, len(history), draws)
-            folder.add(report, keep=step in list(draws)[:NAMED_DRAWS])
+            folder.notices = said_of(failed, len(history), source.draws)
+            folder.add(report, keep=step in list(source.draws)[:NAMED_DRAWS])
         if first is not None and not history:
             raise first
-        folder.notices = [*said_of(failed, len(history), draws), *said_of_dump(folder)]
+        folder.notices = [*said_of(failed, len(history), source.draws), *said_of_dump(folder)]
     page = folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report))
@@ -112,7 +109,12 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():
         console.print(Text(words))
-    console.print(Text(printable(f"written to {page or output}")), soft_wrap=True)
+    written = [f"written to {output}"]
+    if page is not None:
+        written.append(f"the page: {page.resolve().as_uri()}")
+    if (output / "rollouts").is_dir():
+        written.append(f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}")
+    console.print(Text("\n".join(map(printable, written))), soft_wrap=True)
     if failed and not source.skips:
         raise StepsFailed(f"{len(failed):,} of {len(failed) + len(history):,} steps failed")
     return sum(numbers["rows/trained"] for numbers in history)
@@ -132,30 +134,7 @@ def said_of(failed: Sequence[FailedStep], passed: int, draws: Mapping[int, Draws
         named = listing(steps, most=NAMED)
         said = [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}."]
         said += [f"{step}: {each.why}" for step, each in zip(steps, failed[:NAMED], strict=False)]
-    split = sum(each.split for each in draws.values())
-    left_out = sum(each.groups_left_out for each in draws.values())
-    rows = sum(each.rows_left_out for each in draws.values())
-    if draws:
-        prompts = [
-            f"Step {step}: {quote(last_user_turn(prompt))}, {rollouts} rollouts"
-            for step, each in draws.items()
-            for prompt, rollouts in each.drawn
-        ]
-        said.append(
-            f"Prompts that were drawn several times in one step: {len(prompts):,}. "
-            f"{'. '.join(prompts[:NAMED_DRAWS])}{', and others' if len(prompts) > NAMED_DRAWS else ''}."
-        )
-    if split:
-        said.append(
-            f"Split into their draws, by the order of the dump: {split:,} of these groups. That is right "
-            "where the trainer dumps rollouts in the order in which it drew their prompts: verl does with "
-            "trainer.balance_batch=False."
-        )
-    if left_out:
-        said.append(
-            f"Left out: {left_out:,} of these groups, {rows:,} rows. The order that tells the draws apart is "
-            "not in the dump."
-        )
+    said += said_of_draws(draws)
     return said
 
 

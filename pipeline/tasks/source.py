@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -16,12 +18,15 @@ from tensordict import TensorDictBase
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.report import StepReport, make_report
-from headrace.pipeline.sources import Source, SourceError, open_source
+from headrace.pipeline.report import StepReport, last_user_turn, make_report
+from headrace.pipeline.sources import READERS, Source, SourceError, open_source
+from headrace.pipeline.sources.batch import Draws
+from headrace.pipeline.sources.record import quote
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
+NAMED_DRAWS = 6  # steps that are named, and shown, since a prompt was drawn several times
 
 
 def open_configured(config: DictConfig) -> Source:
@@ -79,7 +84,7 @@ def grader_of(node: Any) -> Callable[..., Any]:
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
-    """Yield ``(step, batch)`` under a progress bar; at the end print what was skipped.
+    """Yield ``(step, batch)`` under a progress bar; at the end print what was skipped, split or left out.
 
     Args:
         source: of the batches.
@@ -95,6 +100,8 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
             console.print(Text(f"skipped: {printable(str(found))}", style="yellow"), soft_wrap=True)
         else:
             yield step or 0, found
+    for sentence in said_of_draws(source.draws):
+        console.print(Text(sentence), soft_wrap=True)
 
 
 def each_outcome(
@@ -128,6 +135,36 @@ def each_outcome(
             console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
 
 
+def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
+    """Say what happened to prompts that were drawn several times in one step, by step; a sentence each."""
+    said = []
+    split = sum(each.split for each in draws.values())
+    left_out = sum(each.groups_left_out for each in draws.values())
+    rows = sum(each.rows_left_out for each in draws.values())
+    if draws:
+        prompts = [
+            f"Step {step}: {quote(last_user_turn(prompt))}, {rollouts} rollouts"
+            for step, each in draws.items()
+            for prompt, rollouts in each.drawn
+        ]
+        said.append(
+            f"Prompts that were drawn several times in one step: {len(prompts):,}. "
+            f"{'. '.join(prompts[:NAMED_DRAWS])}{', and others' if len(prompts) > NAMED_DRAWS else ''}."
+        )
+    if split:
+        said.append(
+            f"Split into their draws, by the order of the dump: {split:,} of these groups. That is right "
+            "where the trainer dumps rollouts in the order in which it drew their prompts: verl does with "
+            "trainer.balance_batch=False."
+        )
+    if left_out:
+        said.append(
+            f"Left out: {left_out:,} of these groups, {rows:,} rows. The order that tells the draws apart is "
+            "not in the dump."
+        )
+    return said
+
+
 def report_of(
     pipeline: Pipeline, step: int, batch: TensorDictBase, config: DictConfig, /, **more: Any
 ) -> StepReport:
@@ -148,6 +185,48 @@ def report_of(
     except BatchError as err:
         raise type(err)(f"step {step}: {err}") from err
     return make_report(run, step=step, solved=config.report.solved, **more)
+
+
+def with_group_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
+    """Of an error for lack of ``source.group_by`` or ``source.group_size``, one that has the whole command.
+
+    The size is the one that most groups of the first step have. Other errors come back as they are.
+
+    Args:
+        err: of a task that reads a dump.
+        config: composed.
+        words: overrides of the command line.
+    """
+    no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
+    if not (no_group or no_size) or config.get("source") is None:
+        return err
+    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by")}
+    if no_group:
+        options["group_by"] = "prompt"
+    try:
+        source = open_source(config.source.path, skip_bad=True, **options)
+        step, batch = next(iter(source))
+    except (SourceError, ValueError, StopIteration):
+        return err
+    if "group_size" not in READERS[source.format].options:
+        return err
+    typed = ["source.group_by=prompt"] if no_group else []
+    said = f"step {step}: "
+    if no_group:
+        said += (
+            "the dump has no id of a group. If each prompt was drawn once a step, equal prompts are a group. "
+        )
+    if config.source.group_size is None:
+        rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
+        size = int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
+        said += (
+            "The dump does not say how many rollouts each group was dispatched with. "
+            f"Most groups of this step have {size}. If your trainer samples {size} for each prompt, "
+        )
+        typed.append(f"source.group_size={size}")
+    placed = {word.partition("=")[0]: word for word in (*words, *typed)}
+    command = shlex.join(["headrace", *placed.values()])
+    return ConfigError(f"{said}{'set' if said.endswith(', ') else 'Set'} {' '.join(typed)}:\n{command}")
 
 
 def sizes_of_groups(config: DictConfig, path: str) -> list[int]:

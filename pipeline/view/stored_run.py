@@ -94,9 +94,7 @@ class StoredRun:
         if not folder.exists():
             raise ConfigError(f"{folder}: no such folder. Give the folder of a run, which has report.html")
         if not folder.is_dir():
-            raise ConfigError(
-                f"{folder} is a file. Give the folder of the run: headrace view {folder.parent}"
-            )
+            raise ConfigError(f"{folder} is a file, and a folder is required{self._instead(folder)}")
         inner = self.folder / "rollouts"
         self.rows_folder = inner if inner.is_dir() else self.folder
         if self.rows_folder.resolve() != self.rows_folder:
@@ -147,6 +145,17 @@ class StoredRun:
             raise UnreadableRows(f"the run {self.name} has no step {number}")
         return self._steps[number]
 
+    def _instead(self, file: Path) -> str:
+        """The command that may be meant by a file, as the end of a sentence."""
+        place = file.parent
+        of_run = any((place / name).exists() for name in ("rollouts", "report.html"))
+        if of_run or file.absolute().parent.name == "rollouts":
+            return f": headrace view {place}"
+        return (
+            f". For a dump of another trainer: headrace task=replay source.path={file} hydra.run.dir=FOLDER, "
+            "then headrace view FOLDER"
+        )
+
     def _why_empty(self, folder: Path) -> str:
         if self._problems:
             some = "; ".join(self._problems[:3])
@@ -195,7 +204,7 @@ class StoredRun:
             sort: a column of numbers; empty: the reward of the rollout. Rows without a number come last.
             descending: whether the greatest number comes first.
             reason: rows with this reason only; ``left``: those that are not trained.
-            group: rows with this group id, or group label, only.
+            group: rows with this group id, or group label, only; where none has it, those that begin with it.
             text: rows only in which a text has this in it, in whatever case.
             prompt: key of a prompt (:func:`key_of`): its rows only.
             same: the column whose values `prompt` is a key of.
@@ -259,8 +268,11 @@ class StoredRun:
             found = pc.not_equal(reasons, "trained") if reason == "left" else pc.equal(reasons, reason)
             keep &= as_mask(found)
         if group:
-            columns = [name for name in ("group_id", "group_label") if name in stored.kinds]
-            found = [as_mask(pc.equal(file.read([name])[name].cast(pa.string()), group)) for name in columns]
+            names = [name for name in ("group_id", "group_label") if name in stored.kinds]
+            columns = [file.read([name])[name].cast(pa.string()) for name in names]
+            found = [as_mask(pc.equal(column, group)) for column in columns]
+            if not any(mask.any() for mask in found):  # no group has this name
+                found = [as_mask(pc.starts_with(column, group)) for column in columns]
             keep &= np.logical_or.reduce(found) if found else False
         if prompt:
             codes, values = coded(stored, same)

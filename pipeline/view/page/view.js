@@ -2,7 +2,7 @@
 import { byId, h } from "./dom.js";
 import { count, number } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
-import { drawPrompt, drawPrompts, keyOfRow } from "./view_prompts.js";
+import { drawPrompt, drawPrompts, keyOfRow, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
 import { drawSteps, linesOf, markStep } from "./view_steps.js";
 
@@ -24,7 +24,11 @@ function readState() {
   return state;
 }
 
-const sameBy = () => runs[0].same.filter((name) => runs.every((run) => run.same.includes(name)));
+// The columns by which prompts are known again; of a group its label or its id, not both.
+function sameBy() {
+  const shared = runs[0].same.filter((name) => runs.every((run) => run.same.includes(name)));
+  return shared.filter((name) => name !== "group_id" || !shared.includes("group_label"));
+}
 const nearest = (wanted) =>
   steps.reduce((best, step) => (Math.abs(step - wanted) <= Math.abs(best - wanted) ? step : best), steps[0]);
 
@@ -78,6 +82,10 @@ function drawRows(state) {
   markStep(runs, lines, step, (chosen) => go({ step: String(chosen) }));
   byId("rows-title").textContent = `Rows of step ${count(step)}`;
   byId("number").value = step;
+  const asked = state.step.trim();
+  byId("no-step").textContent =
+    asked && Number(asked) !== step ? `There is no step ${asked}: step ${count(step)} is the nearest.` : "";
+  byId("clear-group").hidden = !state.group;
   byId("previous").disabled = step === steps[0];
   byId("next").disabled = step === steps.at(-1);
   const left = [...new Set(lines.flatMap((of) => Object.keys(of.get(step)?.left ?? {})))];
@@ -137,13 +145,19 @@ function listen() {
   const turn = (by) => go({ step: String(steps[steps.indexOf(readState().number) + by]) });
   byId("previous").addEventListener("click", () => turn(-1));
   byId("next").addEventListener("click", () => turn(1));
-  byId("number").addEventListener("change", (e) => go({ step: String(nearest(Number(e.target.value))) }));
+  byId("number").addEventListener("change", (e) => go({ step: e.target.value }));
+  byId("clear-group").addEventListener("click", () => {
+    byId("group").value = "";
+    go({ group: "" });
+  });
   byId("numbers").addEventListener("toggle", () => byId("numbers").open && drawNumbers());
   window.addEventListener("hashchange", draw);
   let wide = document.documentElement.clientWidth;
   window.addEventListener("resize", () => {
     const now = document.documentElement.clientWidth;
-    if (now !== wide) draw();
+    // Only what depends on the width: open rows stay open, and the page where it is.
+    if (now !== wide && readState().view === "steps") draw();
+    else if (now !== wide) resizePrompt();
     wide = now;
   });
 }

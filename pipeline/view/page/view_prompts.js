@@ -68,6 +68,9 @@ export async function keyOfRow({ run, step, place }, same) {
   return key;
 }
 
+// Draws the chart of the prompt that is shown at the width of now.
+export let resizePrompt = () => {};
+
 export async function drawPrompt(runs, state) {
   const body = byId("prompt").querySelector(".body");
   const mine = (latest += 1);
@@ -85,7 +88,14 @@ export async function drawPrompt(runs, state) {
   const text = h("p", { class: "text", tabindex: answer.text.length > 1200 ? 0 : null }, answer.text || "(empty)");
   const names = runs.map((run) => run.name);
   const lines = of.map((steps) => [...steps.values()].map(([step, , , reward]) => [step, reward]));
-  const chart = rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260) });
+  const draw = () => rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260) });
+  let chart = draw();
+  resizePrompt = () => {
+    if (!chart?.isConnected || !body.clientWidth) return;
+    const drawn = draw();
+    chart.replaceWith(drawn);
+    chart = drawn;
+  };
   const told = runs.map((run, i) => `${run.name}: ${plural(of[i].size, "step")}`).join("; ");
   const items = all.map((step) => {
     const summary = h("summary", {}, h("span", { class: "step" }, `step ${count(step)}`), runs.map((run, i) => h("span", { class: `of-run${i}` }, lineOf(runs, run, of[i].get(step)))));

@@ -1,0 +1,5 @@
+"""``python -m headrace``."""
+
+from headrace.pipeline.main import main
+
+main()
