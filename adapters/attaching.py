@@ -34,7 +34,8 @@ def attach(
 
     Args:
         trainer: a ``GRPOTrainer``, before ``train()``.
-        recipe: its name, or a pipeline; by default that with the trainer's own numbers.
+        recipe: its name, or a pipeline; by default that with the trainer's own numbers, by its
+            `scale_rewards`.
         overrides: as of :func:`load_pipeline`.
         options: keywords of :func:`load_pipeline`.
 
@@ -67,10 +68,33 @@ def attach(
     said = any("collapse" in each for each in (*overrides, str(options.get("stages"))))
     if rewards > 1 and not isinstance(recipe, Pipeline) and not said:
         overrides = (f"pipeline.stages.collapse.columns={rewards}", *overrides)
+    set_here = "scale" in options or "advantage" in (options.get("stages") or {})
+    if recipe in (None, "as/trl") and not (set_here or "advantage.scale" in str(overrides)):
+        overrides = (scale_of(trainer), *overrides)
     pipeline = pipeline_of(recipe or OBJECTS[found[0]], *overrides, **options)
     if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
-        raise ValueError("the recipe weighs rewards: set collapse.weights, and no reward_weights")
+        weights = f"[{','.join(f'{float(each):g}' for each in trainer.reward_weights)}]"  # type: ignore[attr-defined]
+        raise ValueError(
+            "the recipe weighs rewards: remove reward_weights from the trainer, and give attach "
+            f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={weights}'"
+        )
     mixin = import_module(f"headrace.adapters.{found[0]}").RecipeAdvantages
     trainer.__class__ = type(type(trainer).__name__, (mixin, type(trainer)), {})
     trainer.pipeline = pipeline  # type: ignore[attr-defined]
     return trainer
+
+
+def scale_of(trainer: Any) -> str:
+    """The override with which the trainer's own recipe scales advantages as the trainer is set to.
+
+    Raises:
+        ValueError: the trainer normalizes each reward before it adds them up, which is another recipe.
+    """
+    together = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
+    if together != "sum_then_normalize":
+        raise ValueError(
+            f"the default recipe adds rewards up before it normalizes them, and the trainer has "
+            f"multi_objective_aggregation={together!r}: name a recipe, attach(trainer, 'gdpo')"
+        )
+    scale = str(getattr(trainer, "scale_rewards", "group"))
+    return f"pipeline.stages.advantage.scale={ {'True': 'group', 'False': 'none'}.get(scale, scale) }"

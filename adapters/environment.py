@@ -62,7 +62,7 @@ def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Par
 
 
 def advantages_by_uid(
-    default: str, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any]
+    default: str, token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], *words: str
 ) -> Tensor:
     """(N, T) advantages by that recipe of rows that are a rollout each, as verl and SkyRL see them.
 
@@ -71,13 +71,14 @@ def advantages_by_uid(
         token_level_rewards: (N, T) float, added up over a row.
         response_mask: (N, T), 1 at tokens in the loss.
         index: the group of each row.
+        words: as of :func:`recipe_of_environment`.
     """
     batch = TensorDict({"group_id": [str(uid) for uid in index]}, [len(index)], device=response_mask.device)
     batch["rollout_id"] = torch.arange(len(index), device=response_mask.device)
     batch["next", "reward"] = token_level_rewards.sum(-1)
     batch["masks", "all_assistant_mask"] = response_mask.bool()
     with options_are_words():
-        return advantages_of(recipe_of_environment(default), batch).advantage * response_mask
+        return advantages_of(recipe_of_environment(default, *words), batch).advantage * response_mask
 
 
 @contextmanager

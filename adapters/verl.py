@@ -8,6 +8,7 @@ is replaced, for this estimator alone: its keys, ``{uid}_{session}_{index}``, sa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 from headrace.pipeline import advantages_of
 
-from .environment import advantages_by_uid, recipe_of_environment
+from .environment import OVERRIDES, RECIPE, advantages_by_uid, recipe_of_environment
 
 try:
     from verl.trainer.ppo.v1 import trainer_base
@@ -27,6 +28,14 @@ except ImportError:  # it needs TransferQueue, which the older trainer does with
 
 recipe_of_environment("as/verl")  # a wrong name fails here, before any rollout
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
+
+
+def scale_of(by_std: bool) -> tuple[str, ...]:
+    """The override with which verl's own recipe follows norm_adv_by_std_in_grpo; others have a scale."""
+    own = os.environ.get(RECIPE, "as/verl") == "as/verl" and "advantage.scale" not in os.environ.get(
+        OVERRIDES, ""
+    )
+    return ("pipeline.stages.advantage.scale=none",) if own and not by_std else ()
 
 
 @register_adv_est("headrace")
@@ -38,7 +47,8 @@ def estimate_advantages(
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
-    advantages = advantages_by_uid("as/verl", token_level_rewards, response_mask, index)
+    by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
+    advantages = advantages_by_uid("as/verl", token_level_rewards, response_mask, index, *scale_of(by_std))
     return advantages, advantages
 
 
@@ -61,7 +71,8 @@ def compute_advantage_of_sessions(
         [len(order)],
         device=mask.device,
     )
-    found = advantages_of(recipe_of_environment("as/verl", LAST), batch).advantage
+    words = (LAST, *scale_of(others.get("norm_adv_by_std_in_grpo", True)))
+    found = advantages_of(recipe_of_environment("as/verl", *words), batch).advantage
     advantages = mask.new_zeros(mask.shape, dtype=found.dtype)
     advantages[order] = found * mask[order]
     data.batch["advantages"] = data.batch["returns"] = advantages

@@ -222,7 +222,7 @@ def swift() -> None:
     assert list(inspect.signature(SwiftRLHF.train).parameters) == ["self", "trainer"]  # as the page has it
     other = trainer(False)
     other.reward_weights = torch.tensor([1.0, 0.5])
-    refused(lambda: attach(other), "no reward_weights")
+    refused(lambda: attach(other), "remove reward_weights from the trainer")
 
 
 def trinity() -> None:

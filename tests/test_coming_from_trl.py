@@ -90,7 +90,7 @@ def make_trainer(tmp_path):
             train_dataset=Dataset.from_dict({"prompt": ["12", "34", "56", "78", "9", "0", "1", "2"]}),
             processing_class=tokenizer,
         )
-        attach(made, load_pipeline(*words))
+        attach(made, load_pipeline(*words) if words else None)
         return SimpleNamespace(trainer=made, batches=record(made))
 
     return make
@@ -124,6 +124,20 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("scale", ["none", "batch"])
+def test_the_default_recipe_follows_scale_rewards(make_trainer, theirs, scale):
+    run = make_trainer(scale_rewards=scale)
+    run.trainer.train()
+    assert len(run.batches) == len(theirs) == 2
+    for batch, advantages in zip(run.batches, theirs, strict=True):
+        torch.testing.assert_close(batch["advantages"].squeeze(1), advantages, rtol=1e-4, atol=1e-5)
+
+
+def test_the_default_recipe_refuses_rewards_that_are_normalized_one_by_one(make_trainer):
+    with pytest.raises(ValueError, match=r"multi_objective_aggregation='normalize_then_sum': name a recipe"):
+        make_trainer(multi_objective_aggregation="normalize_then_sum")
+
+
 def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):
     words = "pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1.0,0.5]"
     rewards = short_or_none, none_of_odd
@@ -140,7 +154,9 @@ def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):
 
 
 def test_reward_weights_are_set_in_one_option(make_trainer):
-    with pytest.raises(ValueError, match=r"set collapse\.weights, and no"):
+    with pytest.raises(
+        ValueError, match=r"remove reward_weights .*collapse\.columns=2., .*collapse\.weights=\[1,0\.5\]"
+    ):
         make_trainer("pipeline=as/trl", rewards=(ones, short_or_none), reward_weights=[1.0, 0.5])
 
 

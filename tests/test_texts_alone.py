@@ -237,14 +237,14 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     how = {"group_by": "prompt", "group_size": 2}
     source = open_source(verl_steps(tmp_path / "kept", 4, drawn_twice), **how)
     batches = {step: (batch, source.draws) for step, batch in source}
-    batch, draws = batches[2]
+    (batch, _), draws = batches[2], source.draws[2]
     assert draws.split == 1
     assert draws.rows_left_out == 0
     assert batch["group_id"].unique(return_counts=True)[1].tolist() == [2] * 4
     assert set(batches[1][0]["group_label"]) < set(batch["group_label"])  # the first draws keep their labels
     source = open_source(verl_steps(tmp_path / "permuted", 4, drawn_twice, permuted=True), **how)
     batches = {step: (batch, source.draws) for step, batch in source}
-    batch, draws = batches[2]
+    (batch, _), draws = batches[2], source.draws[2]
     assert draws[:3] == (0, 1, 4)
     assert draws.drawn[0][1] == 4
     assert len(batch) == 4
@@ -257,10 +257,12 @@ def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):
     for task in ("replay", "audit", "plan", "compare"):
         also = ["pipelines=[as/verl,grpo]"] if task == "compare" else []
         done = headrace_here(tmp_path, f"task={task}", "hydra.run.dir=out", *words, *also)
-        assert "drawn several times in one step: 1. They were split" in " ".join(done.stdout.split())
+        assert "Prompts that were drawn several times in one step: 1. Step 2:" in " ".join(
+            done.stdout.split()
+        )
         if task == "audit":
             audited = json.loads((tmp_path / "out" / "audit.json").read_text())
-            assert (audited["findings"], audited["rows"], len(audited["notices"])) == (0, 26, 1)
+            assert (audited["findings"], audited["rows"], len(audited["notices"])) == (0, 26, 2)
         if task == "plan":
             planned = json.loads((tmp_path / "out" / "plan.json").read_text())
             assert planned["groups"] == 13
