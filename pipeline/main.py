@@ -29,6 +29,7 @@ EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
+    from .composing import refuse_parts_of_no_stage
     from .tasks.audit import AuditFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
     from .tasks.replay import StepsFailed
@@ -40,6 +41,7 @@ def run_task(config: DictConfig) -> float:
     output, began, failure = Path(hydra_config.runtime.output_dir), time.time(), ""
     in_sweep, number = hydra_config.mode == RunMode.MULTIRUN, float("nan")
     try:
+        refuse_parts_of_no_stage(config, words)
         number = perform(config, output, words)
     except TrainingInterrupted:
         sys.exit(130)

@@ -194,3 +194,10 @@ def literals(hint) -> set:
 
 def test_editors_complete_every_recipe():
     assert list(typing.get_args(Recipe)) == recipes()
+
+
+def test_a_part_of_a_stage_that_the_recipe_lacks_is_refused():
+    part = "criterion@pipeline.stages.filter.criterion=not_truncated"
+    assert "filter" in load_pipeline("grpo", part).stages
+    with pytest.raises(ConfigError, match=r"the recipe has no stage 'filter'; its stages are gate, collapse"):
+        load_pipeline("as/trl", part)

@@ -7,6 +7,7 @@ from .compose import (
     explain_composition,
     options_meant,
     recipes,
+    refuse_parts_of_no_stage,
     without_stage,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "explain_composition",
     "options_meant",
     "recipes",
+    "refuse_parts_of_no_stage",
     "without_stage",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,30 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("headrace.conf", version_base="1.3"):
-            return compose(config_name, list(overrides))
+            composed = compose(config_name, list(overrides))
+            refuse_parts_of_no_stage(composed, overrides)
+            return composed
     except (HydraException, OmegaConfBaseException) as err:
         raise ConfigError(explain_composition(err, overrides, config_name)) from err
     finally:
         GlobalHydra.instance().clear()
         if outer is not None:
             GlobalHydra.instance().initialize(outer)
+
+
+def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> None:
+    """Refuse ``criterion@pipeline.stages.NAME.criterion=...`` for a stage that the recipe has set to null.
+
+    Hydra composes it, and the part has no effect.
+
+    Raises:
+        ConfigError: the recipe has no such stage.
+    """
+    for word in overrides:
+        stages = OmegaConf.select(config, "pipeline.stages") or {}
+        if (part := re.match(r"[\w/]+@pipeline\.stages\.(\w+)\.", word)) and stages.get(part[1]) is None:
+            present = ", ".join(name for name, node in stages.items() if node is not None)
+            raise ConfigError(f"{word}: the recipe has no stage {part[1]!r}; its stages are {present}")
 
 
 def explain_composition(error: Exception, overrides: Sequence[str] = (), config_name: str = "load") -> str:
