@@ -148,7 +148,7 @@ def not_five(batch):
             r"stage 'advantge' has no _target_ \(did you mean 'advantage'",
         ),
         ("~pipeline.stages.fitler", r"unknown option 'pipeline.stages.fitler' \(did you mean 'filter'"),
-        ("pipeline=gprpo", r"unknown recipe 'gprpo' \(did you mean 'grpo'.*as/verl"),
+        ("pipeline=gprpo", r"unknown recipe 'gprpo' \(did you mean 'grpo'"),
         ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage.scale must be one of 'group'"),
         (
             "pipeline.stages.split.minibatches=0",
