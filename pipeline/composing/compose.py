@@ -79,8 +79,8 @@ def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> No
     Raises:
         ConfigError: the recipe has no such stage.
     """
+    stages = OmegaConf.select(config, "pipeline.stages") or {}
     for word in overrides:
-        stages = OmegaConf.select(config, "pipeline.stages") or {}
         if (part := re.match(r"[\w/]+@pipeline\.stages\.(\w+)\.", word)) and stages.get(part[1]) is None:
             present = ", ".join(name for name, node in stages.items() if node is not None)
             raise ConfigError(f"{word}: the recipe has no stage {part[1]!r}; its stages are {present}")

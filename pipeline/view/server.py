@@ -27,7 +27,7 @@ from .stored_run import StoredRun, StoredStep, UnreadableRows
 
 HERE, SHARED = Path(__file__).parent / "page", Path(__file__).parents[1] / "report" / "page"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-OURS: tuple[str, ...] = (
+OURS = (
     "view.html",
     "view.css",
     "view.js",
@@ -35,8 +35,8 @@ OURS: tuple[str, ...] = (
     "view_chart.js",
     "view_prompts.js",
     "view_rows.js",
+    "view_steps.js",
 )
-OURS += ("view_steps.js",)
 OF_THE_PAGE = ("page.css", "dom.js", "numbers.js")
 FILES = {name: HERE / name for name in OURS} | {name: SHARED / name for name in OF_THE_PAGE}
 HOSTS = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")  # of a port that ssh forwards, too
