@@ -18,7 +18,7 @@ from headrace.pipeline.load import load_pipeline
 from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import above_zero, at_least, one_of, takes_options
+from headrace.transforms.options import above_zero, at_least, takes_options
 from headrace.transforms.schema import DONE, Status
 from headrace.transforms.tensordicts import ELSEWHERE, column_of
 
@@ -258,7 +258,6 @@ class GroupReplayBuffer:
     ):
         self.trainer_mode, self.trainer_config = trainer_mode, trainer_config
         self.max_off_policy_threshold = at_least("max_off_policy_threshold", max_off_policy_threshold, 1)
-        one_of("max_off_policy_strategy", max_off_policy_strategy, ("drop", "wait"))
         self.waits = max_off_policy_strategy == "wait"
         self.refill_fn, self.poll_interval = refill_fn, above_zero("poll_interval", poll_interval)
         options = dict(sampler_kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import NestedKey
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of, takes_options, within
+from headrace.transforms.options import takes_options, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
@@ -54,8 +54,6 @@ def whiten(
         >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]), eps=0.0).tolist()
         [-0.7071067690849304, 0.7071067690849304, 0.0]
     """
-    one_of("ddof", ddof, (0, 1))
-    one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
     if len(values) == 0:
         return values
     x, w = values.double(), weights.double()
@@ -105,12 +103,11 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.per = one_of("per", per, get_args(Per))
+        self.per = per
         tokens = self.loss_mask_key if per == "token" else None
         super().__init__([self.advantage_key, COUNTED, tokens], [self.advantage_key])
-        self.ddof = one_of("ddof", ddof, (0, 1))
+        self.ddof = ddof
         self.eps, self.eps_mode = within("eps", eps, 0), eps_mode
-        one_of("eps_mode", eps_mode, get_args(WhitenEpsMode))
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
