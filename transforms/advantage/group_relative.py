@@ -24,6 +24,7 @@ from headrace.transforms.stage import BatchTransform
 from .baselines import (
     Baseline,
     Clip,
+    Ddof,
     EpsMode,
     Formula,
     Grouped,
@@ -46,7 +47,7 @@ def group_relative_advantage(
     *,
     baseline: Baseline = "mean",
     scale: Scale = "group",
-    ddof: int = 1,
+    ddof: Ddof = 1,
     eps: float = 1e-6,
     singleton: Singleton = "zero",
     eps_mode: EpsMode = "add",
@@ -297,7 +298,7 @@ class GroupRelativeAdvantage(
         *,
         baseline: Baseline = "mean",
         scale: Scale = "group",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
         singleton: Singleton = "zero",
@@ -312,7 +313,7 @@ class GroupRelativeAdvantage(
         without_ids: WithoutIds = "raise",
         group_size: int | None = None,
         groups_per_batch: int | None = None,
-        ndim: int = 3,
+        ndim: Literal[1, 2, 3] = 3,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
