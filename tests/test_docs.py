@@ -153,9 +153,14 @@ def test_forms_and_workflows_are_yaml_and_run_the_tests():
 
 def test_every_promise_names_an_existing_test():
     page = (ROOT / "docs/guarantees.md").read_text()
-    promises = [line for line in page.splitlines() if line.startswith("| ")]
-    for line in [line for line in promises if line != "| promise | held by |"]:
-        found = re.findall(r"`(tests/\w+\.py)::(\w+)`", line)
-        assert found, line
-        for file, test in found:
-            assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test
+    for section in page.split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        promises = re.findall(r"^(\d+)\. ", section, re.MULTILINE)
+        lines = re.findall(r"^\| (\d+) \| (.*) \|$", section, re.MULTILINE)
+        assert promises == [str(number + 1) for number in range(len(promises))] != [], title
+        assert [number for number, _ in lines] == promises, f"{title}: a line of tests for each promise"
+        for number, tests in lines:
+            found = re.findall(r"`(tests/\w+\.py)::(\w+)`", tests)
+            assert found, (title, number)
+            for file, test in found:
+                assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test
