@@ -521,8 +521,8 @@ advantage of the session at its last output, where it is 0. Then the first outpu
 although it is the only success of the group.
 """,
         """
-The session counts once and has one reward. The rewards of the group are 1, 0, 0, 0. The mean is
-0.25 and the std 0.5. So the first output gets 1.5.
+The session is rollout 0, and its two outputs are two rows. It counts once and has one reward. The rewards
+of the group are 1, 0, 0, 0. The mean is 0.25 and the std 0.5. So the first output gets 1.5.
 """,
         [
             Thread(

@@ -114,10 +114,10 @@ def table(results: dict[str, Any]) -> str:
     )
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, digits: int = 4) -> str:
     if value is None:
         return "–"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.{digits}g}" if isinstance(value, float) else str(value)
     return text.replace("-", "−").replace("nan", "NaN")
 
 
@@ -136,7 +136,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
     }
     head = [*(NAMES.get(name, name) for name in names), *accepted]
     columns = [*(case.rows[name] for name in names), *accepted.values()]
-    lines = ["| " + " | ".join(map(shown, row)) + " |" for row in zip(*columns, strict=True)]
+    lines = ["| " + " | ".join(shown(value, 6) for value in row) + " |" for row in zip(*columns, strict=True)]
     found = []
     for name, result in results.items():
         if "cases" not in result:
@@ -168,7 +168,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
             "## What each project does",
             "",
             "[Bugs of the field](../field-bugs.md) explains the verdicts. "
-            f"The results are the {asked} of each row.",
+            f"The results are the {asked} of each row, or – if the row does not train.",
             "",
             "| project | verdict | result | notes |",
             "|---|---|---|---|",
