@@ -30,7 +30,7 @@ def check(place: str) -> None:
         cell = CELLS[trouble][PLACES.index(place)]
         assert cell.is_in(found), f"{trouble}: {found}"
         assert 0 <= found.after < SOON.get(trouble, 15), f"{trouble}: {found}"
-        if "on stderr" in cell.words and trouble == "raises":
+        if "on stderr" in cell.words and trouble == "raises an error":
             assert "ArithmeticError: the reward model is gone" in found.stderr
 
 
