@@ -184,7 +184,7 @@ class Ids:
 
     def all(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for all rows of the id."""
-        return ~self.any(~flags)
+        return self.sum(~flags) == 0
 
     def min(self, values: Tensor) -> Tensor:
         """(n,) smallest of (M,) `values`; the largest number of the dtype if no row counts."""

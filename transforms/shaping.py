@@ -148,8 +148,7 @@ class _RewardShaping(BatchTransform):
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        for view in rows.of_each_rank():
-            before, after = view.of_rank(reward), view.of_rank(shaped)
+        for view, before, after in rows.of_each_rank(reward, shaped):
             known = ~before.isnan()  # a missing reward stays missing
             rewarded = known.double().sum().clamp_min(1)
             view.metric("changed", (known & (after != before)).sum() / rewarded)

@@ -84,7 +84,7 @@ class Grouped:
     @cached_property
     def equal(self) -> Tensor:
         """(P,) bool: all rewards of the group are equal."""
-        return self.smallest == self.largest
+        return self.reward[self.start] == self.reward[self.end - 1]
 
     @cached_property
     def deviation(self) -> Tensor:
@@ -231,17 +231,17 @@ class Formula:
                 f"temperature is only read with baseline='log_mean_exp'; got baseline={self.baseline!r}"
             )
 
-    @property
+    @cached_property
     def is_relative(self) -> bool:
         """Whether baseline or scale compare rollouts of a group. A single rollout then has no advantage."""
         return self.baseline not in ABSOLUTE or self.scale in SPREADS
 
-    @property
+    @cached_property
     def within_groups(self) -> bool:
         """Whether other groups of the batch do not change the advantages of a group."""
         return self.baseline not in OF_BATCH and self.scale not in OF_BATCH
 
-    @property
+    @cached_property
     def least_group(self) -> int:
         """The lowest number of rollouts that a group may have."""
         return self.k or (2 if self.singleton == "raise" and self.is_relative else 1)

@@ -15,7 +15,6 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import mean_of
 from headrace.transforms.options import as_dtype, at_least, has_effect, takes_options
-from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
@@ -172,8 +171,8 @@ def advantage_of(
     """
     counted = rows.statistics
     chosen = reward if counted is rows else reward[rows.counted]
-    require_identity(counted)
-    require_rewards(counted, chosen, siblings_agree=True)
+    counted.require_identity()
+    counted.require_rewards(chosen, siblings_agree=True)
     if len(counted) == 0:
         return torch.zeros_like(reward)
     voters = rows.voters
@@ -323,7 +322,7 @@ class GroupRelativeAdvantage(
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
         self.shift, self.temperature, self.k = shift, temperature, k
-        _ = self.formula  # checks its options
+        self.formula = Formula(*(getattr(self, option.name) for option in fields(Formula)))
         self.dtype = as_dtype(dtype)
         self.several, self.weights = several, weights
         self.missing = missing
@@ -344,11 +343,6 @@ class GroupRelativeAdvantage(
         self.ndim = ndim
 
     @property
-    def formula(self) -> Formula:
-        """The options of the formula, checked."""
-        return Formula(*(getattr(self, option.name) for option in fields(Formula)))
-
-    @property
     def within_groups(self) -> bool:  # type: ignore[override]
         """False if baseline or scale use the whole batch, or if groups are made from row positions."""
         return self.formula.within_groups and self.without_ids == "raise"
@@ -360,7 +354,8 @@ class GroupRelativeAdvantage(
 
     def decide(self, rows: Rows) -> None:
         """Write the advantage."""
-        self._make_groups(rows)
+        if self.without_ids != "raise":
+            self._make_groups(rows)
         reward = rows.reward
         if not rows.has(REWARD):
             rollouts = rows.rollouts
@@ -395,13 +390,11 @@ class GroupRelativeAdvantage(
         dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
-        for view in rows.of_each_rank():
-            own = view.of_rank(credit)
+        for view, own, scored in rows.of_each_rank(credit, reward):
             view.metric("abs_mean", mean_of(own.abs()))
             view.metric("zero", mean_of(own == 0))
             if self.missing == "skip":
-                view.metric("unscorable", view.of_rank(reward).isnan().sum())
-        if self.missing == "skip":
+                view.metric("unscorable", scored.isnan().sum())
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
@@ -442,8 +435,6 @@ class GroupRelativeAdvantage(
 
     def _make_groups(self, rows: Rows) -> None:
         """Write group ids from row positions, if `without_ids` allows it and no row has a group id."""
-        if self.without_ids == "raise":
-            return
         if rows.table.ranks is not None:
             raise BatchError(
                 f"without_ids={self.without_ids!r} makes groups from row positions, which are not known "

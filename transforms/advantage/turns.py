@@ -12,7 +12,7 @@ from headrace.transforms.ids import Ids
 from headrace.transforms.options import takes_options, within
 from headrace.transforms.places import places_on_arrival
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import RETURN, SEGMENTS
+from headrace.transforms.schema import FINISHED, RETURN, SEGMENTS
 from headrace.transforms.stage import BatchTransform
 
 
@@ -123,7 +123,8 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
     def decide(self, rows: Rows) -> None:
         """Write the return."""
         reward, dtype = rows.number("reward").double(), rows.dtype("reward")
-        require_unseen_ends(rows)
+        if rows.has("done") and not rows.has(FINISHED):  # no gate has checked the ends
+            require_unseen_ends(rows)
         if rows.counted is not None:
             reward = reward.masked_fill(~rows.counted, 0.0)  # rewards of excluded rows do not count
         rollouts, place = places_on_arrival(rows)

@@ -18,6 +18,8 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import (
+    PROMPT,
+    RESPONSE,
     columns_by_row,
     count_true,
     device_of,
@@ -27,8 +29,6 @@ from headrace.transforms.tensordicts import (
     stack_of_texts,
 )
 from headrace.transforms.tokens import (
-    PROMPT,
-    RESPONSE,
     check_lengths,
     check_mask,
     describe_row,

@@ -15,7 +15,6 @@ from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
-from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
     IN_LOSS,
@@ -236,7 +235,7 @@ class MergeTurns(
             lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
-        require_turns(rows, turn)
+        rows.require_turns(turn)
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken, source, to = merge_turns(

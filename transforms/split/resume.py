@@ -262,11 +262,10 @@ class SplitMemory:
         self._earlier: list[Progress] = []  # of earlier batches that were not done when it came
 
     def remember(self, state: SplitState, progress: Progress) -> None:
-        """Store the state after an accepted batch."""
-        known = [*self._earlier, *([] if self._progress is None else [self._progress])]
-        self._earlier = [each for each in known if each.in_the_middle]
-        if self._progress is not None:
-            progress.before = progress.before._replace(trained=self._progress.trained)
+        """Store the state after a batch, once no stage has refused it."""
+        if (last := self._progress) is not None:
+            self._earlier = [each for each in (*self._earlier, last) if each.in_the_middle]
+            progress.before = progress.before._replace(trained=last.trained)
         self.state, self._progress, self.restored = state, progress, False
 
     @property

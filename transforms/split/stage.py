@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -35,6 +37,9 @@ from .trees import Forest, Tree
 
 log = logging.getLogger(__name__)
 
+_values_of_cut = attrgetter(*(option.name for option in fields(CutOptions)))
+_cut_options = lru_cache(CutOptions)
+
 
 class Pass(NamedTuple):
     """The minibatch, micro-batch and rank of each table row in one pass; (N,) int64, −1: not trained."""
@@ -49,7 +54,7 @@ class Pass(NamedTuple):
 class Permuted:
     """The permutations of one batch and the plans made from them.
 
-    The split does not change its state until :meth:`ShuffleSplit.accept`.
+    The split does not change its state until :meth:`ShuffleSplit.remember`.
 
     Attributes:
         passes: one per epoch.
@@ -210,8 +215,8 @@ class ShuffleSplit(
 
     @property
     def cut(self) -> CutOptions:
-        """The options that name no column. Checks them."""
-        return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
+        """The options that name no column. Checks them when they are new."""
+        return _cut_options(*_values_of_cut(self))
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -286,7 +291,7 @@ class ShuffleSplit(
         progress.minibatches = sum(len(plan.sizes) for plan in own_plans)
 
         # 4. Carry or drop the leftover rows.
-        trained, kept, carries = torch.ones(table.size, dtype=torch.bool), None, cut.remainder == "carry"
+        trained, kept, carries = None, None, cut.remainder == "carry"
         for reason, effect in zip(self.reasons, self.effects, strict=True):
             rows.name_reason(reason, effect)
         if any(len(plan.left) for plans in by_rank for plan in plans):
@@ -299,9 +304,10 @@ class ShuffleSplit(
                 rows.leave(out, "remainder", "dropped")
 
         # 5. Record the metrics of this rank's rows.
-        for view in rows.of_each_rank():
+        for (view,) in rows.of_each_rank():
             own, last = parts[view.rank], by_rank[view.rank][-1]
-            measured = measure_plan(last, lengths, cut, forest) | {"left": float((~trained[own]).sum())}
+            measured = measure_plan(last, lengths, cut, forest)
+            measured["left"] = 0.0 if trained is None else float((~trained[own]).sum())
             if cut.max_tokens is not None and len(last.sizes):
                 measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
             if carries:
@@ -387,10 +393,6 @@ class ShuffleSplit(
         if rows.table.notes.pop(self, None) is not None:
             self.restored = False
 
-    def accept(self, permuted: Permuted) -> None:
-        """Commit the permutations, once no stage has refused the batch."""
-        self.remember(permuted.state, permuted.progress)
-
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         """Permute and gather a batch outside a pipeline. One thread at a time may use the state."""
         ranks = self._own_ranks()
@@ -410,7 +412,7 @@ class ShuffleSplit(
                     )
                     out = steps.whole()
             if permuted is not None:  # `sharing` has ended, so no rank has refused the batch
-                self.accept(permuted)
+                self.remember(permuted.state, permuted.progress)
             self.state_after(rows)
         return out
 
@@ -427,7 +429,9 @@ class ShuffleSplit(
             return None, [None] * len(parts)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
         known = rows.ids(self.unit, checked=False).everyone
-        rows.require_set(known, name, TOGETHER, needed=torch.ones_like(known.labels, dtype=torch.bool))
+        if known.lowest < 0:  # also an id of an excluded row
+            needed = torch.ones_like(known.labels, dtype=torch.bool)
+            rows.require_set(known, name, TOGETHER, needed=needed)
         labels = torch.arange(rows.table.size) if key is None else every.integers(self.unit, name)
         if ranks is None:
             return labels, [known]
@@ -509,12 +513,12 @@ def _fresh(table: Table, rows: Tensor) -> Tensor:
 
 def _where(plans: Sequence[Plan], rows: int) -> Pass:
     """Read the plans of all ranks for one pass into numbers by table row."""
-    numbers = torch.full((3, rows), -1, dtype=torch.int64)
+    numbers, several = torch.full((3, rows), -1, dtype=torch.int64), False
     for plan in plans:
         order, found = plan.order, plan.numbers
-        if plan.is_padded:
+        several = several or plan.has_ranks
+        if plan.padding is not None:
             order, found = order[~plan.padding], found[:, ~plan.padding]
         numbers.index_copy_(1, order, found)
     minibatch, microbatch, rank = numbers
-    several = any(len(ranks) > 1 for plan in plans for ranks in plan.sizes)
     return Pass(minibatch, microbatch, rank if several else None)
