@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -300,12 +300,12 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             note_advantage(rows, keys)
         if table.ranks is not None:
             hand_out(table)
-        name, split, carried = "", cast(Any, None), None
+        passes, permuted, carried = list[Epoch](), None, None
         if at is not None:
-            name, split = list(stages.items())[at]
+            split: Any = stages[list(stages)[at]]
             held.enter_context(split.lock)
             carried = split.carried_rows()
-        passes, permuted = self._cut(stages, rows, at, epochs)
+            passes, permuted = self._cut(stages, rows, at, epochs, carried)
         if table.carried is not None:
             note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
@@ -317,7 +317,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if permuted is not None:
             for each in passes:
                 each.columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(name, split, table):
+            with self._named(list(stages)[at or 0], permuted.split, table):
                 steps = permuted.steps([each[1:] for each in passes])
                 if whole:
                     steps.refuse_to_resume()
@@ -325,11 +325,14 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return run, permuted
 
     def _cut(
-        self, stages: dict[str, nn.Module], rows: Rows, at: int | None, epochs: int
+        self,
+        stages: dict[str, nn.Module],
+        rows: Rows,
+        at: int,
+        epochs: int,
+        carried: TensorDictBase | None,
     ) -> tuple[list[Epoch], Any]:
         """Cut each epoch into minibatches, and run the stages after the split on each epoch."""
-        if at is None:
-            return [], None
         table, names, passes = rows.table, list(stages), list[Epoch]()
         split: Any = stages[names[at]]
         if table.left == 0 and table.ranks is None:
@@ -339,7 +342,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
             if self._half != "second" and split.take_out_trained(rows.seen_by(split, names[at])):
                 return [], None
-            carried = split.carried_rows()
             if carried is not None or table.ranks is not None:
                 table.extend(carried, split.remainder)
             seen = rows.seen_by(split, names[at])
@@ -453,20 +455,17 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         masked = ~table.in_loss
         if count in table.columns:
             masked = masked | (table.columns[count] == 0)
-        if not weights_came or self.weighs:
-            weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
-            untrained = torch.ones_like(masked)  # in no epoch
-            for weight in weights:
-                if weight is None or weight.ndim > 1:
-                    untrained = torch.zeros_like(masked)
-                    break
-                untrained = untrained & (weight == 0)
-            masked = masked | untrained
-        if table.no_lengths and not bool((masked & table.here & (table.reason == 0)).any()):
+        weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
+        are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
+        if are_known and (self.weighs or not weights_came):
+            weighed = [weight != 0 for weight in weights]
+            masked = masked | ~(torch.stack(weighed).any(0) if len(weighed) > 1 else weighed[0])
+        masked = masked & table.here & (table.reason == 0)
+        if table.no_lengths and not bool(masked.any()):
             return  # who has no token is not known, and 0 rows would be a claim
         seen = Rows(table, rows.names, stage="pipeline")
         code = seen.name_reason("no_loss_tokens", "masked")
-        table.reason.masked_fill_(masked & table.here & (table.reason == 0), code)
+        table.reason.masked_fill_(masked, code)
 
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:

@@ -417,7 +417,8 @@ class Rows:
     @cached_property
     def voters(self) -> Rows:
         """A view with one row per rollout in the statistics: its first row that is not excluded."""
-        return self.where(self.rollouts.is_first)
+        has_one_each = self.counted is None and self.rollouts.n == len(self)
+        return self if has_one_each else self.where(self.rollouts.is_first)
 
     def from_voters(self, values: Tensor) -> Tensor:
         """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.

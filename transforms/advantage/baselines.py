@@ -67,6 +67,11 @@ class Grouped:
         return torch.bincount(self.of, weights=values, minlength=len(self.count))
 
     @cached_property
+    def alone(self) -> Tensor:
+        """(V,) bool: the only rollout of its group."""
+        return self.spread(self.number == 1)
+
+    @cached_property
     def place(self) -> Tensor:
         """(V,) int64: index of each reward in its sorted group, from 0."""
         return torch.arange(len(self.of), device=self.of.device) - self.spread(self.start)
@@ -249,24 +254,22 @@ class Formula:
 
 def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
     """The advantage ``(R − b − δ) / s``, clipped: (V,) float64 in the order of :class:`Grouped`."""
-    alone = g.spread(g.number == 1)
     credit = BASELINES[formula.baseline](g, formula)
     if formula.shift:
         credit = credit - formula.shift
         if formula.is_relative:
-            credit = credit.masked_fill(alone, 0.0)
+            credit = credit.masked_fill(g.alone, 0.0)
     if (measure := SCALES[formula.scale]) is not None:
         scale = measure(g, formula.ddof)
         divisor = with_eps(scale, formula.eps, formula.eps_mode)
-        is_zero = divisor == 0
-        if formula.scale == "group" or (formula.scale == "mean" and formula.eps_mode != "skip"):
-            is_zero = is_zero | (scale == 0)
+        of_equal = formula.scale == "group" or (formula.scale == "mean" and formula.eps_mode != "skip")
+        is_zero = scale == 0 if of_equal else divisor == 0
         divisor = divisor.masked_fill(is_zero, float("inf"))  # the quotient is then 0
         credit = credit / (g.spread(divisor) if formula.scale in OF_GROUP else divisor)
     if formula.scale in MAY_BE_0 and (formula.baseline in ABSOLUTE or formula.shift):
         credit = credit.masked_fill(g.spread(g.equal), 0.0)
     if formula.is_relative and formula.singleton == "raw":
-        credit = torch.where(alone, g.reward, credit)
+        credit = torch.where(g.alone, g.reward, credit)
     return credit if formula.clip is None else credit.clamp(*formula.clip)
 
 
