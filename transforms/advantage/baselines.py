@@ -27,6 +27,7 @@ Baseline = Literal[
 Scale = Literal["group", "leave_one_out", "mad", "batch", "mean", "nonzero", "none"]
 EpsMode = Literal["add", "clamp", "skip"]
 Singleton = Literal["zero", "raw", "raise"]
+Ddof = Literal[0, 1]
 Clip = Sequence[float | None]
 
 
@@ -206,7 +207,7 @@ class Formula:
 
     baseline: Baseline = "mean"
     scale: Scale = "group"
-    ddof: int = 1
+    ddof: Ddof = 1
     eps: float = 1e-6
     eps_mode: EpsMode = "add"
     singleton: Singleton = "zero"

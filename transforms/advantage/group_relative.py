@@ -23,6 +23,7 @@ from headrace.transforms.stage import BatchTransform
 from .baselines import (
     Baseline,
     Clip,
+    Ddof,
     EpsMode,
     Formula,
     Grouped,
@@ -45,7 +46,7 @@ def group_relative_advantage(
     *,
     baseline: Baseline = "mean",
     scale: Scale = "group",
-    ddof: int = 1,
+    ddof: Ddof = 1,
     eps: float = 1e-6,
     singleton: Singleton = "zero",
     eps_mode: EpsMode = "add",
@@ -296,7 +297,7 @@ class GroupRelativeAdvantage(
         *,
         baseline: Baseline = "mean",
         scale: Scale = "group",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
         singleton: Singleton = "zero",
@@ -311,7 +312,7 @@ class GroupRelativeAdvantage(
         without_ids: WithoutIds = "raise",
         group_size: int | None = None,
         groups_per_batch: int | None = None,
-        ndim: int = 3,
+        ndim: Literal[1, 2, 3] = 3,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)

@@ -15,7 +15,7 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
 from headrace.transforms.stage import BatchTransform
 
-from .baselines import EpsMode, Formula, Grouped, Scale, advantage_in_groups
+from .baselines import Ddof, EpsMode, Formula, Grouped, Scale, advantage_in_groups
 from .by_turn import Alone
 from .group_relative import require_fit, require_range
 
@@ -108,7 +108,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         baseline: StateBaseline = "mean",
         alone: Alone = "zero",
         scale: Scale = "none",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
         **names: Unpack[ColumnNames],
