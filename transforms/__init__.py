@@ -77,15 +77,7 @@ from .shaping import (
     overlong_punishment,
     relative_length,
 )
-from .split import (
-    Cut,
-    Plan,
-    ShuffleSplit,
-    assign_rows,
-    shuffle_split,
-    split_microbatches,
-    split_minibatches,
-)
+from .split import Cut, Plan, ShuffleSplit, assign_rows, shuffle_split, split_microbatches, split_minibatches
 from .stage import BatchTransform
 from .tensordicts import take_rows
 from .weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss

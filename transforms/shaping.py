@@ -177,12 +177,7 @@ class RewardScale(_RewardShaping):
     within_groups = True
 
     def __init__(
-        self,
-        *,
-        scale: float = 1.0,
-        bias: float = 0.0,
-        low: LowerBound = -INF,
-        high: UpperBound = INF,
+        self, *, scale: float = 1.0, bias: float = 0.0, low: LowerBound = -INF, high: UpperBound = INF
     ):
         super().__init__()
         if not low <= high:
@@ -240,14 +235,7 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        max_length: int,
-        cache: int,
-        weight: float = 1.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, max_length: int, cache: int, weight: float = 1.0, **names: Unpack[ColumnNames]):
         super().__init__(names)
         if not 0 < cache <= max_length:
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
@@ -282,13 +270,7 @@ class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        coefficient: float,
-        free: int = 0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, coefficient: float, free: int = 0, **names: Unpack[ColumnNames]):
         super().__init__(names)
         self.coefficient, self.free = within("coefficient", coefficient, 0), at_least("free", free, 0)
 

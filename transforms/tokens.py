@@ -56,13 +56,7 @@ def tokens_in_loss(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key
 
 
 def read_tokens(
-    batch: TensorDictBase,
-    key: NestedKey,
-    *,
-    reader: str,
-    option: str,
-    fill: float = 0,
-    side: Side = "right",
+    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0, side: Side = "right"
 ) -> Tensor:
     """Read a column of one number per token. (B, T) and (B, T, 1) are returned as (B, T), ragged rows padded.
 
@@ -136,12 +130,7 @@ def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: Ne
 
 
 def check_lengths(
-    batch: TensorDictBase,
-    keys: Iterable[NestedKey],
-    like: NestedKey,
-    *,
-    reader: str,
-    or_of_rows: bool = True,
+    batch: TensorDictBase, keys: Iterable[NestedKey], like: NestedKey, *, reader: str, or_of_rows: bool = True
 ) -> None:
     """Refuse ragged rows if a column has another number of entries than the row has tokens in `like`.
 

@@ -98,12 +98,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        strength: float = 1.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, strength: float = 1.0, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         built_on = (REWARD, COUNTED, self.group_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])

@@ -108,12 +108,7 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        discount: float = 1.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, discount: float = 1.0, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         ends = [self.done_key, self.expected_segments_key]
         reads = [self.reward_key, self.rollout_key, self.turn_key, SEGMENTS, *ends]
@@ -158,12 +153,7 @@ class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        discount: float,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, discount: float, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         reads = [self.advantage_key, self.rollout_key, self.turn_key, SEGMENTS]
         super().__init__(reads, [self.advantage_key])

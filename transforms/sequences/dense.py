@@ -92,13 +92,7 @@ class DenseRows(
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        pad_id: int,
-        width: int | None = None,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, pad_id: int, width: int | None = None, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         writes = [self.tokens_key, self.attention_key, self.loss_mask_key, self.log_prob_key]
         super().__init__([self.tokens_key, PROMPT, RESPONSE], writes)

@@ -29,13 +29,7 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
-from headrace.transforms.tokens import (
-    describe_row,
-    in_loss_there,
-    read_mask,
-    read_tokens,
-    write_tokens,
-)
+from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
 from .dense import PARTS
 from .packing import TOKEN_KEYS
