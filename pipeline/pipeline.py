@@ -457,7 +457,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             masked = masked | (table.columns[count] == 0)
         weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
         are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
-        if are_known and (self.weighs or not weights_came):
+        if are_known and (not weights_came or self.weighs):
             weighed = [weight != 0 for weight in weights]
             masked = masked | ~(torch.stack(weighed).any(0) if len(weighed) > 1 else weighed[0])
         masked = masked & table.here & (table.reason == 0)

@@ -35,7 +35,9 @@ def files() -> dict[Path, str]:
     for name, path in parts().items():
         if f'"{name}"' not in text:
             module = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-            text = text.replace("__all__ = [", f'from .{module} import {name}\n\n__all__ = [\n    "{name}",', 1)
+            text = text.replace(
+                "__all__ = [", f'from .{module} import {name}\n\n__all__ = [\n    "{name}",', 1
+            )
     return {} if text == before else {listing: tidy(text)}
 
 

@@ -1,8 +1,8 @@
 """Gather the rows of a batch, one minibatch at a time.
 
-Columns with one number per row come from the table. All of one dtype and shape are packed, sorted and split
-by minibatch in one call, because for few rows the calls cost more than the data. Tokens are gathered with
-their minibatch from the batch. If the rows are in order already, minibatches are views of the batch.
+Columns with one number per row come from the table. They are put into training order at once, and split by
+minibatch. Tokens are gathered with their minibatch from the batch. If the rows are in order already,
+minibatches are views of the batch.
 """
 
 from __future__ import annotations
@@ -219,15 +219,11 @@ class GatheredRows:
         self.in_order = steps.in_order and not self.late and self._is_in_order(at)
         self.masked = self._find_masked(steps, order, padding)
 
-        # Columns with one number per row: pack, send to the device together, and split by minibatch.
-        packed = self._pack(columns, order, padding, steps.loss_columns.weight)
-        packed[PLACES[: len(places)]] = places.clone().flatten()  # the plan keeps its own
-        there, *parts = send_packed([at, *packed.values()], self.device)
-        self.numbers: dict[Any, Sequence[Tensor]] = {}
-        for keys, values in zip(packed, parts, strict=True):
-            pieces = _split(values, self.sizes * len(keys))
-            for index, key in enumerate(keys):
-                self.numbers[key] = pieces[index * len(sizes) : (index + 1) * len(sizes)]
+        # Columns with one number per row: order, send to the device together, and split by minibatch.
+        ordered = self._ordered(columns, order, padding, steps.loss_columns.weight)
+        ordered |= zip(PLACES, places.clone().unbind(), strict=False)  # the plan keeps its own
+        there, *parts = send_packed([at, *ordered.values()], self.device)
+        self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
         self.of_late = [
             {name: self.numbers.pop((Late, number, name)) for name in late.numbers}
             for number, late in enumerate(self.late)
@@ -294,32 +290,28 @@ class GatheredRows:
                 found[key] = flags, masking if value is None else value
         return found
 
-    def _pack(
+    def _ordered(
         self, columns: Columns, order: Tensor, padding: Tensor | None, weight: NestedKey
-    ) -> dict[tuple[Any, ...], Tensor]:
-        """The columns in training order, (C · M, ...) for each C keys of one dtype and shape."""
-        kinds: dict[Any, dict[Any, Tensor]] = {}
-        for key, (values, dtype, ndim) in columns.items():
-            if key not in PLACES:
-                kinds.setdefault((dtype, ndim, values.dtype, values.shape[1:]), {})[key] = values
+    ) -> dict[Any, Tensor]:
+        """The columns that stages wrote, and the numbers of late changes, in training order: (M, ...)."""
+        given: dict[Any, tuple[Tensor, torch.dtype, int]] = dict(columns)
         for number, late in enumerate(self.late):
             for name, values in late.numbers.items():
-                kind = values.dtype, values.ndim, values.dtype, values.shape[1:]
-                kinds.setdefault(kind, {})[Late, number, name] = values
-        packed: dict[tuple[Any, ...], Tensor] = {}
-        for (dtype, ndim, *_), group in kinds.items():
-            values = torch.stack(list(group.values())).to(dtype)
-            if values.ndim == 2:  # for many rows ten times faster than index_select
-                values = values.gather(1, order.expand(len(group), -1))
-            else:
-                values = values.index_select(1, order)
-            for row, key in enumerate(group):
-                if padding is not None and key in (ROW, IN_LOSS, weight):
-                    values[row, padding] = -1 if key == ROW else 0
-            packed[tuple(group)] = values.view(-1, *values.shape[2:], *[1] * (ndim + 1 - values.ndim))
+                given[Late, number, name] = values, values.dtype, values.ndim
+        ordered = dict[Any, Tensor]()
+        for key, (values, dtype, ndim) in given.items():
+            if key in PLACES:
+                continue
+            # For many rows `gather` is ten times faster than `index_select`.
+            values = values.gather(0, order) if values.ndim == 1 else values.index_select(0, order)
+            if padding is not None and key in (ROW, IN_LOSS, weight):
+                values[padding] = -1 if key == ROW else 0
+            values = values.to(dtype)
+            missing = ndim - values.ndim
+            ordered[key] = values.view(*values.shape, *[1] * missing) if missing else values
         if padding is not None:
-            packed[PADDING,] = padding.clone()
-        return packed
+            ordered[PADDING] = padding.clone()
+        return ordered
 
     def _plan(self, batch: TensorDictBase, order: Tensor | None) -> Branch:
         """Choose how each column is gathered; `order`: rows in training order, None: already in order."""
