@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -323,7 +323,7 @@ class GroupRelativeAdvantage(
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
         self.shift, self.temperature, self.k = shift, temperature, k
-        self.formula = Formula(*(getattr(self, option.name) for option in fields(Formula)))
+        self.checked(Formula)
         self.dtype = as_dtype(dtype)
         self.several, self.weights = several, weights
         self.missing = missing
@@ -342,6 +342,11 @@ class GroupRelativeAdvantage(
         needed = "without_ids='rigid_or_global'"
         has_effect(GroupRelativeAdvantage, "groups_per_batch", groups_per_batch, globally, needed)
         self.ndim = ndim
+
+    @property
+    def formula(self) -> Formula:
+        """The options of the formula."""
+        return self.checked(Formula)
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
@@ -396,6 +401,7 @@ class GroupRelativeAdvantage(
             view.metric("zero", mean_of(own == 0))
             if self.missing == "skip":
                 view.metric("unscorable", scored.isnan().sum())
+        if self.missing == "skip":
             rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,9 +34,6 @@ from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
 
 log = logging.getLogger(__name__)
-
-_values_of_cut = attrgetter(*(option.name for option in fields(CutOptions)))
-_cut_options = lru_cache(CutOptions)
 
 
 class Pass(NamedTuple):
@@ -215,8 +210,8 @@ class ShuffleSplit(
 
     @property
     def cut(self) -> CutOptions:
-        """The options that name no column. Checks them when they are new."""
-        return _cut_options(*_values_of_cut(self))
+        """The options that name no column."""
+        return self.checked(CutOptions)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
