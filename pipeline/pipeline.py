@@ -300,9 +300,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             note_advantage(rows, keys)
         if table.ranks is not None:
             hand_out(table)
-        passes, permuted, carried = list[Epoch](), None, None
+        passes, permuted, carried, name = list[Epoch](), None, None, ""
         if at is not None:
-            split: Any = stages[list(stages)[at]]
+            name = list(stages)[at]
+            split: Any = stages[name]
             held.enter_context(split.lock)
             carried = split.carried_rows()
             passes, permuted = self._cut(stages, rows, at, epochs, carried)
@@ -317,7 +318,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if permuted is not None:
             for each in passes:
                 each.columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(list(stages)[at or 0], permuted.split, table):
+            with self._named(name, permuted.split, table):
                 steps = permuted.steps([each[1:] for each in passes])
                 if whole:
                     steps.refuse_to_resume()

@@ -372,8 +372,7 @@ class CompletenessGate(
 
     def decide(self, rows: Rows) -> None:
         """Take out or refuse incomplete groups."""
-        # 1. Count the present rollouts of each group.
-        # Without a rollout_key each row is a whole rollout.
+        # 1. Count the present rollouts of each group. Without a rollout_key each row is a whole rollout.
         ends = self._ends(rows) if self.rollout_key is not None and rows.has("done") else None
         status = rows.status
         if self.group_size is None and not rows.has("expected"):

@@ -360,6 +360,7 @@ class GroupRelativeAdvantage(
 
     def decide(self, rows: Rows) -> None:
         """Write the advantage."""
+        # 1. One reward for each rollout, on all its rows.
         if self.without_ids != "raise":
             self._make_groups(rows)
         reward = rows.reward
@@ -377,6 +378,7 @@ class GroupRelativeAdvantage(
         rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
         if self.several == "decoupled" or self.weights is not None:
             self._require_weighed(rows, reward, rewards)
+        # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
             factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
@@ -390,19 +392,21 @@ class GroupRelativeAdvantage(
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
             credit = self._among_known(rows, reward, self.formula, length)
+        # 3. Write the advantage in the dtype of the collected reward.
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
         dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
+        if self.missing == "skip":
+            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
+        # 4. Record the metrics.
         for view, own, scored in rows.of_each_rank(credit, reward):
             view.metric("abs_mean", mean_of(own.abs()))
             view.metric("zero", mean_of(own == 0))
             if self.missing == "skip":
                 view.metric("unscorable", scored.isnan().sum())
-        if self.missing == "skip":
-            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
         """(M,) the advantage of (M,) rewards. Under ``skip`` missing rewards are excluded and get 0."""
