@@ -1026,12 +1026,18 @@ class Rows:
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
-    names = dict[str, NestedKey | None]()
-    for option, key in vars(stage).items():
-        if option.endswith("_key"):
-            is_nested = isinstance(key, tuple) and len(key) > 1
-            names[option[:-4]] = key if key is None or is_nested or isinstance(key, str) else nested_key(key)
+    attributes, names = vars(stage), dict[str, NestedKey | None]()
+    known = type(stage), tuple(attributes)
+    if known not in _OPTIONS:
+        _OPTIONS[known] = [name for name in attributes if name.endswith("_key")]
+    for option in _OPTIONS[known]:
+        key = attributes[option]
+        is_nested = type(key) is tuple and len(key) > 1
+        names[option[:-4]] = key if key is None or is_nested or type(key) is str else nested_key(key)
     return names
+
+
+_OPTIONS: dict[tuple[type, tuple[str, ...]], list[str]] = {}  # by class and names of attributes
 
 
 def no_loss_mask(batch: TensorDictBase, key: NestedKey) -> MissingKeyError:
