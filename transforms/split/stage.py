@@ -29,7 +29,7 @@ from headrace.transforms.tokens import read_tokens
 
 from .gather import Columns, LossColumns, OptimiserSteps
 from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure_plan
-from .resume import KnownBy, Progress, SplitMemory, SplitState, TrainedBatch, identifying_columns
+from .resume import KnownBatch, Progress, SplitMemory, SplitState, identifying_columns
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
 
@@ -337,8 +337,8 @@ class ShuffleSplit(
         """Start to count the minibatches of a batch; `own`: (n,) the table rows of this rank."""
         cut_by = self.cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         fresh = _fresh(table, own)
-        known_by = KnownBy(len(fresh), cut_by, identifying_columns(table, fresh, self.reward_key))
-        return Progress(self.state, known_by)
+        batch = KnownBatch(len(fresh), identifying_columns(table, fresh, self.reward_key))
+        return Progress(self.state, batch, cut_by)
 
     def _kept(self, table: Table, left: Tensor) -> TensorDictBase | None:
         """The leftover rows of this rank if they are carried, else None."""
@@ -361,7 +361,7 @@ class ShuffleSplit(
             return False
         rank = 0 if table.ranks is None else table.ranks.rank
         own = table.of_ranks(table.here)[rank]
-        came = TrainedBatch(len(own), identifying_columns(table, own, self.reward_key))
+        came = KnownBatch(len(own), identifying_columns(table, own, self.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
         of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
