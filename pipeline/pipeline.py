@@ -30,7 +30,7 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.gate import Empty, take_empty_out
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Rows, column_keys, few
-from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
+from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
@@ -354,18 +354,14 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         for each in permuted.passes:
             table.columns, table.written, table.late = dict(before[0]), dict(before[1]), list(before[2])
             table.batch, table.live, table.kept = whole
-            numbers = {MINIBATCH: each.minibatch, MICROBATCH: each.microbatch, RANK: each.rank}
-            for key, values in numbers.items():
-                if values is None:
-                    table.columns.pop(key, None)
-                    table.written.pop(key, None)
-                else:
-                    table.columns[key], table.written[key] = values, Written(torch.int64, 1)
+            for key in PLACES:
+                table.columns.pop(key, None)
+                table.written.pop(key, None)
+                if key[-1] in each:
+                    table.columns[key], table.written[key] = each[key[-1]], Written(torch.int64, 1)
             for name in names[at + 1 :]:
                 self._stage(name, stages[name], rows, after_cut=True)
-            places = {"minibatch": each.minibatch, "microbatch": each.microbatch}
-            if each.rank is not None:
-                places["rank"] = each.rank
+            places = dict(each)
             table.load([self._keys.weight], most=AHEAD)
             weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
             weight = table.columns.get(weight_key)

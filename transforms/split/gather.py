@@ -25,6 +25,7 @@ from headrace.transforms.schema import (
     MINIBATCH,
     NO_LENGTHS,
     PADDING,
+    PLACES,
     RANK,
     ROW,
     has_key,
@@ -54,7 +55,6 @@ from .plan import Plan
 from .resume import Progress
 
 SMALL = 2**20  # bytes; a smaller batch is gathered at once, not by minibatch
-PLACES = (MINIBATCH, MICROBATCH, RANK)
 
 Columns = Mapping[NestedKey, tuple[Tensor, torch.dtype, int]]
 """Columns written by stages, by key: (N,) or (N, K) values by table row, dtype and number of dimensions."""

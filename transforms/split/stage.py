@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,15 +35,6 @@ from .trees import Forest, Tree
 log = logging.getLogger(__name__)
 
 
-class Pass(NamedTuple):
-    """The minibatch, micro-batch and rank of each table row in one pass; (N,) int64, −1: not trained."""
-
-    minibatch: Tensor
-    microbatch: Tensor
-    rank: Tensor | None
-    """None with a single rank."""
-
-
 @dataclass
 class Permuted:
     """The permutations of one batch and the plans made from them.
@@ -52,7 +42,8 @@ class Permuted:
     The split does not change its state until :meth:`ShuffleSplit.remember`.
 
     Attributes:
-        passes: one per epoch.
+        passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
+            the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
         of_ranks: the plans of all ranks, if this rank permuted for all of them.
         state: the split's state after the batch.
@@ -61,7 +52,7 @@ class Permuted:
 
     rows: Rows
     split: ShuffleSplit
-    passes: list[Pass]
+    passes: list[dict[str, Tensor]]
     plans: list[Plan]
     state: SplitState
     progress: Progress
@@ -290,7 +281,7 @@ class ShuffleSplit(
         for reason, effect in zip(self.reasons, self.effects, strict=True):
             rows.name_reason(reason, effect)
         if any(len(plan.left) for plans in by_rank for plan in plans):
-            trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
+            trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
             kept = self._kept(table, own[~trained[own]])
             out = ~trained if rows.index is None else ~trained[rows.index]
             if carries:
@@ -506,8 +497,8 @@ def _fresh(table: Table, rows: Tensor) -> Tensor:
     return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
 
 
-def _where(plans: Sequence[Plan], rows: int) -> Pass:
-    """Read the plans of all ranks for one pass into numbers by table row."""
+def _where(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:
+    """Read the plans of all ranks for one pass into numbers by table row (:attr:`Permuted.passes`)."""
     numbers, several = torch.full((3, rows), -1, dtype=torch.int64), False
     for plan in plans:
         order, found = plan.order, plan.numbers
@@ -515,5 +506,5 @@ def _where(plans: Sequence[Plan], rows: int) -> Pass:
         if plan.padding is not None:
             order, found = order[~plan.padding], found[:, ~plan.padding]
         numbers.index_copy_(1, order, found)
-    minibatch, microbatch, rank = numbers
-    return Pass(minibatch, microbatch, rank if several else None)
+    names = ("minibatch", "microbatch", "rank") if several else ("minibatch", "microbatch")
+    return dict(zip(names, numbers, strict=False))
