@@ -179,12 +179,20 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def queue(cluster: None) -> Iterator[None]:
-    """TransferQueue with one storage unit, on the cluster."""
+@pytest.fixture(scope="session")
+def queue(cluster: None) -> Iterator[Any]:
+    """TransferQueue with one storage unit, on the cluster, and the assembler of its sampler."""
     import transfer_queue
     from omegaconf import OmegaConf
 
-    transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-    yield
+    from headrace.pipeline import group_sampler
+    from headrace.transforms import GroupAssembler
+
+    assembler = GroupAssembler(segment_key="segment")
+    conf = {
+        "controller": {"sampler": group_sampler(assembler), "polling_mode": True},
+        "backend": {"SimpleStorage": {"num_data_storage_units": 1}},
+    }
+    transfer_queue.init(OmegaConf.create(conf, flags={"allow_objects": True}))
+    yield assembler
     transfer_queue.close()
