@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -41,7 +42,16 @@ def test_the_help_of_a_task_has_its_options(task, tmp_path):
     assert shown.startswith(f"headrace task={task}\n")
     reads = task in ("replay", "compare", "plan", "audit")
     for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
-        assert (f"  {option}: " in shown) == reads
+        assert (f"\n  source.{option}=" in shown) == reads
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_options_in_the_help_of_a_task_compose(task, tmp_path):
+    shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
+    options = [line.split()[0] for line in shown.splitlines() if re.match(r"  \w[\w.]*=", line)]
+    assert options
+    assert max(map(len, shown.splitlines())) <= 110
+    assert headrace_here(tmp_path, "--cfg", "job", f"task={task}", *options).stdout
 
 
 def test_every_example_of_the_help_composes(tmp_path):
@@ -110,7 +120,7 @@ def test_flags_may_be_mixed_with_overrides():
         (["pipeline.stages.gate.group_size=${nope}"], "group_size: it refers to ${nope}, which is unknown"),
         (
             ["task=compare", "source.path=x", "pipelines=abc"],
-            "pipelines must be a list, each a word; got 'abc'",
+            "pipelines must be a list (each a word); got 'abc'",
         ),
         (["pipeline=3"], "pipeline=3 must be the name of a file, as in pipeline=grpo"),
         (["policy.width=30"], "policy.width must be a multiple of heads; got 30 and 4"),
