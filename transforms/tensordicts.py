@@ -62,6 +62,13 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     return batch.clone(recurse=False)
 
 
+def deep_copy(batch: TensorDictBase) -> TensorDictBase:
+    """``batch.clone()``, with a third of its calls for a plain TensorDict."""
+    if type(batch) is not TensorDict:
+        return batch.clone()
+    return _like(batch, {name: deep_copy(value) for name, value in batch._tensordict.items()})
+
+
 def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
     """A TensorDict like another, of other columns, which are known to fit."""
     if not _IS_PLAIN:
