@@ -40,6 +40,7 @@ class Run:
         keys: the columns that the pipeline counts and reports.
         places: one entry for each epoch: ``minibatch``, ``microbatch``, ``rank`` and ``loss_weight`` of each
             row of the table, by name.
+        step: number of the training step, for the report; 0 unless a trainer's adapter sets it.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Run:
         texts: Mapping[str, Any] | None = None,
     ) -> None:
         self.stages, self.keys, self.rows, self.places = stages, keys, rows, places or []
-        self.texts = dict(texts or {})
+        self.texts, self.step = dict(texts or {}), 0
         self._batch, self._steps, self._epochs = batch, steps, epochs
 
     @cached_property
@@ -191,7 +192,7 @@ class Run:
     def report(
         self,
         *,
-        step: int = 0,
+        step: int | None = None,
         console: Console | None = None,
         solved: float = 1.0,
         batch: TensorDictBase | None = None,
@@ -200,7 +201,7 @@ class Run:
         """Print a funnel and a table of groups, and return the report (:func:`make_report`).
 
         Args:
-            step: number of the training step.
+            step: number of the training step. None: that of the run.
             console: where to print. None: standard output, as plain text unless it is a terminal.
             solved: least reward of a solved rollout.
             batch: the input batch, to compute the cost of its rows as prefix trees. None: not computed.

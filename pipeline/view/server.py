@@ -247,6 +247,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "name": printable(run.name),
                 "folder": printable(str(run.folder)),
                 "problems": run.problems(),
+                "failed": run.failed(),
                 "same": run.same_by(),
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
