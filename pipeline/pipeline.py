@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from headrace.transforms.distributed import (
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.gate import Empty, take_empty_out
-from headrace.transforms.options import nested_key, one_of
+from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Rows, column_keys, few
 from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
 from headrace.transforms.stage import BatchTransform
@@ -143,8 +143,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         self.order, self._cut_at = list(arranged), place_of_cut(arranged)
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
-        self.masked_log_prob = one_of("masked_log_prob", masked_log_prob, get_args(MaskedLogProb))
-        self.empty = one_of("empty", empty, get_args(Empty))
+        self.masked_log_prob = masked_log_prob
+        self.empty = empty
         self.report_keys = dict(report_keys or {})
         if unknown := sorted(set(self.report_keys) - set(KEYS)):
             raise ValueError(f"report_keys must be among {', '.join(KEYS)}; got {', '.join(unknown)}")

@@ -120,7 +120,7 @@ def test_flags_may_be_mixed_with_overrides():
         (["pipeline.stages.gate.group_size=${nope}"], "group_size: it refers to ${nope}, which is unknown"),
         (
             ["task=compare", "source.path=x", "pipelines=abc"],
-            "pipelines must be a list, each a word; got 'abc'",
+            "pipelines must be a list (each a word); got 'abc'",
         ),
         (["pipeline=3"], "pipeline=3 must be the name of a file, as in pipeline=grpo"),
         (["policy.width=30"], "policy.width must be a multiple of heads; got 30 and 4"),

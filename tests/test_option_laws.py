@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import math
 import re
+import types
+from typing import Literal, Union, get_args, get_origin
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from headrace.transforms import (
     importance_weight,
     relative_length,
 )
+from headrace.transforms.options import annotations_of
 
 # What functions return, and nobody writes down; and load_pipeline, whose words go to the stages.
 RESULTS = {"Run", "StepReport", "load_pipeline"}
@@ -63,7 +66,8 @@ def call(thing, **given):
         named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if named and parameter.default is parameter.empty:
             words = str(parameter.annotation)
-            needed[name] = 1 if words.startswith(("int", "float")) else [] if "Sequence" in words else None
+            by_type = {"int": 1, "float": 1, "Sequence": [], "str": "x", "Iterable": [], "Literal": "drop"}
+            needed[name] = next((by_type[kind] for kind in by_type if words.startswith(kind)), repr)
     return thing(**needed | given)
 
 
@@ -80,6 +84,22 @@ def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default(thing, option
         with pytest.raises(ValueError, match=rf"\b{option} must be .*; got ") as refused:
             call(thing, **{option: given})
         assert str(value) in str(refused.value).lower() or str(value) in str(refused.value)
+
+
+def test_an_option_with_listed_values_refuses_others_and_lists_them():
+    seen = 0
+    for name, thing in takers():
+        for option, hint in annotations_of(thing).items():
+            parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+            words = [repr(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
+            if torch.Tensor in parts or str in parts or not words:
+                continue
+            for value in ("nothing of this name", ["a list"]):
+                with pytest.raises(ValueError, match=rf"\b{option} must be .*; got ") as refused:
+                    call(thing, **{option: value})
+                assert all(word in str(refused.value) for word in words), name
+            seen += 1
+    assert seen > 80
 
 
 def test_every_annotation_with_a_number_is_understood():

@@ -117,7 +117,7 @@ TROUBLES: dict[str, tuple[Callable[[], Any] | None, bool]] = {
     "gives NaN as reward": (give_nan, False),
     "is killed (SIGKILL)": (be_killed, False),
     "ends (os._exit)": (leave, False),
-    "numbers like another": (None, False),
+    "uses the ids of another worker": (None, False),
     "gives a reward of another shape": (give_two, False),
 }
 
@@ -139,6 +139,11 @@ class Cell(NamedTuple):
 
     kind: str
     words: str
+
+    @property
+    def shown(self) -> str:
+        """The class of the error or warning, as the page has it."""
+        return "the process ends" if self.kind == "ends" else f"`{self.kind}`"
 
     def is_in(self, found: Found) -> bool:
         """Whether it was."""
@@ -184,7 +189,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _writer("WorkerCrashedError"),
     ),
     "ends (os._exit)": (Cell("ends", "exit code 3"), _worker(3), _worker(3), _writer("WorkerCrashedError")),
-    "numbers like another": (
+    "uses the ids of another worker": (
         _again,
         _again,
         _again,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .columns import ColumnNames
 from .ends import require_unseen_ends
 from .errors import BatchError
 from .ids import as_ids, mean_of
-from .options import at_least, one_of
+from .options import at_least, takes_options
 from .places import require_edge
 from .required import require_identity, require_rewards, require_turns
 from .rewards import Missing, as_rewards, factors_of, weighted_reward
@@ -33,6 +33,7 @@ class Collapsed(NamedTuple):
     """(N,) bool, True on the first row of each rollout."""
 
 
+@takes_options
 def collapse_fan_out(
     reward: Tensor | Sequence[float],
     rollout_id: Tensor | Sequence[int],
@@ -66,7 +67,6 @@ def collapse_fan_out(
         >>> collapse_fan_out([1.0, 2.0, 4.0], [5, 8, 5], reduce="sum").reward.tolist()
         [5.0, 2.0, 5.0]
     """
-    one_of("reduce", reduce, get_args(Reduction))
     reward = as_rewards(reward)
     rows = Rows.of(reward=reward, rollout=rollout_id, group=group_id, turn=turn)
     if len(reward) == 0:
@@ -159,8 +159,8 @@ class FanOutCollapse(
         super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
         if self.turn_key is not None and reward not in ("first", "last"):
             raise ValueError(f"turn_key is only read with reward='first' or 'last'; got it with {reward=}")
-        self.reward = one_of("reward", reward, get_args(Reduction))
-        self.missing = one_of("missing", missing, get_args(Missing))
+        self.reward = reward
+        self.missing = missing
         self.columns, self.weights = at_least("columns", columns, 1), weights
         factors_of(weights, columns)  # checks the number of weights
 

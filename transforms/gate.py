@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
-from .options import above_zero, at_least, one_of, takes_options
+from .options import above_zero, at_least, takes_options
 from .required import require_identity
 from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
@@ -345,10 +345,10 @@ class CompletenessGate(
         self.name_columns(names)
         ends = [self.done_key, self.init_key, self.segment_key, self.expected_segments_key]
         reads = [self.group_key, self.rollout_key, self.expected_key, self.status_key]
-        self.empty = one_of("empty", empty, get_args(Empty))
+        self.empty = empty
         super().__init__([*reads, *ends], [FINISHED] + [COUNTED] * (empty == "exclude"))
         self.group_size, self.expected_groups = at_least("group_size", group_size, 1), expected_groups
-        self.on_incomplete = one_of("on_incomplete", on_incomplete, get_args(OnIncomplete))
+        self.on_incomplete = on_incomplete
         given = min_rollouts is not None or min_fraction is not None
         if (on_incomplete == "keep") != given:
             raise ValueError("on_incomplete='keep', and only that, needs min_rollouts or min_fraction")

@@ -1,18 +1,20 @@
 """Options of transforms and criteria: checks at construction, and their text form.
 
-:func:`takes_options` checks the types of numbers against annotations. Each class checks the ranges of its
-options, and their combinations.
+:func:`takes_options` checks values against annotations. Each class checks the ranges and combinations of its
+options.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import types
 from collections import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import cache, wraps
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 from tensordict.utils import NestedKey
@@ -27,11 +29,10 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 def takes_options(thing: T) -> T:
-    """Check the numeric options of a function or class before each call.
+    """Check the options of a function or class against their annotations before each call.
 
-    An option is numeric if its annotation is ``int`` or ``float``, or a sequence of them. A bool or NaN is
-    refused. The number must be finite, except for :data:`LowerBound` and :data:`UpperBound`. An argument that
-    may also be a tensor is data, and is not checked.
+    Numbers must be finite, except for :data:`LowerBound` and :data:`UpperBound`, and neither a bool nor NaN.
+    A ``Literal`` lists the allowed values. An argument that may also be a tensor is data, and is not checked.
 
     Subclasses of BatchTransform, Criterion and TokenTerm are checked without this decorator.
 
@@ -57,14 +58,16 @@ def takes_options(thing: T) -> T:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # the call below raises it with a better message
             given = {}
-        for name, hint in numeric_options(thing).items():
-            if name in given and (wanted := wanted_number(given[name], hint)):
-                raise ValueError(f"{name} must be {wanted}; got {given[name]!r}")
+        hints = annotations_of(thing)
+        for name, value in given.items():
+            if not fits(value, hints.get(name, Any)):
+                raise ValueError(f"{name} must be {described(hints[name])}; got {value!r}")
         return thing(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
 
 
+@cache
 def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
     """The types of the parameters of a class or function, by name; Any if a type cannot be resolved."""
     function = inspect.unwrap(thing.__init__ if inspect.isclass(thing) else thing)
@@ -73,7 +76,10 @@ def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
     found = {}
     for name, parameter in inspect.signature(thing).parameters.items():
         annotation = parameter.annotation
-        if annotation is parameter.empty:
+        if annotation is parameter.empty or parameter.kind in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
             continue
         try:
             found[name] = eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
@@ -82,83 +88,104 @@ def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-@cache
-def numeric_options(thing: Callable[..., Any]) -> dict[str, Any]:
-    """The numeric options of a class or function, with their types."""
-    hints = annotations_of(thing)
-    return {name: hint for name, hint in hints.items() if any(map(_has_numbers, _parts(hint)))}
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # no plain value stands for their classes
+NAMED = ("device", "dtype")  # except these, by name
+PYTHON = {bool: "True or False", str: "a string", type(None): "None"}
+NUMBERS = {int: "an integer", float: "a finite number"}
 
 
-def is_numeric(hint: Any) -> bool:
-    """Whether a type is a number type, not a union."""
-    return hint in (int, float) or get_origin(hint) is Annotated
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value fits a type annotation. An object fits, unless a number, word or bool is needed.
 
-
-def wanted_number(value: Any, hint: Any) -> str | None:
-    """Describe what a value must be if it is an invalid number for the type; None if it is not invalid.
+    A node of a configuration with a ``_target_`` fits any type.
 
     Example:
-        >>> wanted_number(True, int | None), wanted_number(2, int | None), wanted_number("sum", int | str)
-        ('an integer or None', None, None)
+        >>> fits(True, int), fits(2, int | None), fits("sum", Literal["sum", "mean"])
+        (False, True, True)
     """
-    parts = _parts(hint)
-    numbers = [part for part in parts if _has_numbers(part)]
-    others = [part for part in parts if part not in numbers]
-    if any(_is_number(value, part) for part in numbers):
-        return None
-    plain = value is None or isinstance(value, bool | float | str) or getattr(value, "ndim", None) == 0
-    if type(value) in others or not (plain or set(others) <= {type(None)}):
-        return None  # not a number: its type is not checked here
-    return " or ".join(number_in_words(part) for part in parts)
+    origin, inner = get_origin(hint), get_args(hint)
+    if torch.Tensor in (hint, *inner) or (isinstance(value, Mapping) and "_target_" in value):
+        return True
+    if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        value = value.item()
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in inner)
+    if hint in NUMBERS or origin is Annotated:
+        return _is_number(value, hint)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if hint in (bool, type(None), None):
+        return isinstance(value, type(None) if hint is None else hint)
+    if hint is str:
+        return isinstance(value, str | os.PathLike)
+    if origin is abc.Sequence and not isinstance(value, str | Mapping) and hasattr(value, "__len__"):
+        return all(fits(each, inner[0]) for each in value)  # also the numbers of an array
+    if Callable in (origin, hint):
+        return callable(value)
+    if not isinstance(value, PLAIN):
+        return True
+    if hint is NestedKey:
+        return isinstance(value, str) or (
+            isinstance(value, list | tuple) and bool(value) and all(fits(name, str) for name in value)
+        )
+    kind = origin or hint
+    if inspect.isclass(kind) and issubclass(kind, Mapping):
+        return isinstance(value, Mapping)
+    if _is_opaque(hint):
+        return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
+    if kind is tuple and inner and inner[-1] is not Ellipsis:
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+    abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
+    if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
+        return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value if inner)
+    return isinstance(value, kind) if abstract else True
 
 
-def number_in_words(part: Any) -> str:
-    """Describe a type for a message."""
-    if get_origin(part) is abc.Sequence:
-        return f"a list (each {' or '.join(map(number_in_words, _parts(get_args(part)[0])))})"
-    if get_origin(part) is Annotated:
-        return f"a number or {get_args(part)[1]}"
-    if get_origin(part) is abc.Callable:
-        return "a callable"
-    words = {int: "an integer", float: "a finite number", type(None): "None"}
-    return words.get(part, getattr(part, "__name__", str(part)))
+def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
+    """Describe a type annotation for a message.
+
+    Args:
+        hint: the annotation.
+        words: names of bool, str and None, which YAML writes in another way than Python.
+
+    Example:
+        >>> described(Literal["sum", "mean"] | None)
+        "one of 'sum', 'mean' or None"
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint in words or hint in NUMBERS:
+        return words.get(hint) or NUMBERS[hint]
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(described(each, words) for each in inner))
+    if origin is Annotated:
+        return f"a number or {inner[1]}"
+    if origin is Literal:
+        return "one of " * (len(inner) > 1) + ", ".join(map(repr, inner))
+    if hint is NestedKey:
+        return "a column, as a name or a list of names"
+    if Callable in (origin, hint) or _is_opaque(hint):
+        named = getattr(hint, "__name__", "") in NAMED
+        return words[str] if named else "a callable" if words is PYTHON else "a node with a _target_"
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
+        return "names and values in braces"
+    of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
+    return f"a list{of}" + (f" (each {described(inner[0], words)})" if inner else "")
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the single type; empty if a tensor is allowed."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return () if torch.Tensor in parts else parts
-
-
-def _has_numbers(part: Any) -> bool:
-    """Whether a type is a number type, or a sequence of numbers."""
-    return is_numeric(part) or (
-        get_origin(part) is abc.Sequence and any(map(is_numeric, _parts(get_args(part)[0])))
+def _is_opaque(hint: Any) -> bool:
+    # A plain value stands for an enumeration's member, and a list for a torch.Size.
+    return (
+        inspect.isclass(hint)
+        and hint.__module__.split(".")[0] in OPAQUE
+        and not issubclass(hint, Enum | tuple)
     )
 
 
-def _is_number(value: Any, part: Any) -> bool:
-    if get_origin(part) is abc.Sequence:
-        inner = get_args(part)[0]
-        if isinstance(value, str) or not hasattr(value, "__len__"):
-            return False
-        return not any(wanted_number(each, inner) for each in value)
-    if part is not int and getattr(value, "ndim", None) == 0:  # a numpy or torch scalar
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int if part is int else int | float):
+def _is_number(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         return False
-    return -INF < value < INF or (get_origin(part) is Annotated and value == get_args(part)[1])
-
-
-def one_of(option: str, value: Any, allowed: Sequence[Any]) -> Any:
-    """Check that a value is one of the allowed values, and return it.
-
-    Raises:
-        ValueError: it is not; the message lists the allowed values.
-    """
-    if value not in allowed:
-        raise ValueError(f"{option} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-    return value
+    return -INF < value < INF or (get_origin(kind) is Annotated and value == get_args(kind)[1])
 
 
 def at_least(option: str, value: Any, low: int) -> Any:

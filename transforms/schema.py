@@ -56,14 +56,14 @@ Example:
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .errors import BatchError, MissingKeyError, who_stamps
-from .options import one_of
+from .options import takes_options
 from .tensordicts import any_row_has, entries_of
 
 REWARD = ("headrace", "reward")
@@ -217,8 +217,9 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
     return read_column(batch, key, reader=reader, option=f"written by {writer}")
 
 
+@takes_options
 def unit_keys(
-    unit: str, rollout_key: NestedKey | None, group_key: NestedKey | None
+    unit: Unit, rollout_key: NestedKey | None, group_key: NestedKey | None
 ) -> list[NestedKey | None]:
     """The id columns that a unit is defined by: rows with the same id are one unit.
 
@@ -228,4 +229,4 @@ def unit_keys(
         ValueError: `unit` is not sample, rollout or group.
     """
     keys = {"sample": [], "rollout": [rollout_key], "group": [group_key]}
-    return keys[one_of("unit", unit, get_args(Unit))]
+    return keys[unit]

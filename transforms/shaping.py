@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import NestedKey
@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .errors import who_stamps
 from .ids import Ids, add_up
-from .options import INF, LowerBound, UpperBound, at_least, has_effect, one_of, takes_options, within
+from .options import INF, LowerBound, UpperBound, at_least, has_effect, takes_options, within
 from .rows import Rows
 from .schema import REWARD
 from .stage import BatchTransform
@@ -331,7 +331,7 @@ class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
         **names: Unpack[ColumnNames],
     ):
         super().__init__(names)
-        self.form = one_of("form", form, get_args(Form))
+        self.form = form
         self.coefficient = within("coefficient", coefficient, 0)
         has_effect(RelativeLength, "success", success, form == "bonus", "form='bonus'")
         self.success = success

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from .columns import ColumnNames
 from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError
 from .ids import Ids
-from .options import as_dtype, at_least, one_of, takes_options, within
+from .options import as_dtype, at_least, takes_options, within
 from .rows import Rows
 from .schema import (
     FLOAT,
@@ -238,7 +238,6 @@ def check_mean(unit: str, length: int | None, power: float | None = None) -> Non
     Raises:
         ValueError: the mean is unknown, or its length or power is missing, too small, or not read.
     """
-    one_of("unit", unit, get_args(Mean))
     at_least("length", length, 1)
     if (unit == "constant") != (length is not None):
         raise ValueError(
@@ -348,9 +347,6 @@ class LossWeight(
                 f"with turn_index_key each token has its own weight, and {fold=} cannot put it into the "
                 "advantage of a row: set fold='none', and sum the loss with weighted_loss"
             )
-        one_of("fold", fold, get_args(Fold))
-        one_of("gradients", gradients, get_args(Gradients))
-        one_of("shared_ids", shared_ids, get_args(SharedIds))
         check_one_way(ranks, process_group)
         self.unit, self.length, self.power = unit, length, power
         self.fold, self.gradients = fold, gradients

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import group_relative_advantage
-from headrace.transforms.options import at_least, one_of, takes_options
+from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
 
 from .means import PADDED, WHOLE, StepTokens, TokenMean, nearest_mean, odd_part
@@ -273,7 +273,6 @@ def xray(
         >>> xray(step, cuts=(1, 2)).verdict[:75]
         'mean over the tokens of each micro-batch: with 2 micro-batches, tokens get '
     """
-    one_of("gradients", gradients, get_args(Gradients))
     for name, values in {"cuts": cuts, "ranks": ranks, "pad": pad, "shifts": shifts}.items():
         if isinstance(values, str) or values is None or len(set(values)) != len(values) or not values:
             raise ValueError(f"{name} must be a list of distinct values, such as (1, 2); got {values!r}")

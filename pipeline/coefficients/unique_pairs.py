@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from headrace.transforms.options import at_least, one_of, takes_options
+from headrace.transforms.options import at_least, takes_options
 
 Pad = Literal["left", "right"]
 SPARE = 2  # tokens of the vocabulary outside the pairs: the padding, and one that is never used
@@ -80,8 +80,6 @@ def xray_batch(
         raise ValueError(
             f"{sum(sizes)} tokens with unique pairs need a vocabulary of at least {least}; got {vocabulary}"
         )
-    if pad is not None:
-        one_of("pad", pad, get_args(Pad))
     walk = _all_pairs(size - SPARE)
     width, singles = max(sizes), []
     for row, (head, length) in enumerate(zip(heads, lengths, strict=True)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from queue import Empty
 from signal import SIGTERM
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -17,7 +17,7 @@ from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.errors import listing
-from headrace.transforms.options import above_zero, one_of, takes_options
+from headrace.transforms.options import above_zero, takes_options
 
 from .reading import END, Reader
 from .workers import WorkerWatch
@@ -29,6 +29,7 @@ Leftovers = Literal["yield", "drop", "raise"]
 Source = Iterable["TensorDictBase | None"]
 
 
+@takes_options
 def assembled(
     source: Source,
     assembler: GroupAssembler,
@@ -73,7 +74,6 @@ def assembled(
         >>> assembler.counts["unfinished"]
         1
     """
-    one_of("leftovers", leftovers, get_args(Leftovers))
     check_patience(patience, worker_patience)
     return Assembled(source, assembler, patience, leftovers, worker_patience)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -13,7 +13,7 @@ from headrace.transforms import BatchError, CompletenessGate
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import who_stamps
 from headrace.transforms.ids import Ids, as_ids, first_row
-from headrace.transforms.options import at_least, describe_options, one_of, takes_options
+from headrace.transforms.options import at_least, describe_options, takes_options
 from headrace.transforms.rows import Rows, few
 from headrace.transforms.schema import STATUS_KEYS, has_key, read_column
 
@@ -66,7 +66,7 @@ class GroupUnit(SampleUnit):
         max_uses: int | None = None,
         gate: CompletenessGate | None = None,
     ):
-        self.anchors = one_of("anchors", anchors, get_args(Anchors))
+        self.anchors = anchors
         self.max_uses = at_least("max_uses", max_uses, 1)
         self.gate = CompletenessGate() if gate is None else gate
         self.uses: dict[int, int] = {}  # how often each group in the buffer was sampled

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -18,7 +18,7 @@ from headrace.pipeline.load import load_pipeline
 from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import above_zero, at_least, one_of, takes_options
+from headrace.transforms.options import above_zero, at_least, takes_options
 from headrace.transforms.schema import DONE, Status
 from headrace.transforms.tensordicts import ELSEWHERE, column_of
 
@@ -251,14 +251,13 @@ class GroupReplayBuffer:
         trainer_mode: str,
         trainer_config: Any,
         max_off_policy_threshold: int,
-        max_off_policy_strategy: str,
+        max_off_policy_strategy: Literal["drop", "wait"],
         sampler_kwargs: Mapping[str, Any],
         refill_fn: Any = None,
         poll_interval: float = 2.0,
     ):
         self.trainer_mode, self.trainer_config = trainer_mode, trainer_config
         self.max_off_policy_threshold = at_least("max_off_policy_threshold", max_off_policy_threshold, 1)
-        one_of("max_off_policy_strategy", max_off_policy_strategy, ("drop", "wait"))
         self.waits = max_off_policy_strategy == "wait"
         self.refill_fn, self.poll_interval = refill_fn, above_zero("poll_interval", poll_interval)
         options = dict(sampler_kwargs)

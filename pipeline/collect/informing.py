@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -30,7 +30,7 @@ from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import at_least, nested_key, one_of, takes_options
+from headrace.transforms.options import at_least, nested_key, takes_options
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
 from headrace.transforms.tensordicts import device_of, shallow_copy
 
@@ -94,7 +94,6 @@ def informative(
         stages = [CompletenessGate(), FanOutCollapse(), varied]
     at_least("groups", groups, 1)
     at_least("max_batches", max_batches, 1)
-    one_of("on_short", on_short, get_args(OnShort))
     assembler = assembler or getattr(source, "assembler", None)
     paces = assembler is not None and assembler.max_staleness is not None
     if assembler is not None and paces and assembler.groups not in (None, groups):

@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -30,7 +30,7 @@ from headrace.transforms.assembler.pieces import (
     narrowed,
 )
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import at_least, one_of, takes_options
+from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.schema import ORIGIN, has_key
 from headrace.transforms.tensordicts import device_of, number_column
 
@@ -220,8 +220,7 @@ class RayAssembler:
             BatchError: groups are left over, under ``raise``; as :meth:`GroupAssembler.take`.
             ValueError: an option has an invalid value.
         """
-        one_of("leftovers", leftovers, get_args(Leftovers))
-        go_on = one_of("on_lost", on_lost, ("raise", "go_on")) == "go_on"
+        go_on = on_lost == "go_on"
         check_patience(patience, worker_patience)
         return RayBatches(self, self._listen(Writers(writers, go_on), patience, worker_patience, leftovers))
 

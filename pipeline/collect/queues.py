@@ -24,7 +24,7 @@ from headrace.pipeline.installed import import_extra
 from headrace.transforms import BatchError, StalledError
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
-from headrace.transforms.options import at_least, one_of, takes_options
+from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.schema import (
     IN_LOSS,
     MASKS,
@@ -115,7 +115,7 @@ class RolloutQueue:
     ):
         _queue()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
-        self.clear = one_of("clear", clear, ("read", "saved"))
+        self.clear = clear
         self.max_rows = at_least("max_rows", max_rows, 1)
         self.reads = None if decided_by is None else ColumnsRead.of(decided_by)
         """The columns that the reader gets; None: whole rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -15,13 +15,14 @@ from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.train.optimiser_record import OptimiserRecord
 from headrace.pipeline.train.optimiser_steps import check_loss, optimise, total_loss
 from headrace.transforms import GroupAssembler, split_minibatches, weighted_loss
-from headrace.transforms.options import one_of
+from headrace.transforms.options import takes_options
 from headrace.transforms.schema import FLOAT, MINIBATCH, has_key
 
 Stepper = Literal["weighted", "trainer"]
 COUNTED = ("rows", "rollouts", "groups", "out")  # prefixes of metrics that are added up over batches
 
 
+@takes_options
 class PipelineHook(TrainerHookBase):
     """Run a pipeline on the batches of a TorchRL trainer, with one optimiser step per minibatch.
 
@@ -63,7 +64,7 @@ class PipelineHook(TrainerHookBase):
         self, pipeline: Pipeline, *, assembler: GroupAssembler | None = None, stepper: Stepper = "weighted"
     ):
         self.pipeline, self.assembler = pipeline, assembler
-        self.stepper = one_of("stepper", stepper, get_args(Stepper))
+        self.stepper = stepper
         self._whole: list[TensorDictBase] = []  # batches for the next optimisation
         self._minibatches: Iterator[TensorDictBase] = iter(())
         self._measured: dict[str, float] = {}  # metrics of the last optimisation

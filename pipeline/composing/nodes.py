@@ -6,18 +6,16 @@ import inspect
 import logging
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
-from tensordict.utils import NestedKey
 
 from headrace.pipeline.wording import suggest
-from headrace.transforms.options import annotations_of, is_numeric, number_in_words, wanted_number
+from headrace.transforms.options import annotations_of, described, fits
 
 from .compose import ConfigError
 
@@ -131,12 +129,7 @@ def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> No
             check_stage(f"{where}, {option}", option, value, [])
 
 
-# -- values against type annotations; constructors check ranges ---------------------------------------------
-
-PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
-WORDS = {bool: "true or false", str: "a word", type(None): "null"}
-OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # YAML has no values of their classes
-NAMED = ("device", "dtype")  # except these, by name
+YAML = {bool: "true or false", str: "a word", type(None): "null"}
 
 
 def misfit(value: Any, hint: Any) -> str | None:
@@ -154,63 +147,7 @@ def misfit(value: Any, hint: Any) -> str | None:
         return None
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     allowed = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return described(hint) + (suggest(value, allowed) if isinstance(value, str) else "")
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML fits a type annotation."""
-    if not isinstance(value, PLAIN) or (isinstance(value, Mapping) and "_target_" in value):
-        return True  # an object, or a node that builds one
-    if hint is NestedKey:
-        return fits(value, str) or (
-            isinstance(value, list | tuple) and bool(value) and all(fits(name, str) for name in value)
-        )
-    if hint in (bool, str, type(None), None):
-        return isinstance(value, type(None) if hint is None else hint)
-    if is_numeric(hint):
-        return wanted_number(value, hint) is None
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(fits(value, each) for each in inner)
-    if origin is Literal:
-        return any(value == each and type(value) is type(each) for each in inner)
-    if Callable in (origin, hint) or _is_opaque(hint):
-        return isinstance(value, str) and getattr(hint, "__name__", "") in NAMED
-    kind = origin or hint
-    if kind is tuple and inner and inner[-1] is not Ellipsis:
-        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(fits, value, inner))
-    if inspect.isclass(kind) and issubclass(kind, Mapping):
-        return isinstance(value, Mapping)
-    abstract = inspect.isclass(kind) and kind.__module__ == "collections.abc"
-    if (abstract and issubclass(kind, Iterable)) or kind in (list, tuple):
-        return isinstance(value, list | tuple) and all(fits(each, inner[0]) for each in value if inner)
-    return True
-
-
-def described(hint: Any) -> str:
-    """Describe a type annotation in YAML's terms.
-
-    Example:
-        >>> described(Literal["sum", "mean"] | None)
-        "one of 'sum', 'mean' or null"
-    """
-    if hint is NestedKey:
-        return "a column, as a name or a list of names"
-    if is_numeric(hint):
-        return number_in_words(hint)
-    if hint in WORDS:
-        return WORDS[hint]
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(described, inner)))
-    if origin is Literal:
-        return f"one of {', '.join(map(repr, inner))}"
-    if Callable in (origin, hint) or _is_opaque(hint):
-        return "a word" if getattr(hint, "__name__", "") in NAMED else "a node with a _target_"
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return "names and values in braces"
-    of = f" of {len(inner)}" if origin is tuple and inner and inner[-1] is not Ellipsis else ""
-    return f"a list{of}, each {described(inner[0])}" if inner else "a list"
+    return described(hint, YAML) + (suggest(value, allowed) if isinstance(value, str) else "")
 
 
 def as_typed(value: Any) -> str:
@@ -219,13 +156,4 @@ def as_typed(value: Any) -> str:
         {None: "null", True: "true", False: "false"}[value]
         if value is None or isinstance(value, bool)
         else repr(value)
-    )
-
-
-def _is_opaque(hint: Any) -> bool:
-    # YAML has the value of an enumeration's member, and a list for a torch.Size.
-    return (
-        inspect.isclass(hint)
-        and hint.__module__.split(".")[0] in OPAQUE
-        and not issubclass(hint, Enum | tuple)
     )

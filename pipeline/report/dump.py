@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.pipeline.valid_json import json_text
-from headrace.transforms.options import one_of
+from headrace.transforms.options import takes_options
 
 from .step import StepReport
 
@@ -96,6 +96,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     return pa.table(columns).replace_schema_metadata(metadata)
 
 
+@takes_options
 def write_dump(
     report: StepReport,
     folder: str | os.PathLike[str],
@@ -127,7 +128,6 @@ def write_dump(
         ...     write_dump(make_report(pipeline, step=7), folder).name
         'step_00000007.parquet'
     """
-    one_of("format", format, ("parquet", "jsonl"))
     table = report_table(report, config=config)
     path = Path(folder) / f"step_{report.step:08d}.{format}"
     path.parent.mkdir(parents=True, exist_ok=True)

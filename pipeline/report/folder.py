@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import versions
 from headrace.pipeline.wording import printable
-from headrace.transforms.options import at_least, one_of, takes_options, within
+from headrace.transforms.options import at_least, takes_options, within
 
 from .advice import NAMED, Advice, Advisory, advice_at, broken_by, numbers_read
 from .dump import write_dump
@@ -96,8 +96,6 @@ class ReportFolder:
     ):
         at_least("steps", steps, 2)
         within("every", every, 0)
-        one_of("dump", dump, (None, "parquet", "jsonl"))
-        one_of("existing", existing, ("raise", "resume"))
         folder = Path(folder)
         if dump is not None and existing == "raise" and (old := row_files(folder)):
             raise FileExistsError(

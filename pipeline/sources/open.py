@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 
 from headrace.pipeline.wording import suggest
-from headrace.transforms.options import at_least, one_of
+from headrace.transforms.options import at_least, takes_options
 
 from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
 from .file_kinds import Format, Reading, read_lines, read_schema
@@ -36,6 +36,7 @@ READERS: dict[str, Format] = {
 }
 
 
+@takes_options
 def open_source(
     path: str | Path,
     format: str = "auto",
@@ -83,7 +84,6 @@ def open_source(
     """
     if format != "auto" and format not in READERS:
         raise ValueError(f"format must be auto or one of {', '.join(READERS)}; got {format!r}")
-    one_of("group_by", group_by, (None, "prompt", "uid"))
     at_least("group_size", group_size, 1)
     name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
     kind = READERS[name]

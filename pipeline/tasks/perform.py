@@ -12,12 +12,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.composing.compose import leaves
-from headrace.pipeline.composing.nodes import as_typed, described, misfit
+from headrace.pipeline.composing.nodes import YAML, as_typed, misfit
 from headrace.pipeline.report import ReportFolder
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.pipeline.train import train
 from headrace.transforms import BatchError
-from headrace.transforms.options import annotations_of
+from headrace.transforms.options import annotations_of, described
 
 from .audit import audit
 from .certify import certify
@@ -99,7 +99,8 @@ def check_types(config: DictConfig) -> None:
                 f"{path} is a group of settings; set one of them, as {path}.NAME=VALUE; got {as_typed(value)}"
             )
         if above := next((known for known in TYPES if path.startswith(f"{known}.")), None):
-            raise ConfigError(f"{above} must be {described(TYPES[above])}; got the setting {path} below it")
+            needed = described(TYPES[above], YAML)
+            raise ConfigError(f"{above} must be {needed}; got the setting {path} below it")
         if wanted := misfit(value, TYPES.get(path, Any)):
             raise ConfigError(f"{path} must be {wanted}; got {as_typed(value)}")
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
 from headrace.transforms.distributed import resolve_group
-from headrace.transforms.options import above_zero, nested_key, one_of, takes_options
+from headrace.transforms.options import above_zero, nested_key, takes_options
 from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
 from headrace.transforms.tensordicts import device_of
 from headrace.transforms.tokens import loss_tokens
@@ -151,7 +151,7 @@ def transform_of(
     """
     if not isinstance(transform, str):
         return transform
-    tree = one_of("transform", transform, get_args(Packed)) == "tree"
+    tree = transform == "tree"
     return partial(pack, tree=tree, loss_mask_key=loss_mask_key)
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch.utils.data import Sampler
 
 from headrace.pipeline.collect.stamping import stamp_ids
-from headrace.transforms.options import describe_options, one_of, takes_options
+from headrace.transforms.options import describe_options, takes_options
 from headrace.transforms.split.shuffle import stream_seed
 
 
@@ -71,12 +71,12 @@ class RepeatSampler(Sampler[int]):
         if low := [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]:
             raise ValueError(f"{', '.join(names)} must be ≥ 1; got {', '.join(low)}")
         over = self.prompts % prompts_per_batch
-        if one_of("remainder", remainder, ("raise", "drop", "uneven")) == "raise" and over:
+        if remainder == "raise" and over:
             raise ValueError(
                 f"the number of prompts must be a multiple of prompts_per_batch={prompts_per_batch}; got "
                 f"{self.prompts}, with {over} left over. Set remainder='drop' or 'uneven'"
             )
-        self.shuffle, self.seed = one_of("shuffle", shuffle, (True, False)), seed
+        self.shuffle, self.seed = shuffle, seed
         self.remainder = remainder
         self.drawn = self.prompts - over if remainder == "drop" else self.prompts
         if self.drawn == 0:

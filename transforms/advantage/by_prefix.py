@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of
+from headrace.transforms.options import takes_options
 from headrace.transforms.places import places_on_arrival
 from headrace.transforms.prefixes import (
     END,
@@ -50,6 +50,7 @@ TreeBaseline = Literal["mean", "leave_one_out"]
 Forks = Literal["prefix", "parent"]
 
 
+@takes_options
 def tree_advantage(
     reward: Tensor,
     tokens: Tensor,
@@ -94,8 +95,6 @@ def tree_advantage(
         >>> tree_advantage(torch.tensor([1.0, 3.0, 8.0]), tokens, torch.tensor([0, 0, 0])).tolist()
         [[0.0, -2.0, -1.0], [0.0, -2.0, 1.0], [0.0, 4.0, 4.0]]
     """
-    one_of("baseline", baseline, get_args(TreeBaseline))
-    one_of("alone", alone, get_args(Alone))
     rows, dtype = Rows.of(reward=as_rewards(reward), group=group_id), credit_dtype(reward)
     present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     if len(tokens) != len(rows) or present.shape != tokens.shape:
@@ -281,14 +280,14 @@ class TreeAdvantage(
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.forks = one_of("forks", forks, get_args(Forks))
-        self.missing = one_of("missing", missing, get_args(Missing))
+        self.forks = forks
+        self.missing = missing
         parents = self.parent_key if forks == "parent" else None
         reads = [self.reward_key, REWARD, self.tokens_key, self.attention_key, parents, self.turn_key]
         super().__init__([*reads, self.group_key, self.rollout_key, SEGMENTS, COUNTED], [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
-        self.baseline = one_of("baseline", baseline, get_args(TreeBaseline))
-        self.alone = one_of("alone", alone, get_args(Alone))
+        self.baseline = baseline
+        self.alone = alone
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Write the advantage."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import add_up
-from headrace.transforms.options import nested_key, one_of, takes_options
+from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, has_key
 from headrace.transforms.stage import BatchTransform
@@ -68,7 +68,6 @@ def token_advantage(
         >>> token_advantage(credit, term, trains, how="multiply").tolist()
         [[1.0, 2.0]]
     """
-    one_of("how", how, get_args(How))
     return changed(advantage.detach(), term.detach(), trains, factor, how)
 
 
@@ -133,7 +132,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(key for key in self._term_keys if key != self.advantage_key)
-        self.term, self.how = term, one_of("how", how, get_args(How))
+        self.term, self.how = term, how
         self.factor = factor
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import one_of, takes_options, within
+from headrace.transforms.options import takes_options, within
 from headrace.transforms.places import places_on_arrival
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
@@ -92,7 +92,7 @@ def turn_advantage(
         >>> turn_advantage(reward, has_turn, torch.tensor([0, 0, 0])).tolist()
         [[1.5, 2.0], [-1.5, -2.0], [0.0, 0.0]]
     """
-    _checked(discount, baseline, alone)
+    within("discount", discount, 0, 1)
     paid = None if outcome is None else as_rewards(outcome)
     rows = Rows.of(has_turn=has_turn, group=group_id, rollout=rollout_id, reward=paid)
     if reward.shape != has_turn.shape:
@@ -107,11 +107,6 @@ def turn_advantage(
     )
     require_fit(rows, credit.abs().amax(1), credit_dtype(reward))
     return credit.to(credit_dtype(reward)).to(reward.device)
-
-
-def _checked(discount: float, baseline: TurnBaseline, alone: Alone) -> tuple[float, TurnBaseline, Alone]:
-    one_of("baseline", baseline, get_args(TurnBaseline))
-    return within("discount", discount, 0, 1), baseline, one_of("alone", alone, get_args(Alone))
 
 
 def credit_of_turns(
@@ -228,9 +223,9 @@ class TurnAdvantage(
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.turn_rewards = one_of("turn_rewards", turn_rewards, get_args(TurnRewards))
-        self.outcome = one_of("outcome", outcome, get_args(Outcomes))
-        self.missing = one_of("missing", missing, get_args(Missing))
+        self.turn_rewards = turn_rewards
+        self.outcome = outcome
+        self.missing = missing
         rows_are_turns = self.turn_index_key is None
         if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
             raise ValueError(
@@ -247,7 +242,7 @@ class TurnAdvantage(
         places = SEGMENTS if rows_are_turns else None
         super().__init__([*columns, places, COUNTED], [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
-        self.discount, self.baseline, self.alone = _checked(discount, baseline, alone)
+        self.discount, self.baseline, self.alone = within("discount", discount, 0, 1), baseline, alone
 
     @property
     def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import NestedKey
@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import mean_of
-from headrace.transforms.options import as_dtype, at_least, has_effect, one_of, takes_options
+from headrace.transforms.options import as_dtype, at_least, has_effect, takes_options
 from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
@@ -24,6 +24,7 @@ from headrace.transforms.stage import BatchTransform
 from .baselines import (
     Baseline,
     Clip,
+    Ddof,
     EpsMode,
     Formula,
     Grouped,
@@ -46,7 +47,7 @@ def group_relative_advantage(
     *,
     baseline: Baseline = "mean",
     scale: Scale = "group",
-    ddof: int = 1,
+    ddof: Ddof = 1,
     eps: float = 1e-6,
     singleton: Singleton = "zero",
     eps_mode: EpsMode = "add",
@@ -297,7 +298,7 @@ class GroupRelativeAdvantage(
         *,
         baseline: Baseline = "mean",
         scale: Scale = "group",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
         singleton: Singleton = "zero",
@@ -312,7 +313,7 @@ class GroupRelativeAdvantage(
         without_ids: WithoutIds = "raise",
         group_size: int | None = None,
         groups_per_batch: int | None = None,
-        ndim: int = 3,
+        ndim: Literal[1, 2, 3] = 3,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
@@ -325,9 +326,9 @@ class GroupRelativeAdvantage(
         self.shift, self.temperature, self.k = shift, temperature, k
         _ = self.formula  # checks its options
         self.dtype = as_dtype(dtype)
-        self.several, self.weights = one_of("several", several, get_args(Several)), weights
-        self.missing = one_of("missing", missing, get_args(Missing))
-        self.without_ids = one_of("without_ids", without_ids, get_args(WithoutIds))
+        self.several, self.weights = several, weights
+        self.missing = missing
+        self.without_ids = without_ids
         self.group_size = at_least("group_size", group_size, 1)
         self.groups_per_batch = at_least("groups_per_batch", groups_per_batch, 1)
         if without_ids != "raise" and group_size is None:
@@ -341,7 +342,7 @@ class GroupRelativeAdvantage(
         globally = without_ids == "rigid_or_global"
         needed = "without_ids='rigid_or_global'"
         has_effect(GroupRelativeAdvantage, "groups_per_batch", groups_per_batch, globally, needed)
-        self.ndim = one_of("ndim", ndim, (1, 2, 3))
+        self.ndim = ndim
 
     @property
     def formula(self) -> Formula:

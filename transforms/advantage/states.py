@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import has_effect, one_of
+from headrace.transforms.options import has_effect
 from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
 from headrace.transforms.stage import BatchTransform
 
-from .baselines import EpsMode, Formula, Grouped, Scale, advantage_in_groups
+from .baselines import Ddof, EpsMode, Formula, Grouped, Scale, advantage_in_groups
 from .by_turn import Alone
 from .group_relative import require_fit, require_range
 
@@ -109,14 +109,14 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         baseline: StateBaseline = "mean",
         alone: Alone = "zero",
         scale: Scale = "none",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.baseline = one_of("baseline", baseline, get_args(StateBaseline))
-        self.alone = one_of("alone", alone, get_args(Alone))
+        self.baseline = baseline
+        self.alone = alone
         if (baseline, scale) == ("leave_one_out", "leave_one_out"):
             raise ValueError(
                 "baseline='leave_one_out' needs one scale for all steps of a rollout in a state, which "

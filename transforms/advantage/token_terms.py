@@ -9,7 +9,7 @@ ranks that share the batch (:meth:`TokenTerm.over`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up, as_ids
-from headrace.transforms.options import above_zero, at_least, describe_options, one_of, takes_options, within
+from headrace.transforms.options import above_zero, at_least, describe_options, takes_options, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import require
 from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
@@ -232,7 +232,7 @@ class LogRatio(TokenTerm, columns=("numerator", "denominator")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.centre = one_of("centre", centre, get_args(Centre))
+        self.centre = centre
         self.within_groups = self.elementwise = centre == "none"
         self.in_keys = (self.numerator_key, self.denominator_key)
 

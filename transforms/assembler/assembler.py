@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -20,7 +20,6 @@ from headrace.transforms.options import (
     describe_options,
     has_effect,
     nested_key,
-    one_of,
     options_of,
     takes_options,
 )
@@ -183,19 +182,19 @@ class GroupAssembler(
         self.name_columns(names)
         self.partition_key = nested_key(partition_key)
         self.groups, self.group_size = at_least("groups", groups, 1), at_least("group_size", group_size, 1)
-        self.on_failure = one_of("on_failure", on_failure, get_args(Remedy))
-        self.on_timeout = one_of("on_timeout", on_timeout, get_args(Remedy))
-        self.on_late = one_of("on_late", on_late, get_args(OnRepeat))
-        self.on_duplicate = one_of("on_duplicate", on_duplicate, get_args(OnRepeat))
+        self.on_failure = on_failure
+        self.on_timeout = on_timeout
+        self.on_late = on_late
+        self.on_duplicate = on_duplicate
         self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
         self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
         self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
         self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
-        self.on_full = one_of("on_full", on_full, get_args(OnRepeat))
+        self.on_full = on_full
         self.in_order, self.max_idle = in_order, at_least("max_idle", max_idle, 1)
-        self.on_stale = one_of("on_stale", on_stale, ("drop", "mask", "refill"))
-        self.on_newer = one_of("on_newer", on_newer, ("raise", "wait"))
+        self.on_stale = on_stale
+        self.on_newer = on_newer
         self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
         self.on_surplus = on_surplus
         check_limits(self)

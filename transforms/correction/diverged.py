@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames, TakesColumns
-from headrace.transforms.options import describe_options, one_of
+from headrace.transforms.options import describe_options, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import in_loss_there, read_advantage, sum_of_tokens
@@ -25,6 +25,7 @@ Bounded = Literal["token", "sum", "mean", "max", "every"]
 Judged = Literal["all", "negative"]
 
 
+@takes_options
 def divergence(
     log_prob: Tensor,
     sampler_log_prob: Tensor,
@@ -67,7 +68,6 @@ def divergence(
         >>> divergence(trainer, sampler, mask, estimator="k2", level="max").tolist()
         [0.5]
     """
-    check_divergence(estimator, level)
     policies = Policies(log_prob, sampler_log_prob, mask)
     rows = Rows.of(row=torch.arange(len(mask)))
     policies.require_known(rows, rows.measured(**policies.counted()))
@@ -81,16 +81,6 @@ def divergence(
         return {"found": found.to(ratio.dtype)}
 
     return policies.each_row(of_some)["found"]
-
-
-def check_divergence(estimator: str, level: str) -> None:
-    """Check the options of a divergence.
-
-    Raises:
-        ValueError: an option has an unknown value.
-    """
-    one_of("estimator", estimator, get_args(Estimator))
-    one_of("level", level, get_args(Over))
 
 
 def of_tokens(ratio: Ratios, estimator: str) -> Tensor:
@@ -182,10 +172,8 @@ class Diverged(
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        one_of("estimator", estimator, get_args(Estimator))
-        one_of("level", level, get_args(Bounded))
-        self.unit = one_of("unit", unit, get_args(Span))
-        self.judges = one_of("judges", judges, get_args(Judged))
+        self.unit = unit
+        self.judges = judges
         self.estimator, self.level, self.low, self.high = estimator, level, low, high
         self._low, self._high = _bounds(estimator, low, high)
         if level == "token" and unit == "rollout":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.transforms.ids import Ids, add_up
-from headrace.transforms.options import has_effect, one_of, takes_options
+from headrace.transforms.options import has_effect, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.tokens import plain_sum, sum_of_tokens, zero_outside
 
@@ -116,9 +116,6 @@ class WeightFormula:
     normalise: Normalise = "none"
 
     def __post_init__(self) -> None:
-        one_of("level", self.level, get_args(Level))
-        one_of("bound", self.bound, get_args(Bound))
-        one_of("normalise", self.normalise, get_args(Normalise))
         check_bounds(self.low, self.high)
         bounded = self.low is not None or self.high is not None
         has_effect(importance_weight, "bound", self.bound, bounded or self.bound == "none", "low or high")

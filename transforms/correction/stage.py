@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -14,7 +13,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, add_up
-from headrace.transforms.options import one_of, within
+from headrace.transforms.options import within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key
 from headrace.transforms.stage import BatchTransform
@@ -88,7 +87,6 @@ class RolloutCorrection(
     ):
         self.name_columns(names)
         self.formula = WeightFormula(level, bound, low, high, normalise)
-        one_of("unit", unit, get_args(Span))
         reads = [self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key, self.advantage_key]
         reads += [self.rollout_key] if unit == "rollout" else []
         super().__init__(reads, [self.advantage_key, self.importance_key])

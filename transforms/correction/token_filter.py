@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,7 +12,6 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import LENGTH, has_key
 from headrace.transforms.stage import BatchTransform
@@ -79,7 +78,6 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         self.name_columns(names)
         if not callable(criterion):
             raise ValueError(f"criterion must be a callable from a batch to (N, T) bool; got {criterion!r}")
-        one_of("denominator", denominator, get_args(Denominator))
         credit = [self.advantage_key] if denominator == "all" else []
         reads = [*getattr(criterion, "in_keys", ()), self.loss_mask_key, *credit]
         super().__init__(reads, credit or [LENGTH])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import INF, LowerBound, UpperBound, at_least, one_of
+from headrace.transforms.options import INF, LowerBound, UpperBound, at_least
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD
 
@@ -113,7 +113,7 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.k, self.by = at_least("k", k, 1), one_of("by", by, get_args(By))
+        self.k, self.by = at_least("k", k, 1), by
         lengths = self.loss_mask_key if by in ("length", "efficiency") else None
         keys = (REWARD, self.group_key, self.rollout_key, lengths)
         self.in_keys = tuple(key for key in keys if key is not None)

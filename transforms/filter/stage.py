@@ -12,7 +12,6 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.options import one_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
@@ -79,10 +78,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         self.name_columns(names)
         if not callable(criterion) and not hasattr(criterion, "decide"):
             raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
-        own: str = unit if unit is not None else getattr(criterion, "unit", "sample")
+        own: Unit = unit if unit is not None else getattr(criterion, "unit", "sample")
         reads = unit_keys(own, self.rollout_key, self.group_key)
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
-        one_of("action", action, tuple(writes))
         super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
         self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
         self._unit = own

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.transforms.distributed import check_one_way
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, stable_order
-from headrace.transforms.options import at_least, has_effect, one_of, takes_options, within
+from headrace.transforms.options import at_least, has_effect, takes_options, within
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed
@@ -60,7 +60,6 @@ class CutOptions:
             raise ValueError(f"give at most one of {', '.join(cuts)}; got {given}")
         for name, value in {"ranks": self.ranks, **given, "multiple_of": self.multiple_of}.items():
             at_least(name, value, 1)
-        one_of("balance", self.balance, get_args(Balance))
         within("linear", self.linear, 0)
         at_least("rank", self.rank, 0)
         if self.rank is not None and self.rank >= self.ranks:
@@ -73,7 +72,7 @@ class CutOptions:
                 "micro-batches: set remainder='pad' to fill it up with masked rows, or 'drop' to drop rows "
                 f"of the others; got remainder={self.remainder!r}"
             )
-        if one_of("tree", self.tree, get_args(Tree)) != "none" and (
+        if self.tree != "none" and (
             self.microbatch_size is not None or (self.max_tokens is not None and self.remainder == "drop")
         ):
             raise ValueError(
@@ -82,8 +81,6 @@ class CutOptions:
                 "remainder='drop' by 'pad'; got "
                 f"microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
             )
-        one_of("oversized", self.oversized, get_args(Oversized))
-        one_of("shuffle", self.shuffle, (True, False))
 
     @property
     def measures(self) -> bool:
