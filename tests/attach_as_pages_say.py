@@ -146,6 +146,7 @@ def swift(blocks: list[str]) -> None:
         def main(self):
             trainer = GRPOTrainer()
             trainer._metrics = {"train": defaultdict(list)}
+            trainer.state = SimpleNamespace(global_step=0)
             self.train(trainer)
 
     from accelerate import PartialState
@@ -207,8 +208,8 @@ def agent_lightning(blocks: list[str]) -> None:
 
 def skyrl(blocks: list[str]) -> None:
     registry = foreign.skyrl_ppo_utils(PATCH)
-    exec(blocks[0], {})
     words = set_environment(blocks[1])
+    exec(blocks[0], {})
     name = next(each.partition("=")[2] for each in words if "advantage_estimator=" in each)
     given = {"token_level_rewards": torch.tensor(REWARDS).unsqueeze(1), "response_mask": torch.ones(8, 1)}
     is_centred(registry[name](**given, index=["u"] * 8, values=None, config=None)[0], scaled=True)
@@ -218,8 +219,8 @@ def rllm(blocks: list[str]) -> None:
     """`AgentTrainer` takes the name of an estimator for each role."""
     registry = foreign.rllm_advantage(PATCH)
     given: dict[str, Any] = {}
-    exec(blocks[0], {"AgentTrainer": lambda *_, **options: given.update(options)})
     set_environment(blocks[1])
+    exec(blocks[0], {"AgentTrainer": lambda *_, **options: given.update(options)})
     ((role, name),) = given["traj_group_adv_estimator_map"].items()
     steps = [SimpleNamespace(response_ids=[1, 2])]
     rows = [SimpleNamespace(uid=str(at), name=role, reward=r, steps=steps) for at, r in enumerate(REWARDS)]
@@ -235,8 +236,8 @@ def prime_rl(blocks: list[str]) -> None:
     """The end of `algo/__init__.py`, whose registry is a dict of classes."""
     foreign.prime_rl_algo(PATCH)
     classes: dict[str, Any] = {"grpo": None}
-    exec(blocks[0], {"ALGORITHM_CLASSES": classes})
     set_environment(blocks[1])
+    exec(blocks[0], {"ALGORITHM_CLASSES": classes})
     episodes = [
         foreign.Episode([foreign.Trace(reward, [foreign.Node([True])])], id=str(at))
         for at, reward in enumerate(REWARDS)
@@ -249,8 +250,8 @@ def torchtitan(blocks: list[str]) -> None:
     status = foreign.torchtitan_config(PATCH)
     given: dict[str, Any] = {}
     rollouter = SimpleNamespace(Config=lambda *_, **options: given.update(options))
-    exec(blocks[0], {"Rollouter": rollouter})
     set_environment(blocks[1])
+    exec(blocks[0], {"Rollouter": rollouter})
     group = foreign.torchtitan_group(REWARDS, [status.COMPLETED] * 8)
     is_centred(given["advantage"].build()(group))
 
@@ -262,9 +263,9 @@ def trinity(blocks: list[str]) -> None:
     operators = foreign.module_of(
         PATCH, "trinity.buffer.operators", {"ExperienceOperatorV1": type("V1", (), {})}
     )
+    set_environment(blocks[1])
     operator = imported(safe_load(blocks[0])["algorithm"]["advantage_fn"])
     assert issubclass(operator, operators.ExperienceOperatorV1)
-    set_environment(blocks[1])
     mask = torch.ones(2, dtype=torch.bool)
     experiences = [
         SimpleNamespace(

@@ -194,6 +194,7 @@ def swift() -> None:
         vars(made).update(kl_in_reward=False, reward_weights=torch.ones(2), dynamic_num_samples=dynamic)
         vars(made).update(advantage_estimator="grpo", scale_rewards="group", reward_func_names=names)
         vars(made).update(_metrics=metrics, _logs=logs, accelerator=SimpleNamespace(device="cpu"))
+        vars(made).update(state=SimpleNamespace(global_step=0))
         return made
 
     for seed in range(BATCHES):
@@ -232,6 +233,7 @@ def trinity() -> None:
     from trinity.buffer.operators.experience_operator import ensure_v1_operator
     from trinity.common.experience import EID, Experience
 
+    os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4"
     named = ADVANTAGE_FN.get("headrace.adapters.trinity.RecipeOperator")
     assert not named.compute_in_trainer()
     operator = ensure_v1_operator(named(**named.default_args()))

@@ -10,7 +10,7 @@ import torch
 
 from headrace.adapters import attach
 from headrace.pipeline import load_pipeline
-from headrace.transforms import IncompleteGroupsError
+from headrace.transforms import IncompleteGroupsError, MissingKeyError
 
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 pytestmark = [
@@ -120,6 +120,7 @@ def test_with_its_own_recipe_trl_trains_on_its_own_advantages(make_trainer, thei
         assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     assert run.trainer.state.log_history[-1]["headrace/rows/trained"] == ROWS
     assert run.trainer.last_run.ledger.reason.tolist() == [0] * ROWS
+    assert run.trainer.last_run.report().step == 2  # of 0, 1 and 2, the trainer's global step
     after = [p.detach() for p in run.trainer.model.parameters()]
     assert any(not torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
@@ -136,6 +137,11 @@ def test_the_default_recipe_follows_scale_rewards(make_trainer, theirs, scale):
 def test_the_default_recipe_refuses_rewards_that_are_normalized_one_by_one(make_trainer):
     with pytest.raises(ValueError, match=r"multi_objective_aggregation='normalize_then_sum': name a recipe"):
         make_trainer(multi_objective_aggregation="normalize_then_sum")
+
+
+def test_a_recipe_that_reads_a_column_which_trl_lacks_is_refused_at_attach(make_trainer):
+    with pytest.raises(MissingKeyError, match=r"does not fit trl, .*teacher_log_probs"):
+        make_trainer("pipeline=opd")
 
 
 def test_missing_rewards_are_summed_as_trl_does(make_trainer, theirs):

@@ -304,7 +304,11 @@ def test_a_failing_step_does_not_end_a_replay_and_is_reported(fault, why, tmp_pa
     notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
     assert notices[1].startswith("step 2: ")
     assert re.search(why, notices[1])
-    assert len(list((tmp_path / "out" / "rollouts").iterdir())) == 5
+    rows = tmp_path / "out" / "rollouts"
+    assert len([*rows.glob("step_*.parquet")]) == 5
+    ((step, reason),) = json.loads((rows / "failed_steps.json").read_text())
+    assert step == 2
+    assert re.search(why, reason)
     done = headrace_here(tmp_path, *words, "hydra.run.dir=skipped", "source.skip_bad=true", check=False)
     assert done.returncode == 0
     assert "1 of 6 steps failed" in done.stdout
