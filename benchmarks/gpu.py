@@ -1,4 +1,4 @@
-"""The pipeline on a GPU.
+"""A GPU.
 
 python benchmarks/gpu.py [--rounds 20]
 """
@@ -18,9 +18,8 @@ from timing import measure, median_ms, ratio
 
 from headrace.pipeline import load_pipeline
 
-NOTE = f"""Wall time, including the wait for the device. "Copy" is a copy of the whole batch within the
-device. "Columns that differ" counts columns that are not bit-equal between two equal pipelines, in all
-{MINIBATCHES} minibatches."""
+NOTE = """The wall time of the grpo recipe, divided by that of a copy of the batch on the device. "Columns
+that differ" counts those that are not bit-equal between two equal pipelines."""
 NO_GPU = "Not measured, because no GPU was available."
 
 

@@ -1,4 +1,4 @@
-"""The validated advantage against other frameworks: a reshape, sums by group, and loops.
+"""The advantage alone, against other frameworks.
 
     python benchmarks/peers.py [--rounds 3]
 
@@ -29,21 +29,17 @@ from torchrl.objectives.llm import MCAdvantage
 from headrace.transforms import group_relative_advantage
 
 GROUP_SIZE, EPS = 8, 1e-6
-NOTE = """The first line is the time of `group_relative_advantage` with ids and all checks, in milliseconds.
-The rows are shuffled, one row for each rollout, in groups of 8. The other lines are the times of other
-implementations divided by it. A number below 1 means that the other implementation is faster. All compute
-the same advantages. We wrote them from the documentation of each framework; they do nothing else that the
-framework does. Two are faster than headrace. TRL computes mean and std over a view with one line for each
-group: the rows must be in the order of their groups, and all groups must have the same size. verl's
-vectorised estimator with small integer uids sums rewards and squared rewards by uid. Neither sorts the
-rows, neither knows which rows belong to one rollout, and neither checks its input. Squares in float32 lose
-digits if rewards are large. With text uids, which verl's own trainer makes, the vectorised estimator is
-slower: it first sorts them as Python objects, which takes longer than all of headrace. The others are
-Python loops. verl's default collects rewards into lists by uid, and computes mean and std of one tensor for
-each group. miles stores each reward by group and rollout, and subtracts the mean group by group. rllm makes
-one object for each group with its trajectories, and computes mean and std with NumPy. TorchRL's MCAdvantage
-collects rows by prompt until a group is whole. It does more than the others, and was not run with many
-rows."""
+NOTE = """The first line is the time of `group_relative_advantage` with ids and all checks. The other
+lines are the times of other code, divided by it: 2 means twice as slow as headrace, and 0.5 twice as fast.
+The rows are shuffled, one for each rollout, in groups of 8. All lines give the same advantages.
+
+- TRL: a reshape. The rows must be in the order of their groups, and all groups of one size.
+- verl, vectorised: sums by uid. verl's own trainer has text uids.
+- verl, loop; miles; rllm: loops in Python over the groups.
+- MCAdvantage: a transform of TorchRL, which also waits until groups are whole.
+
+MCAdvantage is TorchRL's own code. We wrote the other lines from the documentation of each framework, and
+they check nothing."""
 
 
 def trl(rewards: Tensor) -> Tensor:
@@ -187,7 +183,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         ratios = [ratio(each, name, "headrace") if name in each else None for each in times]
         rows.append(Row(name, [Cell(each, ",.2f" if (each or 0) < 10 else ",.0f") for each in ratios]))
     yield Table(
-        "Other implementations over the validated advantage",
+        "Advantages of other frameworks, over headrace",
         NOTE,
         ["rows", *(f"{size:,}" for size in sizes)],
         rows,

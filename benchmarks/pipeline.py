@@ -1,4 +1,4 @@
-"""The grpo recipe against a plain gather of the batch.
+"""The grpo recipe, against a plain gather of the batch.
 
     python benchmarks/pipeline.py [--rounds 9]
 
@@ -31,15 +31,17 @@ SHAPES = ((512, 2048), (4000, 2048), (8192, 2048), (512, 16_384), (65_536, 128))
 TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
 PEAK = 0.15  # of the batch
 WITH_TEXTS = 3.5
-NOTE = f"""The column "gather" is the time that `take_rows` needs to gather the batch in random order, in
-milliseconds. The next columns are times divided by it: "in pieces" is the same gather in {MINIBATCHES}
-parts; `td[perm]` is TensorDict's own gather; "pipeline" is the grpo recipe in one piece, `pipeline(batch)`;
-"minibatches" is the loop over its {MINIBATCHES} minibatches, which deletes each minibatch before the next.
-The column "memory" is the peak memory of this loop, without the batch, divided by the size of the batch.
-Targets are for 4,000 rows of 2,048 tokens."""
-TEXTS = (
-    """Rows of 16 tokens with a prompt and a text, over `pipeline(batch)` of the same rows without texts."""
-)
+NOTE = f"""A gather copies all rows in random order. No shuffle can do less. The column "gather" is its
+time. The next columns are times, divided by it:
+
+- in pieces: the same gather in {MINIBATCHES} parts
+- td[perm]: the gather of TensorDict
+- pipeline: the grpo recipe, as `pipeline(batch)`
+- minibatches: a loop over its {MINIBATCHES} minibatches, which deletes each before the next
+
+"Memory" is the peak memory of this loop without the batch, divided by the size of the batch."""
+TEXTS = """Rows of 16 tokens with a prompt and a text. The first column is the time of
+`pipeline(batch)` without the texts. The other columns are times with texts, divided by it."""
 
 
 def gather_pieces(batch: TensorDict, order: torch.Tensor) -> Callable[[], None]:

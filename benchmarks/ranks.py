@@ -1,4 +1,4 @@
-"""Ranks that share a batch, compared with one process.
+"""Ranks that share a batch.
 
     python benchmarks/ranks.py [--ranks 2] [--rounds 10]
 
@@ -23,9 +23,8 @@ from tables import Cell, Row, Table
 
 SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
 TARGET = 1.5  # of the smallest
-NOTE = f"""The loop over the {MINIBATCHES} minibatches of the grpo recipe: on a rank that has its share of
-the rows, and in one process that has all rows. CPU time is that of one thread; all times are in ms. The
-ratio is the CPU time of rank 0 divided by that of the one process."""
+NOTE = f"""The loop over the {MINIBATCHES} minibatches of the grpo recipe, on a rank with its share of the
+rows, and in one process with all rows. Times are in ms. The ratio is that of the CPU times."""
 # What a process group is asked for; those that this version has.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce
@@ -125,8 +124,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         middle = [Cell(1e3 * statistics.median(each), ".1f") for each in (cpu, single, wall, single_wall)]
         target = TARGET if rows == sizes[0] else None
         lines.append(Row(f"{options.ranks} × {rows:,}", [*middle, Cell(ratio, target=target)]))
-    head = ["rows", "a rank, CPU", "one process, CPU", "a rank, wall", "one process, wall", "ratio"]
-    yield Table("Ranks that share a batch", NOTE, head, lines)
+    head = ["ranks × rows", "a rank, CPU", "one process, CPU", "a rank, wall", "one process, wall", "ratio"]
+    yield Table("A rank over one process", NOTE, head, lines)
 
 
 if __name__ == "__main__":

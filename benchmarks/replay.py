@@ -1,4 +1,4 @@
-"""A dump through `task=replay`: time, and memory in addition to the imports.
+"""Replay of a dump.
 
 python benchmarks/replay.py [--rows 1000000]
 """
@@ -22,11 +22,12 @@ from tables import Cell, Row, Table
 
 PER_STEP, GROUP_SIZE = 8192, 8
 TARGET = 40_000  # rows a second
-NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,} rows a step. The task reads
-and checks it, runs it through the default recipe, and writes report, page and dump. The time is wall time,
-in a new process. The column "over reading" is this time divided by the time that Arrow needs to read the
-files. "Peak" is the peak memory of the process, and "before" is its memory after all imports, before the
-task starts."""
+NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,} rows a step.
+`task=replay` reads it, runs the default recipe, and writes report, page and dump. Times are wall times.
+
+- over reading: the time, divided by the time that Arrow needs to read the files
+- peak: the most memory of the process
+- before: its memory after the imports"""
 
 
 def write(folder: Path, rows: int) -> int:
@@ -99,9 +100,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         Cell(before, ",.0f"),
     ]
     head = ["rows", "rows a second", "s", "over reading", "rows trained", "peak, MiB", "before, MiB"]
-    yield Table(
-        "Replay of a dump with texts", NOTE, head, [Row(f"{options.rows:,}, {size / 2**20:,.0f} MiB", cells)]
-    )
+    yield Table("A dump with texts", NOTE, head, [Row(f"{options.rows:,}, {size / 2**20:,.0f} MiB", cells)])
 
 
 if __name__ == "__main__":

@@ -69,10 +69,13 @@ def tree_advantages(rows: int, tokens: int, sizes: tuple[int, int], rounds: int)
     few, many = (sharing(rows, tokens, size) for size in sizes)
     stage = TreeAdvantage()
     times = measure({"few": lambda: stage(few), "many": lambda: stage(many)}, rounds)
-    name = f"TreeAdvantage by prefix, {rows} × {tokens:,}, G = {sizes[0]}"
+    name = f"TreeAdvantage by prefix, {rows} × {tokens:,} tokens, groups of"
     return [
-        Row(f"{name}, ms", [Cell(None), Cell(median_ms(times, "few"), ".1f", 15)]),
-        Row(f"{name}: G = {sizes[1]} over it", [Cell(None), Cell(ratio(times, "many", "few"), ".1f", 3)]),
+        Row(f"{name} {sizes[0]}, in ms", [Cell(None), Cell(median_ms(times, "few"), ".1f", 15)]),
+        Row(
+            f"{name} {sizes[1]}, over groups of {sizes[0]}",
+            [Cell(None), Cell(ratio(times, "many", "few"), ".1f", 3)],
+        ),
     ]
 
 
@@ -128,9 +131,13 @@ def packing(rows: int, tokens: int, rounds: int) -> list[Row]:
         formula, size = f"{name} in torch", f"{rows:,} × {tokens:,}"
         over = formula if formula in calls else "pack in torch"
         each = Cell(1e6 * median_ms(times, name) / len(packed["packed_at"][0]), ".1f", goal)
-        found.append(Row(f"{name}, {size}, ns a token", [Cell(median_ms(times, over), ".1f"), each]))
+        found.append(
+            Row(f"{name}, {size} tokens, in ns a token", [Cell(median_ms(times, over), ".1f"), each])
+        )
         above = Cell(ratio(times, name, over), ".1f")
-        found.append(Row(f"{name}, {size}", [Cell(median_ms(times, over), ".1f"), above]))
+        found.append(
+            Row(f"{name}, {size} tokens, over the formula", [Cell(median_ms(times, over), ".1f"), above])
+        )
     return found
 
 
@@ -141,9 +148,9 @@ def packing_little(rows: int, tokens: int, rounds: int) -> list[Row]:
     times = measure({"pack": packed, "tree": tree, "torch": end_to_end(batch)}, rounds)
     formula, count = Cell(median_ms(times, "torch"), ".2f"), int(batch[REAL].sum())
     return [
-        Row(f"pack, {count:,} tokens, µs", [formula, Cell(1e3 * median_ms(times, "pack"), ".0f", 60)]),
+        Row(f"pack, {count:,} tokens, in µs", [formula, Cell(1e3 * median_ms(times, "pack"), ".0f", 60)]),
         Row(
-            f"pack as a tree, {count:,} tokens, µs",
+            f"pack as a tree, {count:,} tokens, in µs",
             [formula, Cell(1e3 * median_ms(times, "tree"), ".0f", 150)],
         ),
     ]
@@ -170,7 +177,10 @@ def merged_turns(rollouts: int, turns: int, tokens: int, rounds: int) -> Row:
 
     times = measure({"merge": lambda: stage(batch), "gather": gather}, rounds)
     above = Cell(ratio(times, "merge", "gather"), ".1f", 6)
-    return Row(f"MergeTurns, {rows} × {width:,}", [Cell(median_ms(times, "gather"), ".2f"), above])
+    return Row(
+        f"MergeTurns, {rows} × {width:,} tokens, over a gather",
+        [Cell(median_ms(times, "gather"), ".2f"), above],
+    )
 
 
 def ragged(rows: int, tokens: int) -> LazyStackedTensorDict:
@@ -208,11 +218,14 @@ def dense_rows(rows: int, tokens: int, rounds: int) -> Row:
 
     times = measure({"dense": lambda: DENSE(batch), "torch": pad_and_stack}, rounds)
     above = Cell(ratio(times, "dense", "torch"), target=1.5)
-    return Row(f"DenseRows, {rows} ragged rows ≤ {tokens:,}", [Cell(median_ms(times, "torch"), ".1f"), above])
+    return Row(
+        f"DenseRows, {rows} ragged rows of at most {tokens:,} tokens, over the formula",
+        [Cell(median_ms(times, "torch"), ".1f"), above],
+    )
 
 
 def calls_by_row(few: int, many: int) -> Row:
     """Operator calls that come with every ragged row."""
     more = [operator_calls(partial(DENSE, ragged(rows, 16))) for rows in (few, many)]
     found = Cell((more[1] - more[0]) / (many - few), ".1f", 0)
-    return Row("DenseRows, operator calls a ragged row", [Cell(None), found])
+    return Row("DenseRows, in operator calls for each row", [Cell(None), found])

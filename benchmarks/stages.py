@@ -1,4 +1,4 @@
-"""Every stage alone, and the fixed cost of a small batch.
+"""Each stage alone.
 
     python benchmarks/stages.py [--rounds 9]
 
@@ -50,16 +50,14 @@ OF_TOKENS = {
 GATHER_BY_TOKEN = "gather, by token"
 LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
 OPERATORS, MILLISECONDS = 400, 3.0
-NOTE = """First the stages of the grpo recipe in order, then other stages of recipes. Each stage is called
-alone, on the batch that it gets in a pipeline. The column "over a gather" is its time divided by the time
-of a gather of that batch. A stage that is called alone also runs its own checks and makes a new TensorDict;
-a pipeline does this once for all stages. The filter alone copies the rows to mask them; in a pipeline the
-split masks the rows that it gathers. "split, by token" is the split of a batch with advantages and weights
-for each token, divided by a gather of that batch; each of these columns moves only once. The last two
-columns are for a tiny batch."""
-FIXED = f"""The grpo recipe on 64 rows of 16 tokens. "Minibatches" is the loop over {MINIBATCHES}
-minibatches, and "one piece" is the same batch as one minibatch. On a GPU each operator call is a kernel
-launch."""
+NOTE = """First the stages of the grpo recipe in order, then other stages. "Over a gather" is the time of
+the stage, divided by the time of a gather of its batch. The last two columns are for a batch of 64 × 16
+tokens. An operator call is a call of a torch operator. "By token": the batch has an advantage and a weight
+for each token.
+
+The sum is more than the time of a pipeline, which reads the batch and copies the rows once for all stages."""
+FIXED = f"""The grpo recipe on 64 rows of 16 tokens, as {MINIBATCHES} minibatches and as one. On a GPU each
+operator call is a kernel launch."""
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:
@@ -119,7 +117,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         lines.append(Row(name, [*on_large, *on_small]))
     sizes = [f"{rows:,} × {tokens:,} tokens, ms" for rows, tokens in (shape, SMALL)]
     head = ["stage", sizes[0], "over a gather", sizes[1], "operator calls"]
-    yield Table("Each stage alone", NOTE, head, lines)
+    yield Table("Time of each stage", NOTE, head, lines)
 
     batch = collected(*SMALL)
     pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={MINIBATCHES}")

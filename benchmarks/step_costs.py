@@ -47,9 +47,9 @@ def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
         plain = ShuffleSplit(minibatches=MINIBATCHES)
         held = ShuffleSplit(minibatches=MINIBATCHES, max_tokens=budget, balance=balance)
         times = measure({"plain": partial(plain, batch), "held": partial(held, batch)}, rounds)
-        name = f"split with max_tokens, balance={balance}, {rows:,} rows to {MINIBATCHES} minibatches, "
+        name = f"split of {rows:,} rows with max_tokens and balance={balance}, over the split without"
         cells = [Cell(median_ms(times, "plain"), ".1f"), Cell(ratio(times, "held", "plain"), ".1f", 3.0)]
-        found.append(Row(f"{name}over the split without", cells))
+        found.append(Row(name, cells))
     return found
 
 
@@ -59,7 +59,7 @@ def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
         more += len(assign_rows(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
-    name = f"20 rows of 50 to 90 tokens in bins of 300: cases of {draws} with more bins than first fit"
+    name = f"of {draws} batches with max_tokens, those with more micro-batches than by first fit"
     return [Row(name, [Cell(None), Cell(more, "d", 0)])]
 
 
@@ -90,7 +90,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
     calls = {"gather": lambda: gather(batch, order), "report": lambda: make_report(run, batch=batch)}
     times = measure(calls, rounds)
     cells = [Cell(median_ms(times, "gather"), ".1f"), Cell(ratio(times, "report", "gather"), ".1f", 3.5)]
-    found = [Row(f"report(batch=), {rows:,} × {tokens}, in gathers of the batch", cells)]
+    found = [Row(f"make_report(run, batch=), {rows:,} × {tokens} tokens, over a gather of the batch", cells)]
 
     rows = 64 if quick else 512
     batch, run = processed(rows, 16)
@@ -113,9 +113,11 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
     times = measure(calls, 10 * rounds)
     return [
         *found,
-        Row(f"make_report, {rows} rows, ms", [Cell(None), Cell(median_ms(times, "make"), ".2f", 1.0)]),
         Row(
-            f"report, {rows} rows, ms; first column: one table of Rich",
+            f"make_report(run), {rows} rows, in ms", [Cell(None), Cell(median_ms(times, "make"), ".2f", 1.0)]
+        ),
+        Row(
+            f"run.report(), {rows} rows, in ms; formula: print one table with Rich",
             [Cell(median_ms(times, "table"), ".1f"), Cell(median_ms(times, "print"), ".1f", 9.0)],
         ),
     ]
@@ -156,15 +158,15 @@ def checkpoints(rounds: int, *, quick: bool) -> list[Row]:
     }
     names = {"state": "state_dict", "save": "torch.save", "load": "torch.load"}
     targets = {"state": 20.0, "save": 60.0, "load": 80.0}
-    what = f"checkpoint of {rows:,} waiting rows that came in pieces of {PIECE}"
+    what = f"assembler with {rows:,} waiting rows"
     found = []
     for name, (plain, ours) in calls.items():
         times = measure({"plain": plain, "ours": ours}, rounds, time.process_time)
         formula = None if name == "load_state_dict" else median_ms(times, "plain")
         cells = [Cell(formula, ".1f"), Cell(median_ms(times, "ours"), ".0f", targets.get(name))]
-        found.append(Row(f"{what}: {names.get(name, name)}, ms", cells))
+        found.append(Row(f"{what}: {names.get(name, name)}, in ms", cells))
     size = Cell(len(read["ours"]) / 1e6, ".1f", 17.0)
-    return [*found, Row(f"{what}: file, MB", [Cell(None), size])]
+    return [*found, Row(f"{what}: size of the file, in MB", [Cell(None), size])]
 
 
 def step_costs(rounds: int, quick: bool) -> list[Row]:

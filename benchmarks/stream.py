@@ -1,4 +1,4 @@
-"""Groups from a stream, against TorchRL's MCAdvantage, and the cost of a journal.
+"""Groups from many workers.
 
     python benchmarks/stream.py [--rounds 1] [--rows 100000]
 
@@ -26,14 +26,13 @@ from headrace.transforms import GroupAssembler
 
 PIECE, NEAR = 1000, 4000
 TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
-NOTE = f"""The time of MCAdvantage divided by that of `GroupAssembler`. Rows arrive in pieces of {PIECE:,},
-and each row is within {NEAR:,} rows of its original position. The batches are dense, or lazy stacks of
-ragged rows. MCAdvantage also computes an advantage, which takes little time. It does not handle failed,
-late, repeated or missing rollouts, and its state cannot be saved."""
+NOTE = f"""Rows arrive in pieces of {PIECE:,}, each within {NEAR:,} rows of its original position. The ratio
+is the time of TorchRL's MCAdvantage, divided by that of `GroupAssembler`. MCAdvantage also computes an
+advantage, which takes little time."""
 
 
-JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`, for
-the same streams. Batches of 128 groups are taken, with a commit after each."""
+JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`. After
+every 128 groups there is a commit."""
 
 
 def dense_rows(count: int) -> TensorDict:
@@ -117,7 +116,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     costs = [
         Row(f"{len(each):,} {kind}", cost(each, options.rounds + 2)) for kind, (each, _) in kinds.items()
     ]
-    head = ["rows", "rows a second", "with a journal", "time, with / without"]
+    head = ["rows", "rows a second", "with a journal", "time, with over without"]
     yield Table("The cost of a journal", JOURNAL_NOTE, head, costs)
 
 

@@ -1,4 +1,4 @@
-"""The code that a GRPO batch runs through, and the size of the code.
+"""For maintainers: the code that runs, and its size.
 
     python benchmarks/structure.py
 
@@ -30,13 +30,11 @@ from headrace.transforms import BatchTransform
 ROOT = Path(__file__).parent.parent
 SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each
 ASKED_BY_TORCHRL = {"requires_shared_write_state"}
-NOTE_RUN = f"""The loop over the minibatches of the grpo recipe, after a warm-up run: {SMALL[0]} rows in
-{MINIBATCHES} minibatches, if the line does not say otherwise. "Files entered" and "functions entered" count
-those of headrace in which code runs, including comprehensions and lambdas. "Calls" counts calls of Python
-and C functions. An operator call is a call that reaches a TorchDispatchMode; on a GPU each is a kernel
-launch. "Collectives" counts calls of the process group by one of two ranks; all_gather_object makes two."""
-NOTE_READ = """Lines of code without docstrings, comments and empty lines. Traits are the public attributes
-of BatchTransform by which a stage describes itself to the pipeline and to other stages."""
+NOTE_RUN = f"""Counts for the loop over the minibatches of the grpo recipe: {SMALL[0]} rows in
+{MINIBATCHES} minibatches, if the line does not say otherwise. Files and functions are those of headrace. On
+a GPU each operator call is a kernel launch. A collective is an exchange between two ranks."""
+NOTE_READ = """Lines of code without docstrings, comments and empty lines. A trait is a public attribute of
+BatchTransform by which a stage describes itself."""
 
 
 class Operators(TorchDispatchMode):

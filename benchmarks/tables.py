@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.console import Group
 from rich.table import Table as ConsoleTable
@@ -96,5 +98,24 @@ class Table:
         for row in self.rows:
             lines.append([row.name, *(f"**{cell}**" if cell.missed else str(cell) for cell in row.cells)])
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        note = textwrap.fill(" ".join(self.note.split()), 118, break_on_hyphens=False, break_long_words=False)
-        return f"### {self.title}\n\n{note}\n\n{table}\n"
+        return f"### {self.title}\n\n{_filled(self.note)}\n\n{table}\n"
+
+
+def _filled(note: str) -> str:
+    """The paragraphs of a note and the items of its lists, each in lines of equal length."""
+    blocks = re.split(r"\n\n|\n(?=- )", note)
+    lines = [
+        textwrap.fill(
+            " ".join(block.split()),
+            118,
+            subsequent_indent="  " * block.startswith("- "),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for block in blocks
+    ]
+    out = lines[0]
+    for before, line in pairwise(lines):
+        in_list = before.startswith("- ") and line.startswith("- ")
+        out += f"{chr(10) if in_list else chr(10) * 2}{line}"
+    return out

@@ -30,11 +30,8 @@ from headrace.transforms.schema import REWARD
 LARGE, SMALL = (4000, 2048), (32, 16)  # rows, tokens of each
 OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
 RATIO, KL, FACTOR, EPS = 1.005, 1e-4, 0.1, 1e-8
-NOTE = """The time of the stage alone, as it is in a pipeline: each round starts with a new table that was
-already read. Work that the stage defers to the gathering of rows is included, for all rows at once. The
-plain formula has no checks. It computes in float32, where headrace computes in float64 and rounds once. It
-has the same tokens in the loss; outside the loss it writes 0 or the input. For whitening, shaping and other
-stages that count tokens, both times include the counting."""
+NOTE = """The time of each stage, divided by that of its formula in plain torch. The formula checks
+nothing, and computes in float32. headrace computes in float64 and rounds once."""
 
 
 # -- the formulas ------------------------------------------------------------------------------------------

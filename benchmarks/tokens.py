@@ -1,4 +1,4 @@
-"""Token-level stages compared with their formulas in plain torch, and other costs of a step.
+"""Stages that read tokens, and other parts of a step.
 
     python benchmarks/tokens.py [--rounds 9]
 
@@ -17,12 +17,9 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-WHY = """ Some targets are missed for these reasons. With few tokens, the time of pack and of a tree is that
-of many small tensor calls; the plain formula takes 90 µs. MergeTurns reads its table and compares tokens as
-bytes, while the formula only copies tokens once. DenseRows checks that prompt and response make up the
-whole row, so it reads one column more than the formula."""
-AROUND = """The first column is the time of the plain formula in ms, if there is one. The second is the time
-of headrace divided by it, or in the unit that the line names."""
+AROUND = """The first column is the time of the formula in plain torch; "not measured" if there is none. The
+second is the time of headrace: divided by that of the formula ("over …"), or in the unit that the line
+names ("in …")."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
@@ -30,7 +27,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     head = ["measure", "formula, ms", "headrace over it"]
     yield Table("Stages of tokens", NOTE, head, token_stages(options.rounds, options.quick))
     head = ["measure", "formula, ms", "headrace"]
-    yield Table("Sequences and trees", AROUND + WHY, head, sequence_stages(options.rounds, options.quick))
+    yield Table("Sequences and trees", AROUND, head, sequence_stages(options.rounds, options.quick))
     yield Table("A step around its tokens", AROUND, head, step_costs(options.rounds, options.quick))
 
 

@@ -1,4 +1,4 @@
-"""Prefix trees: shared tokens are computed once. The time saved, and the cost of finding shared tokens.
+"""Prefix trees.
 
     python benchmarks/trees.py [--rounds 5]
 
@@ -25,10 +25,11 @@ from headrace.transforms import pack, tree_mask, unpack
 
 VOCABULARY = 32_000
 WIDTH = 512
-NOTE = f"""The number of tokens of the rows, the number of nodes of their prefix tree, and the ratio of the
-two. Then the wall time of forward and backward passes of 4 layers of width {WIDTH}, including packing, on
-one core, and the time for packed rows divided by the time for the tree."""
-FINDING = """The time of packing per token of the rows. For a tree it includes sorting the rows as bytes."""
+NOTE = f"""In a prefix tree, a token that several rows share is one node, and is computed once. "Times
+fewer" is tokens divided by nodes. The next columns are wall times of a forward and a backward pass of a
+transformer with 4 layers of width {WIDTH}: for padded rows, for packed rows, and for the tree."""
+FINDING = """The wall time to pack and to unpack, for each token of the rows. For a tree it includes the
+search for shared tokens."""
 Rows = list[list[int]]
 
 

@@ -1,4 +1,4 @@
-"""All rows of a run in `headrace view`: from the command to the first rows, and to all prompts.
+"""The viewer.
 
 python benchmarks/view.py [--steps 500]
 """
@@ -30,13 +30,13 @@ from headrace.pipeline import load_pipeline, make_report, write_dump
 ROWS, GROUP_SIZE, PROMPTS, ROUNDS = 1024, 8, 2000, 5
 WORDS = "the of and so then first next 12 answer is therefore we have x equals compute"
 TARGET = 1.0  # seconds
-NOTE = f"""{ROWS:,} rows a step. Each row has one of {PROMPTS:,} prompts and a response of about 1,000
-characters. "First rows" is the time from the start of the command, in a new process, until the server has
-returned the list of steps and the first rows of the last step, so that a browser can show them. It is given
-as CPU time of the process and as wall time, which depends on the other load of the machine. "All prompts"
-is the wall time of the first request for the list of prompts, for which the server reads the prompts of all
-steps. "Search" is the wall time to search a text in the rows of one step. Each number is the least of
-{ROUNDS} starts, because other programs can only make it greater. Peak memory is that of the process."""
+NOTE = f"""{ROWS:,} rows a step, each with a response of about 1,000 characters.
+
+- first rows: from the start of `headrace view` until it has returned some rows of the last step
+- all prompts: the first request for the prompts of all steps
+- search: a search for a text in the rows of one step
+
+Each number is the least of {ROUNDS} starts. Times are wall times, but for the CPU time."""
 
 
 def write(folder: Path, steps: int) -> int:
@@ -109,7 +109,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             cells = [*seconds, Cell(peak, ",.0f")]
             lines.append(Row(f"{name}, {options.steps:,} steps, {size * runs / 2**20:,.0f} MiB", cells))
     head = ["", "first rows, CPU s", "first rows, s", "all prompts, s", "search, s", "peak, MiB"]
-    yield Table("Rows of a run in a browser", NOTE, head, lines)
+    yield Table("Rows of a run in `headrace view`", NOTE, head, lines)
 
 
 if __name__ == "__main__":

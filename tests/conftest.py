@@ -126,6 +126,32 @@ def texts_are_parsed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[None]:
+    """Of the package alone: Hydra takes half a second, and hundreds of tests ask for the same ones."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.utils import JobRuntime
+
+    compose, kept = ConfigLoaderImpl._load_configuration_impl, {}
+
+    def composed(loader: Any, **options: Any) -> Any:
+        places = [place.path for place in loader.get_search_path().get_path()]
+        places += [word for word in options["overrides"] if "searchpath" in word]
+        if not set(places) <= {"pkg://hydra.conf", "pkg://headrace.conf", "structured://"}:
+            return compose(loader, **options)
+        stored = sorted(ConfigStore.instance().repo)  # TorchRL's groups, once they are registered
+        key = repr((places, stored, JobRuntime().get("name"), options))
+        if key not in kept:
+            kept[key] = pickle.dumps(compose(loader, **options))
+        config = pickle.loads(kept[key])
+        config.hydra.runtime.cwd = os.getcwd()
+        return config
+
+    with patch.object(ConfigLoaderImpl, "_load_configuration_impl", composed):
+        yield
+
+
 @pytest.fixture(scope="session")
 def quick(pytestconfig: pytest.Config) -> bool:
     """Whether slow tests are left out, and a law is tried on a part of its cases."""
@@ -179,12 +205,20 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def queue(cluster: None) -> Iterator[None]:
-    """TransferQueue with one storage unit, on the cluster."""
+@pytest.fixture(scope="session")
+def queue(cluster: None) -> Iterator[Any]:
+    """TransferQueue with one storage unit, on the cluster, and the assembler of its sampler."""
     import transfer_queue
     from omegaconf import OmegaConf
 
-    transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-    yield
+    from headrace.pipeline import group_sampler
+    from headrace.transforms import GroupAssembler
+
+    assembler = GroupAssembler(segment_key="segment")
+    conf = {
+        "controller": {"sampler": group_sampler(assembler), "polling_mode": True},
+        "backend": {"SimpleStorage": {"num_data_storage_units": 1}},
+    }
+    transfer_queue.init(OmegaConf.create(conf, flags={"allow_objects": True}))
+    yield assembler
     transfer_queue.close()

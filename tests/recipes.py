@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from composed import composed
 
 from headrace.pipeline import Pipeline
@@ -80,5 +81,5 @@ def of(name: str) -> Iterator[None]:
     """Says of which recipe, or stage, something does not hold."""
     try:
         yield
-    except Exception as err:
+    except (Exception, pytest.fail.Exception) as err:  # the latter where nothing is raised that must be
         raise AssertionError(f"{name}: {err}") from err

@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 from busy import busy_batch, stages
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline import Pipeline, build_pipeline, load_pipeline, make_report
-from headrace.pipeline.composing import compose_config, recipes
+from headrace.pipeline import Pipeline, build_pipeline, make_report
+from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import advise, symptoms, unchecked, verdict
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
@@ -302,9 +303,6 @@ def test_a_group_of_large_advantages_carries_the_gradient(make_batch):
     assert found.text == "One group makes up 69 % of the gradient of its step."
 
 
-# -- the terminal ----------------------------------------------------------------------------------------
-
-
 # -- symptoms --------------------------------------------------------------------------------------------
 
 
@@ -321,7 +319,7 @@ def test_overrides_suggested_for_a_symptom_compose():
     words = {each.words for symptom in symptoms().values() for each in symptom.remedies if each.words}
     for line in sorted(words):
         if all(word.startswith(("pipeline", "+pipeline", "criterion@")) for word in line.split()):
-            load_pipeline(*line.split())
+            composed(*line.split())
         else:
             build_pipeline(compose_config("config", *line.split()).pipeline)
 
@@ -331,10 +329,9 @@ FIRED = [
 ]
 
 
-@pytest.mark.parametrize("task", ["replay", "audit"])
-def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe(task):
+def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
     """Those of train, or of a stage that the recipe does not have, are said in words, or left out."""
-    for recipe in (name for name in recipes() if name.startswith("as/")):
+    for task, recipe in (("replay", "as/verl"), ("audit", "as/areal"), ("replay", "as/nemo_rl")):
         typed = [f"task={task}", f"pipeline={recipe}"]
         config = compose_config("config", *typed)
         shown = [(remedy, remedy.under([config])) for _, remedy in FIRED]
@@ -345,6 +342,8 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe(task):
         )
         here = [line for line in words if not any(word.startswith(("task=", "pipeline=")) for word in line)]
         assert here
+        no_filter = ["pipeline.stages.filter=null"]
+        assert (no_filter in words) == (config.pipeline.stages.filter is not None)
         assert (["pipeline.stages.filter.action=drop"] in words) == bool(config.pipeline.stages.get("filter"))
         compose_config("config", *typed, *sorted({word for line in here for word in line}))
 

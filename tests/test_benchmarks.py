@@ -80,6 +80,12 @@ def test_the_page_has_the_numbers_of_the_results(tmp_path):
     assert PAGE.read_text() == (tmp_path / "page.md").read_text(), "make bench ARGS=--render"
 
 
+def test_every_cost_at_the_top_is_computed_from_the_results():
+    costs = re.findall(r'^    "(.+)": _\w+,$', (BENCHMARKS / "page.py").read_text(), re.MULTILINE)
+    top = PAGE.read_text().partition("## What it costs")[2].partition("## How")[0]
+    assert re.findall(r"^\| (.+?) \| .*\d.* \|$", top, re.MULTILINE) == costs != []
+
+
 def test_a_missed_target_is_reported(tmp_path):
     kept = RESULTS["advantage"]
     table = {"title": "T", "note": "N", "head": ["rows", "x"]}
@@ -92,7 +98,7 @@ def test_a_missed_target_is_reported(tmp_path):
     (tmp_path / "advantage.json").write_text(json.dumps(kept | {"tables": [table]}))
     run("--render", "--results", tmp_path, "--page", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "2 of 4 targets are met. Missed:\n\n- T: b, x: 1.91 (≤ 1.9: missed)\n- T: d, x: 49.00" in page
+    assert "2 of 4 targets are met.\n\n| table | targets met |\n| --- | ---: |\n| [T](#t) | 2 of 4 |" in page
     assert re.findall(r"^\| (\w) \| (\*\*)?[\d.]+", page, re.MULTILINE) == [
         ("a", ""),
         ("b", "**"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -41,7 +42,16 @@ def test_the_help_of_a_task_has_its_options(task, tmp_path):
     assert shown.startswith(f"headrace task={task}\n")
     reads = task in ("replay", "compare", "plan", "audit")
     for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
-        assert (f"  {option}: " in shown) == reads
+        assert (f"\n  source.{option}=" in shown) == reads
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_options_in_the_help_of_a_task_compose(task, tmp_path):
+    shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
+    options = [line.split()[0] for line in shown.splitlines() if re.match(r"  \w[\w.]*=", line)]
+    assert options
+    assert max(map(len, shown.splitlines())) <= 110
+    assert headrace_here(tmp_path, "--cfg", "job", f"task={task}", *options).stdout
 
 
 def test_every_example_of_the_help_composes(tmp_path):

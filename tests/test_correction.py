@@ -20,6 +20,7 @@ from policies import (
     stated_weights,
     two_policies,
 )
+from recipes import of
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline
@@ -52,41 +53,42 @@ def close(found: torch.Tensor, expected) -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("normalise", ["none", "batch"])
-@pytest.mark.parametrize(
-    ("bound", "low", "high"),
-    [(bound, *limits) for bound in BOUNDS for limits in LIMITS if (bound, *limits) != ("zero", None, None)],
-)
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_equal_those_of_a_loop(level, bound, low, high, normalise):
-    options = {"level": level, "bound": bound, "low": low, "high": high, "normalise": normalise}
-    for seed in range(3):
-        batch = two_policies(9, 7, seed)
+def test_weights_equal_those_of_a_loop():
+    batch, names = two_policies(9, 7, 0), ("level", "bound", "low", "high", "normalise")
+    for level, bound, limits, normalise in itertools.product(LEVELS, BOUNDS, LIMITS, ("none", "batch")):
+        if (bound, *limits) == ("zero", None, None):
+            continue
+        options = dict(zip(names, (level, bound, *limits, normalise), strict=True))
         expected = spread_out(stated_weights(log_ratios(batch), **options), batch[MASK])
-        close(importance_weight(batch[OLD], batch[SAMPLER], batch[MASK], **options), expected)
-        out = RolloutCorrection(**options)(batch)
-        close(out["importance_weight"], expected)
-        close(out["advantage"][..., 0], batch["advantage"][..., 0] * expected)
-        assert out["advantage"].shape == (9, 7, 1)
+        with of(str(options)):
+            close(importance_weight(batch[OLD], batch[SAMPLER], batch[MASK], **options), expected)
+            out = RolloutCorrection(**options)(batch)
+            close(out["importance_weight"], expected)
+            close(out["advantage"][..., 0], batch["advantage"][..., 0] * expected)
+            assert out["advantage"].shape == (9, 7, 1)
 
 
-@pytest.mark.parametrize("level", OVER)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_divergences_equal_those_of_a_loop(estimator, level):
+def test_divergences_equal_those_of_a_loop():
     batch = two_policies(9, 7, 5)
-    found = divergence(batch[OLD], batch[SAMPLER], batch[MASK], estimator=estimator, level=level)
-    expected = stated_divergence(log_ratios(batch), estimator, level)
-    close(found, spread_out(expected, batch[MASK]) if level == "token" else expected)
+    for estimator, level in itertools.product(ESTIMATORS, OVER):
+        found = divergence(batch[OLD], batch[SAMPLER], batch[MASK], estimator=estimator, level=level)
+        expected = stated_divergence(log_ratios(batch), estimator, level)
+        with of(f"{estimator} {level}"):
+            close(found, spread_out(expected, batch[MASK]) if level == "token" else expected)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (None, 1.5), (0.9, None), (0.0, 1.01)])
-@pytest.mark.parametrize("level", OVER)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_rejection_equals_that_of_a_loop(estimator, level, low, high):
-    if estimator != "k1" and (low is not None or high is None):
-        with pytest.raises(ValueError, match=f"{estimator} needs high > 0 and has no low"):
-            Diverged(estimator=estimator, level=level, low=low, high=high)
-        return
+def test_rejection_equals_that_of_a_loop():
+    limits = ((0.5, 2.0), (None, 1.5), (0.9, None), (0.0, 1.01))
+    for estimator, level, (low, high) in itertools.product(ESTIMATORS, OVER, limits):
+        with of(f"{estimator} {level} {low} {high}"):
+            if estimator == "k1" or (low is None and high is not None):
+                check_rejection(estimator, level, low, high)
+                continue
+            with pytest.raises(ValueError, match=f"{estimator} needs high > 0 and has no low"):
+                Diverged(estimator=estimator, level=level, low=low, high=high)
+
+
+def check_rejection(estimator, level, low, high) -> None:
     batch = two_policies(12, 6, 2)
     least = 1 / high if low is None and estimator == "k1" else low
 
@@ -223,38 +225,26 @@ def test_masked_rows_are_in_no_weight_and_no_metric():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("what", "options", "message"),
     [
-        ({"level": "group"}, "level must be one of 'token', 'sequence', 'mean'"),
-        ({"bound": "clip"}, "bound must be one of"),
-        ({"normalise": "row"}, "normalise must be one of"),
-        ({"unit": "group"}, "unit must be one of 'sample', 'rollout'"),
-        ({"low": 3.0}, "low must be ≤ high; got 3.0 and 2.0"),
-        ({"low": -1.0}, "low ≥ 0 and high > 0"),
-        ({"high": 0.0}, "low ≥ 0 and high > 0"),
-        ({"high": math.nan}, "high must be a finite number or None; got nan"),
-        ({"least_ess": 2.0}, r"least_ess must be in \[0, 1\]"),
+        (RolloutCorrection, {"level": "group"}, "level must be one of 'token', 'sequence', 'mean'"),
+        (RolloutCorrection, {"bound": "clip"}, "bound must be one of"),
+        (RolloutCorrection, {"normalise": "row"}, "normalise must be one of"),
+        (RolloutCorrection, {"unit": "group"}, "unit must be one of 'sample', 'rollout'"),
+        (RolloutCorrection, {"low": 3.0}, "low must be ≤ high; got 3.0 and 2.0"),
+        (RolloutCorrection, {"low": -1.0}, "low ≥ 0 and high > 0"),
+        (RolloutCorrection, {"high": 0.0}, "low ≥ 0 and high > 0"),
+        (RolloutCorrection, {"least_ess": 2.0}, r"least_ess must be in \[0, 1\]"),
+        (Diverged, {"estimator": "k4", "high": 1.0}, "estimator must be one of 'k1', 'k2', 'k3'"),
+        (Diverged, {"level": "sequence", "high": 1.0}, "level must be one of 'token', 'sum', 'mean', 'max'"),
+        (Diverged, {"estimator": "k1", "high": None}, "k1 needs low or high"),
+        (Diverged, {"estimator": "k1", "high": 0.9}, "so high must be ≥ 1; got 0.9"),
+        (Diverged, {"high": 1.0, "judges": "positive"}, "judges must be one of"),
     ],
 )
-def test_invalid_options_are_refused(options, message):
+def test_invalid_options_are_refused(what, options, message):
     with pytest.raises(ValueError, match=message):
-        RolloutCorrection(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"estimator": "k4", "high": 1.0}, "estimator must be one of 'k1', 'k2', 'k3'"),
-        ({"level": "sequence", "high": 1.0}, "level must be one of 'token', 'sum', 'mean', 'max'"),
-        ({"estimator": "k1", "high": None}, "k1 needs low or high"),
-        ({"estimator": "k1", "high": 0.9}, "so high must be ≥ 1; got 0.9"),
-        ({"high": None}, "k3 needs high > 0 and has no low"),
-        ({"high": 1.0, "judges": "positive"}, "judges must be one of"),
-    ],
-)
-def test_invalid_criteria_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Diverged(**options)
+        what(**options)
 
 
 def test_columns_of_other_tokens_are_refused():
@@ -350,9 +340,13 @@ def test_a_criterion_without_tokens_is_refused(returned):
 # -- what is measured ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_metrics_equal_those_of_a_loop(level, bound):
+def test_metrics_equal_those_of_a_loop():
+    for level, bound in itertools.product(LEVELS, BOUNDS):
+        with of(f"{level} {bound}"):
+            check_metrics(level, bound)
+
+
+def check_metrics(level, bound) -> None:
     batch = two_policies(9, 6, 7)
     logs = log_ratios(batch)
     weights = stated_weights(logs, level, bound, 0.5, 2.0, "none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 
@@ -331,11 +332,28 @@ def test_a_recipe_equals_its_formula(name, kind):
     assert name != "mis" or 0 < len(gone) < 12
 
 
-def presets() -> dict[str, str]:
-    """verl's presets and the words that make them, from the table of the page."""
-    lines = [line for line in PAGE.splitlines() if line.startswith(("| `decoupled_", "| `disabled"))]
-    cells = [re.findall(r"`([^`]+)`", line) for line in lines]
-    return {name: " ".join(words) for name, *words in cells}
+def presets() -> dict[str, dict[str, str]]:
+    """verl's presets and the options of their stages, from the table of the page; "–": no such stage."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("| `decoupled_")]
+    cells = [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in lines]
+    return {name: {"reject": reject, "correction": correction} for name, reject, correction in cells}
+
+
+def recipe_of(preset: Mapping[str, str]) -> str:
+    """The recipe of the page with these options, made as the page says: lines of missing stages go."""
+    page = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert page
+    text = page[1]
+    for stage, options in preset.items():
+        heading = r"  reject:\n    criterion" if stage == "reject" else "  correction"
+        if options == "–":
+            text = re.sub(rf"^{heading}: .*\n", "", text, flags=re.MULTILINE)
+            text = re.sub(rf"^.*stages\.{stage}\b.*\n", "", text, flags=re.MULTILINE)
+            text = text.replace(f"{stage}, ", "")
+        else:
+            text, lines = re.subn(rf"^({heading}): .*$", rf"\1: {options}", text, flags=re.MULTILINE)
+            assert lines == 1
+    return text
 
 
 # verl's factory methods: level of the weight and its bounds; statistic that rejects and its bounds.
@@ -350,7 +368,6 @@ VERL = {
     "decoupled_k3_rs": (None, ("k3", "mean", None, 0.01)),
     "decoupled_k3_rs_seq_tis": (("sequence", "truncate", None, 2.0), ("k3", "mean", None, 0.01)),
     "decoupled_k3_rs_token_tis": (("token", "truncate", None, 2.0), ("k3", "mean", None, 0.01)),
-    "disabled": (None, None),
 }
 
 
@@ -360,7 +377,7 @@ def test_every_preset_of_verl_is_in_the_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERL)
-def test_a_preset_of_verl_behaves_as_documented(name):
+def test_a_preset_of_verl_behaves_as_documented(name, tmp_path):
     """The weight by the whole mask; a rejected row is out of the mask, and its reward in the baseline."""
     weigh, reject = VERL[name]
     rewards, groups = [1.0, 0, 2, 5, 3, 3, 4, 4], [0, 0, 0, 0, 1, 1, 1, 1]
@@ -369,9 +386,10 @@ def test_a_preset_of_verl_behaves_as_documented(name):
     if reject and reject[0] == "k3":
         batch[OLD][::2] = batch[SAMPLER][::2] + 0.001
     logs = log_ratios(batch)
-    run = load_pipeline(
-        "pipeline=as/verl", *presets()[name].split(), "pipeline.stages.split.shuffle=false"
-    ).run(batch)
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "verl_preset.yaml").write_text(recipe_of(presets()[name]))
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    run = load_pipeline("pipeline=verl_preset", path, "pipeline.stages.split.shuffle=false").run(batch)
     rejected = []
     for row in range(8):
         d = stated_divergence([logs[row]], *reject[:2])[0] if reject else 0.0

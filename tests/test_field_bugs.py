@@ -91,7 +91,7 @@ def test_a_case_is_small_and_links_its_issues():
         assert {len(column) for column in case.rows.values()} == {len(case.rows["group"])}
         assert all(len(answer) == len(case.rows["group"]) for answer in case.accepted)
         assert case.threads
-        assert len(case.why) > 100
+        assert len(case.bug + case.why) > 100
 
 
 def by_the_formula(case: Case) -> list[float | None]:

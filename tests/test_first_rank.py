@@ -8,7 +8,7 @@ import pytest
 from any_rank import CASES, PATIENCE, results_of
 from composed import composed
 from first_rank import compare_ways, follow_stream, refuse_what_one_decides
-from recipes import CHAINS, FEW
+from recipes import CHAINS, FEW, of
 
 from headrace.pipeline import Pipeline
 
@@ -52,8 +52,7 @@ def test_deciding_on_the_first_rank_changes_no_result(world, recipes, tmp_path):
     assert sum(compared for compared, _ in results) > 3 * world * len(CASES) * len(pipelines)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_deciding_on_the_first_rank_keeps_the_same_state(world, tmp_path):
+def test_deciding_on_the_first_rank_keeps_the_same_state(tmp_path):
     """Carried rows and minibatches taken: a run resumes with the other option."""
     weigh = (f"{STAGE}.gate.group_size=2", f"{STAGE}.weight.unit=rollout")
     pipelines = [
@@ -61,7 +60,7 @@ def test_deciding_on_the_first_rank_keeps_the_same_state(world, tmp_path):
         for shared_ids, unit in (("same", "rollout"), ("different", "group"), ("raise", "group"))
     ]
     pipelines += [("cut", "different", composed("pipeline=grpo", *weigh, f"{SPLIT}.minibatches=2"))]
-    for differs, carried, steps_again in results_of(follow_stream, world, tmp_path, pipelines):
+    for differs, carried, steps_again in results_of(follow_stream, 3, tmp_path, pipelines):
         assert differs == []
         assert carried > 4
         assert steps_again == [0] * len(pipelines)
@@ -85,10 +84,9 @@ def test_an_error_on_the_first_rank_is_raised_on_all_in_time(tmp_path):
         assert max(seconds for _, seconds in told) < 3 * PATIENCE
 
 
-@pytest.mark.parametrize("recipe", EACH)
-def test_stages_that_run_on_each_rank_are_named(recipe):
-    stages = dict(composed(f"pipeline={recipe}").stages.items())
-    with pytest.raises(
-        ValueError, match=re.escape(f"must run on each rank: {EACH[recipe]}. Set pipeline.dec")
-    ):
-        Pipeline(stages, process_group="world", decide_on="first_rank")
+def test_stages_that_run_on_each_rank_are_named():
+    for recipe, named in EACH.items():
+        stages = dict(composed(f"pipeline={recipe}").stages.items())
+        message = re.escape(f"must run on each rank: {named}. Set pipeline.dec")
+        with of(recipe), pytest.raises(ValueError, match=message):
+            Pipeline(stages, process_group="world", decide_on="first_rank")

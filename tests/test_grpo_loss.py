@@ -102,9 +102,9 @@ def test_invalid_options_of_optimise_raise(scene):
     policy, batch = scene
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     with pytest.raises(ValueError, match="max_grad_norm must be finite and > 0"):
-        optimise([batch], None, optimizer, max_grad_norm=-1.0)
-    with pytest.raises(ValueError, match="transform must be one of 'pack', 'tree'; got 'trees'"):
-        optimise([batch], None, optimizer, transform="trees")
+        optimise([batch], total_loss, optimizer, max_grad_norm=-1.0)
+    with pytest.raises(ValueError, match="transform must be a callable or one of 'pack', 'tree' or None"):
+        optimise([batch], total_loss, optimizer, transform="trees")
 
 
 def test_a_loss_without_weights_is_refused_unless_reduce_is_set(scene):
@@ -160,7 +160,7 @@ def test_token_terms_sum_to_the_loss(scene):
 def test_a_batch_instead_of_minibatches_is_refused(scene):
     policy, batch = scene
     with pytest.raises(TypeError, match=r"needs an iterable of minibatches.*split_minibatches\(batch\)"):
-        optimise(batch, None, torch.optim.SGD(policy.parameters(), lr=0.0))
+        optimise(batch, total_loss, torch.optim.SGD(policy.parameters(), lr=0.0))
 
 
 def test_several_steps_in_one_batch_are_refused(scene):

@@ -46,7 +46,6 @@ GROUND = (
     "options",
     "places",
     "prefixes",
-    "required",
     "rewards",
     "rows",
     "table",
@@ -111,6 +110,7 @@ INNER = {
     "test_command.py": {"pipeline.main"},
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
+    "test_option_laws.py": {"transforms.options"},
     "test_option_types.py": {
         "pipeline.composing",
         "pipeline.composing.compose",

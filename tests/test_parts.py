@@ -163,13 +163,12 @@ def test_of_sets_of_equal_variance_the_one_with_the_most_large_rewards_is_kept()
         assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [0.1, 0.2, 0.7, 0.8])
-@pytest.mark.parametrize("rows", [3, 6, 7])
-def test_a_group_mean_equal_to_the_bound_is_within_it(dtype, value, rows):
-    batch = batch_of([0.0] * rows, [0] * rows)
-    batch[REWARD] = torch.full((rows,), value, dtype=dtype)
-    assert GroupMeanWithin(low=value, high=value)(batch).all()
+def test_a_group_mean_equal_to_the_bound_is_within_it():
+    kinds = itertools.product((torch.float32, torch.float64), (0.1, 0.2, 0.7, 0.8), (3, 6, 7))
+    for dtype, value, rows in kinds:
+        batch = batch_of([0.0] * rows, [0] * rows)
+        batch[REWARD] = torch.full((rows,), value, dtype=dtype)
+        assert GroupMeanWithin(low=value, high=value)(batch).all(), (dtype, value, rows)
 
 
 @given(rollouts(), st.integers(1, 5))
@@ -292,18 +291,16 @@ def test_a_dropped_segment_keeps_its_index():
     assert out[RETURN].tolist() == [2, 4, 8]  # 1 + 4/4: who has left pays nobody
 
 
-@pytest.mark.parametrize("strength", [0.0, 1.0, 4.0])
-@pytest.mark.parametrize("successes", range(5))
-def test_a_group_is_weighted_by_its_difficulty(strength, successes):
+def test_a_group_is_weighted_by_its_difficulty():
     """MGPO, arXiv:2511.06221."""
-    batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
-    batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
-    p = successes / 4
-    divergence = sum(x * math.log(2 * x) for x in (p, 1 - p) if x)
-    expected = batch["advantage"] * math.exp(-strength * divergence)
-    torch.testing.assert_close(DifficultyWeight(strength=strength)(batch)["advantage"], expected)
-    found = float(difficulty_weight(torch.tensor([p]), strength))
-    assert found == pytest.approx(math.exp(-strength * divergence))
+    for strength, successes in itertools.product((0.0, 1.0, 4.0), range(5)):
+        batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
+        batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
+        p = successes / 4
+        weight = math.exp(-strength * sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
+        found = DifficultyWeight(strength=strength)(batch)["advantage"]
+        torch.testing.assert_close(found, batch["advantage"] * weight)
+        assert float(difficulty_weight(torch.tensor([p]), strength)) == pytest.approx(weight)
 
 
 def test_a_rollout_of_three_rows_counts_once_in_the_difficulty():
@@ -490,7 +487,7 @@ def test_an_unset_id_is_refused():
     batch = batch_of([1.0, 2], [0, 0], role=[1, -1])
     with pytest.raises(BatchError, match="needs a role ≥ 0; found -1 at row 1"):
         CombineIds(keys=["group_id", "role"])(batch)
-    with pytest.raises(ValueError, match="at least two columns; got 'role'"):
+    with pytest.raises(ValueError, match=r"a list .*; got 'role'"):
         CombineIds(keys="role")
 
 

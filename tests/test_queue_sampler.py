@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from assembly import Line, batch_of_lines
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.pipeline import group_sampler, group_tags
 from headrace.transforms import BatchError, GroupAssembler
@@ -44,7 +45,7 @@ def test_with_consecutive_rows_it_equals_the_sampler_of_transfer_queue():
             ready = [row for row in ready if row not in found[1]]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@given(st.integers(0, 2**32))
 def test_groups_are_complete_for_any_size_and_row_order(seed):
     draw = random.Random(seed)
     lines = []
@@ -142,23 +143,7 @@ def test_a_missing_extra_is_reported_by_the_sampler(monkeypatch):
 # -- in TransferQueue itself ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def assembler(cluster) -> Iterator[GroupAssembler]:
-    """Of the sampler of a queue that runs."""
-    assembler = GroupAssembler(segment_key="segment")
-    conf = importlib.import_module("omegaconf").OmegaConf.create(
-        {
-            "controller": {"sampler": group_sampler(assembler), "polling_mode": True},
-            "backend": {"SimpleStorage": {"num_data_storage_units": 1}},
-        },
-        flags={"allow_objects": True},
-    )
-    transfer_queue.init(conf)
-    yield assembler
-    transfer_queue.close()
-
-
-def test_the_queue_returns_complete_groups_of_two_producers(assembler):
+def test_the_queue_returns_complete_groups_of_two_producers(queue):
     expected = [2, 3, 1, 4]
     lines = [
         Line(g, 10 * g + r, s, s == 1, expected=size)
@@ -171,7 +156,7 @@ def test_the_queue_returns_complete_groups_of_two_producers(assembler):
         some = rows[producer::2]
         keys = [f"{producer}/{row}" for row in range(len(some))]
         fields = some.select("number", ("tokens", "full")).flatten_keys(".").clone()
-        transfer_queue.kv_batch_put(keys, name, fields=fields, tags=group_tags(some, assembler))
+        transfer_queue.kv_batch_put(keys, name, fields=fields, tags=group_tags(some, queue))
         client = transfer_queue.get_client()
         while (meta := client.get_meta(["number"], 4, name, task_name="train")).size:
             found = client.get_data(meta)["number"]

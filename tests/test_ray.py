@@ -83,13 +83,6 @@ def send(assembler: RayAssembler, pieces: Sequence[TensorDict], came: Path | Non
         time.sleep(0.1)
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def send_slowly(assembler: RayAssembler, pieces: Sequence[TensorDict]):
-    for piece in pieces:
-        assembler.put(piece)
-        time.sleep(0.1)
-
-
 def pieces(which: slice = slice(None), size: int = 1) -> list[TensorDict]:
     rows = batch_of_lines(LINES)[which]
     return [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -530,21 +523,6 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
     assert (len(again), buffer_account(again).held) == (16, 0)
     for each in (buffer, again):
         each.close()
-
-
-def test_a_hanging_writer_is_named_while_another_continues():
-    fleet, assembler = Fleet(2, 1, 1, 999), fresh()
-    rows = [fleet.batch([Sent(2 * n, 2 * n, 0, True, 0, 0)]) for n in range(200)]
-    hung = [fleet.batch([Sent(2 * n + 1, 2 * n + 1, 0, True, 1, 0)]) for n in range(3)]
-    writers = [send.remote(assembler, hung, None, "hangs")]
-    while assembler.ready < len(hung):  # it hangs before anybody asks for a row
-        time.sleep(0.01)
-    writers.append(send_slowly.remote(assembler, rows))
-    stream = assembler.batches(writers, worker_patience=1)
-    with pytest.raises(StalledError, match=r"worker 1 .*its last was row 0 of rollout 5 of group 5"):
-        list(stream)
-    for writer in writers:
-        ray.cancel(writer, force=True)
 
 
 def test_the_example_trains_on_what_two_writers_collect():

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from quizzes import quiz_makers
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector, _runner
+from torchrl.collectors import MultiAsyncCollector, _runner
 from turns import hang, quick_starts
 
 from headrace.pipeline import assembled
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:rollouts do n
 
 WAIT = 0.5  # seconds for which a worker waits until the trainer takes its rows; TorchRL has it wait for one
 STEP = 0.8  # of a trainer
-WORKERS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,10 +33,10 @@ def made_by_one_that_waits_less(make):
     return make()
 
 
-def collector(kind: str, **troubles):
+def collector(**troubles):
     makers = quiz_makers(2, troubles={int(name[1:]): trouble for name, trouble in troubles.items()})
     makers = [functools.partial(made_by_one_that_waits_less, make) for make in makers]
-    return WORKERS[kind](makers, frames_per_batch=12, total_frames=-1)
+    return MultiAsyncCollector(makers, frames_per_batch=12, total_frames=-1)
 
 
 def close(source) -> None:
@@ -61,7 +60,7 @@ def check_rollouts(batch) -> None:
 
 
 def test_a_slow_trainer_loses_no_row_of_asynchronous_workers():
-    source, assembler = collector("async"), GroupAssembler()
+    source, assembler = collector(), GroupAssembler()
     try:
         for batch in itertools.islice(assembled(source, assembler), 6):
             check_rollouts(batch)
@@ -83,7 +82,7 @@ def train_alone(source, assembler) -> int:
 
 
 def test_rows_a_collector_discards_are_counted_and_not_trained():
-    source, assembler = collector("async"), GroupAssembler()
+    source, assembler = collector(), GroupAssembler()
     try:
         with pytest.warns(StreamWarning, match="rollouts were lost between their worker and the assembler"):
             trained = train_alone(source, assembler)
@@ -93,14 +92,14 @@ def test_rows_a_collector_discards_are_counted_and_not_trained():
     assert trained + assembler.held + sum(assembler.counts.values()) == 7 * 12
 
 
-@pytest.mark.parametrize("options", [{"worker_patience": 1.5}, {"patience": 1.5}])
-def test_a_hanging_worker_is_named_while_another_continues(options):
-    source, begun = collector("async", w1=functools.partial(hang, at=6)), time.monotonic()
+def test_a_hanging_worker_is_named_while_another_continues():
+    """Also by `patience` alone; test_fault_table.py has `worker_patience`."""
+    source, begun = collector(w1=functools.partial(hang, at=6)), time.monotonic()
     try:
         with pytest.raises(
             StalledError, match=r"worker 1 .*silent for.*its last was row \d of rollout \d+.*Wait"
         ):
-            list(assembled(source, GroupAssembler(max_idle=10**6), **options))
+            list(assembled(source, GroupAssembler(max_idle=10**6), patience=1.5))
     finally:
         close(source)
     assert time.monotonic() - begun < 60
@@ -112,7 +111,7 @@ def train_slowly(stream) -> None:
 
 
 def test_a_hanging_worker_is_named_despite_surplus_rows():
-    source = collector("async", w1=functools.partial(hang, at=12))
+    source = collector(w1=functools.partial(hang, at=12))
     try:
         with pytest.raises(StalledError, match=r"worker 1 .*silent for"):
             train_slowly(assembled(source, GroupAssembler(), worker_patience=2.0))
@@ -121,7 +120,7 @@ def test_a_hanging_worker_is_named_despite_surplus_rows():
 
 
 def test_a_worker_may_pause_ten_times_as_long_as_before():
-    source, groups = collector("async", w1=slow), set()
+    source, groups = collector(w1=slow), set()
     try:
         for batch in assembled(source, GroupAssembler(max_idle=10**6), patience=2):
             groups |= {group for group in batch["group_id"].flatten().tolist() if group % 2}
@@ -134,24 +133,6 @@ def test_a_worker_may_pause_ten_times_as_long_as_before():
 
 def slow(steps: int) -> None:
     time.sleep(0.2 if steps != 16 else 3.0)
-
-
-def fail(steps: int) -> None:
-    if steps == 6:
-        raise ArithmeticError("the reward model is gone")
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-def test_an_error_of_a_worker_is_shown_or_where_to_find_it(kind):
-    source = collector(kind, w1=fail)
-    try:
-        with pytest.raises((RuntimeError, StalledError), match=r"worker 1|worker processes") as caught:
-            list(assembled(source, GroupAssembler(max_idle=10**6), patience=10))
-    finally:
-        close(source)
-    words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert "The errors of its workers are on stderr" in words
-    assert "Waiting: group" in words
 
 
 def test_a_dead_worker_is_named_though_torchrl_raises_another_error():
@@ -171,7 +152,7 @@ def test_a_dead_worker_is_named_though_torchrl_raises_another_error():
 
 
 def test_a_second_loop_continues_where_the_first_stopped():
-    source, assembler, batches = collector("async"), GroupAssembler(), []
+    source, assembler, batches = collector(), GroupAssembler(), []
     stream = assembled(source, assembler)
     try:
         for _ in range(2):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quizzes import QuizEnv, collect, make_quiz, quiz_makers
 from tensordict import TensorDict
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
 from turns import quick_starts
@@ -228,18 +228,13 @@ def test_rows_of_a_collector_make_complete_groups(slots):
     assert check_groups(assembled(serial, GroupAssembler())) > 8
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_rows_of_workers_make_complete_groups(kind):
-    collector = kind(quiz_makers(2), frames_per_batch=24, total_frames=24 * 5)
+def test_rows_of_workers_make_complete_groups():
+    collector = MultiSyncCollector(quiz_makers(2), frames_per_batch=24, total_frames=24 * 5)
     assert check_groups(assembled(collector, GroupAssembler(), patience=60)) > 12
 
 
 def test_workers_with_equal_ids_are_refused_with_what_numbers_them():
-    collector = MultiSyncCollector([make_quiz] * 2, frames_per_batch=24, total_frames=24 * 5)
-    try:
-        batch = next(iter(collector))
-    finally:
-        collector.shutdown()
+    batch = next(iter(collect(SerialEnv(2, [make_quiz] * 2), 24, 1)))
     with pytest.raises(BatchError, match=r"Workers need their own ids: set StampIds\(worker=…\)"):
         CompletenessGate(on_incomplete="drop")(batch)
     with pytest.raises(BatchError, match=r"end only once.*set StampIds\(worker=…\)"):

@@ -53,13 +53,17 @@ def test_a_sweep_ends_with_its_overrides_and_results(tmp_path):
 
 
 def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path):
-    words = ["seed=1,abc,3", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
-    done = headrace_here(tmp_path, "-m", *words, check=False)
+    """The next sweep in this folder shows only its own jobs."""
+    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null"]
+    done = headrace_here(tmp_path, "-m", "seed=1,abc,3", *words, check=False)
     _, lines, after = table(done)
     assert done.returncode == 2
     assert [line[2] == "failed" for line in lines] == [False, True, False]
     assert "job 1 failed: seed must be an integer; got 'abc'" in after
     assert "Traceback" not in done.stderr
+    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
+    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
+    assert len(list(tmp_path.rglob(FILE))) == 3
 
 
 def test_an_unexpected_error_ends_only_its_own_job(tmp_path, monkeypatch):
@@ -78,14 +82,6 @@ def test_an_unexpected_error_ends_only_its_own_job(tmp_path, monkeypatch):
     _, lines, after = table(headrace_here(tmp_path, "-m", *words, check=False))
     assert [line[2] == "failed" for line in lines] == [True, False]
     assert "job 0 failed: KeyError('out of the blue')" in after
-
-
-def test_a_folder_of_an_earlier_sweep_shows_only_the_current_jobs(tmp_path):
-    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null"]
-    headrace_here(tmp_path, "-m", "seed=1,2,3", *words)
-    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
-    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
-    assert len(list(tmp_path.rglob(FILE))) == 3
 
 
 def test_replays_and_comparisons_show_their_results(tmp_path):

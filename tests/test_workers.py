@@ -151,16 +151,6 @@ def test_groups_incomplete_when_workers_end_are_counted():
     assert sum(map(len, batches)) + assembler.counts["unfinished"] == FRAMES
 
 
-def test_workers_with_equal_ids_are_refused_with_the_ids():
-    with (
-        collecting("sync", [TurnsEnv, TurnsEnv]) as collector,
-        pytest.raises(
-            BatchError, match=r"end only once.*found again rollout \d+ of group \d+.*use the same numbers"
-        ),
-    ):
-        list(assembled(collector, GroupAssembler(), patience=PATIENCE))
-
-
 @every_kind
 def test_new_weights_reach_the_workers_and_lose_no_row(kind):
     policy, stream = OneAction(), None

@@ -385,7 +385,7 @@ def test_no_wrong_step_is_called_uniform(step, options, says):
     [
         ({"cuts": ()}, "cuts must be a list of distinct values"),
         ({"cuts": (2, 2)}, "cuts must be a list of distinct values"),
-        ({"pad": "left"}, r"pad must be a list of distinct values.*got 'left'"),
+        ({"pad": "left"}, r"pad must be a list \(each one of .*got 'left'"),
         ({"ranks": (1, 4)}, r"each rank needs a group.*3 groups and 12 rows"),
         ({"cuts": (13,)}, "each micro-batch a row"),
     ],

@@ -111,13 +111,13 @@ def leave() -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[], Any] | None, bool]] = {
-    "raises": (fail, False),
+    "raises an error": (fail, False),
     "hangs": (hang, False),
-    "never ends": (never_end, True),
+    "has a rollout that never ends": (never_end, True),
     "gives NaN as reward": (give_nan, False),
     "is killed (SIGKILL)": (be_killed, False),
     "ends (os._exit)": (leave, False),
-    "numbers like another": (None, False),
+    "uses the ids of another worker": (None, False),
     "gives a reward of another shape": (give_two, False),
 }
 
@@ -139,6 +139,11 @@ class Cell(NamedTuple):
 
     kind: str
     words: str
+
+    @property
+    def shown(self) -> str:
+        """The class of the error or warning, as the page has it."""
+        return "the process ends" if self.kind == "ends" else f"`{self.kind}`"
 
     def is_in(self, found: Found) -> bool:
         """Whether it was."""
@@ -168,14 +173,14 @@ _no_end = Cell("StreamWarning", "rollouts do not end: rollout … Set timeout or
 _nan = Cell("BatchError", "every reward must be finite; found nan at row … Score those rollouts")
 _again = Cell("BatchError", "found again rollout … Do two workers use the same numbers")
 CELLS: dict[str, tuple[Cell, ...]] = {
-    "raises": (
+    "raises an error": (
         Cell("ArithmeticError", "the reward model is gone … Waiting: group"),
         _worker(1),
         _worker(1),
         _writer("ArithmeticError: the reward model is gone"),
     ),
     "hangs": (_source_silent, _source_silent, _worker_silent, _worker_silent),
-    "never ends": (_no_end,) * 4,
+    "has a rollout that never ends": (_no_end,) * 4,
     "gives NaN as reward": (_nan,) * 4,
     "is killed (SIGKILL)": (
         Cell("ends", "exit code -9"),
@@ -184,7 +189,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _writer("WorkerCrashedError"),
     ),
     "ends (os._exit)": (Cell("ends", "exit code 3"), _worker(3), _worker(3), _writer("WorkerCrashedError")),
-    "numbers like another": (
+    "uses the ids of another worker": (
         _again,
         _again,
         _again,
@@ -226,7 +231,7 @@ SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
 
 def report(stream: Iterator[Any], trouble: str, begun: Path) -> Found:
     """Train on what comes until something is reported."""
-    longest = ALONE if trouble == "never ends" else AFTER
+    longest = ALONE if trouble == "has a rollout that never ends" else AFTER
     pipeline = load_pipeline(
         "pipeline=grpo",
         "pipeline.stages.collapse.reward=sum",

@@ -1,4 +1,4 @@
-"""Write the table of faults in docs/streams.md: what is reported of each, and after how many seconds.
+"""Write the table of faults in docs/streams.md: the error of each, and after how many seconds.
 
 python tools/make_faults.py  # takes two minutes, with the extra `ray`
 
@@ -33,13 +33,13 @@ def table() -> str:
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
     every = [look_at_all(place) for place in PLACES]
     ray.shutdown()
-    lines = ["| an environment … | " + " | ".join(PLACES) + " |", "|---" * (1 + len(PLACES)) + "|"]
+    lines = ["| the environment … | " + " | ".join(PLACES) + " |", "|---" * (1 + len(PLACES)) + "|"]
     for trouble, cells in CELLS.items():
         words = []
         for cell, place, found in zip(cells, PLACES, every, strict=True):
             if not cell.is_in(found[trouble]):
                 raise ValueError(f"{trouble} behind {place}: {found[trouble]} in place of {cell}")
-            words.append(f"`{cell.kind}`: {cell.words}, {seconds(found[trouble].after)}")
+            words.append(f"{cell.shown}, {seconds(found[trouble].after)}")
         lines.append(f"| {trouble} | " + " | ".join(words) + " |")
     return "\n".join(lines) + "\n"
 

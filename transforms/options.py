@@ -164,7 +164,7 @@ def described(hint: Any, words: Mapping[Any, str] = PYTHON) -> str:
     if origin is Annotated:
         return f"a number or {inner[1]}"
     if origin is Literal:
-        return f"one of {', '.join(map(repr, inner))}"
+        return "one of " * (len(inner) > 1) + ", ".join(map(repr, inner))
     if hint is NestedKey:
         return "a column, as a name or a list of names"
     if Callable in (origin, hint) or _is_opaque(hint):

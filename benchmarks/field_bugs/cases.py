@@ -16,7 +16,7 @@ Answer = list[float | None]
 
 @dataclass(frozen=True)
 class Thread:
-    """An issue or pull request, with the date of the cited message."""
+    """An issue or pull request, with the date of the cited message, and a sentence on what it reports."""
 
     project: str
     number: int
@@ -32,6 +32,8 @@ class Case:
         asks: the advantage of each row; the weight of its tokens; or equal advantages by two paths.
         accepted: the correct answers.
         columns: columns of the rows other than the defaults: 3 ``tokens`` each, and the group as ``prompt``.
+        bug: what goes wrong, in Markdown.
+        why: why the answers are correct, in Markdown.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case:
     group_size: int
     columns: dict[str, list]
     accepted: list[Answer]
+    bug: str
     why: str
     threads: list[Thread]
     asks: Literal["advantage", "weight", "paths"] = "advantage"
@@ -71,15 +74,31 @@ CASES = [
             [1.789, -0.447, -0.447, -0.447, -0.447, 0.577, 0.577, -1.155],
             [1.5, -0.5, -0.5, -0.5, None, None, None, None],
         ],
-        "Prompt a has five rollouts and prompt b three, eight rows in all, which is also two times four. "
-        "Each rollout is compared with those of its own prompt. For a the mean is 1/5 and the std √(4/5 / "
-        "4) = 0.447: 0.8 / 0.447 = 1.789 and −0.447. For b they are 2/3 and 0.577: 0.577, 0.577, −1.155. A "
-        "trainer with groups of exactly four takes the first four of a (mean 1/4, std 1/2) and keeps the "
-        "others for later. By position, the fifth rollout of a counts as the first of b, and a failure of "
-        "a makes the successes of b look better.",
+        """
+A trainer makes a group of every four rows. But prompt a has five rollouts and prompt b has three.
+So the fifth rollout of a is compared with those of b.
+
+If a rollout of a fails, the successes of b then look better.
+""",
+        """
+Each rollout is compared with the rollouts of its own prompt:
+
+- Prompt a has the rewards 1, 0, 0, 0, 0. The mean is 0.2 and the std 0.447. So the success gets 0.8
+  / 0.447 = 1.789, and the others −0.447.
+- Prompt b has the rewards 1, 1, 0. The mean is 0.667 and the std 0.577. So the successes get 0.577,
+  and the failure −1.155.
+
+Another result is also correct. A trainer with groups of exactly four may take the first four
+rollouts of a, and keep the other rows for later. The mean of 1, 0, 0, 0 is 0.25 and the std 0.5.
+""",
         [
-            Thread("THUDM/slime", 2062, "2026-06-12", "uneven rollouts fall through to one global mean"),
-            Thread("radixark/miles", 1325, "2026-06-12", "a flat vector is reshaped by position"),
+            Thread(
+                "THUDM/slime",
+                2062,
+                "2026-06-12",
+                "Prompts with different numbers of rollouts get one mean over the batch.",
+            ),
+            Thread("radixark/miles", 1325, "2026-06-12", "Groups are made from a flat vector, by position."),
         ],
     ),
     Case(
@@ -92,13 +111,32 @@ CASES = [
             ("reward", "1 1 1 1 1 0 0 0 1 1 0 0"),
         ),
         [[1.5] * 5 + [-0.5] * 3 + [0.866, 0.866, -0.866, -0.866]],
-        "Rollout 0 became five rows (turns, sub-agents, compacted segments). It is one rollout with one "
-        "reward. For 1, 0, 0, 0 the mean is 1/4 and the std 1/2, so all five rows get 1.5 and the others "
-        "−0.5. If rows are counted, the mean is 5/8, and the success gets only 0.725.",
+        """
+One rollout became five rows, for example because it has five turns. If rows are counted, its reward
+counts five times in the baseline of its group. The success then gets 0.725 instead of 1.5.
+""",
+        """
+Group a has four rollouts with the rewards 1, 0, 0, 0. The mean is 0.25 and the std 0.5. All five
+rows of the first rollout get 0.75 / 0.5 = 1.5, and the others get −0.5.
+
+Group b has the rewards 1, 1, 0, 0. The mean is 0.5 and the std 0.577.
+""",
         [
-            Thread("radixark/miles", 1325, "2026-06-12", "a rollout counts once per segment in the baseline"),
-            Thread("microsoft/agent-lightning", 462, "2026-01-21", "more turns, more weight in mean and std"),
-            Thread("microsoft/agent-lightning", 489, "2026-02-13", "six turns of four rollouts as one group"),
+            Thread(
+                "radixark/miles",
+                1325,
+                "2026-06-12",
+                "A rollout counts in the baseline once for each of its segments.",
+            ),
+            Thread(
+                "microsoft/agent-lightning",
+                462,
+                "2026-01-21",
+                "Rollouts with more turns have more weight in mean and std.",
+            ),
+            Thread(
+                "microsoft/agent-lightning", 489, "2026-02-13", "Six turns of four rollouts are one group."
+            ),
         ],
     ),
     Case(
@@ -107,12 +145,19 @@ CASES = [
         4,
         rows(("group", "a a a a b"), ("rollout", "0 1 2 3 4"), ("reward", "1 0 0 0 1")),
         [[1.5, -0.5, -0.5, -0.5, None]],
-        "Prompt b has one rollout of four left. It cannot be compared with others: R − mean is 0, and the "
-        "std of one number is not defined. It must not train. If its reward is used as its advantage, its "
-        "response is reinforced without a comparison.",
+        """
+Only one of four rollouts of prompt b is left. If a trainer uses its reward as its advantage, the
+response is reinforced without any comparison.
+""",
+        """
+The rollout of b has no other rollout to be compared with: R − mean is 0, and the std of one number
+is not defined. So it must not train.
+
+Group a has the rewards 1, 0, 0, 0. The mean is 0.25 and the std 0.5.
+""",
         [
-            Thread("Tencent-Hunyuan/UniRL", 330, "2026-08-05", "a singleton should produce 0, not NaN"),
-            Thread("huggingface/trl", 7176, "2026-09-10", "a group with a single survivor is dropped"),
+            Thread("Tencent-Hunyuan/UniRL", 330, "2026-08-05", "A lone rollout should get 0, not NaN."),
+            Thread("huggingface/trl", 7176, "2026-09-10", "A group with one rollout left is dropped."),
         ],
     ),
     Case(
@@ -125,12 +170,28 @@ CASES = [
             ("reward", "1000.1 " * 8),
         ),
         [[0.0] * 8],
-        "Equal rewards carry no information: R − mean = 0. In float32 the mean of eight 1000.1 may differ "
-        "from 1000.1 by one rounding, 6e-5, and their std is as small, so the quotient is of the order of "
-        "1. All eight are pushed in the same direction by a rounding error.",
+        """
+All eight rewards are equal, so there is nothing to learn. But in float32 the mean of eight 1000.1
+may differ from 1000.1 by one rounding error, 6e-5. The std is as small. If one is divided by the
+other, the result is as large as a real advantage. All eight responses are then pushed in the same
+direction.
+""",
+        """
+The rewards are equal, so R − mean is 0 for every rollout.
+""",
         [
-            Thread("NVIDIA-NeMo/RL", 4158, "2026-09-16", "an advantage of −2075 from a std of rounding"),
-            Thread("modelscope/twinkle", 288, "2026-09-17", "near ties become strong advantages"),
+            Thread(
+                "NVIDIA-NeMo/RL",
+                4158,
+                "2026-09-16",
+                "A std that is only a rounding error gives an advantage of −2075.",
+            ),
+            Thread(
+                "modelscope/twinkle",
+                288,
+                "2026-09-17",
+                "Rewards that are nearly equal give large advantages.",
+            ),
         ],
     ),
     Case(
@@ -142,14 +203,30 @@ CASES = [
             [1.155, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
             [None, None, None, 0.866, 0.866, -0.866, -0.866],
         ],
-        "Four rollouts of a were dispatched and three were returned. It is right to compare the three (mean "
-        "1/3, std 0.577: 1.155 and −0.577), to drop the group, to wait for the fourth rollout, or to stop "
-        "with an error that names the group. It is wrong to add a fourth reward of 0, or to use a rollout "
-        "of b instead. b is 1, 1, 0, 0: mean 1/2, std 0.577.",
+        """
+Four rollouts of prompt a were dispatched, and three came back. A trainer may add a fourth reward of
+0, or use a rollout of prompt b in its place. Both are wrong.
+""",
+        """
+There are four correct results for group a:
+
+- The three rollouts are compared. The mean of 1, 0, 0 is 0.333 and the std 0.577. So they get 1.155
+  and −0.577.
+- The group is dropped.
+- The group waits for its fourth rollout.
+- An error names the group.
+
+Group b is complete. The mean of 1, 1, 0, 0 is 0.5 and the std 0.577.
+""",
         [
-            Thread("NVIDIA-NeMo/RL", 3589, "2026-08-12", "failed rollouts are committed with reward zero"),
-            Thread("NVIDIA-NeMo/RL", 2394, "2026-05-04", "fewer rollouts return than were requested"),
-            Thread("NVIDIA-NeMo/RL", 2700, "2026-07-07", "a group that never completes hangs the trainer"),
+            Thread("NVIDIA-NeMo/RL", 3589, "2026-08-12", "Failed rollouts get the reward 0."),
+            Thread("NVIDIA-NeMo/RL", 2394, "2026-05-04", "Fewer rollouts return than were requested."),
+            Thread(
+                "NVIDIA-NeMo/RL",
+                2700,
+                "2026-07-07",
+                "The trainer waits forever for a group that is never complete.",
+            ),
         ],
     ),
     Case(
@@ -159,13 +236,27 @@ CASES = [
         rows(("group", "a a a a"), ("rollout", "0 1 2 3"), ("reward", "1 1 0 0"))
         | whole("tokens", "3 0 3 3"),
         [[1.155, None, -0.577, -0.577]],
-        "The second response is masked completely, for example because it was truncated or its environment "
-        "failed. Its reward must have no effect. The others are 1, 0, 0: mean 1/3, std 0.577. If the reward "
-        "of the masked row is in the baseline, they get 0.866, −0.866, −0.866: the row changes the others.",
+        """
+The second response is masked completely, for example because it was truncated. Its reward still
+counts in the baseline, so it changes the advantages of the other rows.
+""",
+        """
+The reward of the masked row has no effect. The other rewards are 1, 0, 0. Their mean is 0.333 and
+their std 0.577. So they get 1.155 and −0.577.
+
+With the bug, the mean of 1, 1, 0, 0 is used, and the three rows get 0.866, −0.866 and −0.866.
+""",
         [
-            Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "the case with these rewards and advantages"),
-            Thread("NVIDIA-NeMo/RL", 4160, "2026-09-17", "loss-masked rows count in the baseline"),
-            Thread("OpenRLHF/OpenRLHF", 1239, "2026-05-17", "samples without actions change the baseline"),
+            Thread(
+                "NVIDIA-NeMo/RL", 3467, "2026-08-03", "It has this case, with these rewards and advantages."
+            ),
+            Thread(
+                "NVIDIA-NeMo/RL",
+                4160,
+                "2026-09-17",
+                "Rows that are masked in the loss count in the baseline.",
+            ),
+            Thread("OpenRLHF/OpenRLHF", 1239, "2026-05-17", "Samples without actions change the baseline."),
         ],
     ),
     Case(
@@ -176,13 +267,20 @@ CASES = [
         | whole("tokens", "3 0 3 3")
         | {"rejected": [False, True, False, False]},
         [[1.155, None, -0.577, -0.577]],
-        "Rejection sampling removed the second response, and with it its reward of 100. The others are 1, "
-        "0, 0: mean 1/3, std 0.577. With the 100 in the baseline the mean is 25.25, and the only success "
-        "of the group gets a negative advantage: (1 − 25.25) / 49.84 = −0.487.",
+        """
+Rejection sampling removed the second response. But its reward of 100 still counts in the baseline.
+The only success of the group then gets a negative advantage.
+""",
+        """
+The other rewards are 1, 0, 0. Their mean is 0.333 and their std 0.577. So they get 1.155 and
+−0.577.
+
+With the bug, the mean is 25.25, and the success gets (1 − 25.25) / 49.84 = −0.487.
+""",
         [
-            Thread("verl-project/verl", 6375, "2026-05-17", "a reward of 100 stays in the group"),
-            Thread("verl-project/verl", 6452, "2026-05-23", "the same, reopened"),
-            Thread("verl-project/verl", 6362, "2026-05-15", "a rejected token's reward counts"),
+            Thread("verl-project/verl", 6375, "2026-05-17", "A rejected reward of 100 stays in the group."),
+            Thread("verl-project/verl", 6452, "2026-05-23", "It reports #6375 again."),
+            Thread("verl-project/verl", 6362, "2026-05-15", "The reward of a rejected token counts."),
         ],
     ),
     Case(
@@ -193,18 +291,35 @@ CASES = [
         | whole("tokens", "1 1 1 5")
         | whole("micro", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
-        "One optimiser step has four rows and eight tokens, in two micro-batches. A mean over tokens gives "
-        "each token the weight 1/8, however the rows are divided into micro-batches. A mean over rows gives "
-        "each row 1/4: each token of the short rows 1/4, each of the long row 1/20. The bug is to compute a "
-        "token mean in each micro-batch and to average the two. Then a token has the weight 1/2 · 1/2 = 1/4 "
-        "in the first micro-batch and 1/2 · 1/6 = 1/12 in the second, so the gradient depends on how rows "
-        "are divided.",
+        """
+An optimiser step has two micro-batches. A trainer computes a mean over the tokens of each
+micro-batch, and then averages the two means. The weight of a token then depends on which rows are
+in its micro-batch.
+""",
+        """
+The step has four rows and eight tokens. There are two correct results:
+
+- In a mean over tokens, each token has the weight 1/8.
+- In a mean over rows, each row has the weight 1/4. A row of one token has 1/4 per token, and the
+  row of five tokens has 1/20 per token.
+
+With the bug, a token has the weight 1/2 · 1/2 = 0.25 in the first micro-batch, which has two
+tokens. In the second, with six tokens, it has 1/2 · 1/6 = 0.0833.
+""",
         [
-            Thread("verl-project/verl", 5625, "2026-03-16", "token-mean over each micro-batch"),
             Thread(
-                "modelscope/ms-swift", 10116, "2026-09-12", "divided by the number of micro-batches twice"
+                "verl-project/verl",
+                5625,
+                "2026-03-16",
+                "The mean over tokens is computed in each micro-batch.",
             ),
-            Thread("allenai/open-instruct", 1161, "2025-11-10", "loss accumulation corrected"),
+            Thread(
+                "modelscope/ms-swift",
+                10116,
+                "2026-09-12",
+                "The loss is divided twice by the number of micro-batches.",
+            ),
+            Thread("allenai/open-instruct", 1161, "2025-11-10", "The accumulation of the loss is corrected."),
         ],
         asks="weight",
     ),
@@ -216,13 +331,30 @@ CASES = [
         | whole("tokens", "1 1 1 5")
         | whole("rank", "0 0 1 1"),
         [[0.125] * 4, [0.25, 0.25, 0.25, 0.05]],
-        "One optimiser step has four rows and eight tokens. Each of two ranks has two rows, and their "
-        "gradients are averaged. A mean over tokens must give each token the weight 1/8. A mean over rows "
-        "must give each row 1/4. The bug is a mean over each rank's own tokens: a token then has the weight "
-        "1/2 · 1/2 = 1/4 on the first rank and 1/2 · 1/6 = 1/12 on the second.",
+        """
+Two ranks have two rows each, and their gradients are averaged. A trainer computes a mean over the
+tokens of each rank. The weight of a token then depends on which rows are on its rank.
+""",
+        """
+The step has four rows and eight tokens. There are two correct results:
+
+- In a mean over tokens, each token has the weight 1/8.
+- In a mean over rows, each row has the weight 1/4. A row of one token has 1/4 per token, and the
+  row of five tokens has 1/20 per token.
+
+With the bug, a token has the weight 1/2 · 1/2 = 0.25 on the first rank, which has two tokens. On
+the second, with six tokens, it has 1/2 · 1/6 = 0.0833.
+""",
         [
-            Thread("verl-project/verl", 5366, "2026-02-24", "global counts are required with dp_size > 1"),
-            Thread("huggingface/trl", 3231, "2025-04-04", "equal weights inside one device only"),
+            Thread(
+                "verl-project/verl",
+                5366,
+                "2026-02-24",
+                "With several ranks, the loss needs the counts of all ranks.",
+            ),
+            Thread(
+                "huggingface/trl", 3231, "2025-04-04", "Tokens have equal weights only within one device."
+            ),
         ],
         asks="weight",
     ),
@@ -233,13 +365,27 @@ CASES = [
         rows(("group", "a a a a b b b b"), ("rollout", "0 1 2 3 4 5 6 7"), ("reward", "1 0 0 0 1 1 0 0"))
         | whole("version", "3 3 3 3 8 8 8 8"),
         [[None] * 4 + [0.866, 0.866, -0.866, -0.866]],
-        "The policy is at version 8, and rows may be at most one version old. Group a was sampled by "
-        "version 3, so the whole group is dropped. b is 1, 1, 0, 0 (mean 1/2, std 0.577) and is not "
-        "affected.",
+        """
+An asynchronous trainer trains rows that an old policy sampled, although its limit for staleness
+excludes them.
+""",
+        """
+The policy has version 8, and rows may be at most one version old. Group a was sampled by version 3.
+So the whole group is dropped.
+
+Group b is not affected. The mean of 1, 1, 0, 0 is 0.5 and the std 0.577.
+""",
         [
-            Thread("huggingface/trl", 7176, "2026-09-10", "groups past max_staleness are never trained"),
-            Thread("PrimeIntellect-ai/prime-rl", 3313, "2026-08-21", "which rows of a stale group leave"),
-            Thread("allenai/open-instruct", 1738, "2026-06-25", "stale results were trained on"),
+            Thread(
+                "huggingface/trl", 7176, "2026-09-10", "Groups older than `max_staleness` are never trained."
+            ),
+            Thread(
+                "PrimeIntellect-ai/prime-rl",
+                3313,
+                "2026-08-21",
+                "It discusses which rows of a stale group are removed.",
+            ),
+            Thread("allenai/open-instruct", 1738, "2026-06-25", "Stale results were trained."),
         ],
     ),
     Case(
@@ -253,12 +399,27 @@ CASES = [
         )
         | whole("tokens", "3 0 3 3 3 3 3 3 3 3 3 3"),
         [],
-        "The same rows through the other path of the same trainer: its vectorised, multi-turn or streaming "
-        "path. A masked row and a group of equal rewards must have the same effect on both paths, so the "
-        "two columns of advantages must be equal.",
+        """
+Many trainers have two paths to the advantages, for example a vectorised one, or one for rollouts of
+several turns. A filter works on one path and is forgotten on the other. Then the same rows train
+differently.
+""",
+        """
+The same rows go through both paths. The second row is masked, and group b has equal rewards. Both
+must have the same effect on both paths, so the advantages must be equal. This case only compares
+the two paths. Whether the reward of a masked row may be in the baseline is
+[another case](masked-row.md).
+""",
         [
-            Thread("NVIDIA-NeMo/RL", 4061, "2026-09-09", "one controller passes the mask, two loops do not"),
-            Thread("NVIDIA-NeMo/Automodel", 3796, "2026-09-03", "one loss of four guards against 0 tokens"),
+            Thread(
+                "NVIDIA-NeMo/RL",
+                4061,
+                "2026-09-09",
+                "One controller passes the mask on, and two loops do not.",
+            ),
+            Thread(
+                "NVIDIA-NeMo/Automodel", 3796, "2026-09-03", "Only one of four losses checks for 0 tokens."
+            ),
         ],
         asks="paths",
     ),
@@ -268,13 +429,20 @@ CASES = [
         2,
         rows(("group", "a a b b"), ("rollout", "0 1 0 1"), ("reward", "1 0 0 0.5")),
         [[0.707, -0.707, -0.707, 0.707]],
-        "Two workers number their rollouts from 0, so two groups have the same rollout ids. Two results are "
-        "right: a rollout is identified by its group and its id, or the batch is refused. In the first case "
-        "the groups have the rewards 1, 0 and 0, 0.5, and their mean and std give ±0.707. The bug is to "
-        "identify a rollout by its id alone: rows of two prompts then become one rollout.",
+        """
+Two workers number their rollouts from 0, so two groups have the same rollout ids. If a trainer
+identifies a rollout by its id alone, rows of two prompts become one rollout.
+""",
+        """
+There are two correct results:
+
+- A rollout is identified by its group and its id. Group a then has the rewards 1 and 0, and group b
+  has 0 and 0.5. Both groups get 0.707 and −0.707.
+- The batch is refused.
+""",
         [
-            Thread("InternLM/xtuner", 1923, "2026-06-17", "rollout ids of several samplers collide"),
-            Thread("rllm-org/rllm", 829, "2026-08-12", "ids with a colon make one group of a batch"),
+            Thread("InternLM/xtuner", 1923, "2026-06-17", "Several samplers use the same rollout ids."),
+            Thread("rllm-org/rllm", 829, "2026-08-12", "Ids with a colon make the whole batch one group."),
         ],
     ),
     Case(
@@ -286,13 +454,28 @@ CASES = [
             [1.155, None, -0.577, -0.577, 0.866, 0.866, -0.866, -0.866],
             [None, None, None, None, 0.866, 0.866, -0.866, -0.866],
         ],
-        "A grader failed, so its row has no reward. Three results are right: the others are compared without "
-        "it (1, 0, 0: mean 1/3, std 0.577), the group is dropped, or an error names the row. It is wrong to "
-        "give NaN to the other rollouts. It is also wrong to use the reward 0 for this row: 1, 0, 0, 0 would "
-        "give 1.5 and −0.5, and the ungraded response would become less likely.",
+        """
+A grader failed, so one row has no reward. The NaN spreads to the other rollouts of the group, and
+through the gradient to all parameters. Other trainers use 0 as the reward. An ungraded response
+then becomes less likely.
+""",
+        """
+There are three correct results for group a:
+
+- The other rollouts are compared. The mean of 1, 0, 0 is 0.333 and the std 0.577. So they get 1.155
+  and −0.577.
+- The group is dropped.
+- An error names the row.
+
+With the reward 0, the group would have 1, 0, 0, 0, and the advantages 1.5 and −0.5.
+
+Group b has the rewards 1, 1, 0, 0. The mean is 0.5 and the std 0.577.
+""",
         [
-            Thread("huggingface/trl", 5902, "2026-06-01", "an unscored row became 0 in the baseline"),
-            Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "one NaN made the whole tensor NaN"),
+            Thread(
+                "huggingface/trl", 5902, "2026-06-01", "A row without a reward counted as 0 in the baseline."
+            ),
+            Thread("Tencent-Hunyuan/UniRL", 335, "2026-08-05", "One NaN made the whole tensor NaN."),
         ],
     ),
     Case(
@@ -301,12 +484,27 @@ CASES = [
         2,
         rows(("group", "a a"), ("rollout", "0 1"), ("reward", "1 0")) | whole("tokens", "0 0"),
         [[None, None]],
-        "Every row of the step is masked. There is nothing to train: the gradient is 0, or the step is "
-        "skipped or refused. A mean over no tokens is 0 / 0, and one NaN in the gradient makes every "
-        "parameter NaN.",
+        """
+Every row of an optimiser step is masked. A mean over no tokens is 0 / 0. One NaN in the gradient
+makes every parameter NaN.
+""",
+        """
+There is nothing to train. Three results are correct: the gradient is 0, the step is skipped, or it
+is refused with an error.
+""",
         [
-            Thread("pytorch/torchtitan", 4247, "2026-08-20", "batches without valid tokens still step"),
-            Thread("NVIDIA-NeMo/Automodel", 3797, "2026-09-03", "0 / 0 through backward into every weight"),
+            Thread(
+                "pytorch/torchtitan",
+                4247,
+                "2026-08-20",
+                "Batches without valid tokens still make an optimiser step.",
+            ),
+            Thread(
+                "NVIDIA-NeMo/Automodel",
+                3797,
+                "2026-09-03",
+                "The backward pass carries 0 / 0 into every weight.",
+            ),
         ],
         asks="weight",
     ),
@@ -317,13 +515,28 @@ CASES = [
         rows(("group", "a a a a a"), ("rollout", "0 0 1 2 3"), ("reward", "1 1 0 0 0"))
         | whole("tokens", "3 0 3 3 3"),
         [[1.5, None, -0.5, -0.5, -0.5]],
-        "Session 0 has two outputs. The last was truncated and is masked; the first has three tokens in "
-        "the loss. The session has one reward and counts once: for 1, 0, 0, 0 the mean is 1/4, the std "
-        "1/2, and its first output gets 1.5. If the advantage is taken from the masked output, it is 0 for "
-        "the whole session, and the only success of the group does not train.",
+        """
+A session has two outputs, and the last one was truncated and is masked. A trainer reads the
+advantage of the session at its last output, where it is 0. Then the first output does not train,
+although it is the only success of the group.
+""",
+        """
+The session is rollout 0, and its two outputs are two rows. It counts once and has one reward. The rewards
+of the group are 1, 0, 0, 0. The mean is 0.25 and the std 0.5. So the first output gets 1.5.
+""",
         [
-            Thread("NovaSky-AI/SkyRL", 1492, "2026-04-10", "earlier steps get the last step's masked tensor"),
-            Thread("verl-project/verl", 7580, "2026-08-27", "the final row of a session is broadcast"),
+            Thread(
+                "NovaSky-AI/SkyRL",
+                1492,
+                "2026-04-10",
+                "Earlier steps get the masked advantages of the last step.",
+            ),
+            Thread(
+                "verl-project/verl",
+                7580,
+                "2026-08-27",
+                "All rows of a session get the advantage of its last row.",
+            ),
         ],
     ),
     Case(
@@ -337,12 +550,21 @@ CASES = [
             ("reward", "0 10 1 10"),
         ),
         [[-0.707, 0.0, 0.707, 0.0]],
-        "The prompt 2+2 was dispatched twice, as two groups, and their rollouts arrive alternately. The "
-        "first group has the rewards 0 and 1 (mean 1/2, std 0.707), the second 10 and 10, which are equal. "
-        "With groups by the prompt's text, 0 is compared with 10, the reward of another group.",
+        """
+The prompt 2+2 was dispatched twice, as two groups. A trainer that groups by the text of the prompt
+compares their rollouts with each other.
+""",
+        """
+The rollouts of the two groups arrive alternately:
+
+- Group a has the rewards 0 and 1. The mean is 0.5 and the std 0.707. So they get −0.707 and 0.707.
+- Group b has the rewards 10 and 10. They are equal, so both get 0.
+
+With the bug, 0 is compared with 10.
+""",
         [
-            Thread("NVIDIA-NeMo/RL", 3882, "2026-08-27", "distinct prompts can have identical text tokens"),
-            Thread("huggingface/trl", 3045, "2025-03-10", "not all prompts are always different"),
+            Thread("NVIDIA-NeMo/RL", 3882, "2026-08-27", "Different prompts can have the same text tokens."),
+            Thread("huggingface/trl", 3045, "2025-03-10", "A batch can contain equal prompts."),
         ],
     ),
 ]

@@ -7,11 +7,15 @@ from typing import Any, Literal
 from cases import Answer, Case
 
 NEAR = 0.002  # relative: what peers add to the std moves an advantage by up to 2e-4 of it
+CUT = 200  # characters of an error message that are kept, behind its class
 Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
 
-POSITIONS = "documented input: {} rows of each prompt, one prompt after the other; it takes no ids"
-LONE = "a branch of {} gives a group of one the mean 0 and the std 1, so that its reward is its advantage"
-TOKEN_MEAN = "documented: {}. The code counts only the tokens of one micro-batch on one rank; the trainer {}"
+POSITIONS = "It documents that it takes {} rows of each prompt, one prompt after the other. It takes no ids."
+LONE = "{} gives a group of one the mean 0 and the std 1. So the advantage is the reward."
+TOKEN_MEAN = (
+    "It documents that {}. But the code counts only the tokens of one micro-batch on one rank. "
+    "The trainer {}."
+)
 # Where an answer that is not accepted is one that the peer documents and chose.
 DESIGN = {
     ("openrlhf", "uneven-groups"): POSITIONS.format("`--rollout.n_samples_per_prompt`"),
@@ -19,21 +23,24 @@ DESIGN = {
     ("rlinf", "uneven-groups"): POSITIONS.format("`group_size` (docstring of `compute_grpo_advantages`)"),
     ("twinkle-kit", "uneven-groups"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
     ("twinkle-kit", "fan-out"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
-    ("trl", "masked-row"): "`mask_truncated_completions` is documented to exclude rows only from the loss",
+    ("trl", "masked-row"): "It documents that `mask_truncated_completions` excludes rows only from the loss.",
     (
         "ms-swift",
         "masked-row",
-    ): "`overlong_filter` is documented to exclude truncated samples only from the loss",
+    ): "It documents that `overlong_filter` excludes truncated samples only from the loss.",
 }
 # The documented settings with which a peer was called for a case.
-BY_IDS = "`compute_advantages_dynamic`, documented for prompts with different numbers of rows"
-STEPS = "`StepWiseGRPOAdvantageFn`, documented for runs with several steps"
-NONE = "the reward is set to None, the documented way to exclude a completion"
+BY_IDS = "Run with `compute_advantages_dynamic`, which is for prompts with different numbers of rows."
+STEPS = "Run with `StepWiseGRPOAdvantageFn`, which is for runs with several steps."
+NONE = "Run with the reward None, the documented way to exclude a completion."
 SETTINGS = {
     ("trl", "nan-reward"): NONE,
     ("trl", "rejected-row"): NONE,
-    ("trl", "stale-group"): "`RolloutQueueDataset` of its asynchronous trainer, `max_staleness=1`",
-    ("headrace", "stale-group"): "the criterion `fresh`, `max_staleness=1`",
+    (
+        "trl",
+        "stale-group",
+    ): "Run with `RolloutQueueDataset` of its asynchronous trainer, with `max_staleness=1`.",
+    ("headrace", "stale-group"): "Run with the criterion `fresh` and `max_staleness=1`.",
     ("trinity-rft", "fan-out"): STEPS,
     ("trinity-rft", "truncated-session"): STEPS,
     **{
@@ -41,14 +48,17 @@ SETTINGS = {
         for case in ("uneven-groups", "fan-out", "lone-rollout", "lost-rollout", "truncated-session")
     },
     **{
-        ("rlinf", case): '`adv_type="grpo_dynamic"`, `advantage_mode="trajectory"`'
+        ("rlinf", case): 'Run with `adv_type="grpo_dynamic"` and `advantage_mode="trajectory"`.'
         for case in ("fan-out", "truncated-session")
     },
     **{
-        ("torchrl", case): '`trajectory_return="max"`: one return for each trajectory'
+        ("torchrl", case): 'Run with `trajectory_return="max"`, which gives each trajectory one return.'
         for case in ("fan-out", "truncated-session")
     },
-    ("torchrl", "prompt-drawn-twice"): '`prompt_key="group_id"`; the default is the text of the prompt',
+    (
+        "torchrl",
+        "prompt-drawn-twice",
+    ): 'Run with `prompt_key="group_id"`. The default is the text of the prompt.',
 }
 # What a wrong answer relies on beside the threads of its case.
 WRONG = {
@@ -56,37 +66,46 @@ WRONG = {
         (name, "lone-rollout"): LONE.format("`compute_grpo_outcome_advantage`")
         for name in ("verl", "verl v1")
     },
-    ("agentlightning", "lone-rollout"): LONE.format("verl's estimator, which it calls,"),
+    ("agentlightning", "lone-rollout"): LONE.format("It calls verl's estimator, which"),
     ("trinity-rft", "lone-rollout"): LONE.format("`GRPOGroupedAdvantage`")
-    + "; its comment says that the value is to be checked",
-    ("verl", "masked-row"): "verl-project/verl #6452, open",
-    ("verl v1", "masked-row"): "verl-project/verl #6452, open",
-    ("openrlhf", "masked-row"): "OpenRLHF/OpenRLHF #1239, open",
+    + " A comment in the code says that the value is to be checked.",
+    ("verl", "masked-row"): "verl-project/verl #6452, which is open, reports it.",
+    ("verl v1", "masked-row"): "verl-project/verl #6452, which is open, reports it.",
+    ("openrlhf", "masked-row"): "OpenRLHF/OpenRLHF #1239, which is open, reports it.",
     (
         "verl v1",
         "truncated-session",
-    ): "documented: an agent loop's result is broadcast to the other outputs of "
-    "its session. It is read at the first token in the loss of the last output, which has no such token",
+    ): "It documents that the advantage of the last output is copied to the other outputs of a session. "
+    "The code reads it at the first unmasked token of the last output, and there is none.",
     ("torchrl", "micro-batches"): TOKEN_MEAN.format(
         "`token_mean` is a global masked token mean", "divides by `gradient_accumulation_steps`"
     ),
-    ("torchrl", "ranks"): TOKEN_MEAN.format("`token_mean` is a global masked token mean", "averages ranks"),
+    ("torchrl", "ranks"): TOKEN_MEAN.format(
+        "`token_mean` is a global masked token mean", "averages the gradients of the ranks"
+    ),
     ("rlinf", "micro-batches"): TOKEN_MEAN.format(
         "`token-mean` is a mean over tokens (`get_loss_agg_func`)",
         "divides by the number of micro-batches",
     ),
     ("rlinf", "ranks"): TOKEN_MEAN.format(
-        "`token-mean` is a mean over tokens (`get_loss_agg_func`)", "averages ranks"
+        "`token-mean` is a mean over tokens (`get_loss_agg_func`)", "averages the gradients of the ranks"
     ),
     ("trinity-rft", "micro-batches"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",
-        "is verl's engine, which sums micro-batches, so two micro-batches double the gradient",
+        "is verl's engine, which adds up the micro-batches, so two of them double the gradient",
     ),
     ("trinity-rft", "ranks"): TOKEN_MEAN.format(
-        "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)", "averages ranks"
+        "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",
+        "averages the gradients of the ranks",
     ),
-    ("openrlhf", "step-without-tokens"): "`aggregate_loss` divides by the step's number of tokens, 0",
-    ("ms-swift", "nan-reward"): "`nansum` makes it 0, as huggingface/trl #5902 found and fixed in TRL",
+    (
+        "openrlhf",
+        "step-without-tokens",
+    ): "`aggregate_loss` divides by the number of tokens of the step, which is 0.",
+    (
+        "ms-swift",
+        "nan-reward",
+    ): "`nansum` makes the reward 0. TRL had the same bug and fixed it, see huggingface/trl #5902.",
 }
 
 
@@ -103,17 +122,18 @@ def near(found: Answer, expected: Answer) -> bool:
 def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
     """The verdict, and in words what came out or why."""
     if "not_seen" in answer:
-        return "not seen", answer["not_seen"]
+        return "not seen", f"{answer['not_seen'][:1].upper()}{answer['not_seen'][1:]}."
     if "refused" in answer:
-        return "refused", answer["refused"]
+        cut = len(answer["refused"].partition(": ")[2]) == CUT
+        return "refused", f"Raised `{answer['refused'].strip()}{' …' * cut}`."
     accepted = [answer["found"]] if case.asks == "paths" else case.accepted
     found = answer["other" if case.asks == "paths" else "found"]
-    says = f"by {answer['path']} too" if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
+    says = f"Second path: {answer['path']}." if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
     if any(near(found, expected) for expected in accepted):
         return "right", says
     if (peer, case.name) in DESIGN:
         return "by design", DESIGN[peer, case.name]
-    return "wrong", WRONG.get((peer, case.name), "see the threads above")
+    return "wrong", WRONG.get((peer, case.name), "The threads below report the same bug.")
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:

@@ -34,22 +34,22 @@ VERSION, MAX_STALENESS = 8, 1
 # Why a case is none of a peer's advantage function, by case and peer; "" is all others.
 NOT_SEEN = {
     "stale-group": {
-        "": "the function is given no policy version",
+        "": "its advantage function gets no policy version",
         "trinity-rft": "its `staleness_control` reads from a buffer in Ray, which was not run",
-        "verl v1": "its replay buffer drops by version, in TransferQueue's processes, which were not run",
+        "verl v1": "its replay buffer drops old rows in TransferQueue's processes, which were not run",
     },
     "masked-row": {
-        "torchrl": "`MCAdvantage` reads rewards and no mask",
-        "twinkle-kit": "`GRPOAdvantage` takes rewards and a group size, and no mask",
+        "torchrl": "`MCAdvantage` reads no mask",
+        "twinkle-kit": "`GRPOAdvantage` takes no mask",
     },
     "rejected-row": dict.fromkeys(
         ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf"),
-        "nothing tells its advantage function that a row was rejected; a masked row is another case",
+        "nothing tells its advantage function that a row was rejected",
     ),
-    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, next to one another"},
+    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, one after the other"},
     "fan-out": {
-        "trl": "a completion is one row, however many turns it has",
-        "verl": "an agent loop of several outputs runs in the v1 trainer only",
+        "trl": "a completion is one row, with any number of turns",
+        "verl": "agent loops with several outputs only run in the v1 trainer",
     },
 }
 NOT_SEEN["truncated-session"] = NOT_SEEN["fan-out"]
@@ -759,7 +759,7 @@ def answer(name: str, case: Case) -> dict[str, Any]:
             return {"found": peer.weights(case)}
         if case.asks == "paths":
             if peer.other is None:
-                return {"not_seen": "it has one path"}
+                return {"not_seen": "it has only one path"}
             return {"found": peer.advantages(case), "other": peer.other[1](case), "path": peer.other[0]}
         return {"found": peer.advantages(case)}
     except Exception as error:

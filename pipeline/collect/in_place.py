@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -251,7 +251,7 @@ class GroupReplayBuffer:
         trainer_mode: str,
         trainer_config: Any,
         max_off_policy_threshold: int,
-        max_off_policy_strategy: str,
+        max_off_policy_strategy: Literal["drop", "wait"],
         sampler_kwargs: Mapping[str, Any],
         refill_fn: Any = None,
         poll_interval: float = 2.0,

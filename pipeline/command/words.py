@@ -1,4 +1,4 @@
-"""The words of the command line before Hydra reads them: what needs no task, and what no word can be."""
+"""The arguments of the command line before Hydra reads them: commands without a task, and mistakes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from headrace.pipeline.wording import suggest
 
 ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
-DATED = "outputs/DATE/TIME"  # where files go, unless the words say so
+DATED = "outputs/DATE/TIME"  # the output folder, unless hydra.run.dir is set
 ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
 INSTEAD = {  # what flags of other commands are here
-    "resume": "no flag: the command resumes no run, and a loop of your own does, by state_dict",
+    "resume": "no flag: the command resumes no run; in a loop of your own, use state_dict",
     "list": "headrace recipes",
     "verbose": "hydra.verbose=true",
     "v": "headrace --version",
@@ -45,13 +45,16 @@ INSTEAD = {  # what flags of other commands are here
 
 
 def answer(words: Sequence[str]) -> int | None:
-    """Do what the words ask for where that is no task; the exit status, or None for a task.
+    """Run a command without a task, such as ``headrace recipes``.
 
     Args:
-        words: of the command line.
+        words: the arguments of the command line.
+
+    Returns:
+        The exit status, or None if the arguments ask for a task.
 
     Raises:
-        ConfigError: a name that there is not.
+        ConfigError: unknown name.
     """
     first, alone = words[0] if words else "", len(words) == 1
     if first == "view":
@@ -77,38 +80,40 @@ def answer(words: Sequence[str]) -> int | None:
         print(read_file(first.removesuffix("s"), words[1]))
     elif first == "recipes" and alone:
         print(list_files({name: CONF / "pipeline" / f"{name}.yaml" for name in recipes()}))
-        print("\nheadrace pipeline=NAME runs one, and headrace recipes NAME prints its file.")
+        print("\nheadrace pipeline=NAME uses a recipe, and headrace recipes NAME prints its file.")
     elif first == "stages" and alone:
         for folder, title in (("stage", "stages"), ("criterion", "criteria"), ("term", "token terms")):
             nodes = {path.stem: path for path in sorted((CONF / folder).glob("*.yaml"))}
             print(f"{title}\n{list_files(nodes)}\n")
-        print("headrace stages NAME prints the options of one.")
+        print("headrace stages NAME prints the options of a stage.")
     else:
         return None
     return 0
 
 
 def ready_words(words: Sequence[str]) -> list[str]:
-    """The words as Hydra reads them: flags first, ``~pipeline.stages.NAME`` as its value null.
+    """The arguments as Hydra reads them: flags first, ``~pipeline.stages.NAME`` as its value null.
 
     Raises:
-        ConfigError: a flag or a bare word that means nothing; the message has what may be meant.
+        ConfigError: unknown flag, or an argument without a value; the message suggests what may be meant.
     """
     for at, word in enumerate(words):
         if word.startswith("-"):
             _check_flag(word, words, at)
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; headrace --help says what there is")
+        raise ConfigError(f"{message}; headrace --help lists the options")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
     read, _ = parser.parse_known_intermixed_args(list(words))
     if read.package is not None and not read.cfg:
         meant = f"pipeline={read.package}" if read.package in recipes() else "pipeline=NAME for a recipe"
-        raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help says what there is")
+        raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help lists the options")
     if read.multirun and read.cfg:
-        raise ConfigError("--cfg prints what one job is composed of, and -m runs several: take one of them")
+        raise ConfigError(
+            "--cfg prints the configuration of one job, and -m runs several jobs: take one of them"
+        )
     if read.multirun and not any(map(_has_several_values, read.overrides)):
         raise ConfigError(
             "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2; leave -m "
@@ -118,9 +123,9 @@ def ready_words(words: Sequence[str]) -> list[str]:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(_of_bare_word(word, read.overrides, at))
         if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
-            raise ConfigError(f"{word}: a name is required; headrace --help says which there are")
+            raise ConfigError(f"{word}: a name is required; headrace --help lists the options")
         if re.fullmatch(r"hydra\.(run|sweep)\.dir=(null|''|\"\")?", word):
-            raise ConfigError(f"{word}: a folder is required, where files go; leave it out for {DATED}")
+            raise ConfigError(f"{word}: an output folder is required; leave it out for {DATED}")
     values = [word for word in words if word in read.overrides]
     flags = [word for word in words if word not in read.overrides]
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
@@ -129,7 +134,7 @@ def ready_words(words: Sequence[str]) -> list[str]:
 
 
 def _has_several_values(word: str) -> bool:
-    """Whether a word makes several jobs; one that cannot be read is refused elsewhere."""
+    """Whether an override has several values, so that -m runs several jobs."""
     if word.startswith("hydra.sweeper."):
         return True
     try:
@@ -139,7 +144,7 @@ def _has_several_values(word: str) -> bool:
 
 
 def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
-    """What is wrong with a word without a value, and what may be meant.
+    """What is wrong with an argument without a value, and what may be meant.
 
     Args:
         word: without ``=``.
@@ -149,7 +154,7 @@ def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
     said = f"an option is NAME=VALUE; got {word!r}"
     before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
     if word in ALONE:
-        return f"{said}; headrace {word} is a command of its own, without other words before it"
+        return f"{said}; headrace {word} is a command of its own, without options before it"
     if word in TASKS or word in recipes():
         known = f"{'task' if word in TASKS else 'pipeline'}={word}"
         if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`
@@ -213,7 +218,7 @@ def _check_flag(word: str, words: Sequence[str], at: int) -> None:
     if len(name) > 1 and not meant:
         meant = [f"{other}={value or 'VALUE'}" for other in _option_of(name, words)]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else suggest(flag, SHOWN)
-    raise ConfigError(f"unknown option {flag!r}{hint}; headrace --help says what there is")
+    raise ConfigError(f"unknown option {flag!r}{hint}; headrace --help lists the options")
 
 
 def help_text() -> str:
@@ -222,28 +227,62 @@ def help_text() -> str:
 
 
 def help_of_task(name: str) -> str:
-    """What a task is, its options with their values, and those of the dump that it reads.
+    """What a task does, and its options with their defaults, each as it is typed.
 
     Args:
         name: of the task.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no task of that name.
     """
     path = CONF / "task" / f"{name}.yaml"
     if name not in TASKS or not path.exists():
         hint = suggest(name, TASKS, 1, 0.6)
         raise ConfigError(f"unknown task {name!r}{hint}; choose from {', '.join(TASKS)}")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    said = [line[2:] for line in lines if line.startswith("# ") and "@package" not in line]
-    defaults = lines.index("defaults:")
-    own = [line for line in lines[defaults + 1 :] if line and not line.startswith(("  - ", "task:"))]
-    shown = [f"headrace task={name}", "", *said, "", *own]
-    if "  - /source: dump" in lines:
-        options = (CONF / "source" / "dump.yaml").read_text(encoding="utf-8").splitlines()
-        shown += ["source:", *(f"  {option}" for option in options)]
-    shown += ["", f"headrace --cfg job task={name} prints all, with those of the recipe and the report."]
+    text = path.read_text(encoding="utf-8")
+    said = [line[2:] for line in text.splitlines() if line.startswith("# ") and "@package" not in line]
+    options = options_in(text)
+    for group, file in re.findall(r"^  - /(\w+): (\w+)", text, re.MULTILINE):  # not those with a package
+        more = (CONF / group / f"{file}.yaml").read_text(encoding="utf-8")
+        options += options_in(more, "" if "@package _global_" in more else f"{group}.")
+    options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # others follow these
+    width = min(max((len(f"{option}={value}") for option, value, _ in options), default=0), 44) + 4
+    shown = [f"headrace task={name}", "", *said, "", "Options"]
+    for option, value, comment in options:
+        start = f"  {option}={value}"
+        if len(start) > width - 2 and comment:
+            shown, start = [*shown, start], ""
+        wrapped = textwrap.wrap(comment, max(100 - width, 20)) or [""]
+        shown += [f"{start:{width}}{wrapped[0]}".rstrip(), *(" " * width + line for line in wrapped[1:])]
+    shown += ["", f"headrace --cfg job task={name} also prints the options of the recipe and of the report."]
     return "\n".join(shown)
+
+
+def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
+    """The options of a configuration file: the name in full, the default and the comment of each.
+
+    Args:
+        text: YAML, with nodes as indented lines and values on one line.
+        prefix: of each name.
+
+    Example:
+        >>> options_in("plan:\\n  group_sizes: [2, 4] # to compare\\n", "task.")
+        [('task.plan.group_sizes', '[2,4]', 'to compare')]
+    """
+    options: list[tuple[str, str, str]] = []
+    outer: dict[int, str] = {}  # the nodes around a line, by their indentation
+    for line in text.splitlines():
+        found = re.fullmatch(r"( *)(\w+):(?: ([^#]\S*(?: [^#\s]\S*)*))?(?:\s+# (.*))?", line)
+        if found is None or found[2] in ("defaults", "_target_"):
+            continue
+        indent, name, value, comment = found.groups()
+        outer = {depth: node for depth, node in outer.items() if depth < len(indent)}
+        if value is None:
+            outer[len(indent)] = name
+        else:
+            full = prefix + ".".join([*outer.values(), name])
+            options.append((full, value.replace(", ", ","), comment or ""))
+    return options
 
 
 def read_file(kind: str, name: str) -> str:

@@ -11,12 +11,11 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import has_effect
-from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
 from headrace.transforms.stage import BatchTransform
 
-from .baselines import EpsMode, Formula, Grouped, Scale, advantage_in_groups
+from .baselines import Ddof, EpsMode, Formula, Grouped, Scale, advantage_in_groups
 from .by_turn import Alone
 from .group_relative import require_fit, require_range
 
@@ -109,7 +108,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         baseline: StateBaseline = "mean",
         alone: Alone = "zero",
         scale: Scale = "none",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-6,
         eps_mode: EpsMode = "add",
         **names: Unpack[ColumnNames],
@@ -146,7 +145,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         credit, some = rows.number("advantage"), rows.statistics
         returns = some[RETURN]
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
-        require_rewards(some, returns, siblings_agree=False)
+        some.require_rewards(returns, siblings_agree=False)
         require_range(some, returns, self.formula, rows.dtype(RETURN))
         steps = Grouped(returns, states)
         within = steps.unsorted(advantage_in_groups(steps, self.formula))

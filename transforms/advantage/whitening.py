@@ -16,7 +16,7 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
 
-from .baselines import with_eps
+from .baselines import Ddof, with_eps
 
 WhitenEpsMode = Literal["add", "clamp", "variance"]
 Per = Literal["token", "sample"]
@@ -24,7 +24,12 @@ Per = Literal["token", "sample"]
 
 @takes_options
 def whiten(
-    values: Tensor, weights: Tensor, *, ddof: int = 1, eps: float = 1e-8, eps_mode: WhitenEpsMode = "variance"
+    values: Tensor,
+    weights: Tensor,
+    *,
+    ddof: Ddof = 1,
+    eps: float = 1e-8,
+    eps_mode: WhitenEpsMode = "variance",
 ) -> Tensor:
     """Subtract the weighted mean and divide by the weighted standard deviation.
 
@@ -97,7 +102,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
         self,
         *,
         per: Per = "token",
-        ddof: int = 1,
+        ddof: Ddof = 1,
         eps: float = 1e-8,
         eps_mode: WhitenEpsMode = "variance",
         **names: Unpack[ColumnNames],
