@@ -177,6 +177,7 @@ class RayAssembler:
 
     # -- for the trainer ----------------------------------------------------------------------------
 
+    @takes_options
     def batches(
         self,
         writers: Sequence[Any] = (),
