@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import pickle
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -19,7 +16,7 @@ from torch import Tensor
 
 from headrace.pipeline.installed import import_extra
 from headrace.transforms import BatchError, GroupAssembler, StalledError, StreamWarning
-from headrace.transforms.assembler.arriving import find_columns
+from headrace.transforms.assembler.arriving import columns_to_send
 from headrace.transforms.assembler.pieces import (
     Kinds,
     RowPiece,
@@ -35,11 +32,12 @@ from headrace.transforms.schema import ORIGIN, has_key
 from headrace.transforms.tensordicts import device_of, number_column
 
 from .assembling import Leftovers, check_patience, rest_of
-from .stored_rows import ROW, RowTable, cut_by_group, pack_rows, row_table, rows_of, unpack_rows
+from .stored_rows import cut_by_group, pack_rows, unpack_rows
+from .thin_rows import pack_thin, unpack_thin
 from .workers import WorkerWatch
 
 LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
-KNOWN = 256  # number of row kinds that the actor remembers
+STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
 
 
 def _number(name: str, meaning: str) -> Any:
@@ -101,10 +99,9 @@ class RayAssembler:
         remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
         self._store: Any = None  # the RowStore of this process's node
-        self._like: RowsLike | None = None  # the kind of the last rows that were put
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": None, "_like": None}
+        return self.__dict__ | {"_store": None}
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the actor. Raises the actor's own exception, not Ray's wrapper."""
@@ -143,45 +140,32 @@ class RayAssembler:
         keys = [self._local.group_key, self._local.rollout_key]
         batch = TensorDict({}, batch_size=[0]) if batch is None else batch
         with labels_in_errors(batch, keys):
-            kinds = kinds_of(batch) if isinstance(batch, TensorDictBase) and batch.batch_dims == 1 else None
-            if self._like is None or kinds != self._like.kinds:
-                batch = enter_rows(batch, keys, reader=GroupAssembler.__name__)
-            if not len(batch):
-                self._ask("put", None, None, None, patience)
-            elif not self._send("put", batch, patience):  # the actor does not know this kind yet
-                self._send("put", batch, patience, whole_kind=True)
+            batch = enter_rows(batch, keys, reader=GroupAssembler.__name__)
+            if len(batch):
+                self._send("put", batch, patience)
+            else:
+                self._ask("put", None, None, {}, patience)
 
-    def _send(self, method: str, rows: TensorDictBase, *args: Any, whole_kind: bool = False) -> Any:
+    def _send(self, method: str, rows: TensorDictBase, *args: Any) -> Any:
         """Store rows on this node, and send the columns that the actor reads.
 
         Args:
             method: of the actor.
             rows: at least one, after :func:`enter_rows`.
             args: further arguments of the method.
-            whole_kind: send the kind of the rows, not only its digest.
         """
         rows = rows if device_of(rows).type == "cpu" else rows.cpu()
         kinds = kinds_of(rows)
-        if self._like is None or self._like.kinds != kinds:
-            self._like, whole_kind = self._find(rows, kinds), True
-        like = self._like
-        parts, places = cut_by_group(rows, number_column(rows, self._local.group_key).long().reshape(-1))
-        packed = [pack_rows(part) for part in parts]
-        table = row_table(rows, like.keys, places)
-        return self._keep(method, packed, table, like if whole_kind else like.digest, *args)
-
-    def _find(self, rows: TensorDictBase, kinds: Kinds) -> RowsLike:
-        """Find the columns that the actor reads of such rows."""
         try:
-            found = find_columns(RowPiece(rows, range(len(rows))), self._local._options)
+            columns = columns_to_send(rows, self._local._options)
         except BatchError:
             self._ask("check", kinds)  # raises a better error if they differ from the held rows
             raise
-        keys = [*found.values(), *([ORIGIN] if has_key(rows, ORIGIN) else [])]
-        keys = list(dict.fromkeys(keys))
-        differ = bool(kinds.get(()))  # rows of a lazy stack with different columns equal no other kind
-        digest = None if differ else hashlib.blake2b(pickle.dumps((kinds, keys)), digest_size=12).digest()
-        return RowsLike(kinds, keys, digest)
+        table = TensorDict(columns, batch_size=[len(rows)])
+        if has_key(rows, ORIGIN):
+            table[ORIGIN] = number_column(rows, ORIGIN)
+        parts, table[STORED] = cut_by_group(rows, table[self.group_key].reshape(-1))
+        return self._keep(method, [pack_rows(part) for part in parts], pack_thin(table).numpy(), kinds, *args)
 
     def announce(self, draws: TensorDictBase) -> None:
         """As :meth:`GroupAssembler.announce`."""
@@ -193,6 +177,7 @@ class RayAssembler:
 
     # -- for the trainer ----------------------------------------------------------------------------
 
+    @takes_options
     def batches(
         self,
         writers: Sequence[Any] = (),
@@ -345,10 +330,10 @@ class RayAssembler:
         places = [(piece, arrival) for piece in pieces for arrival in piece.place]
         self._local._check_options(state)
         if not places:
-            self._ask("load", None, None, None, rest, [])
+            self._ask("load", None, None, {}, rest, [])
         else:
             arrivals = [arrival for _, arrival in places]
-            self._send("load", gather(places, {}), rest, arrivals, whole_kind=True)
+            self._send("load", gather(places, {}), rest, arrivals)
 
     def shutdown(self) -> None:
         """End the actor. Its rows are lost."""
@@ -402,17 +387,6 @@ class Writers:
                     self.lost = getattr(err, "cause", None) or err
 
 
-class RowsLike(NamedTuple):
-    """The kind of rows: what all rows of a batch have in common."""
-
-    kinds: Kinds
-    """The dtype, width and device of each column."""
-    keys: list[NestedKey]
-    """The columns that the assembler reads."""
-    digest: bytes | None
-    """A hash of both, by which the actor remembers them; None: this kind equals no other."""
-
-
 class StoredGroups(NamedTuple):
     """Whole groups whose M rows are in Ray's object store."""
 
@@ -462,7 +436,7 @@ class TableAssembler(GroupAssembler):
         return StoredGroups(
             list(known),
             narrowed(torch.tensor([known[part] for part in parts])),
-            narrowed(rows[ROW]),
+            narrowed(rows[STORED][:, 1]),
             narrowed(rows[self.group_key].reshape(-1).long()),
             {key: narrowed(torch.tensor(values)) for key, values in numbers.items()},
             None if stale is None else torch.tensor(stale),
@@ -497,7 +471,6 @@ class AssemblerActor:
 
     def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
         self.assembler, self.max_ready = TableAssembler(**options), max_ready
-        self.known: OrderedDict[bytes, RowsLike] = OrderedDict()
         self.stored: dict[bytes, asyncio.Future[list[Any]]] = {}
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
@@ -519,51 +492,30 @@ class AssemblerActor:
         """Receive the references of a ticket from a RowStore."""
         self.stored.setdefault(ticket, asyncio.get_running_loop().create_future()).set_result(parts)
 
-    async def _parts_of(self, ticket: bytes | None) -> list[Any]:
-        """Wait for the references of a ticket."""
+    async def _stored(self, ticket: bytes | None, table: Any) -> tuple[TensorDict, list[Any]]:
+        """The table of rows, and the reference to the part of each row, after waiting for it."""
         if ticket is None:
-            return []
+            return TensorDict({}, batch_size=[0]), []
         parts = await self.stored.setdefault(ticket, asyncio.get_running_loop().create_future())
         del self.stored[ticket]
-        return parts
+        rows = unpack_thin(torch.from_numpy(table))
+        return rows, [parts[part] for part in rows[STORED][:, 0].tolist()]
 
     async def check(self, kinds: Kinds) -> None:
         """Refuse rows of these kinds if they cannot be joined with the held rows."""
         if self.assembler.held:
             check_kinds(self.assembler._kinds, kinds)
 
-    def like(self, sent: RowsLike | bytes | None) -> RowsLike | None:
-        """The kind that a writer sent, or that of a digest; None if the digest is unknown."""
-        if isinstance(sent, RowsLike) and sent.digest is not None:
-            self.known[sent.digest] = sent
-            while len(self.known) > KNOWN:
-                self.known.popitem(last=False)
-        return sent if isinstance(sent, RowsLike) else self.known.get(sent or b"")
-
-    async def put(
-        self,
-        ticket: bytes | None,
-        table: RowTable | None,
-        kind: RowsLike | bytes | None,
-        patience: float | None,
-    ) -> bool:
+    async def put(self, ticket: bytes | None, table: Any, kinds: Kinds, patience: float | None) -> None:
         """Put rows, after waiting for room.
 
         Args:
             ticket: of the references to the rows; None without rows.
-            table: the columns that are read; None without rows.
-            kind: the kind of the rows, or its digest.
+            table: the columns that are read, packed; None without rows.
+            kinds: of all columns of the rows.
             patience: seconds to wait for room.
-
-        Returns:
-            False if the digest is unknown. The rows are not taken in then.
         """
-        parts = await self._parts_of(ticket)
-        rows, holds, like = TensorDict({}, batch_size=[0]), [], self.like(kind)
-        if table is not None:
-            if like is None:
-                return False
-            rows, holds = rows_of(table, like.keys), [parts[part] for part in table.part.tolist()]
+        rows, holds = await self._stored(ticket, table)
         async with self.changed:
             if not await self._until(lambda: self.most is None or self.assembler.ready < self.most, patience):
                 raise self.assembler.stalled(f"The trainer has taken no batch for {patience:g} s")
@@ -573,7 +525,7 @@ class AssemblerActor:
                 self.stall = None
                 with warnings.catch_warnings(record=True) as caught:  # no other coroutine runs meanwhile
                     warnings.simplefilter("always", StreamWarning)
-                    self.assembler._put(rows, like.kinds if like else {}, holds)
+                    self.assembler._put(rows, kinds, holds)
                 self.warnings += [each.message for each in caught if isinstance(each.message, Warning)]
                 self.workers.saw(rows, self.assembler)
             except StalledError as err:  # concerns the stream, not this batch: raised in the trainer, too
@@ -584,7 +536,6 @@ class AssemblerActor:
                 self.workers.check(self.assembler)
             except StalledError as err:  # about another worker: raised only in the trainer
                 self.silent = err
-        return True
 
     async def take(self, n: int | None, patience: float) -> tuple[StoredGroups | None, int]:
         """Take groups, if there are enough in time. Also returns the number of puts."""
@@ -649,17 +600,13 @@ class AssemblerActor:
     async def load(
         self,
         ticket: bytes | None,
-        table: RowTable | None,
-        like: RowsLike | None,
+        table: Any,
+        kinds: Kinds,
         state: Mapping[str, Any],
         arrivals: Sequence[int],
-    ) -> bool:
+    ) -> None:
         """Restore a state, whose rows are stored again."""
-        parts, pieces = await self._parts_of(ticket), []
-        if table is not None and like is not None:
-            holds = [parts[part] for part in table.part.tolist()]
-            pieces = [RowPiece(rows_of(table, like.keys), arrivals, holds)]
+        rows, holds = await self._stored(ticket, table)
         async with self.changed:
             self.changed.notify_all()
-            self.assembler._load(state, pieces, like.kinds if like else {})
-        return True
+            self.assembler._load(state, [RowPiece(rows, arrivals, holds)] if holds else [], kinds)

@@ -11,10 +11,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline.installed import import_extra
 from headrace.transforms import GroupAssembler
-from headrace.transforms.assembler.arriving import find_columns
-from headrace.transforms.assembler.pieces import RowPiece
+from headrace.transforms.assembler.arriving import columns_to_send
 from headrace.transforms.entry import enter_rows
-from headrace.transforms.tensordicts import parts_of
 
 INDEX = ("headrace", "queue_index")  # TransferQueue's number of a row
 TAG = "headrace"  # the entry of a tag with the columns that the assembler reads
@@ -43,12 +41,10 @@ def group_tags(batch: TensorDictBase, assembler: GroupAssembler) -> list[dict[st
     rows = enter_rows(batch, keys, reader="group_tags")
     if not len(rows):
         return []
-    found = find_columns(RowPiece(rows, range(len(rows))), assembler._options)
-    columns = {}
-    for key in dict.fromkeys(found.values()):
-        column = torch.cat([entry.reshape(-1) for entry in parts_of(rows, key) or []])
-        name = key if isinstance(key, str) else ".".join(key)
-        columns[name] = column.view(len(rows), -1).squeeze(1).tolist()
+    columns = {
+        key if isinstance(key, str) else ".".join(key): column.squeeze(1).tolist()
+        for key, column in columns_to_send(rows, assembler._options).items()
+    }
     return [{TAG: [[name, column[row]] for name, column in columns.items()]} for row in range(len(rows))]
 
 

@@ -1,7 +1,4 @@
-"""Pack rows into flat arrays, which are stored and sent without a copy of each tensor.
-
-The columns that an assembler in another process reads are packed separately, as a table of few bytes per row.
-"""
+"""Pack rows into flat arrays, which are stored and sent without a copy of each tensor."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import (
     LazyStackedTensorDict,
-    NestedKey,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -21,18 +16,14 @@ from tensordict import (
 )
 from torch import Tensor
 
-from headrace.transforms.assembler.pieces import narrowed
 from headrace.transforms.tensordicts import (
     as_texts,
     listed,
     of_columns,
-    parts_of,
     stack_of_rows,
     take_rows,
-    write_column,
 )
 
-ROW = ("headrace", "stored_row")  # the index of a row in its part
 MOST_PARTS = 16  # largest number of parts of one put
 LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
 
@@ -162,68 +153,6 @@ def _rows(columns: Mapping[str, Any], count: int, device: torch.device | None) -
     return [of_columns(row, [], device) for row in made]
 
 
-# -- the columns that an assembler reads --------------------------------------------------------------------
-
-
-class RowTable(NamedTuple):
-    """A few numbers for each of N rows."""
-
-    size: int
-    columns: list[tuple[str, bytes]]
-    """For each key: NumPy's character of the dtype, and the bytes. Both sides know the keys."""
-    part_bytes: tuple[str, bytes]
-    """The index of the part of each row, in the same form."""
-    row_bytes: tuple[str, bytes]
-    """The index of each row in its part, in the same form."""
-
-    @property
-    def part(self) -> Tensor:
-        """(N,) int, the index of the part of each row."""
-        return _numbers(*self.part_bytes)
-
-
-def row_table(rows: TensorDictBase, keys: Sequence[NestedKey], places: Tensor) -> RowTable:
-    """Pack columns of numbers. Integers use the smallest dtype that holds them.
-
-    Args:
-        rows: TensorDict ``[N]``, N ≥ 1, dense or a lazy stack.
-        keys: of existing columns.
-        places: (2, N) int64, from :func:`cut_by_group`.
-
-    Example:
-        >>> rows = TensorDict({"group_id": torch.tensor([4, 4])}, batch_size=[2])
-        >>> table = row_table(rows, ["group_id"], torch.tensor([[0, 0], [0, 1]]))
-        >>> len(table.columns[0][1]), rows_of(table, ["group_id"])["group_id"].tolist()
-        (2, [4, 4])
-    """
-    found = (torch.cat([entry.reshape(-1) for entry in parts_of(rows, key) or []]) for key in keys)
-    return RowTable(
-        len(rows), [_bytes_with_dtype(column) for column in found], *map(_bytes_with_dtype, places)
-    )
-
-
-def rows_of(table: RowTable, keys: Sequence[NestedKey]) -> TensorDict:
-    """Restore the columns of :func:`row_table`, with the column ROW."""
-    rows = TensorDict({}, batch_size=[table.size])
-    for key, packed in zip((*keys, ROW), (*table.columns, table.row_bytes), strict=True):
-        column = _numbers(*packed)
-        write_column(rows, key, column if len(column) == table.size else column.view(table.size, -1))
-    return rows
-
-
-def _bytes_with_dtype(column: Tensor) -> tuple[str, bytes]:
-    if column.is_floating_point():
-        column = column.double()
-    elif column.dtype is not torch.bool:
-        column = narrowed(column.long())
-    array = column.detach().numpy()
-    return array.dtype.char, array.tobytes()
-
-
-def _numbers(dtype: str, data: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(data), dtype))
-
-
 def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
     """Cut rows into parts of whole groups: one group per part, or several if groups are many or small.
 
@@ -233,22 +162,20 @@ def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBa
 
     Returns:
         - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
-        - (2, N) int64: the index of each row's part, and of the row in its part.
+        - (N, 2) int64: the index of each row's part, and of the row in its part.
 
     Example:
         >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
         >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
         >>> [len(part) for part in parts], places.tolist()
-        ([2, 1], [[0, 1, 0], [0, 0, 1]])
+        ([2, 1], [[0, 0], [1, 0], [0, 1]])
     """
     names, own = group.unique(return_inverse=True)
-    count = min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES)
-    if count <= 1:
-        return [rows], torch.stack([torch.zeros_like(own), torch.arange(len(own))])
+    count = max(1, min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES))
     part = own * count // len(names)
-    places, parts = torch.stack([part, part]), []
-    for number in range(int(part.max()) + 1):
+    places, parts = torch.stack([part, part], 1), []
+    for number in range(count):
         members = (part == number).nonzero().flatten()
-        places[1, members] = torch.arange(len(members))
-        parts.append(take_rows(rows, members, on_cpu=members, shared=True))
+        places[members, 1] = torch.arange(len(members))
+        parts.append(rows if count == 1 else take_rows(rows, members, on_cpu=members, shared=True))
     return parts, places

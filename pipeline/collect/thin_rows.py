@@ -87,9 +87,7 @@ class ColumnsRead(NamedTuple):
 
 
 def pack_thin(rows: TensorDictBase) -> Tensor:
-    """Pack columns of numbers into (B,) uint8, compressed.
-
-    Integers use the smallest dtype that holds them. Columns with few distinct values store these once.
+    """Pack columns of numbers into (B,) uint8: integers in the smallest dtype that holds them, compressed.
 
     Args:
         rows: TensorDict ``[N]``, N ≥ 1, dense.
@@ -102,30 +100,18 @@ def pack_thin(rows: TensorDictBase) -> Tensor:
     header, data = [], []
     for key in rows.keys(include_nested=True, leaves_only=True):
         column = rows.get(key).detach().cpu()
-        parts = [_packed(part) for part in column.reshape(len(rows), -1).unbind(1)]
+        narrow = column
+        if column.dtype in (torch.float16, torch.bfloat16):
+            narrow = column.float()
+        elif column.numel() and not column.is_floating_point() and column.dtype is not torch.bool:
+            narrow = narrowed(column)
+        array = narrow.reshape(len(rows), -1).T.numpy()  # by column, which compresses better
         dtype, path = str(column.dtype).removeprefix("torch."), [key] if isinstance(key, str) else list(key)
-        arrays = [[values.dtype.char, len(values), len(index)] for values, index in parts]
-        header.append([path, dtype, list(column.shape[1:]), arrays])
-        data += [array.tobytes() for part in parts for array in part]
+        header.append([path, dtype, list(column.shape[1:]), array.dtype.char, array.size])
+        data.append(array.tobytes())
     head = json.dumps([len(rows), header], allow_nan=False).encode()
     packed = zlib.compress(b"".join([len(head).to_bytes(4, "big"), head, *data]), 1)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def _packed(column: Tensor) -> tuple[Any, Any]:
-    """The values of (N,). If few are distinct: these, and the index of each row's value."""
-    if column.dtype in (torch.float16, torch.bfloat16):
-        column = column.float()
-    elif not column.is_floating_point() and column.dtype is not torch.bool:
-        column = narrowed(column)
-    array = np.ascontiguousarray(column.numpy())
-    bits = array.view(f"u{array.itemsize}")  # compare bits, so that NaN equals NaN and −0 differs from 0
-    distinct, index = np.unique(bits, return_inverse=True)
-    if len(distinct) == 1:
-        return array[:1], np.empty(0, "u1")
-    if len(distinct) <= 256 and len(distinct) * array.itemsize + len(array) < array.nbytes:
-        return distinct.view(array.dtype), index.astype("u1")
-    return array, np.empty(0, "u1")
 
 
 def unpack_thin(packed: Tensor) -> TensorDict:
@@ -134,15 +120,9 @@ def unpack_thin(packed: Tensor) -> TensorDict:
     at = 4 + int.from_bytes(data[:4], "big")
     size, header = json.loads(data[4:at])
     rows = TensorDict({}, batch_size=[size])
-    for path, dtype, shape, parts in header:
-        columns = []
-        for char, count, indices in parts:
-            values = np.frombuffer(data, char, count, at)
-            at += values.nbytes
-            index = np.frombuffer(data, "u1", indices, at)
-            at += indices
-            columns.append(values[index] if indices else np.broadcast_to(values, size))
-        column = np.stack(columns, 1) if columns else np.empty((size, 0), "f4")
-        wide = torch.from_numpy(column).to(getattr(torch, dtype)).view(size, *shape)
-        write_column(rows, path[0] if len(path) == 1 else tuple(path), wide)
+    for path, dtype, shape, char, count in header:
+        array = np.frombuffer(data, char, count, at).reshape(-1, size).T
+        at += array.nbytes
+        column = torch.from_numpy(array.copy()).to(getattr(torch, dtype)).view(size, *shape)
+        write_column(rows, path[0] if len(path) == 1 else tuple(path), column)
     return rows

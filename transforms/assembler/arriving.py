@@ -8,7 +8,8 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
 
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
 from headrace.transforms.ids import as_ids
@@ -25,7 +26,7 @@ from headrace.transforms.tensordicts import read_packed
 
 from .lost import follow, lose, lose_behind
 from .open_groups import Key, Rollout, Row
-from .pieces import READER, RowPiece
+from .pieces import READER, WIDTHS, RowPiece
 from .stream import DUPLICATE, LATE, LOST, StreamPlan
 
 GROUP_NAMES = ("partition", "group", "expected")
@@ -99,13 +100,24 @@ def find_columns(
             keys["origin"] = existing(ORIGIN) if options["in_order"] else None
     found = {name: key for name, key in keys.items() if key is not None}
     for name, key in found.items():
-        dtype = piece.numbers(key, name, _width(name))[0].dtype
+        dtype = piece.numbers(key, name).dtype
         if name in ("done", "begins"):
             if dtype is not torch.bool:
                 raise BatchError(f"{READER} needs one bool per row in {key!r} ({name}_key); found {dtype}")
         elif name != "reward":
             as_ids(torch.empty(1, dtype=dtype), str(key))
     return found
+
+
+def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[NestedKey, Tensor]:
+    """The columns that :func:`arriving_rows` reads of N ≥ 1 rows, (N, K) each, for another process.
+
+    Raises:
+        MissingKeyError, BatchError: as :func:`find_columns`.
+    """
+    piece = RowPiece(rows, range(len(rows)))
+    found = find_columns(piece, options)
+    return {key: piece.numbers(key, name).view(len(rows), -1) for name, key in found.items()}
 
 
 def arriving_rows(
@@ -124,12 +136,10 @@ def arriving_rows(
     Raises:
         BatchError: an id is missing, or a status is unknown.
     """
-    entries = [piece.numbers(key, name, _width(name)) for name, key in found.items()]
-    columns = [parts[0] if len(parts) == 1 else torch.cat([e.reshape(-1) for e in parts]) for parts in entries]
+    columns = [piece.numbers(key, name) for name, key in found.items()]
     if any(column.device.type != "cpu" for column in columns):
         columns = read_packed(columns)
-    values = (column.reshape(-1).tolist() for column in columns)
-    read: dict[str, Any] = dict(zip(found, values, strict=True))
+    read: dict[str, Any] = {name: column.tolist() for name, column in zip(found, columns, strict=True)}
     for name in ("partition", "group", "rollout", "segment", "status", "ends"):
         values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
         if values and (min(values) < low or max(values) > high):
@@ -139,12 +149,7 @@ def arriving_rows(
     defaults = DEFAULTS | {"expected": group_size}
     rows = zip(*(read.get(name) or repeat(defaults[name]) for name in Row._fields))  # noqa: B905
     numbers = iter(read.get("origin", ()))
-    return map(Row._make, rows), dict(zip(piece.place, map(Origin._make, zip(*[numbers] * _width("origin")))))  # noqa: B905
-
-
-def _width(name: str) -> int:
-    """Numbers per row of a column."""
-    return len(Origin._fields) if name == "origin" else 1
+    return map(Row._make, rows), dict(zip(piece.place, map(Origin._make, zip(*[numbers] * WIDTHS["origin"]))))  # noqa: B905
 
 
 def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:

@@ -19,7 +19,7 @@ from tensordict import (
 from torch import Tensor
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.schema import read_column
+from headrace.transforms.schema import Origin, read_column
 from headrace.transforms.tensordicts import (
     deep_copy,
     device_of,
@@ -34,6 +34,7 @@ from headrace.transforms.tensordicts import (
 )
 
 READER = "GroupAssembler"
+WIDTHS = {"origin": len(Origin._fields)}  # numbers per row of a column, if not one
 Kinds = dict[tuple[str, ...], tuple[Any, ...]]
 """The kind of each column, by its path. The path () marks a lazy stack."""
 
@@ -53,18 +54,20 @@ class RowPiece:
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
         """The index in the batch of each held row, by its arrival."""
 
-    def numbers(self, key: NestedKey, name: str, width: int = 1) -> list[Tensor]:
-        """Read a column with `width` numbers per row: one tensor, or one per row of a lazy stack.
+    def numbers(self, key: NestedKey, name: str) -> Tensor:
+        """(n · K,) the numbers of a column, K = 1 per row except for `WIDTHS`; where the batch is.
 
         Raises:
             MissingKeyError: the column is missing.
             BatchError: it has another number of values per row.
         """
-        entries = parts_of(self.batch, key)
-        size = width * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
-        if entries and all(isinstance(entry, Tensor) and entry.numel() == size for entry in entries):
-            return entries
-        return [read_column(self.batch, key, reader=READER, option=f"{name}_key")]  # raises
+        parts = parts_of(self.batch, key)
+        size = WIDTHS.get(name, 1) * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
+        if parts and all(isinstance(part, Tensor) and part.numel() == size for part in parts):
+            return (
+                parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+            )
+        return read_column(self.batch, key, reader=READER, option=f"{name}_key")  # raises
 
     def own(self) -> None:
         """Copy the rows, because collectors reuse their memory."""
