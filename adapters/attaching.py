@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from headrace.pipeline import Pipeline, Run
 from headrace.pipeline.decision import pipeline_of
 
+from .before_rollouts import require_columns, scale_words
+
 OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
 
 Trainer = TypeVar("Trainer")
@@ -15,6 +17,7 @@ Trainer = TypeVar("Trainer")
 
 def log_run(trainer: Any, run: Run) -> None:
     """Keep what the recipe made of a batch, and log its metrics among the trainer's own."""
+    run.step = trainer.state.global_step
     trainer.last_run = run
     logged = trainer._metrics["train" if trainer.model.training else "eval"]
     for name, value in run.metrics.items():
@@ -29,8 +32,8 @@ def attach(
     Its class becomes a subclass of its own, so that what the trainer does else, and what a subclass of yours
     does, stays. `trainer.pipeline` is the recipe; it may be changed between steps, and one that remembers
     something has its state there: `trainer.pipeline.state_dict()`. `trainer.last_run` is the last batch's
-    :class:`Run`, with its report; its metrics are logged among the trainer's own, under ``headrace/``.
-    Several reward functions are as many columns of rewards.
+    :class:`Run`, and its report has the trainer's global step. Its metrics are logged among the trainer's
+    own, under ``headrace/``. Several reward functions are as many columns of rewards.
 
     Args:
         trainer: a ``GRPOTrainer``, before ``train()``.
@@ -46,6 +49,7 @@ def attach(
         TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
         ValueError: the trainer has a recipe already, weighs rewards itself, or a pipeline comes with options.
         ConfigError: as :func:`load_pipeline`.
+        MissingKeyError: the recipe reads a column that the trainer does not have.
 
     Example:
         >>> try:
@@ -69,8 +73,12 @@ def attach(
     if rewards > 1 and not isinstance(recipe, Pipeline) and not said:
         overrides = (f"pipeline.stages.collapse.columns={rewards}", *overrides)
     set_here = "scale" in options or "advantage" in (options.get("stages") or {})
-    if recipe in (None, "as/trl") and not (set_here or "advantage.scale" in str(overrides)):
-        overrides = (scale_of(trainer), *overrides)
+    if not (isinstance(recipe, Pipeline) or set_here):
+        scale = getattr(trainer, "scale_rewards", "group")
+        found_scale = scale_words(scale, recipe, OBJECTS[found[0]], overrides)
+        if found_scale:
+            refuse_separate_rewards(trainer)
+        overrides = (*found_scale, *overrides)
     pipeline = pipeline_of(recipe or OBJECTS[found[0]], *overrides, **options)
     if (trainer.reward_weights != 1).any():  # type: ignore[attr-defined]
         weights = f"[{','.join(f'{float(each):g}' for each in trainer.reward_weights)}]"  # type: ignore[attr-defined]
@@ -78,17 +86,19 @@ def attach(
             "the recipe weighs rewards: remove reward_weights from the trainer, and give attach "
             f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={weights}'"
         )
-    mixin = import_module(f"headrace.adapters.{found[0]}").RecipeAdvantages
+    adapter = import_module(f"headrace.adapters.{found[0]}")
+    require_columns(pipeline, adapter.COLUMNS, found[0], rewards=rewards, of_tokens=adapter.OF_TOKENS)
+    mixin = adapter.RecipeAdvantages
     trainer.__class__ = type(type(trainer).__name__, (mixin, type(trainer)), {})
     trainer.pipeline = pipeline  # type: ignore[attr-defined]
     return trainer
 
 
-def scale_of(trainer: Any) -> str:
-    """The override with which the trainer's own recipe scales advantages as the trainer is set to.
+def refuse_separate_rewards(trainer: Any) -> None:
+    """Refuse a trainer that normalizes each reward before it adds them up, which the default recipe does not.
 
     Raises:
-        ValueError: the trainer normalizes each reward before it adds them up, which is another recipe.
+        ValueError: it does.
     """
     together = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
     if together != "sum_then_normalize":
@@ -96,5 +106,3 @@ def scale_of(trainer: Any) -> str:
             f"the default recipe adds rewards up before it normalizes them, and the trainer has "
             f"multi_objective_aggregation={together!r}: name a recipe, attach(trainer, 'gdpo')"
         )
-    scale = str(getattr(trainer, "scale_rewards", "group"))
-    return f"pipeline.stages.advantage.scale={ {'True': 'group', 'False': 'none'}.get(scale, scale) }"

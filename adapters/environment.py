@@ -18,6 +18,8 @@ from headrace.pipeline.decision import refuse_state
 from headrace.pipeline.halves import before_the_cut, part_of
 from headrace.transforms import MissingKeyError, TokenAdvantage
 
+from .before_rollouts import require_columns, scale_words
+
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"
 Part = Literal["advantages", "rows", "whole"]
 
@@ -44,6 +46,37 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
         >>> del os.environ["HEADRACE_OVERRIDES"]
     """
     return _decider(default, words).pipeline
+
+
+def check_recipe(
+    default: str,
+    hook: str,
+    columns: Sequence[str],
+    *,
+    of_tokens: bool = False,
+    part: Part = "advantages",
+) -> None:
+    """Refuse, before any rollout, a recipe of the environment that is unknown or does not fit a hook.
+
+    Args:
+        default: see :func:`recipe_of_environment`.
+        hook: name of the trainer, for the message.
+        columns: those that the hook has, see :func:`require_columns`.
+        of_tokens: see :func:`require_columns`.
+        part: see :func:`decide_here`.
+
+    Raises:
+        ConfigError, ValueError: see :func:`recipe_of_environment`.
+        MissingKeyError: the recipe reads another column.
+    """
+    with options_are_words():
+        require_columns(_decider(default, (), part).pipeline, columns, hook, of_tokens=of_tokens)
+
+
+def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
+    """The override that gives the default recipe the trainer's scale, see :func:`scale_words`."""
+    overrides = shlex.split(os.environ.get(OVERRIDES, ""))
+    return scale_words(trainers, os.environ.get(RECIPE), default, overrides)
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:

@@ -13,14 +13,16 @@ import torch
 
 from headrace.transforms import Status
 
-from .environment import decide_here, recipe_of_environment
+from .environment import check_recipe, decide_here
+
+COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "reward", "tokens", "status")
 
 
 def replace_advantages() -> None:
     """Let OpenRLHF's experience maker take its advantages from the recipe of the environment."""
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
-    recipe_of_environment("as/openrlhf")  # a wrong name fails here, before any rollout
+    check_recipe("as/openrlhf", "OpenRLHF", COLUMNS)
     RemoteExperienceMaker.compute_advantages_and_returns = compute_advantages_and_returns
 
 

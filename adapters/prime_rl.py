@@ -15,9 +15,10 @@ from tensordict import TensorDict
 
 from headrace.pipeline import advantages_of
 
-from .environment import recipe_of_environment
+from .environment import check_recipe, recipe_of_environment
 
-recipe_of_environment("as/prime_rl")  # a wrong name fails here, before any rollout
+COLUMNS = ("group_id", "rollout_id", "episode_id", "role", "reward", "tokens")
+check_recipe("as/prime_rl", "prime-rl", COLUMNS, of_tokens=True)
 
 
 class RecipeAlgorithm(Algorithm):

@@ -14,8 +14,9 @@ import torch
 from headrace.pipeline import Decision
 from headrace.transforms import BatchError, Status
 
-from .environment import Part, decide_here
+from .environment import Part, decide_here, scale_here
 
+COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "status", "reward", "tokens", "length")
 Rewards = tuple[list[float], list[float]]
 """Those of the samples, and what the trainer takes for advantages."""
 
@@ -37,7 +38,8 @@ def decide_samples(
         "tokens": [sum(map(bool, mask)) for mask in masks],
         "length": [s.response_length for s in samples],
     }
-    decision = decide_here("as/slime", columns, *words, part=part)
+    scale = scale_here("as/slime", getattr(args, "grpo_std_normalization", True))
+    decision = decide_here("as/slime", columns, *scale, *words, part=part)
     for sample, trains in zip(samples, decision.keep.tolist(), strict=True):
         sample.remove_sample = not trains  # the trainer zeroes its loss mask
     return columns["reward"], decision

@@ -14,15 +14,20 @@ from typing import Any
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_advantage_estimator
 from torch import Tensor
 
-from .environment import advantages_by_uid, recipe_of_environment
+from .environment import advantages_by_uid, check_recipe, scale_here
 
-recipe_of_environment("as/skyrl")  # a wrong name fails here, before any rollout
+check_recipe("as/skyrl", "SkyRL", ["group_id", "rollout_id", "reward", "tokens"], of_tokens=True)
 
 
 @register_advantage_estimator("headrace")
 def estimate_advantages(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[Any], **others: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Any],
+    grpo_norm_by_std: bool = True,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
-    advantages = advantages_by_uid("as/skyrl", token_level_rewards, response_mask, index)
+    words = scale_here("as/skyrl", grpo_norm_by_std)
+    advantages = advantages_by_uid("as/skyrl", token_level_rewards, response_mask, index, *words)
     return advantages, advantages

@@ -13,9 +13,10 @@ from torchtitan.config import Configurable
 
 from headrace.transforms import Status
 
-from .environment import decide_here, recipe_of_environment
+from .environment import check_recipe, decide_here, scale_here
 
-recipe_of_environment("as/tinker")  # a wrong name fails here, before any rollout
+check_recipe("as/tinker", "torchtitan", ["group_id", "rollout_id", "status", "reward", "tokens"])
+LIKE_TORCHTITAN = ("pipeline.stages.advantage.ddof=0", "pipeline.stages.advantage.eps=1e-6")
 
 
 class RecipeEstimator(Configurable):
@@ -23,7 +24,9 @@ class RecipeEstimator(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """No options: the environment names the recipe."""
+        """The environment names the recipe. The option is that of torchtitan's own estimator."""
+
+        should_std_normalize: bool = False
 
     def __init__(self, config: Config):
         self.config = config
@@ -38,7 +41,10 @@ class RecipeEstimator(Configurable):
             "reward": [rollout.reward for rollout in rollouts],
             "tokens": [sum(len(turn.completion_token_ids) for turn in rollout.turns) for rollout in rollouts],
         }
-        return decide_here("as/tinker", columns).advantage.tolist()
+        words = scale_here("as/tinker", self.config.should_std_normalize)
+        if words and self.config.should_std_normalize:
+            words += LIKE_TORCHTITAN
+        return decide_here("as/tinker", columns, *words).advantage.tolist()
 
 
 def status_of(status: Any) -> int:

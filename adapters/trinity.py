@@ -14,9 +14,10 @@ from trinity.buffer.operators import ExperienceOperatorV1
 
 from headrace.transforms import Status
 
-from .environment import decide_here, recipe_of_environment
+from .environment import check_recipe, decide_here
 
-recipe_of_environment("as/verl")  # a wrong name fails here, before any rollout
+COLUMNS = ("group_id", "rollout_id", "turn", "status", "reward", "tokens", "length")
+check_recipe("as/verl", "Trinity-RFT", COLUMNS)
 
 
 class RecipeOperator(ExperienceOperatorV1):

@@ -8,7 +8,6 @@ is replaced, for this estimator alone: its keys, ``{uid}_{session}_{index}``, sa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,23 +18,18 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 from headrace.pipeline import advantages_of
 
-from .environment import OVERRIDES, RECIPE, advantages_by_uid, recipe_of_environment
+from .environment import advantages_by_uid, check_recipe, recipe_of_environment, scale_here
 
 try:
     from verl.trainer.ppo.v1 import trainer_base
 except ImportError:  # it needs TransferQueue, which the older trainer does without
     trainer_base = None
 
-recipe_of_environment("as/verl")  # a wrong name fails here, before any rollout
+# Only the v1 trainer has `expected_rollouts`.
+check_recipe(
+    "as/verl", "verl", ["group_id", "rollout_id", "expected_rollouts", "reward", "tokens"], of_tokens=True
+)
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
-
-
-def scale_of(by_std: bool) -> tuple[str, ...]:
-    """The override with which verl's own recipe follows norm_adv_by_std_in_grpo; others have a scale."""
-    own = os.environ.get(RECIPE, "as/verl") == "as/verl" and "advantage.scale" not in os.environ.get(
-        OVERRIDES, ""
-    )
-    return ("pipeline.stages.advantage.scale=none",) if own and not by_std else ()
 
 
 @register_adv_est("headrace")
@@ -48,7 +42,9 @@ def estimate_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (N, T) where each row is a rollout and `index` its group."""
     by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
-    advantages = advantages_by_uid("as/verl", token_level_rewards, response_mask, index, *scale_of(by_std))
+    advantages = advantages_by_uid(
+        "as/verl", token_level_rewards, response_mask, index, *scale_here("as/verl", by_std)
+    )
     return advantages, advantages
 
 
@@ -71,7 +67,7 @@ def compute_advantage_of_sessions(
         [len(order)],
         device=mask.device,
     )
-    words = (LAST, *scale_of(others.get("norm_adv_by_std_in_grpo", True)))
+    words = (LAST, *scale_here("as/verl", others.get("norm_adv_by_std_in_grpo", True)))
     found = advantages_of(recipe_of_environment("as/verl", *words), batch).advantage
     advantages = mask.new_zeros(mask.shape, dtype=found.dtype)
     advantages[order] = found * mask[order]

@@ -36,10 +36,10 @@ The rows are shuffled, one for each rollout, in groups of 8. All lines give the 
 - TRL: a reshape. The rows must be in the order of their groups, and all groups of one size.
 - verl, vectorised: sums by uid. verl's own trainer has text uids.
 - verl, loop; miles; rllm: loops in Python over the groups.
-- MCAdvantage: TorchRL's transform, which also waits until groups are whole.
+- MCAdvantage: a transform of TorchRL, which also waits until groups are whole.
 
-TorchRL's code is its own. We wrote the others from the documentation of each framework. They check
-nothing."""
+MCAdvantage is TorchRL's own code. We wrote the other lines from the documentation of each framework, and
+they check nothing."""
 
 
 def trl(rewards: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-AROUND = """The first column is the time of the formula in plain torch, if there is one. The second is
-the time of headrace: divided by that of the formula ("over …"), or in the unit of the line ("in …")."""
+AROUND = """The first column is the time of the formula in plain torch; "not measured" if there is none. The
+second is the time of headrace: divided by that of the formula ("over …"), or in the unit that the line
+names ("in …")."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:

@@ -40,6 +40,7 @@ OPTIONS = {
     "importance_weight": "importance_key",
     "loss_weight": "weight_key",
 }
+OF_TOKENS = "advantage of tokens"  # (N, 2): the mean of a row's advantages, and the sum of their sizes
 TEXTS = ("prompt", "response", "ground_truth", "other_columns", "group_label", "rollout_label")
 NUMBERS = ("reward", "status", "policy_version", "expected_rollouts", "logged_advantage")  # as collected
 

@@ -99,7 +99,7 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
     if os.environ.get("HEADRACE_TRACE") == "1":
         raise err
     said = str(err) if isinstance(err, RuntimeError) else repr(err)
-    hint = "This was not foreseen; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
+    hint = "This error was not expected; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
     text = paragraph_of(err) if expected else f"{said}\n{hint}"
     lines = Text(printable(text, keep="\n"))  # no words in it are markup, or emoji such as :100:
     Console(stderr=True).print(Text("headrace: ", "bold red").append_text(lines), soft_wrap=True)
@@ -115,13 +115,15 @@ def paragraph_of(err: Exception) -> str:
         return explain_composition(err, words, "config")
     if isinstance(err, FileExistsError) and err.errno is not None:
         return (
-            f"{err.filename}: a file is there, and a folder is required. hydra.run.dir=FOLDER (with -m "
-            "hydra.sweep.dir=FOLDER) is where files go"
+            f"{err.filename}: this is a file, and a folder is required. hydra.run.dir=FOLDER (with -m "
+            "hydra.sweep.dir=FOLDER) sets the output folder"
         )
     if isinstance(err, OSError) and not isinstance(err, FileExistsError):
         reason = (err.strerror or str(err)).lower()
         where = f"{err.filename}: " if err.filename else ""
-        return f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) is where files go"
+        return (
+            f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) sets the output folder"
+        )
     if str(err).startswith("Config group override"):  # Hydra does not say which
         files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
         return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"

@@ -59,13 +59,12 @@ def hand_out_passes(table: Table, passes: Sequence[Epoch], plans: Sequence[Seque
         for a, b in table.spans(rank):
             number[a:b] = torch.arange(known, known + b - a)
             known += b - a
-    of_ranks = [
-        [
-            (number[plan.order].numpy(), plan.padding.numpy(), plan.sizes, number[plan.left].numpy())
-            for plan in own
-        ]
-        for own in plans
-    ]
+
+    def sent(plan: Plan) -> tuple[Any, ...]:
+        padding = None if plan.padding is None else plan.padding.numpy()
+        return number[plan.order].numpy(), padding, plan.sizes, number[plan.left].numpy()
+
+    of_ranks = [[sent(plan) for plan in own] for own in plans]
     hand_out(table, [(each.places, each.columns) for each in passes], of_ranks)
 
 
@@ -75,7 +74,12 @@ def take_passes(rows: Rows, split: ShuffleSplit) -> tuple[list[Epoch], Any]:
     found, plans = hand_out(rows.table)
     passes = [Epoch(places, columns, [], rows.table.batch) for places, columns in found]
     own = [
-        Plan(torch.from_numpy(order), torch.from_numpy(padding), sizes, torch.from_numpy(left))
+        Plan(
+            torch.from_numpy(order),
+            None if padding is None else torch.from_numpy(padding),
+            sizes,
+            torch.from_numpy(left),
+        )
         for order, padding, sizes, left in plans
     ]
     return passes, split.permuted_by_another(rows, own, before)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ from headrace.transforms.distributed import (
     resolve_group,
     sharing,
 )
-from headrace.transforms.entry import labels_in_errors
+from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.gate import Empty, take_empty_out
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Rows, column_keys, few
-from headrace.transforms.schema import FOLDED_WEIGHT, MICROBATCH, MINIBATCH, PROCESSED, RANK, ROW
+from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
@@ -40,8 +40,7 @@ from .halves import Half, check_half, check_place, cut_in_two
 from .notebook import StageListing
 from .one_decides import Epoch, check_by_table, hand_out_passes, take_passes
 from .order import arrange, check_column_names, check_order, place_of_cut
-from .report.row_columns import note_advantage, note_carried, note_collected, texts_with_carried
-from .run import LastRun, Run
+from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
 from .stage import as_module, with_stage
 from .wording import printable
 
@@ -141,6 +140,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             check_by_table(arranged)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order, self._cut_at = list(arranged), place_of_cut(arranged)
+        self._takes_empty_out = not any(hasattr(stage, "empty") for stage in arranged.values())
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
         self.masked_log_prob = masked_log_prob
@@ -211,13 +211,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Whether this is the second of :meth:`halves`."""
         return self._half == "second"
 
-    def enter(self, batch: TensorDictBase) -> TensorDictBase:
-        """Check a batch as every transform does. A second half accepts only rows of the first half."""
-        return super().enter(batch if self._half is None else check_half(batch, self._half))
-
-    def _id_keys(self) -> list[NestedKey]:
-        return list(self.asked.ids)
-
     def _inv_call(self, batch: TensorDictBase) -> TensorDictBase:
         return check_place(batch, self._half)
 
@@ -233,14 +226,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             log.debug("a batch: %s", run.ledger.in_words())
         return run
 
-    def _ranks(self) -> Ranks | None:
-        """The ranks that share this batch; None where one process has all rows."""
-        if self.rank_options.process_group is None:
-            return None
-        group = resolve_group(self.rank_options.process_group)
-        options = self.rank_options
-        return Ranks(group, options.shared_ids, options.patience, options.decide_on)
-
     def _same_on_all_ranks(self, epochs: int) -> str:
         """The options that must be equal on all ranks, one on each line."""
         texts = [
@@ -252,10 +237,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         own += [f"masked_log_prob={self.masked_log_prob!r}", f"empty={self.empty!r}"]
         return "\n".join([*own, *texts])
 
-    def _finite(self) -> Tokens | None:
+    def _finite(self) -> Tokens:
         """The token columns that must be finite outside the mask: those named by the pipeline or a stage."""
-        if self.masked_log_prob == "nan":
-            return None
         usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
         keys = [*map(nested_key, usual), *REFERENCE]
         for stage in (self, *self.stages.values()):
@@ -269,24 +252,36 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Read the table of a batch and run the stages on it. Rows are gathered when they are read."""
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
-        stages, ranks = dict(self.stages.items()), self._ranks()
+        stages, ranks, asked, options = dict(self.stages.items()), None, self.asked, self.rank_options
+        if options.process_group is not None:
+            group = resolve_group(options.process_group)
+            ranks = Ranks(group, options.shared_ids, options.patience, options.decide_on)
+        one_for_all = nullcontext() if ranks is None else sharing(ranks)
         with ExitStack() as held:
-            with sharing(ranks), labels_in_errors(batch, self._id_keys()):
-                flat, about, rows, permuted = self.enter(batch), "", None, None
+            with one_for_all, labels_in_errors(batch, list(asked.ids)):
+                # 1. Read the table. A second half accepts only rows of the first half.
+                given = batch if self._half is None else check_half(batch, self._half)
+                flat, about = enter_rows(given, list(asked.ids), reader=type(self).__name__), ""
                 if ranks is not None:
-                    ranks.place, ranks.id_keys = "a batch", self.asked.ids
+                    ranks.place, ranks.id_keys = "a batch", asked.ids
                     about = self._same_on_all_ranks(epochs)
+                rows, permuted = None, None
                 if len(flat) or ranks is not None:
-                    asked = self.asked
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
-                    rows.table.finite = self._finite()
+                    rows.table.finite = None if self.masked_log_prob == "nan" else self._finite()
+                # 2. Decide.
                 if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
                     refuse_nothing(stages, flat)
                     run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
                 else:
                     run, permuted = self._decide(stages, rows, epochs, held, whole=whole)
-            if rows is not None:  # no stage has refused the batch on any rank: states may change now
-                remember(stages, rows, permuted)
+            # 3. Change the states: no stage has refused the batch on any rank.
+            if rows is not None:
+                if permuted is not None:
+                    permuted.split.remember(permuted.state, permuted.progress)
+                for stage in stages.values():
+                    if isinstance(stage, BatchTransform):
+                        stage.state_after(rows)
         return run
 
     def _decide(
@@ -298,18 +293,20 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         weights_came = column_of(table.batch, keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         if table.decides:
-            if self._half != "second" and not any(hasattr(stage, "empty") for stage in stages.values()):
+            if self._takes_empty_out and self._half != "second":
                 take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
             for name in list(stages)[:at]:
                 self._stage(name, stages[name], rows)
             note_advantage(rows, keys)
-        hand_out(table)
-        name, split, carried = "", cast(Any, None), None
+        if table.ranks is not None:
+            hand_out(table)
+        passes, permuted, carried, name = list[Epoch](), None, None, ""
         if at is not None:
-            name, split = list(stages.items())[at]
+            name = list(stages)[at]
+            split: Any = stages[name]
             held.enter_context(split.lock)
             carried = split.carried_rows()
-        passes, permuted = self._cut(stages, rows, at, epochs)
+            passes, permuted = self._cut(stages, rows, at, epochs, carried)
         if table.carried is not None:
             note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
@@ -321,7 +318,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if permuted is not None:
             for each in passes:
                 each.columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(name, split, table):
+            with self._named(name, permuted.split, table):
                 steps = permuted.steps([each[1:] for each in passes])
                 if whole:
                     steps.refuse_to_resume()
@@ -329,11 +326,14 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return run, permuted
 
     def _cut(
-        self, stages: dict[str, nn.Module], rows: Rows, at: int | None, epochs: int
+        self,
+        stages: dict[str, nn.Module],
+        rows: Rows,
+        at: int,
+        epochs: int,
+        carried: TensorDictBase | None,
     ) -> tuple[list[Epoch], Any]:
         """Cut each epoch into minibatches, and run the stages after the split on each epoch."""
-        if at is None:
-            return [], None
         table, names, passes = rows.table, list(stages), list[Epoch]()
         split: Any = stages[names[at]]
         if table.left == 0 and table.ranks is None:
@@ -341,9 +341,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             return [], None
         with self._named(names[at], split, table):
             # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
-            if not self.is_second_half and split.take_out_trained(rows.seen_by(split, names[at])):
+            if self._half != "second" and split.take_out_trained(rows.seen_by(split, names[at])):
                 return [], None
-            table.extend(split.carried_rows(), split.remainder)
+            if carried is not None or table.ranks is not None:
+                table.extend(carried, split.remainder)
             seen = rows.seen_by(split, names[at])
             if not table.decides:
                 return take_passes(seen, split)
@@ -353,13 +354,23 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         for each in permuted.passes:
             table.columns, table.written, table.late = dict(before[0]), dict(before[1]), list(before[2])
             table.batch, table.live, table.kept = whole
-            self._put_places(rows, each)
+            for key in PLACES:
+                table.columns.pop(key, None)
+                table.written.pop(key, None)
+                if key[-1] in each:
+                    table.columns[key], table.written[key] = each[key[-1]], Written(torch.int64, 1)
             for name in names[at + 1 :]:
                 self._stage(name, stages[name], rows, after_cut=True)
-            places, columns = self._places(rows, each), table.written_columns()
-            passes.append(Epoch(places, columns, table.late, table.batch))
+            places = dict(each)
+            table.load([self._keys.weight], most=AHEAD)
+            weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
+            weight = table.columns.get(weight_key)
+            if weight is not None and weight.ndim == 1:  # in the precision of the loss
+                places["loss_weight"] = weight.to(rows.dtype(weight_key)).double()
+            passes.append(Epoch(places, table.written_columns(), table.late, table.batch))
         table.columns, table.written, table.late = before
-        hand_out_passes(table, passes, permuted.of_ranks)
+        if table.ranks is not None:
+            hand_out_passes(table, passes, permuted.of_ranks)
         return passes, permuted
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
@@ -434,30 +445,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     # -- after the split ----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _put_places(rows: Rows, each: Any) -> None:
-        """Write the minibatch, micro-batch and rank of each row, for the stages after the split."""
-        table = rows.table
-        places = {MINIBATCH: each.minibatch, MICROBATCH: each.microbatch, RANK: each.rank}
-        for key, values in places.items():
-            if values is None:
-                table.columns.pop(key, None)
-                table.written.pop(key, None)
-            else:
-                table.columns[key], table.written[key] = values, Written(torch.int64, 1)
-
-    def _places(self, rows: Rows, each: Any) -> dict[str, Tensor]:
-        rows.table.load([self._keys.weight], most=AHEAD)
-        columns = rows.table.columns
-        found = {"minibatch": each.minibatch, "microbatch": each.microbatch}
-        if each.rank is not None:
-            found["rank"] = each.rank
-        key = FOLDED_WEIGHT if FOLDED_WEIGHT in columns else self._keys.weight
-        weight = columns.get(key)
-        if weight is not None and weight.ndim == 1:
-            found["loss_weight"] = weight.to(rows.dtype(key)).double()  # in the precision of the loss
-        return found
-
     def _record_no_loss_tokens(self, rows: Rows, places: list[dict[str, Tensor]], weights_came: bool) -> None:
         """Record rows that train nothing: no token in the mask, or loss weight 0 in all epochs."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
@@ -465,16 +452,17 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         masked = ~table.in_loss
         if count in table.columns:
             masked = masked | (table.columns[count] == 0)
-        ours = not weights_came or self.weighs
-        weights = [each["loss_weight"] for each in places if "loss_weight" in each]
-        if not places and (weight := table.columns.get(self._keys.weight)) is not None and weight.ndim == 1:
-            weights = [weight]
-        if ours and weights and len(weights) == max(len(places), 1):
-            masked = masked | torch.stack([weight == 0 for weight in weights]).all(0)
-        if table.no_lengths and not bool((masked & table.here & (table.reason == 0)).any()):
+        weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
+        are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
+        if are_known and (not weights_came or self.weighs):
+            weighed = [weight != 0 for weight in weights]
+            masked = masked | ~(torch.stack(weighed).any(0) if len(weighed) > 1 else weighed[0])
+        masked = masked & table.here & (table.reason == 0)
+        if table.no_lengths and not bool(masked.any()):
             return  # who has no token is not known, and 0 rows would be a claim
         seen = Rows(table, rows.names, stage="pipeline")
-        seen.record(masked & table.here, "no_loss_tokens", "masked")
+        code = seen.name_reason("no_loss_tokens", "masked")
+        table.reason.masked_fill_(masked, code)
 
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:
@@ -483,15 +471,6 @@ def name_reasons(rows: Rows, name: str, stage: Any) -> None:
     effects = getattr(stage, "effects", ()) or ("dropped",) * len(reasons)
     for reason, effect in zip(reasons, effects, strict=True):
         rows.seen_by(stage, name).name_reason(reason, effect)
-
-
-def remember(stages: Mapping[str, nn.Module], rows: Rows, permuted: Any) -> None:
-    """Update the state of all stages with this batch."""
-    if permuted is not None:
-        permuted.split.accept(permuted)
-    for stage in stages.values():
-        if isinstance(stage, BatchTransform):
-            stage.state_after(rows)
 
 
 def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:

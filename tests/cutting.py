@@ -29,7 +29,7 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
         rows.table.extend(split.carried_rows(), split.remainder)
         permuted = split.permute(rows.seen_by(split))
         whole = permuted.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
-    split.accept(permuted)
+    split.remember(permuted.state, permuted.progress)
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.reason[table.numbers_of_rank].tolist()
     verdict = torch.tensor([names.index(table.names[reason]) for reason in reasons])

@@ -342,6 +342,8 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
         )
         here = [line for line in words if not any(word.startswith(("task=", "pipeline=")) for word in line)]
         assert here
+        no_filter = ["pipeline.stages.filter=null"]
+        assert (no_filter in words) == (config.pipeline.stages.filter is not None)
         assert (["pipeline.stages.filter.action=drop"] in words) == bool(config.pipeline.stages.get("filter"))
         compose_config("config", *typed, *sorted({word for line in here for word in line}))
 

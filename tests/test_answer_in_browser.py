@@ -97,6 +97,19 @@ def test_a_tile_shows_the_chosen_step(look):
     assert page.texts("#advisories summary")[0].startswith("Step 0 has")
 
 
+def test_an_earlier_step_names_the_advisories_of_later_steps(look):
+    run = long_run(live=None)
+    run["steps"][0]["advisories"] = run["steps"][0]["advisories"][:1]
+    run["steps"][2]["advisories"] = run["steps"][2]["advisories"][:2]
+    page = look(run)
+    page.choose("number", "0")
+    said = page.texts("#advisories summary")
+    assert said[0].startswith("Step 0 has `rollouts-truncated`")
+    assert [text[:26] for text in said[1:]] == ["Later, at step 59: Step 59"] * (len(FIRED) - 1)
+    page.choose("number", "59")
+    assert not [text for text in page.texts("#advisories summary") if text.startswith("Later")]
+
+
 def test_the_optimiser_panel_shows_only_measured_numbers(look):
     """A run without optimiser numbers has no panel; a missing number has no tile."""
     run = long_run(live=None)

@@ -25,7 +25,7 @@ import torch
 
 from headrace.adapters import attach, recipe_of_environment, slime
 from headrace.pipeline import load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError
+from headrace.transforms import BatchError, IncompleteGroupsError, MissingKeyError
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_every_adapter_is_short_and_has_a_page():
     for path in (ROOT / "adapters").glob("*.py"):
         text = path.read_text()
         code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-        if path.stem not in ("__init__", "attaching", "environment", "samples"):
+        if path.stem not in ("__init__", "attaching", "before_rollouts", "environment", "samples"):
             assert len(code) <= 75, path.name
             assert f"headrace.adapters.{path.stem}" in pages or path.stem in ("trl", "swift"), path.name
 
@@ -88,9 +88,57 @@ def test_a_misspelt_recipe_raises_before_any_rollout(monkeypatch, recipe):
 
 def test_a_missing_option_is_named_as_an_environment_override(monkeypatch, recipe):
     registry = foreign.skyrl_ppo_utils(monkeypatch)
+    says = r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'
+    with pytest.raises(BatchError, match=says):
+        adapter("skyrl")
+    recipe(None, "pipeline.stages.gate.group_size=8")
     adapter("skyrl")
-    with pytest.raises(BatchError, match=r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'):
+    recipe()
+    with pytest.raises(BatchError, match=says):
         registry["headrace"](torch.ones(2, 1), torch.ones(2, 1), index=["u", "u"])
+
+
+def test_a_recipe_that_reads_a_column_which_the_hook_lacks_raises_before_any_rollout(monkeypatch, recipe):
+    """`opd` reads the log-probabilities of a teacher, which none of these hooks has."""
+    foreign.prime_rl_algo(monkeypatch)
+    foreign.skyrl_ppo_utils(monkeypatch)
+    foreign.rllm_advantage(monkeypatch)
+    foreign.torchtitan_config(monkeypatch)
+    for name in ("prime_rl", "skyrl", "rllm", "torchtitan"):
+        recipe("grpo", "pipeline.stages.gate.group_size=4")
+        adapter(name)
+        recipe("opd", "pipeline.stages.gate.group_size=4")
+        with pytest.raises(MissingKeyError, match=r"does not fit \S+, which gives it the columns group_id, "):
+            adapter(name)
+
+
+@pytest.mark.parametrize("named", ["nothing", "scale", "recipe"])
+def test_without_std_in_the_trainer_the_default_recipe_has_none(monkeypatch, recipe, named):
+    """R - 1/4 = 3/4, -1/4, ...; a scale or a recipe that you name wins, and divides by the std, 1/2."""
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    status = foreign.torchtitan_config(monkeypatch)
+    words = ["pipeline.stages.gate.group_size=4"]
+    words += ["pipeline.stages.advantage.scale=group"] if named == "scale" else []
+    rewards = [1.0, 0.0, 0.0, 0.0]
+
+    def of_skyrl():
+        adapter("skyrl")
+        rows = torch.tensor(rewards).unsqueeze(1), torch.ones(4, 1)
+        return registry["headrace"](*rows, index=["u"] * 4, grpo_norm_by_std=False)[0].flatten().tolist()
+
+    def of_slime():
+        args = foreign.slime_args(4, 1)
+        args.grpo_std_normalization = False
+        return slime.post_process_rewards(args, samples_of(rewards, [0] * 4))[1]
+
+    def of_torchtitan():
+        estimator = adapter("torchtitan").RecipeEstimator.Config().build()
+        return estimator(foreign.torchtitan_group(rewards, [status.COMPLETED] * 4))
+
+    std = 1.0 if named == "nothing" else 0.5
+    for found in (of_skyrl, of_slime, of_torchtitan):
+        recipe("grpo" if named == "recipe" else None, *words)
+        assert found() == pytest.approx([0.75 / std, *[-0.25 / std] * 3], abs=1e-5)
 
 
 def test_an_unknown_trainer_is_refused():
@@ -368,8 +416,8 @@ class Position:
 
 def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
     registry = foreign.skyrl_ppo_utils(monkeypatch)
-    adapter("skyrl")
     recipe(None, "~pipeline.stages.gate")
+    adapter("skyrl")
     for seed in range(20):
         rng = random.Random(seed)
         uids = np.array([f"uid-{group}" for group in range(5) for _ in range(rng.randint(1, 4))])
@@ -391,8 +439,8 @@ def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
 
 def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
     registry = foreign.rllm_advantage(monkeypatch)
-    adapter("rllm")
     recipe(None, "~pipeline.stages.gate")
+    adapter("rllm")
     for seed in range(20):
         rng = random.Random(seed)
         groups = [foreign.rllm_group(f"task{at}:solver", rng) for at in range(4)]
@@ -413,16 +461,16 @@ def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
 
 def test_torchtitan_gets_its_own_numbers_and_the_failures(monkeypatch, recipe):
     status = foreign.torchtitan_config(monkeypatch)
+    recipe(None, "pipeline.stages.gate.group_size=6")
     module = adapter("torchtitan")
     estimator = module.RecipeEstimator.Config().build()
-    recipe(None, "pipeline.stages.gate.group_size=6")
     for seed in range(20):
         rng = random.Random(seed)
         rewards = [rng.choice([0.0, 1.0, 0.25]) for _ in range(6)]
         group = foreign.torchtitan_group(rewards, [status.COMPLETED] * 6)
         mean = sum(rewards) / 6
         assert estimator(group) == pytest.approx([reward - mean for reward in rewards], abs=1e-6)
-    recipe("as/rllm", "pipeline.stages.gate.group_size=6")  # should_std_normalize=True
+    estimator = module.RecipeEstimator.Config(should_std_normalize=True).build()
     std = np.std(rewards) + 1e-6
     assert estimator(group) == pytest.approx([(reward - mean) / std for reward in rewards], abs=2e-6)
     group.rollouts[2].status = status.ERROR_TIMEOUT

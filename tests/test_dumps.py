@@ -234,6 +234,7 @@ def test_a_comparison_finds_the_rows_that_differ(make_batch):
         reports[0], columns=reports[0].columns | {"advantage": 0 * reports[0].columns["advantage"]}
     )
     found.add(nothing, reports[1])  # a step without a gradient is none of the mean
+    assert found.averaged == {"gradient_moved": 2, "gradient_cosine": 1}
     means = found.mean_shares()
     for table in means.values():
         assert [sum(line[k] for line in table.values()) for k in (0, 1)] == pytest.approx([1, 1])

@@ -46,7 +46,6 @@ GROUND = (
     "options",
     "places",
     "prefixes",
-    "required",
     "rewards",
     "rows",
     "table",

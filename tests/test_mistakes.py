@@ -103,7 +103,7 @@ MISTAKES = {
     f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
     f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
     REPLAY.replace("replay", "plan"): f":\nheadrace task=plan source.path=dump {OF_PROMPT}\n",
-    f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: a file is there",
+    f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: this is a file",
     "hydra.run.dir=": "hydra.run.dir=: an output folder is required",
 }
 

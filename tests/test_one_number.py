@@ -156,13 +156,17 @@ def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_pa
     words = ("pipelines=[grpo,dr_grpo]", "report.steps=50", *gate)
     config = configure("config", "task=compare", f"source.path={tmp_path / 'dump'}", *words)
     compare(config, tmp_path, list(words[2:]), console)
-    numbers = json.loads((tmp_path / "compare.json").read_text())["numbers"]
+    found = json.loads((tmp_path / "compare.json").read_text())
+    numbers = found["numbers"]
     data = data_of(tmp_path / "report.html")
     text = console.export_text()
     for name, shown in (("gradient_moved", ".1%"), ("gradient_cosine", ".4f")):
         of_steps = [value for value in data["curves"][f"versus/{name}"] if value is not None]
         assert numbers[name] == pytest.approx(np.mean(of_steps))
-        assert f"mean over steps{format(numbers[name], shown):>{0}}" in re.sub(r"  +", "", text)
+        of = f"{len(of_steps)} of {STEPS} steps at which both have a gradient"
+        over = f"all {STEPS} steps" if name == "gradient_moved" else f"the {of}"
+        assert f"mean over {over}{format(numbers[name], shown)}" in re.sub(r"  +", "", text)
+        assert found["steps_averaged"][name] == len(of_steps)
     assert f"all {STEPS} steps" in text
 
 

@@ -475,6 +475,28 @@ def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
     assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
 
 
+def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):
+    folder = ReportFolder(tmp_path / "run", every=None)
+    folder.fail(0, "group 3 has 7 of 8")
+    folder.add(report_of_step(1))
+    folder.fail(None, "half a line")
+    with served(tmp_path / "run") as client:
+        (run,) = client.ask("runs")["runs"]
+        assert run["steps"]["step"] == [1]
+        assert run["failed"] == [[0, "group 3 has 7 of 8"], [None, "half a line"]]
+        file = tmp_path / "run" / "rollouts" / "failed_steps.json"
+        for damaged in ('{"a": 1}', "[[1, 2]]", "[" * 100_000, "no JSON"):
+            file.write_text(damaged)
+            (run,) = client.ask("runs")["runs"]
+            assert run["failed"] == []
+            assert "failed_steps.json: " in run["problems"][0]
+    file.write_text('[[0, "earlier"], [5, "later"]]')
+    resumed = ReportFolder(tmp_path / "run", every=None, existing="resume")
+    resumed.add(report_of_step(2))
+    assert resumed.failed == [(0, "earlier")]
+    assert json.loads(file.read_text()) == [[0, "earlier"]]
+
+
 def test_a_resumed_run_has_each_row_once(tmp_path):
     write_run(tmp_path / "run", steps=4)
     with pytest.raises(FileExistsError, match=r"rows of another run, 4 files.*existing='resume'"):

@@ -111,9 +111,9 @@ def leave() -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[], Any] | None, bool]] = {
-    "raises": (fail, False),
+    "raises an error": (fail, False),
     "hangs": (hang, False),
-    "never ends": (never_end, True),
+    "has a rollout that never ends": (never_end, True),
     "gives NaN as reward": (give_nan, False),
     "is killed (SIGKILL)": (be_killed, False),
     "ends (os._exit)": (leave, False),
@@ -173,14 +173,14 @@ _no_end = Cell("StreamWarning", "rollouts do not end: rollout … Set timeout or
 _nan = Cell("BatchError", "every reward must be finite; found nan at row … Score those rollouts")
 _again = Cell("BatchError", "found again rollout … Do two workers use the same numbers")
 CELLS: dict[str, tuple[Cell, ...]] = {
-    "raises": (
+    "raises an error": (
         Cell("ArithmeticError", "the reward model is gone … Waiting: group"),
         _worker(1),
         _worker(1),
         _writer("ArithmeticError: the reward model is gone"),
     ),
     "hangs": (_source_silent, _source_silent, _worker_silent, _worker_silent),
-    "never ends": (_no_end,) * 4,
+    "has a rollout that never ends": (_no_end,) * 4,
     "gives NaN as reward": (_nan,) * 4,
     "is killed (SIGKILL)": (
         Cell("ends", "exit code -9"),
@@ -231,7 +231,7 @@ SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
 
 def report(stream: Iterator[Any], trouble: str, begun: Path) -> Found:
     """Train on what comes until something is reported."""
-    longest = ALONE if trouble == "never ends" else AFTER
+    longest = ALONE if trouble == "has a rollout that never ends" else AFTER
     pipeline = load_pipeline(
         "pipeline=grpo",
         "pipeline.stages.collapse.reward=sum",

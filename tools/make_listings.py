@@ -1,4 +1,4 @@
-"""Put each stage, criterion and token term into the `__init__.py` files above it."""
+"""Put each stage, criterion and token term into `transforms/__init__.py`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,16 @@ def parts() -> dict[str, Path]:
 
 
 def files() -> dict[Path, str]:
-    """The listings that lack a part, with all parts in them."""
-    texts: dict[Path, str] = {}
+    """The listing with all parts in it; nothing if it lacks none."""
+    listing = FOLDER / "__init__.py"
+    before = text = listing.read_text()
     for name, path in parts().items():
-        module = path
-        while module != FOLDER:
-            listing = module.parent / "__init__.py"
-            text = texts.get(listing) or listing.read_text()
-            if f'"{name}"' not in text:
-                text = text.replace(
-                    "__all__ = [", f'from .{module.stem} import {name}\n\n__all__ = [\n    "{name}",', 1
-                )
-                texts[listing] = text
-            module = module.parent
-    return {path: tidy(text) for path, text in texts.items()}
+        if f'"{name}"' not in text:
+            module = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+            text = text.replace(
+                "__all__ = [", f'from .{module} import {name}\n\n__all__ = [\n    "{name}",', 1
+            )
+    return {} if text == before else {listing: tidy(text)}
 
 
 def write(listings: dict[Path, str]) -> None:

@@ -74,7 +74,18 @@ These rules hold for all recipes:
 - No recipe gives NaN.
 - Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another.
 - `advantage.eps` in a text is short for the option `pipeline.stages.advantage.eps`, and so on.
-- R is the reward, A the advantage of a rollout, and A_t the advantage of token t.
+
+The texts use these symbols:
+
+| symbol | meaning |
+|---|---|
+| R | the reward of a rollout; `R <- ...` changes it |
+| A, A_t | the advantage of a rollout, and of its token t |
+| eps | ε |
+| whiten | subtract the mean, and divide by the std |
+| mu | the policy that sampled |
+| pi_old | the trainer's policy at the start of the step |
+| (N, T), (N, K) | the shape of a column: N rows, T tokens, K rewards or turns |
 
 Some recipes need more columns than the demo has:
 

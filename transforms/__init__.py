@@ -1,73 +1,47 @@
 """Transforms between collection and loss. Each stage is one file or folder, with its function and class."""
 
 from . import schema
-from .advantage import (
-    BatchWhitening,
-    CombineIds,
-    DifficultyWeight,
+from .advantage.by_prefix import TreeAdvantage, tree_advantage
+from .advantage.by_token import TokenAdvantage, token_advantage
+from .advantage.by_turn import TurnAdvantage, turn_advantage
+from .advantage.factors import DifficultyWeight, SignFactors, difficulty_weight
+from .advantage.group_relative import GroupRelativeAdvantage, group_relative_advantage
+from .advantage.peers import CombineIds, combine_ids
+from .advantage.running import RunningBaseline
+from .advantage.states import StateAdvantage, state_groups
+from .advantage.token_terms import (
     DirectedWeight,
     EntropyShare,
-    GroupRelativeAdvantage,
     LogRatio,
-    RewardsToGo,
-    RunningBaseline,
-    SignFactors,
     StalenessWeight,
-    StateAdvantage,
-    TokenAdvantage,
     TokenTerm,
     TopShare,
-    TreeAdvantage,
-    TurnAdvantage,
-    TurnDiscount,
-    combine_ids,
-    difficulty_weight,
     directed_weight,
-    group_relative_advantage,
-    rewards_to_go,
     share_at_place,
     staleness_weight,
-    state_groups,
-    token_advantage,
     top_share,
-    tree_advantage,
-    turn_advantage,
-    turns_to_go,
-    whiten,
 )
+from .advantage.turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
+from .advantage.whitening import BatchWhitening, whiten
 from .assembler import GroupAssembler, StalledError
 from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
-from .correction import Diverged, RolloutCorrection, TokenFilter, divergence, importance_weight
+from .correction.diverged import Diverged, divergence
+from .correction.importance import importance_weight
+from .correction.stage import RolloutCorrection
+from .correction.token_filter import TokenFilter
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError, StreamWarning
-from .filter import (
-    BestOf,
-    Criterion,
-    Finite,
-    Fresh,
-    GroupMeanWithin,
-    LengthWithin,
-    NotTruncated,
-    RewardsVary,
-    RewardWithin,
-    SampleFilter,
-)
+from .filter.criteria import Criterion, Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
+from .filter.group_criteria import BestOf, GroupMeanWithin
+from .filter.stage import SampleFilter
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
 from .ids import Ids, number_labels
 from .rows import Rows
 from .schema import Status
-from .sequences import (
-    DenseRows,
-    MergeTurns,
-    ScoreRows,
-    logits_of_tokens,
-    merge_turns,
-    pack,
-    tree_log_probs,
-    tree_mask,
-    tree_mask_mod,
-    unpack,
-    unpack_tokens,
-)
+from .sequences.dense import DenseRows
+from .sequences.merge import MergeTurns, merge_turns
+from .sequences.packing import pack, unpack, unpack_tokens
+from .sequences.prefix_tree import logits_of_tokens, tree_log_probs, tree_mask, tree_mask_mod
+from .sequences.score import ScoreRows
 from .shaping import (
     LengthPenalty,
     OverlongPunishment,
@@ -77,15 +51,10 @@ from .shaping import (
     overlong_punishment,
     relative_length,
 )
-from .split import (
-    Cut,
-    Plan,
-    ShuffleSplit,
-    assign_rows,
-    shuffle_split,
-    split_microbatches,
-    split_minibatches,
-)
+from .split.gather import split_microbatches, split_minibatches
+from .split.plan import Plan, assign_rows
+from .split.shuffle import Cut, shuffle_split
+from .split.stage import ShuffleSplit
 from .stage import BatchTransform
 from .tensordicts import take_rows
 from .weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss

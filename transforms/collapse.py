@@ -15,10 +15,9 @@ from .errors import BatchError
 from .ids import as_ids, mean_of
 from .options import at_least, takes_options
 from .places import require_edge
-from .required import require_identity, require_rewards, require_turns
 from .rewards import Missing, as_rewards, factors_of, weighted_reward
 from .rows import Rows
-from .schema import IS_FIRST_SEGMENT, REWARD, REWARDS, SEGMENTS
+from .schema import FINISHED, IS_FIRST_SEGMENT, REWARD, REWARDS, SEGMENTS
 from .stage import BatchTransform
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
@@ -71,7 +70,7 @@ def collapse_fan_out(
     rows = Rows.of(reward=reward, rollout=rollout_id, group=group_id, turn=turn)
     if len(reward) == 0:
         return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
-    require_identity(rows)
+    rows.require_identity()
     collapsed = collapse_column(rows, rows["reward"], reduce)
     return Collapsed(collapsed.to(reward.dtype).to(reward.device), rows.rollouts.is_first.to(reward.device))
 
@@ -80,8 +79,8 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     """Check (M,) float64 rewards of rows, and return (M,) float64, the reward of each row's rollout."""
     rollouts = rows.rollouts
     turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
-    require_turns(rows, turn)
-    require_rewards(rows, reward, siblings_agree=how == "shared")
+    rows.require_turns(turn)
+    rows.require_rewards(reward, siblings_agree=how == "shared")
     if rollouts.n == len(reward):
         return reward
     if how in ("first", "last") and turn is not None:
@@ -172,8 +171,9 @@ class FanOutCollapse(
     def decide(self, rows: Rows) -> None:
         """Write the rollouts' rewards and mark their first segments."""
         every, rows = rows, rows.statistics
-        require_identity(rows)
-        require_unseen_ends(rows)
+        rows.require_identity()
+        if rows.has("done") and not rows.has(FINISHED):  # no gate has checked the ends
+            require_unseen_ends(rows)
         if self.reward in ("first", "last"):
             require_edge(rows, self.reward)
         reward = self._rewards(rows)
@@ -207,8 +207,8 @@ class FanOutCollapse(
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
-        for view in rows.of_each_rank():
-            own = view.of_rank(total)[view.of_rank(first)]
+        for view, own, is_first in rows.of_each_rank(total, first):
+            own = own[is_first]
             view.metric("rollouts", len(own))
             view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .errors import NUMBER_WORKERS
 from .ids import Ids
 from .rows import Rows
-from .schema import EXPECTED_SEGMENTS, FINISHED
+from .schema import EXPECTED_SEGMENTS
 
 MORE_ENDS = (
     "found more ends (True) in {found}. Are ids reused by two workers, or did a sampler repeat rows? Their "
@@ -132,8 +132,7 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
 
 
 def require_unseen_ends(rows: Rows) -> None:
-    """Call :func:`require_single_ends` if the batch marks ends and no gate has checked them."""
-    if rows.has("done") and not rows.has(FINISHED):
-        has_number = rows.has("expected_segments")
-        expected = rows.integers("expected_segments", EXPECTED_SEGMENTS) if has_number else None
-        require_single_ends(rows, Ends(rows.flags("done"), expected=expected))
+    """Call :func:`require_single_ends` for the ends that the batch marks, which no gate has checked."""
+    has_number = rows.has("expected_segments")
+    expected = rows.integers("expected_segments", EXPECTED_SEGMENTS) if has_number else None
+    require_single_ends(rows, Ends(rows.flags("done"), expected=expected))

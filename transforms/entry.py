@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -93,11 +93,12 @@ def number_ids(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBa
         >>> batch["group_id"].unique().shape, list(batch["group_label"])
         (torch.Size([2]), ['a', 'b', 'a'])
     """
-    texts = {key: labels for key in keys if (labels := labels_of(batch, key)) is not None}
-    if not texts:
-        return batch
-    numbered = shallow_copy(batch)
-    for key, labels in texts.items():
+    numbered = batch
+    for key in keys:
+        if (labels := labels_of(batch, key)) is None:
+            continue
+        if numbered is batch:
+            numbered = shallow_copy(batch)
         if not any_row_has(batch, label_key(key)):
             write_column(numbered, label_key(key), column_of(batch, key))
         write_column(numbered, key, as_ids(labels, _last(key), device=device_of(batch)))
@@ -110,13 +111,11 @@ def label_key(key: NestedKey) -> NestedKey:
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
-@contextmanager
-def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Iterator[None]:
+def labels_in_errors(batch: TensorDictBase, keys: Sequence[NestedKey]) -> AbstractContextManager[None]:
     """In errors raised inside, replace the numbers of ids by the labels of the batch, if it has labels."""
-    with labels_said(
+    return labels_said(
         lambda: [labels_of(batch, key) or labels_of(batch, label_key(key)) or [] for key in keys]
-    ):
-        yield
+    )
 
 
 @contextmanager

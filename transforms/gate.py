@@ -15,7 +15,6 @@ from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .options import above_zero, at_least, takes_options
-from .required import require_identity
 from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
@@ -65,7 +64,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
             differs within a group or from `group_size`, or a group has more rollouts than expected.
     """
     rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
-    require_identity(rows)
+    rows.require_identity()
     if ends is not None:
         require_ends(rows, ends)
     lost = torch.zeros(rollouts.n, dtype=torch.bool)
@@ -82,7 +81,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     expected = torch.full_like(have, group_size or 0)
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
-        expected = sizes[groups.first]
+        expected = groups.max(sizes)
         rows.require(
             (sizes >= 1) & (groups.spread(expected) == sizes),
             "expected_rollouts must be one number ≥ 1 per group; found {found}",
@@ -373,8 +372,9 @@ class CompletenessGate(
 
     def decide(self, rows: Rows) -> None:
         """Take out or refuse incomplete groups."""
-        # 1. Count the present rollouts of each group.
-        ends, status = self._ends(rows), rows.status
+        # 1. Count the present rollouts of each group. Without a rollout_key each row is a whole rollout.
+        ends = self._ends(rows) if self.rollout_key is not None and rows.has("done") else None
+        status = rows.status
         if self.group_size is None and not rows.has("expected"):
             raise MissingKeyError(
                 "The gate must know how many rollouts each group was dispatched with: set group_size, or "
@@ -384,7 +384,7 @@ class CompletenessGate(
         presence = count_present(rows, self.group_size, ends, status)
         rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
         incomplete = presence.have < presence.expected
-        without_rows = self._groups_without_rows(rows)
+        without_rows = [] if self.expected_groups is None else self._groups_without_rows(rows)
 
         # 2. Refuse the batch, or say which groups are dropped.
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
@@ -407,14 +407,11 @@ class CompletenessGate(
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))
-        of_incomplete = groups.spread(incomplete)
-        for view in rows.of_each_rank():
-            view.metric("incomplete_rows", view.of_rank(of_incomplete).sum())
+        for view, own in rows.of_each_rank(groups.spread(incomplete)):
+            view.metric("incomplete_rows", own.sum())
 
-    def _ends(self, rows: Rows) -> Ends | None:
-        """The columns that mark where rollouts begin and end; None: all rollouts are finished."""
-        if self.rollout_key is None or not rows.has("done"):
-            return None  # without a rollout_key each row is a whole rollout
+    def _ends(self, rows: Rows) -> Ends:
+        """The columns that mark where rollouts begin and end."""
         return Ends(
             done=rows.flags("done"),
             begins=rows.flags("init") if rows.has("init") else None,
@@ -435,8 +432,6 @@ class CompletenessGate(
 
         Ranks with shared ids compare the groups of all ranks. Ranks with their own ids compare only theirs.
         """
-        if self.expected_groups is None:
-            return []
         ranks = rows.table.ranks
         own = rows.of_rank(rows.groups.labels)
         dispatched = self._dispatched(own) or ()

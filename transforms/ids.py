@@ -184,7 +184,7 @@ class Ids:
 
     def all(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for all rows of the id."""
-        return ~self.any(~flags)
+        return self.sum(~flags) == 0
 
     def min(self, values: Tensor) -> Tensor:
         """(n,) smallest of (M,) `values`; the largest number of the dtype if no row counts."""
@@ -268,14 +268,18 @@ def stable_order(values: Tensor) -> Tensor:
 
 def add_up(values: Tensor) -> Tensor:
     """Add (M,) `values` in sorted order: () float64. Their order, and zeros, change no bit of the sum."""
-    ordered = np.sort(values.double().cpu().numpy())  # ten times faster than torch
-    return torch.tensor(np.add.accumulate(ordered)[-1] if len(ordered) else 0.0, dtype=torch.float64)
+    return torch.tensor(_sorted_sum(values), dtype=torch.float64)
 
 
 def mean_of(values: Tensor) -> float:
     """The mean of (M,) `values`, from :func:`add_up`; 0 without values."""
-    total = add_up(values) if values.is_floating_point() else values.sum()
-    return float(total) / max(len(values), 1)
+    total = _sorted_sum(values) if values.is_floating_point() else float(values.sum())
+    return total / max(len(values), 1)
+
+
+def _sorted_sum(values: Tensor) -> float:
+    ordered = np.sort(values.double().cpu().numpy())  # ten times faster than torch
+    return float(np.add.accumulate(ordered)[-1]) if len(ordered) else 0.0
 
 
 def first_row(ids: Tensor) -> Tensor:

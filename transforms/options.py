@@ -51,9 +51,12 @@ def takes_options(thing: T) -> T:
         thing.__init__ = takes_options(thing.__init__)  # type: ignore[method-assign]
         return thing
     signature = inspect.signature(thing)
+    is_method = "self" in signature.parameters
 
     @wraps(thing)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and len(args) <= is_method:
+            return thing(*args)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # the call below raises it with a better message

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .ids import Ids
-from .required import require_turns
 from .rows import Rows
 from .schema import SEGMENTS
 
@@ -21,7 +20,7 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
     rows.ids("rollout", checked=checked)
     everyone, turn = rows.on_arrival, None
     if rows.key("turn") is not None:
-        require_turns(rows, rows.integers("turn", "turn"))
+        rows.require_turns(rows.integers("turn", "turn"))
         turn = everyone.integers("turn", "turn")
     rollouts = everyone.ids("rollout", checked=False).everyone
     whole = torch.ones(rollouts.n, dtype=torch.bool)

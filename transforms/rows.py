@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -35,12 +36,26 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import DEFAULTS, WRITERS
-from .errors import BatchError, MissingKeyError, listing, who_stamps
+from .errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
-from .schema import FLOAT, LENGTH, OF_LENGTHS, REWARD, SEGMENTS, STATUS_KEYS, key_names, no_lengths
+from .schema import (
+    COUNTED,
+    FLOAT,
+    IN_LOSS,
+    LENGTH,
+    OF_LENGTHS,
+    REWARD,
+    SEGMENTS,
+    STATUS_KEYS,
+    key_names,
+    no_lengths,
+)
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
+    ATTENTION,
+    PROMPT,
+    RESPONSE,
     column_of,
     device_of,
     flat_rows,
@@ -118,7 +133,10 @@ class Rows:
         table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
         if ranks is not None:
             ranks.share(table, about)
-        table.take_over()
+        if IN_LOSS in table.columns:  # standalone stages have decided before
+            table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
+        if COUNTED in table.columns:
+            table.read_counted(table.columns[COUNTED])
         return cls(table, DEFAULTS)
 
     @classmethod
@@ -206,8 +224,7 @@ class Rows:
         """
         if not self.has(role):
             raise self.missing(role)
-        column = self.table.columns[self.key(role)]
-        return column if self.index is None else column.index_select(0, self.index)
+        return self.from_arrival(self.table.columns[self.key(role)])
 
     def number(self, role: Any) -> Tensor:
         """(M,): a column of one number per row.
@@ -324,7 +341,7 @@ class Rows:
             ids = Ids(labels, self.counted)
             if self.index is table.index:
                 table.ids[key, id(self.index)] = column, ids
-        if checked:
+        if checked and ids.lowest < 0:
             why = {"group": "compared with one another", "rollout": "taken for one rollout"}.get(role, "one")
             self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
         return ids
@@ -342,15 +359,12 @@ class Rows:
     @cached_property
     def counted(self) -> Tensor | None:
         """(M,) bool: rows that are in the statistics; None: all rows."""
-        counted = self.table.counted
-        if counted is None or self.index is None:
-            return counted
-        return counted.index_select(0, self.index)
+        return None if self.table.counted is None else self.from_arrival(self.table.counted)
 
     @property
     def in_loss(self) -> Tensor:
         """(M,) bool: rows that are in the loss."""
-        return self.table.in_loss if self.index is None else self.table.in_loss[self.index]
+        return self.from_arrival(self.table.in_loss)
 
     def of_rank(self, values: Tensor) -> Tensor:
         """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
@@ -361,13 +375,16 @@ class Rows:
         spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
         return torch.cat([values[a:b] for a, b in spans])
 
-    def of_each_rank(self) -> Iterator[Rows]:
-        """Yield this view; where one rank decides for all, also a view for the metrics of each other rank."""
-        yield self
+    def of_each_rank(self, *values: Tensor) -> Iterator[Any]:
+        """Yield this view, to record metrics, with the part of (M, ...) `values` for this rank's rows.
+
+        Where one rank decides for all, also yield a view with the parts of each other rank.
+        """
+        yield self, *(values if self.table.ranks is None else map(self.of_rank, values))
         for rank in self.table.of_others:
             view = copy(self)
             view.rank = rank
-            yield view
+            yield view, *map(view.of_rank, values)
 
     def where(self, chosen: Tensor) -> Rows:
         """A view of the rows where (M,) bool `chosen` is True."""
@@ -400,7 +417,8 @@ class Rows:
     @cached_property
     def voters(self) -> Rows:
         """A view with one row per rollout in the statistics: its first row that is not excluded."""
-        return self.where(self.rollouts.is_first)
+        has_one_each = self.counted is None and self.rollouts.n == len(self)
+        return self if has_one_each else self.where(self.rollouts.is_first)
 
     def from_voters(self, values: Tensor) -> Tensor:
         """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.
@@ -426,11 +444,10 @@ class Rows:
         if self.key("status") is not None:
             return self.integers("status", "status")
         self.table.load(STATUS_KEYS)
-        found = next((key for key in STATUS_KEYS if key in self.table.columns), None)
-        if found is None:
-            return None
-        column = as_ids(self.table.columns[found], "status")
-        return column if self.index is None else column.index_select(0, self.index)
+        for key in STATUS_KEYS:
+            if key in self.table.columns:
+                return as_ids(self.from_arrival(self.table.columns[key]), "status")
+        return None
 
     def from_statistics(self, values: Tensor) -> Tensor:
         """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
@@ -447,28 +464,39 @@ class Rows:
 
     # -- tokens -------------------------------------------------------------------------------------------
 
-    def _tokens(self, log_prob: NestedKey | None) -> Tensor:
-        mask = self.key("loss_mask")
-        count = TokenCount(mask, log_prob)
+    def count(self, role: str, *, finite: bool = False) -> Tensor:
+        """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
+
+        Args:
+            role: of the mask.
+            finite: count only tokens with a finite log-probability.
+
+        Raises:
+            MissingKeyError: the mask is missing.
+            BatchError: its dtype is not bool.
+        """
+        count = TokenCount(self.key(role), self.key("log_prob") if finite else None)
         if count not in self.table.columns:
             self.table.load(tokens=[count])
-        if count not in self.table.columns and self.table.no_lengths:
-            raise self.missing("loss_mask")
         if count not in self.table.columns:
-            raise MissingKeyError(
-                f"tokens in the loss are those of the mask {mask!r} (loss_mask_key), or of a response "
-                "after its prompt: ('tokens', 'prompt') and ('tokens', 'response'), together as wide as "
-                "('masks', 'all_attention_mask'). Finite log-probabilities do not say which tokens "
-                "train, because those of a scored prompt are finite too. The batch has "
-                f"{key_names(self.table.batch)}: write the mask, True where a token trains"
-            )
-        column = self.table.columns[count]
-        return column if self.index is None else column.index_select(0, self.index)
+            if finite and not self.table.no_lengths:
+                raise no_loss_mask(self.table.batch, count.mask)
+            raise self.missing(role)
+        return self.from_arrival(self.table.columns[count])
 
     @property
     def lengths(self) -> Tensor:
         """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
         return self._as_arrived(self.count("loss_mask"))
+
+    @property
+    def arrived_tokens(self) -> Tensor | None:
+        """(M,) int64: tokens in the loss mask with a finite log-probability on arrival; None: not known."""
+        count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
+        if count not in self.table.columns:
+            self.table.load(tokens=[count])
+        tokens = self.table.columns.get(count)
+        return None if tokens is None else self._as_arrived(self.from_arrival(tokens))
 
     def _as_arrived(self, tokens: Tensor) -> Tensor:
         """(M,) token counts. Rows that a stage has masked get the count that they had before."""
@@ -478,33 +506,14 @@ class Rows:
         return torch.where(before < 0, tokens, before)
 
     @property
-    def arrived_tokens(self) -> Tensor | None:
-        """(M,) int64: tokens in the loss mask with a finite log-probability on arrival; None: not known."""
-        count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
-        self.table.load(tokens=[count])
-        if count not in self.table.columns:
-            return None
-        return self._as_arrived(self._tokens(count.log_prob))
-
-    @property
     def masked_tokens(self) -> Tensor:
         """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
         return self.count("loss_mask") * self.in_loss
 
-    def count(self, role: str) -> Tensor:
-        """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
-
-        Raises:
-            MissingKeyError: the mask is missing.
-            BatchError: its dtype is not bool.
-        """
-        count = TokenCount(self.key(role), None)
-        if count not in self.table.columns:
-            self.table.load(tokens=[count])
-        if count not in self.table.columns:
-            raise self.missing(role)
-        column = self.table.columns[count]
-        return column if self.index is None else column.index_select(0, self.index)
+    @property
+    def loss_tokens(self) -> Tensor:
+        """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
+        return self.count("loss_mask", finite=True) * self.in_loss
 
     def reduce(
         self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str | None = None
@@ -534,11 +543,6 @@ class Rows:
                 column = number(column)
             return self.measure(made, column)
         return self[made]
-
-    @property
-    def loss_tokens(self) -> Tensor:
-        """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
-        return self._tokens(self.key("log_prob")) * self.in_loss
 
     # -- the verbs ----------------------------------------------------------------------------------------
 
@@ -600,6 +604,71 @@ class Rows:
             ids=name,
         )
 
+    def require_identity(self) -> None:
+        """Require that all ids are set and that each rollout belongs to one group.
+
+        Raises:
+            BatchError: an id is missing, or a rollout is in several groups; the message lists the ids.
+        """
+        rollouts = self.rollouts
+        if self.key("group") is None:
+            return
+        groups = self.groups.labels
+        if rollouts.n == len(groups):
+            return
+        group_of_rollout = rollouts.everyone.spread(rollouts.everyone.min(groups))
+
+        def describe(row: int) -> str:
+            segments = rollouts.of == rollouts.of[row]
+            numbers = few([self.at(int(i)) for i in segments.nonzero().flatten()])
+            found = few(groups[segments].unique())
+            return f"rollout {self.name('rollout', row)} in groups {found} (rows {numbers})"
+
+        self.require(
+            group_of_rollout == groups,
+            "a rollout belongs to one group; found {found}. Are ids reused? " + NUMBER_WORKERS,
+            describe,
+        )
+
+    def require_rewards(self, reward: Tensor, *, siblings_agree: bool) -> None:
+        """Require finite rewards (M,) and, with `siblings_agree`, one reward on all segments of a rollout.
+
+        Raises:
+            BatchError: a reward is not finite, or the segments of a rollout differ; the message lists the
+                rows.
+        """
+        if not isfinite(reward.sum().item()):  # else each reward is finite
+            self.require(
+                torch.isfinite(reward),
+                "every reward must be finite; found {found}. Score those rollouts, or exclude them before: "
+                "SampleFilter(criterion=Finite(), action='exclude'), or for NaN "
+                "FanOutCollapse(missing='skip')",
+                lambda row: (
+                    f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
+                ),
+            )
+        if siblings_agree and self.rollouts.n < len(reward):
+            self.require(
+                self.rollouts.spread(reward[self.rollouts.first]) == reward,
+                "all segments of a rollout must have the same reward; found {found}. If each segment has its "
+                "own reward, set how they are reduced: reward='sum', 'last', …",
+                lambda row: self.segments(row, reward),
+            )
+
+    def require_turns(self, turn: Tensor | None) -> None:
+        """Require that no two segments of a rollout have the same turn (M,).
+
+        Raises:
+            BatchError: two segments have the same turn; the message lists the rows.
+        """
+        if turn is not None:
+            pairs = self.rollouts.everyone.paired_with(Ids(turn))
+            self.require(
+                pairs.is_first,
+                "the segments of a rollout must have different turns; found {found}",
+                lambda row: self.segments(row, turn),
+            )
+
     def at(self, row: int) -> int:
         """The row number, in the batch as it arrived, of row i of this view."""
         return row if self.index is None else int(self.index[row])
@@ -655,10 +724,10 @@ class Rows:
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
-        number = rows.nonzero().flatten()
+        number = rows.nonzero()
         if len(number) == 0:
             return
-        number = number if self.index is None else self.index[number]
+        number = number.flatten() if self.index is None else self.index[number.flatten()]
         first = number[table.reason[number] == 0]
         table.reason.index_fill_(0, first, code)
         table.in_loss.index_fill_(0, number, False)
@@ -696,27 +765,32 @@ class Rows:
 
         Under ``masked_log_prob='keep'`` only the loss mask changes.
         """
-        batch, loss_mask, log_prob = self.table.batch, self.key("loss_mask"), self.key("log_prob")
-        if self.table.finite is not None:
-            log_prob = None
-        keys = [key for key in (loss_mask, log_prob) if key is not None]
-        # Tokens that are stored elsewhere are masked there.
-        found = [key for key in keys if self.table.elsewhere or parts_of(batch, key)]
-        self.table.masked_columns |= dict.fromkeys(found)
+        table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
+        log_prob = self.key("log_prob") if table.finite is None else None
+        found = set[Any]()
+        for key in (loss_mask, log_prob):
+            # Tokens that are stored elsewhere are masked there.
+            if key is not None and (table.elsewhere or parts_of(batch, key)):
+                found.add(key)
+                table.masked_columns[key] = None
         if not found and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
-            if self.table.finite is not None:
+            if table.finite is not None:
                 lacks = f"no {loss_mask!r} (loss_mask_key), the only mask under masked_log_prob='keep'"
             raise BatchError(
                 f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
                 f"would still train. It has {key_names(batch)}; set the keys, or drop the rows"
             )
-        if self.table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
+        if table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
             return
         if loss_mask in found:
-            lengths = self.lengths
-            before = self[LENGTH] if self.has(LENGTH) else torch.full_like(lengths, -1)
-            self.put(LENGTH, torch.where((before < 0) & rows, lengths, before), ndim=1, fill=-1)
+            tokens = self.count("loss_mask")
+            if self.has(LENGTH):
+                before = self[LENGTH]
+                lengths = torch.where(rows & (before < 0), tokens, before)
+            else:
+                lengths = torch.where(rows, tokens, -1)
+            self.put(LENGTH, lengths, ndim=1, fill=-1)
 
     def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
         """(M,) bool: the result of a user's criterion, which gets the batch with all decisions so far.
@@ -733,11 +807,6 @@ class Rows:
         """The batch with all decisions so far, and (M,) `values` for its rows, on its device."""
         batch = self.write()
         return batch, self.of_rank(values).to(device_of(batch))
-
-    def record(self, rows: Tensor, reason: str, effect: Effect) -> None:
-        """Record a reason for those of (M,) bool `rows` that have none. The rows do not leave."""
-        reasons = self.table.reason
-        reasons.masked_fill_(rows & (reasons == 0), self.name_reason(reason, effect))
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
@@ -801,8 +870,7 @@ class Rows:
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Map (B, ...) of this rank's batch to (M, ...) of this view, on the CPU. Ranks exchange once."""
-        column = self.table.of_all(values.cpu())
-        return column if self.index is None else column.index_select(0, self.index)
+        return self.from_arrival(self.table.of_all(values.cpu()))
 
     # -- token-level stages -------------------------------------------------------------------------------
 
@@ -958,14 +1026,28 @@ class Rows:
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
-    known = type(stage), tuple(vars(stage))
+    attributes, names = vars(stage), dict[str, NestedKey | None]()
+    known = type(stage), tuple(attributes)
     if known not in _OPTIONS:
-        _OPTIONS[known] = [(name[:-4], name) for name in vars(stage) if name.endswith("_key")]
-    return {role: nested_key(getattr(stage, name)) for role, name in _OPTIONS[known]}
+        _OPTIONS[known] = [name for name in attributes if name.endswith("_key")]
+    for option in _OPTIONS[known]:
+        key = attributes[option]
+        is_nested = type(key) is tuple and len(key) > 1
+        names[option[:-4]] = key if key is None or is_nested or type(key) is str else nested_key(key)
+    return names
 
 
-# (role, option) pairs, by class and attribute names
-_OPTIONS: dict[tuple[type, tuple[str, ...]], list[tuple[str, str]]] = {}
+_OPTIONS: dict[tuple[type, tuple[str, ...]], list[str]] = {}  # by class and names of attributes
+
+
+def no_loss_mask(batch: TensorDictBase, key: NestedKey) -> MissingKeyError:
+    """Make the error for a batch that does not say which tokens are in the loss."""
+    return MissingKeyError(
+        f"tokens in the loss are those of the mask {key!r} (loss_mask_key), or of a response after its "
+        f"prompt: {PROMPT!r} and {RESPONSE!r}, together as wide as {ATTENTION!r}. Finite log-probabilities "
+        "do not say which tokens train, because those of a scored prompt are finite too. The batch has "
+        f"{key_names(batch)}: write the mask, True where a token trains"
+    )
 
 
 def may_wait(column: Tensor) -> bool:

@@ -78,6 +78,7 @@ LENGTH = ("headrace", "length")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")
+PLACES = (MINIBATCH, MICROBATCH, RANK)  # where the split puts a row
 STEP_WEIGHT = ("headrace", "step_weight")
 TOKEN_WEIGHT = ("headrace", "token_weight")
 FOLDED_WEIGHT = ("headrace", "folded_weight")

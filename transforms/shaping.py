@@ -148,8 +148,7 @@ class _RewardShaping(BatchTransform):
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        for view in rows.of_each_rank():
-            before, after = view.of_rank(reward), view.of_rank(shaped)
+        for view, before, after in rows.of_each_rank(reward, shaped):
             known = ~before.isnan()  # a missing reward stays missing
             rewarded = known.double().sum().clamp_min(1)
             view.metric("changed", (known & (after != before)).sum() / rewarded)
@@ -178,12 +177,7 @@ class RewardScale(_RewardShaping):
     within_groups = True
 
     def __init__(
-        self,
-        *,
-        scale: float = 1.0,
-        bias: float = 0.0,
-        low: LowerBound = -INF,
-        high: UpperBound = INF,
+        self, *, scale: float = 1.0, bias: float = 0.0, low: LowerBound = -INF, high: UpperBound = INF
     ):
         super().__init__()
         if not low <= high:
@@ -241,14 +235,7 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        max_length: int,
-        cache: int,
-        weight: float = 1.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, max_length: int, cache: int, weight: float = 1.0, **names: Unpack[ColumnNames]):
         super().__init__(names)
         if not 0 < cache <= max_length:
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
@@ -283,13 +270,7 @@ class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        coefficient: float,
-        free: int = 0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, coefficient: float, free: int = 0, **names: Unpack[ColumnNames]):
         super().__init__(names)
         self.coefficient, self.free = within("coefficient", coefficient, 0), at_least("free", free, 0)
 

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
-from typing import Any, ClassVar, Literal, cast
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
@@ -22,6 +24,7 @@ from .rows import Rows
 from .table import Effect
 from .tensordicts import shallow_copy
 
+T = TypeVar("T")
 ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # option: name of the ids in messages
 
 
@@ -109,6 +112,13 @@ class BatchTransform(TakesColumns, Transform):
         if type(self).decide is BatchTransform.decide:
             return "it reads tokens"
         return "it remembers rollouts of all ranks" if self.stateful else ""
+
+    def checked(self, kind: type[T]) -> T:
+        """The options of a dataclass, which checks them: once, and again if one of them has changed."""
+        values, known = _values_of(cast(Any, kind))(self), self.__dict__.setdefault("_checked", {})
+        if kind not in known or known[kind][0] != values:
+            known[kind] = values, kind(*values)
+        return known[kind][1]
 
     # -- how it is run ------------------------------------------------------------------------------------
 
@@ -230,6 +240,12 @@ class BatchTransform(TakesColumns, Transform):
         """The stage and its options as text, which must be equal on all ranks that share a batch."""
         options = describe_options(self, leave_out=("process_group", *self._own_of_rank))
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
+
+
+@cache
+def _values_of(kind: Any) -> attrgetter:
+    """A function from a stage to the values of its options that a dataclass has."""
+    return attrgetter(*(option.name for option in fields(kind)))
 
 
 @cache

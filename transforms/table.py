@@ -165,6 +165,7 @@ class Table:
         unread: metrics that are computed when they are read.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
+        decides: this rank decides, not another rank for it.
         starts: table index of the first row of each rank, and N.
         own: slice of this rank's rows.
         numbers_of_rank: (n,) int64, table indices of this rank's rows as they arrived, then of rows carried
@@ -194,6 +195,7 @@ class Table:
         self.looked_up: TensorDictBase | None = None  # the batch whose missing keys are in `absent`
         self.absent: set[Any] = set()
         self.ranks: Any = None
+        self.decides = True
         self.starts: list[int] = []
         self.begin(size, slice(0, size))
 
@@ -222,11 +224,6 @@ class Table:
     def left(self) -> int:
         """The number of rows that have not left."""
         return self.size if self.index is None else len(self.index)
-
-    @property
-    def decides(self) -> bool:
-        """Whether this rank decides, not another rank for it."""
-        return self.ranks is None or self.ranks.decides
 
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 table indices."""
@@ -282,13 +279,6 @@ class Table:
 
     # -- from a batch -------------------------------------------------------------------------------------
 
-    def take_over(self) -> None:
-        """Read decisions that standalone stages made before, from the columns of the batch."""
-        if IN_LOSS in self.columns:
-            self.in_loss, self.masks_rows = self.columns[IN_LOSS].clone(), True
-        if COUNTED in self.columns:
-            self._count(self.columns[COUNTED])
-
     def load(
         self,
         keys: Iterable[NestedKey | None] = (),
@@ -319,18 +309,19 @@ class Table:
                 column = numbers.to(device_of(self.batch))
             if column is not None and column is not WIDE:
                 found[key] = column
-        for count in [TokenCount(*pair) for pair in tokens]:
+        for mask_key, log_prob_key in tokens:
+            count = TokenCount(mask_key, log_prob_key)
             if count not in self.columns and self.batch is not None:
                 mask, inside = count_in_loss(self.batch, *count)
                 if mask is not None:
                     found[count._replace(log_prob=None)], found[count] = mask, inside
         if not found:
             return
-        self.dtypes |= {key: column.dtype for key, column in found.items()}
-        for key, values in zip(found, read_packed(list(found.values())), strict=True):
+        for (key, column), values in zip(found.items(), read_packed(list(found.values())), strict=True):
+            self.dtypes[key] = column.dtype
             self.columns[key] = self.of_all(values)
 
-    def _count(self, counted: Tensor) -> None:
+    def read_counted(self, counted: Tensor) -> None:
         """Read (N,) bool from a batch that marks excluded rows."""
         self.says_who_counts = True
         self.counted = None if bool(counted.all()) else counted.clone()
@@ -375,7 +366,7 @@ class Table:
         if COUNTED in self.columns:
             counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
             counted[rows] &= self.columns[COUNTED][rows]
-            self._count(counted)
+            self.read_counted(counted)
         self.ids.clear()
         for key, old in before.items():
             new = self.columns.get(key)
@@ -447,7 +438,9 @@ class Table:
 
     def written_columns(self) -> dict[NestedKey, tuple[Tensor, torch.dtype, int]]:
         """The columns that stages wrote, by key: values for all rows of the table, dtype and dimensions."""
-        found = {key: (self.columns[key], *how) for key, how in self.written.items()}
+        found = dict[NestedKey, tuple[Tensor, torch.dtype, int]]()
+        for key, (dtype, ndim) in self.written.items():
+            found[key] = self.columns[key], dtype, ndim
         if self.masks_rows:
             found[IN_LOSS] = (self.in_loss, torch.bool, 1)
         if self.says_who_counts:
@@ -464,7 +457,7 @@ class Table:
 
     def is_late(self, key: NestedKey | None) -> bool:
         """Whether a column is only computed when rows are gathered."""
-        return any(key in late.writes for late in self.late)
+        return bool(self.late) and any(key in late.writes for late in self.late)
 
     def compact(self) -> None:
         """Gather the batch so that it only has rows that have not left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from math import isfinite
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ ATTENTION = ("masks", "all_attention_mask")
 ELSEWHERE = ("headrace", "elsewhere")
 FEW = 2**16  # entries that cost less than the calls by which they would be counted faster
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
+FLOATS = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point}
+# dtype of a column of the table, by its dtype in the batch; any other is int64
+KINDS = {torch.bool: torch.bool, **dict.fromkeys(FLOATS, torch.float64)}
 
 
 def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
@@ -56,6 +60,13 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     if _is_stack_of_rows(batch):
         return stack_of_rows(*map(shallow_copy, batch.tensordicts))
     return batch.clone(recurse=False)
+
+
+def deep_copy(batch: TensorDictBase) -> TensorDictBase:
+    """``batch.clone()``, with a third of its calls for a plain TensorDict."""
+    if type(batch) is not TensorDict:
+        return batch.clone()
+    return _like(batch, {name: deep_copy(value) for name, value in batch._tensordict.items()})
 
 
 def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
@@ -589,8 +600,9 @@ def _entries(rows: Sequence[Any], key: NestedKey) -> list[Any]:
 
 def any_row_has(batch: TensorDictBase, key: NestedKey) -> bool:
     """Whether a batch, or a row of a lazy stack, has this column."""
-    rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
-    return any(value is not None for value in _entries(rows, key))
+    if isinstance(batch, LazyStackedTensorDict):
+        return any(value is not None for value in _entries(batch.tensordicts, key))
+    return _under(batch, key) is not None
 
 
 def columns_by_row(
@@ -691,10 +703,11 @@ def loss_mask_of(batch: TensorDictBase, key: NestedKey) -> Any:
 
 
 def _require_bool(masks: Iterable[Tensor], key: NestedKey) -> None:
-    if odd := {mask.dtype for mask in masks} - {torch.bool}:
-        raise BatchError(
-            f"a loss mask is bool, True trains; {key!r} is {odd.pop()}: convert it by `mask != 0`"
-        )
+    for mask in masks:
+        if mask.dtype is not torch.bool:
+            raise BatchError(
+                f"a loss mask is bool, True trains; {key!r} is {mask.dtype}: convert it by `mask != 0`"
+            )
 
 
 def check_mask(batch: TensorDictBase, key: NestedKey) -> None:
@@ -753,7 +766,10 @@ def count_in_loss(
     if values.device.type != "cpu" or values.numel() == 0:
         return tokens, count_true(masks & torch.isfinite(values))
     # A sum is finite only where all of it are: a sixth of the cost of looking at every number.
-    odd = (~torch.isfinite(values.sum(-1)) & (tokens > 0)).nonzero().flatten()
+    sums = values.sum(-1)
+    if isfinite(sums.sum().item()):
+        return tokens, tokens
+    odd = (~torch.isfinite(sums) & (tokens > 0)).nonzero().flatten()
     if len(odd) == 0:
         return tokens, tokens
     return tokens, tokens.index_copy(0, odd, count_true(masks[odd] & torch.isfinite(values[odd])))
@@ -779,13 +795,14 @@ def read_packed(columns: Sequence[Tensor]) -> list[Tensor]:
     Args:
         columns: (N,) or (N, K) each, on one device.
     """
-    if all(column.device.type == "cpu" for column in columns):
-        return [column.to(_kind(column.dtype), copy=True) for column in columns]
+    kinds = [KINDS.get(column.dtype, torch.int64) for column in columns]
+    if {column.device.type for column in columns} == {"cpu"}:
+        return [column.to(kind, copy=True) for column, kind in zip(columns, kinds, strict=True)]
     bits = [bits_of(column).reshape(-1) for column in columns]
     parts = torch.cat(bits).cpu().split([len(part) for part in bits])
     return [
-        of_bits(part, _kind(column.dtype)).reshape(column.shape)
-        for part, column in zip(parts, columns, strict=True)
+        of_bits(part, kind).reshape(column.shape)
+        for part, column, kind in zip(parts, columns, kinds, strict=True)
     ]
 
 
@@ -797,12 +814,6 @@ def bits_of(column: Tensor) -> Tensor:
 def of_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """What :func:`bits_of` made integers of."""
     return (bits.contiguous().view(torch.float64) if dtype.is_floating_point else bits).to(dtype)
-
-
-def _kind(dtype: torch.dtype) -> torch.dtype:
-    if dtype is torch.bool:
-        return dtype
-    return torch.float64 if dtype.is_floating_point else torch.int64
 
 
 def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:

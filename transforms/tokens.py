@@ -10,13 +10,10 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from .errors import BatchError, MissingKeyError, listing
-from .rows import Rows
-from .schema import key_names, require
+from .errors import BatchError, listing
+from .rows import Rows, no_loss_mask
+from .schema import require
 from .tensordicts import (
-    ATTENTION,
-    PROMPT,
-    RESPONSE,
     check_mask,
     column_of,
     count_in_loss,
@@ -42,12 +39,7 @@ def loss_tokens(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key: N
     """
     tokens = count_in_loss(batch, loss_mask_key, log_prob_key)[1]
     if tokens is None:
-        raise MissingKeyError(
-            f"tokens in the loss are those of the mask {loss_mask_key!r} (loss_mask_key), or of a response "
-            f"after its prompt: {PROMPT!r} and {RESPONSE!r}, together as wide as {ATTENTION!r}. Finite "
-            "log-probabilities do not say which tokens train, because those of a scored prompt are finite "
-            f"too. The batch has {key_names(batch)}: write the mask, True where a token trains"
-        )
+        raise no_loss_mask(batch, loss_mask_key)
     return tokens
 
 
@@ -64,13 +56,7 @@ def tokens_in_loss(batch: TensorDictBase, loss_mask_key: NestedKey, log_prob_key
 
 
 def read_tokens(
-    batch: TensorDictBase,
-    key: NestedKey,
-    *,
-    reader: str,
-    option: str,
-    fill: float = 0,
-    side: Side = "right",
+    batch: TensorDictBase, key: NestedKey, *, reader: str, option: str, fill: float = 0, side: Side = "right"
 ) -> Tensor:
     """Read a column of one number per token. (B, T) and (B, T, 1) are returned as (B, T), ragged rows padded.
 
@@ -144,12 +130,7 @@ def write_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor, like: Ne
 
 
 def check_lengths(
-    batch: TensorDictBase,
-    keys: Iterable[NestedKey],
-    like: NestedKey,
-    *,
-    reader: str,
-    or_of_rows: bool = True,
+    batch: TensorDictBase, keys: Iterable[NestedKey], like: NestedKey, *, reader: str, or_of_rows: bool = True
 ) -> None:
     """Refuse ragged rows if a column has another number of entries than the row has tokens in `like`.
 

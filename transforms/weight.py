@@ -197,7 +197,8 @@ def weigh(
         sizes = weight * tokens
         order = sizes.argsort()
         step_weight = torch.bincount(step[order], sizes[order], minlength=steps)[step]
-    rollouts_in, groups_in = (counted[name][1] if name in counted else None for name in ("rollout", "group"))
+    nothing = None, None
+    rollouts_in, groups_in = counted.get("rollout", nothing)[1], counted.get("group", nothing)[1]
     return Weighed(weight, total, samples, rollouts_in, groups_in, step_weight)
 
 
@@ -431,8 +432,7 @@ class LossWeight(
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        for view in rows.of_each_rank():
-            own = view.of_rank(tokens)
+        for view, own in rows.of_each_rank(tokens):
             view.metric("tokens", own.sum())
             view.metric("samples", (own > 0).sum())
 

@@ -241,10 +241,10 @@ def help_of_task(name: str) -> str:
         raise ConfigError(f"unknown task {name!r}{hint}; choose from {', '.join(TASKS)}")
     text = path.read_text(encoding="utf-8")
     said = [line[2:] for line in text.splitlines() if line.startswith("# ") and "@package" not in line]
-    options = options_of(text)
+    options = options_in(text)
     for group, file in re.findall(r"^  - /(\w+): (\w+)", text, re.MULTILINE):  # not those with a package
         more = (CONF / group / f"{file}.yaml").read_text(encoding="utf-8")
-        options += options_of(more, "" if "@package _global_" in more else f"{group}.")
+        options += options_in(more, "" if "@package _global_" in more else f"{group}.")
     options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # others follow these
     width = min(max((len(f"{option}={value}") for option, value, _ in options), default=0), 44) + 4
     shown = [f"headrace task={name}", "", *said, "", "Options"]
@@ -258,7 +258,7 @@ def help_of_task(name: str) -> str:
     return "\n".join(shown)
 
 
-def options_of(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
+def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
     """The options of a configuration file: the name in full, the default and the comment of each.
 
     Args:
@@ -266,7 +266,7 @@ def options_of(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
         prefix: of each name.
 
     Example:
-        >>> options_of("plan:\\n  group_sizes: [2, 4] # to compare\\n", "task.")
+        >>> options_in("plan:\\n  group_sizes: [2, 4] # to compare\\n", "task.")
         [('task.plan.group_sizes', '[2,4]', 'to compare')]
     """
     options: list[tuple[str, str, str]] = []

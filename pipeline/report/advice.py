@@ -383,11 +383,14 @@ class Remedy(NamedTuple):
     def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
         """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
 
-        Options that one of them does not have are not shown: what to do elsewhere is said in words.
+        A remedy that all of them follow already is left out. Options that one of them does not have are not
+        shown: what to do elsewhere is said in words.
 
         Args:
             configs: composed, one for each recipe; empty: every option is shown.
         """
+        if configs and all(follows(config, self.words) for config in configs):
+            return None
         if all(has_options(config, self.words) for config in configs):
             return self
         return Remedy(f"{self.text}: {self.elsewhere}", "", "", self.when) if self.elsewhere else None
@@ -413,6 +416,21 @@ def has_options(config: DictConfig, words: str) -> bool:
         _has(config, path.partition("@")[2] or path)
         or (path.startswith("+") and any(path[1:].startswith(f"{each}.") for each in chosen))
         for path in paths
+    )
+
+
+def follows(config: DictConfig, words: str) -> bool:
+    """Whether a composed configuration has the values of all of these overrides already.
+
+    Example:
+        >>> config = OmegaConf.create({"pipeline": {"stages": {"filter": None}}})
+        >>> follows(config, "pipeline.stages.filter=null"), follows(config, "pipeline.stages.filter=1")
+        (True, False)
+    """
+    typed = words.split()
+    return bool(typed) and all(
+        _has(config, path) and OmegaConf.select(config, path) == OmegaConf.select(asked, path)
+        for path, asked in ((word.partition("=")[0], OmegaConf.from_dotlist([word])) for word in typed)
     )
 
 

@@ -69,9 +69,9 @@ class Comparison:
 
         ``rows``; ``trained_by_both``, ``trained_only_by_first``, ``trained_only_by_second``; of the rows that
         have an advantage under both ``correlation`` (Pearson's), ``differ`` (by more than float32 rounding)
-        and ``sign_flips``; and as means over steps ``gradient_moved``, the share of the gradient that goes
-        to another group, ½ Σ |s₁ − s₂|, and ``gradient_cosine``, of what rows weigh in the two gradients.
-        Those two are NaN for a dump without tokens or their number.
+        and ``sign_flips``; ``gradient_moved``, the share of the gradient that goes to another group,
+        ½ Σ |s₁ − s₂|; and ``gradient_cosine``, the cosine of what rows weigh in the two gradients. The last
+        two are means over the steps of :attr:`averaged`, and NaN for a dump without tokens or their number.
         """
         n, x, y, xx, yy, xy = self.moments
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -87,6 +87,15 @@ class Comparison:
             "gradient_moved": self.moved / max(self.steps, 1),
             "gradient_cosine": float(np.mean(self.cosines)) if self.cosines else float("nan"),
         }
+
+    @property
+    def averaged(self) -> dict[str, int]:
+        """The number of steps over which each mean of :attr:`numbers` is taken.
+
+        ``gradient_moved``: all steps. One at which neither recipe has a gradient moves 0, one at which only
+        one of them has a gradient moves ½. ``gradient_cosine``: the steps at which both have a gradient.
+        """
+        return {"gradient_moved": self.steps, "gradient_cosine": len(self.cosines)}
 
     def mean_shares(self) -> dict[str, dict[str, list[float]]]:
         """By table and line the two shares, each a mean over the steps at which its recipe has a gradient.

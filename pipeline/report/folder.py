@@ -14,12 +14,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.failed_steps import FAILED, Failed, read_failed
 from headrace.pipeline.installed import versions
+from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import at_least, takes_options, within
 
 from .advice import NAMED, Advice, Advisory, advice_at, broken_by, numbers_read
-from .dump import write_dump
+from .dump import write_dump, write_whole
 from .html import write_page
 from .over_steps import totals_over
 from .page_contents import page_data
@@ -58,6 +60,7 @@ class ReportFolder:
 
     Attributes:
         notices: sentences that the page has above all else, about steps that failed say; to be set.
+        failed: (step, reason) of the steps that :meth:`fail` was told of, for ``headrace view``.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
         configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
             not have. Empty, the page shows all remedies.
@@ -106,11 +109,13 @@ class ReportFolder:
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self.notices: list[str] = []
+        self.failed: Failed = []
         self.unsaid: list[str] = []
         self.configs: Sequence[DictConfig] = ()
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
+        self._begun = False  # whether what an earlier run left in the folder was looked at
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
         self._asked: dict[int, StepReport] = {}  # those of `add(keep=True)`
@@ -202,6 +207,19 @@ class ReportFolder:
             ended = time.monotonic()
             self._due = ended + max(self.every, (ended - began) / SHARE)
 
+    def fail(self, step: int | None, why: str) -> None:
+        """Note a step that has no report, and the reason. It goes into ``rollouts/failed_steps.json``.
+
+        Args:
+            step: its number; None where nobody knows it.
+            why: the reason.
+        """
+        if self.dump is None:
+            return
+        self._begin(step)
+        self.failed.append((step, why))
+        self._write_failed()
+
     def close(self) -> Path | None:
         """Write the page of a run that is over, and return its path; None where no page is written."""
         if self.page and not self._closed:
@@ -216,12 +234,28 @@ class ReportFolder:
                 f"step {report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to "
                 "keep no rows"
             )
-        if self.existing == "resume" and not self._written:
-            for file in row_files(self.folder):
-                if int(file.stem.removeprefix("step_")) >= report.step:
-                    file.unlink()
+        self._begin(report.step)
         write_dump(report, self.folder / "rollouts", format=self.dump or "parquet", config=self.config)
         self._written.add(report.step)
+
+    def _begin(self, step: int | None) -> None:
+        """At the first step, remove what an earlier run left of this step and later ones."""
+        if self._begun or step is None:
+            return
+        self._begun = True
+        if self.existing == "resume":
+            for file in row_files(self.folder):
+                if int(file.stem.removeprefix("step_")) >= step:
+                    file.unlink()
+            earlier = read_failed(self.folder / "rollouts")
+            self.failed = [each for each in earlier if each[0] is None or each[0] < step] + self.failed
+        self._write_failed()
+
+    def _write_failed(self) -> None:
+        path = self.folder / "rollouts" / FAILED
+        if self.failed or path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda file: file.write_text(json_text(self.failed), encoding="utf-8"))
 
     def _shown(self) -> dict[int, StepReport]:
         """The reports of the page, by place."""

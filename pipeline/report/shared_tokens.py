@@ -12,8 +12,8 @@ from torch import Tensor
 
 from headrace.transforms.ids import stable_order
 from headrace.transforms.schema import MINIBATCH, has_key
-from headrace.transforms.tensordicts import count_true
-from headrace.transforms.tokens import ATTENTION, read_tokens
+from headrace.transforms.tensordicts import ATTENTION, count_true
+from headrace.transforms.tokens import read_tokens
 
 TOKENS: NestedKey = ("tokens", "full")
 LINEAR = 24576.0  # 6 × a hidden size of 4096

@@ -194,7 +194,7 @@ class StepReport:
 def make_report(
     processed: Run | Pipeline | Decision,
     *,
-    step: int = 0,
+    step: int | None = None,
     solved: float = 1.0,
     batch: TensorDictBase | None = None,
     parameters: float | None = None,
@@ -209,7 +209,7 @@ def make_report(
 
     Args:
         processed: a :class:`Run`, a :class:`Decision`, or a :class:`Pipeline` after a batch.
-        step: its number.
+        step: its number; None: that of the run, 0 unless an adapter has set it.
         solved: least reward of a solved rollout.
         batch: what came in, to say what its rows would cost as trees (:class:`SharedTokens`); None, and
             where it has no tokens: nothing is said of that.
@@ -242,6 +242,7 @@ def make_report(
             "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
             "what a copy of the pipeline has run, in a worker process say, is known to that copy"
         )
+    step = run.step if step is None else step
     recipe = tuple((name, repr(stage)) for name, stage in run.stages.items())
     if run.ledger is None or run.rows is None:
         names = ("row", "reason", "group_id", "rollout_id")

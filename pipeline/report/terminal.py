@@ -72,7 +72,7 @@ def show_advisories(
 def print_report(
     processed: Run | Pipeline,
     *,
-    step: int = 0,
+    step: int | None = None,
     console: Console | None = None,
     solved: float = 1.0,
     batch: TensorDictBase | None = None,
@@ -82,7 +82,7 @@ def print_report(
 
     Args:
         processed: a run, or a pipeline after a batch.
-        step: its number.
+        step: its number; None: that of the run.
         console: where to print; None: standard output, as wide as it is, plain where it is no terminal.
         solved: least reward of a solved rollout.
         batch: what came in, to say what its rows would cost as trees; None: not looked at.

@@ -11,8 +11,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.schema import ROW, has_key
-from headrace.transforms.tensordicts import device_of, take_rows
-from headrace.transforms.tokens import ATTENTION, PROMPT, RESPONSE
+from headrace.transforms.tensordicts import ATTENTION, PROMPT, RESPONSE, device_of, take_rows
 
 Decode = Callable[[list[int]], Sequence[str]]
 TOKENS: NestedKey = ("tokens", "full")

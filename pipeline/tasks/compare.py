@@ -91,7 +91,8 @@ def compare(
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
-    result = {"pipelines": names, "numbers": dict(comparison.numbers), "shares": shares, "movers": movers}
+    numbers = {"numbers": comparison.numbers, "steps_averaged": comparison.averaged}
+    result = {"pipelines": names, **numbers, "shares": shares, "movers": movers}
     write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
     show_comparison(comparison, console)
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
@@ -117,7 +118,9 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         "gradient_cosine": "cosine of the rows' gradient shares",
     }
     if comparison.steps > 1:
-        labels |= {name: f"{labels[name]}, mean over steps" for name in FORMATS if name != "correlation"}
+        steps, both = f"{comparison.steps:,} steps", f"{comparison.averaged['gradient_cosine']:,}"
+        labels["gradient_moved"] += f", mean over all {steps}"
+        labels["gradient_cosine"] += f", mean over the {both} of {steps} at which both have a gradient"
     title = f"\nthe same rollouts under {first} and {second}"
     title += f", all {comparison.steps:,} steps" if comparison.steps > 1 else ""
     table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)

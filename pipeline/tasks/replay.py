@@ -83,6 +83,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
             except (SourceError, BatchError) as err:
                 first = first or err
                 failed.append(FailedStep(step, in_words_to_type(str(err)).removeprefix(f"step {step}: ")))
+                folder.fail(*failed[-1])
                 folder.notices = said_of(failed, len(history), source.draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None

@@ -67,8 +67,10 @@ def view(words: Sequence[str]) -> int:
         description="Open all rows of all steps of a run, or of two runs side by side, in a browser on this "
         "machine. FOLDER is what a training, a replay or ReportFolder has written.",
     )
-    parser.add_argument("folder", metavar="FOLDER", nargs="+", type=Path, help="of a run; at most two")
-    parser.add_argument("--port", type=int, default=0, help="of the server (default: any that is free)")
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="+", type=Path, help="the folder of a run; at most two"
+    )
+    parser.add_argument("--port", type=int, default=0, help="port of the server (default: any free port)")
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"headrace view FOLDER [FOLDER2] [--port PORT]: {message}")
@@ -245,6 +247,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "name": printable(run.name),
                 "folder": printable(str(run.folder)),
                 "problems": run.problems(),
+                "failed": run.failed(),
                 "same": run.same_by(),
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }

@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.failed_steps import FAILED, Failed, read_failed
 from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import printable
 
@@ -106,6 +107,7 @@ class StoredRun:
         self.labels: dict[str, str] = {}  # of prompts, by their keys
         self._steps: dict[int, StoredStep] = {}
         self._problems: list[str] = []
+        self._failed: Failed = []
         self._lock = Lock()
         if not self.steps():
             raise ConfigError(self._why_empty(folder))
@@ -128,8 +130,17 @@ class StoredRun:
                     found[step] = known if known is not None and is_known else read_footer(path, step)
                 except UnreadableRows as err:
                     problems.append(printable(f"{path.name}: {err}"))
+            try:
+                self._failed = [(step, printable(why)) for step, why in read_failed(self.rows_folder)]
+            except (OSError, ValueError, RecursionError) as err:
+                self._failed = []
+                problems.append(printable(f"{FAILED}: {err}"))
             self._steps, self._problems = dict(sorted(found.items())), problems
             return self._steps
+
+    def failed(self) -> Failed:
+        """The steps that failed and have no rows, each with the reason; a damaged file is a problem."""
+        return self._failed
 
     def problems(self) -> list[str]:
         """Files that cannot be shown, and why, as of the last look at the folder."""
@@ -157,6 +168,9 @@ class StoredRun:
         )
 
     def _why_empty(self, folder: Path) -> str:
+        if self._failed:
+            step, why = self._failed[0]
+            return f"{folder} has no rows: all steps failed. {f'Step {step}' if step else 'The first'}: {why}"
         if self._problems:
             some = "; ".join(self._problems[:3])
             return f"{folder}: no file of rows can be read. {some}"

@@ -68,6 +68,11 @@ class Grouped:
         return torch.bincount(self.of, weights=values, minlength=len(self.count))
 
     @cached_property
+    def alone(self) -> Tensor:
+        """(V,) bool: the only rollout of its group."""
+        return self.spread(self.number == 1)
+
+    @cached_property
     def place(self) -> Tensor:
         """(V,) int64: index of each reward in its sorted group, from 0."""
         return torch.arange(len(self.of), device=self.of.device) - self.spread(self.start)
@@ -85,7 +90,7 @@ class Grouped:
     @cached_property
     def equal(self) -> Tensor:
         """(P,) bool: all rewards of the group are equal."""
-        return self.smallest == self.largest
+        return self.reward[self.start] == self.reward[self.end - 1]
 
     @cached_property
     def deviation(self) -> Tensor:
@@ -232,17 +237,17 @@ class Formula:
                 f"temperature is only read with baseline='log_mean_exp'; got baseline={self.baseline!r}"
             )
 
-    @property
+    @cached_property
     def is_relative(self) -> bool:
         """Whether baseline or scale compare rollouts of a group. A single rollout then has no advantage."""
         return self.baseline not in ABSOLUTE or self.scale in SPREADS
 
-    @property
+    @cached_property
     def within_groups(self) -> bool:
         """Whether other groups of the batch do not change the advantages of a group."""
         return self.baseline not in OF_BATCH and self.scale not in OF_BATCH
 
-    @property
+    @cached_property
     def least_group(self) -> int:
         """The lowest number of rollouts that a group may have."""
         return self.k or (2 if self.singleton == "raise" and self.is_relative else 1)
@@ -250,24 +255,22 @@ class Formula:
 
 def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
     """The advantage ``(R − b − δ) / s``, clipped: (V,) float64 in the order of :class:`Grouped`."""
-    alone = g.spread(g.number == 1)
     credit = BASELINES[formula.baseline](g, formula)
     if formula.shift:
         credit = credit - formula.shift
         if formula.is_relative:
-            credit = credit.masked_fill(alone, 0.0)
+            credit = credit.masked_fill(g.alone, 0.0)
     if (measure := SCALES[formula.scale]) is not None:
         scale = measure(g, formula.ddof)
         divisor = with_eps(scale, formula.eps, formula.eps_mode)
-        is_zero = divisor == 0
-        if formula.scale == "group" or (formula.scale == "mean" and formula.eps_mode != "skip"):
-            is_zero = is_zero | (scale == 0)
+        of_equal = formula.scale == "group" or (formula.scale == "mean" and formula.eps_mode != "skip")
+        is_zero = scale == 0 if of_equal else divisor == 0
         divisor = divisor.masked_fill(is_zero, float("inf"))  # the quotient is then 0
         credit = credit / (g.spread(divisor) if formula.scale in OF_GROUP else divisor)
     if formula.scale in MAY_BE_0 and (formula.baseline in ABSOLUTE or formula.shift):
         credit = credit.masked_fill(g.spread(g.equal), 0.0)
     if formula.is_relative and formula.singleton == "raw":
-        credit = torch.where(alone, g.reward, credit)
+        credit = torch.where(g.alone, g.reward, credit)
     return credit if formula.clip is None else credit.clamp(*formula.clip)
 
 

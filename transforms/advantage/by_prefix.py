@@ -25,7 +25,6 @@ from headrace.transforms.prefixes import (
     repeated,
     ways,
 )
-from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD, SEGMENTS, has_key
@@ -101,7 +100,7 @@ def tree_advantage(
         shapes = f"{tuple(tokens.shape)} and {tuple(present.shape)}"
         raise BatchError(f"tokens and mask must be (N, T), for {len(rows)} rewards; found {shapes}")
     groups = rows.groups
-    require_rewards(rows, rows["reward"], siblings_agree=False)
+    rows.require_rewards(rows["reward"], siblings_agree=False)
     labels = left_aligned(tokens.long(), present)
     credit = credit_of_branches(rows["reward"], labels, groups, baseline, alone)
     require_fit(rows, credit.largest(len(rows)), dtype)
@@ -298,8 +297,8 @@ class TreeAdvantage(
         if self.missing == "skip":
             chosen = chosen & ~reward.isnan()
         some, place = rows.where(chosen), rows.from_arrival(places_on_arrival(rows)[1])
-        require_identity(some)
-        require_rewards(some, reward[chosen], siblings_agree=True)
+        some.require_identity()
+        some.require_rewards(reward[chosen], siblings_agree=True)
         rollouts, begins = some.rollouts, place[chosen] == 0
         heads = rollouts.max(torch.where(begins, torch.arange(len(some)), -1))
         some.require(

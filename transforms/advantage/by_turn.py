@@ -15,7 +15,6 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import takes_options, within
 from headrace.transforms.places import places_on_arrival
-from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, SEGMENTS, has_key
@@ -133,7 +132,7 @@ def credit_of_turns(
         BatchError: as the function.
     """
     rollouts, reward = rows.rollouts, reward.masked_fill(~has_turn, 0.0)
-    require_identity(rows)
+    rows.require_identity()
     number = torch.arange(has_turn.shape[1])
     rows.require(
         reward.isfinite().all(1),
@@ -158,7 +157,7 @@ def credit_of_turns(
     has = times > 0
     # 2. The return from each turn on: G_k = r_k + γ G_{k+1}.
     if outcome is not None:
-        require_rewards(rows, outcome, siblings_agree=True)
+        rows.require_rewards(outcome, siblings_agree=True)
         last = torch.where(has, number, -1).amax(1)
         returns += torch.where(has & (number == last[:, None]), outcome[rollouts.first][:, None], 0.0)
     returns = returns_from(returns, discount)

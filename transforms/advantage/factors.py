@@ -9,7 +9,6 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import takes_options, within
-from headrace.transforms.required import require_identity
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
@@ -99,12 +98,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        strength: float = 1.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, strength: float = 1.0, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         built_on = (REWARD, COUNTED, self.group_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
@@ -114,7 +108,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
         reward, some = rows[REWARD], rows.statistics
-        require_identity(some)
+        some.require_identity()
         counts = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
         rows.require(
             ~counts | ((reward >= 0) & (reward <= 1)),
@@ -128,5 +122,5 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         if rows.counted is not None:
             factor = factor * rows.counted
         rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
-        for view in rows.of_each_rank():
-            view.metric("mean", mean_of(view.of_rank(factor)))
+        for view, own in rows.of_each_rank(factor):
+            view.metric("mean", mean_of(own))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,7 +15,6 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import mean_of
 from headrace.transforms.options import as_dtype, at_least, has_effect, takes_options
-from headrace.transforms.required import require_identity, require_rewards
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
@@ -173,8 +172,8 @@ def advantage_of(
     """
     counted = rows.statistics
     chosen = reward if counted is rows else reward[rows.counted]
-    require_identity(counted)
-    require_rewards(counted, chosen, siblings_agree=True)
+    counted.require_identity()
+    counted.require_rewards(chosen, siblings_agree=True)
     if len(counted) == 0:
         return torch.zeros_like(reward)
     voters = rows.voters
@@ -324,7 +323,7 @@ class GroupRelativeAdvantage(
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
         self.shift, self.temperature, self.k = shift, temperature, k
-        _ = self.formula  # checks its options
+        self.checked(Formula)
         self.dtype = as_dtype(dtype)
         self.several, self.weights = several, weights
         self.missing = missing
@@ -346,8 +345,8 @@ class GroupRelativeAdvantage(
 
     @property
     def formula(self) -> Formula:
-        """The options of the formula, checked."""
-        return Formula(*(getattr(self, option.name) for option in fields(Formula)))
+        """The options of the formula."""
+        return self.checked(Formula)
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
@@ -361,7 +360,9 @@ class GroupRelativeAdvantage(
 
     def decide(self, rows: Rows) -> None:
         """Write the advantage."""
-        self._make_groups(rows)
+        # 1. One reward for each rollout, on all its rows.
+        if self.without_ids != "raise":
+            self._make_groups(rows)
         reward = rows.reward
         if not rows.has(REWARD):
             rollouts = rows.rollouts
@@ -377,6 +378,7 @@ class GroupRelativeAdvantage(
         rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
         if self.several == "decoupled" or self.weights is not None:
             self._require_weighed(rows, reward, rewards)
+        # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
             factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
@@ -390,20 +392,21 @@ class GroupRelativeAdvantage(
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
             credit = self._among_known(rows, reward, self.formula, length)
+        # 3. Write the advantage in the dtype of the collected reward.
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
         dtype = dtype if dtype.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
-        for view in rows.of_each_rank():
-            own = view.of_rank(credit)
+        if self.missing == "skip":
+            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
+        # 4. Record the metrics.
+        for view, own, scored in rows.of_each_rank(credit, reward):
             view.metric("abs_mean", mean_of(own.abs()))
             view.metric("zero", mean_of(own == 0))
             if self.missing == "skip":
-                view.metric("unscorable", view.of_rank(reward).isnan().sum())
-        if self.missing == "skip":
-            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
+                view.metric("unscorable", scored.isnan().sum())
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
         """(M,) the advantage of (M,) rewards. Under ``skip`` missing rewards are excluded and get 0."""
@@ -443,8 +446,6 @@ class GroupRelativeAdvantage(
 
     def _make_groups(self, rows: Rows) -> None:
         """Write group ids from row positions, if `without_ids` allows it and no row has a group id."""
-        if self.without_ids == "raise":
-            return
         if rows.table.ranks is not None:
             raise BatchError(
                 f"without_ids={self.without_ids!r} makes groups from row positions, which are not known "

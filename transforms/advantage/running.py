@@ -13,7 +13,6 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import above_zero, within
-from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
@@ -170,7 +169,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         some, key, paid = rows.statistics, keys, reward.nan_to_num(0.0, torch.inf, -torch.inf)
         if rows.counted is not None:
             key, paid = keys[rows.counted], paid[rows.counted]
-        require_rewards(some, paid, siblings_agree=True)
+        some.require_rewards(paid, siblings_agree=True)
         some.require_set(key, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
         some.require(
             some.rollouts.spread(key[some.rollouts.first]) == key,

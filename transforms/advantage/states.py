@@ -11,7 +11,6 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import has_effect
-from headrace.transforms.required import require_rewards
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, RETURN
 from headrace.transforms.stage import BatchTransform
@@ -146,7 +145,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         credit, some = rows.number("advantage"), rows.statistics
         returns = some[RETURN]
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
-        require_rewards(some, returns, siblings_agree=False)
+        some.require_rewards(returns, siblings_agree=False)
         require_range(some, returns, self.formula, rows.dtype(RETURN))
         steps = Grouped(returns, states)
         within = steps.unsorted(advantage_in_groups(steps, self.formula))

@@ -225,12 +225,7 @@ class LogRatio(TokenTerm, columns=("numerator", "denominator")):
         names: other names of columns, such as `numerator_key` (:class:`ColumnNames`).
     """
 
-    def __init__(
-        self,
-        *,
-        centre: Centre = "none",
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, centre: Centre = "none", **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.centre = centre
         self.within_groups = self.elementwise = centre == "none"
@@ -257,12 +252,7 @@ class DirectedWeight(TokenTerm, columns=("numerator", "denominator", "advantage"
     within_groups = True
     elementwise = True
 
-    def __init__(
-        self,
-        *,
-        clip: float = 0.2,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, clip: float = 0.2, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.clip = within("clip", clip, 0, 1)
         self.in_keys = (self.numerator_key, self.denominator_key, self.advantage_key)
@@ -356,12 +346,7 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        floor: float = 1e-6,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, floor: float = 1e-6, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.floor = above_zero("floor", floor)
         self.in_keys = (self.value_key, self.advantage_key, self.group_key)

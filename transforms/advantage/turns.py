@@ -12,7 +12,7 @@ from headrace.transforms.ids import Ids
 from headrace.transforms.options import takes_options, within
 from headrace.transforms.places import places_on_arrival
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import RETURN, SEGMENTS
+from headrace.transforms.schema import FINISHED, RETURN, SEGMENTS
 from headrace.transforms.stage import BatchTransform
 
 
@@ -108,12 +108,7 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        discount: float = 1.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, discount: float = 1.0, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         ends = [self.done_key, self.expected_segments_key]
         reads = [self.reward_key, self.rollout_key, self.turn_key, SEGMENTS, *ends]
@@ -123,7 +118,8 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
     def decide(self, rows: Rows) -> None:
         """Write the return."""
         reward, dtype = rows.number("reward").double(), rows.dtype("reward")
-        require_unseen_ends(rows)
+        if rows.has("done") and not rows.has(FINISHED):  # no gate has checked the ends
+            require_unseen_ends(rows)
         if rows.counted is not None:
             reward = reward.masked_fill(~rows.counted, 0.0)  # rewards of excluded rows do not count
         rollouts, place = places_on_arrival(rows)
@@ -157,12 +153,7 @@ class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        discount: float,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, discount: float, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         reads = [self.advantage_key, self.rollout_key, self.turn_key, SEGMENTS]
         super().__init__(reads, [self.advantage_key])

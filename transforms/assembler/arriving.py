@@ -124,13 +124,12 @@ def arriving_rows(
     Raises:
         BatchError: an id is missing, or a status is unknown.
     """
-    columns = [
-        torch.cat([e.reshape(-1) for e in piece.numbers(key, name, _width(name))])
-        for name, key in found.items()
-    ]
-    read: dict[str, Any] = {
-        name: column.tolist() for name, column in zip(found, read_packed(columns), strict=True)
-    }
+    entries = [piece.numbers(key, name, _width(name)) for name, key in found.items()]
+    columns = [parts[0] if len(parts) == 1 else torch.cat([e.reshape(-1) for e in parts]) for parts in entries]
+    if any(column.device.type != "cpu" for column in columns):
+        columns = read_packed(columns)
+    values = (column.reshape(-1).tolist() for column in columns)
+    read: dict[str, Any] = dict(zip(found, values, strict=True))
     for name in ("partition", "group", "rollout", "segment", "status", "ends"):
         values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
         if values and (min(values) < low or max(values) > high):

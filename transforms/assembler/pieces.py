@@ -21,6 +21,7 @@ from torch import Tensor
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.schema import read_column
 from headrace.transforms.tensordicts import (
+    deep_copy,
     device_of,
     from_plain,
     of_columns,
@@ -67,22 +68,21 @@ class RowPiece:
 
     def own(self) -> None:
         """Copy the rows, because collectors reuse their memory."""
-        self.batch = self.rows().clone()
+        rows = self.rows()
+        if rows is self.batch or isinstance(rows, LazyStackedTensorDict):  # others were copied by indexing
+            rows = deep_copy(rows)
+        self.batch = rows
         self.holds = [self.holds[row] for row in self.place.values()] if self.holds else ()
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
 
     def take(self, arrivals: Iterable[int]) -> TensorDictBase:
-        """Some rows, in a TensorDict to which columns can be added."""
-        rows = self._rows(arrivals)
-        return shallow_copy(rows) if rows is self.batch or isinstance(rows, LazyStackedTensorDict) else rows
-
-    def rows(self) -> TensorDictBase:
-        """All held rows. This may be the batch itself."""
-        return self.batch if len(self.place) == len(self.batch) else self._rows(self.place)
-
-    def _rows(self, arrivals: Iterable[int]) -> TensorDictBase:
+        """Some rows, which may be the batch itself."""
         rows = [self.place[arrival] for arrival in arrivals]
         return self.batch if rows == list(range(len(self.batch))) else _chosen(self.batch, rows)
+
+    def rows(self) -> TensorDictBase:
+        """All held rows, which may be the batch itself."""
+        return self.batch if len(self.place) == len(self.batch) else self.take(self.place)
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
@@ -144,6 +144,8 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
     order = list(chain.from_iterable(indices.values()))
     if order != list(range(len(order))):  # rows of different pieces alternate
         batch = _chosen(batch, sorted(range(len(order)), key=order.__getitem__))
+    if len(parts) == 1 or isinstance(batch, LazyStackedTensorDict):  # these may be the held rows themselves
+        batch = shallow_copy(batch)
     for key, values in numbers.items():
         write_column(batch, key, torch.tensor(values, device=device_of(batch)))
     return batch

@@ -110,7 +110,7 @@ class Ranks:
         if 0 in counts or len(set(hashes)) > 1:
             kinds = self._agree_on_columns(table, kinds, counts)
         # 2. Join the rows of all ranks, in order of the ranks.
-        table.ranks = self
+        table.ranks, table.decides = self, self.decides
         table.columns = self._gather({key: table.columns[key] for key in kinds}, counts)
         if self.decides:
             if self.one_decides:

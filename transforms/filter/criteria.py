@@ -86,12 +86,7 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     reason = "zero_variance"
     unit = "group"
 
-    def __init__(
-        self,
-        *,
-        tol: float = 0.0,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, tol: float = 0.0, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.tol = within("tol", tol, 0)
         self.in_keys = (REWARD, self.reward_key, self.group_key)
@@ -119,13 +114,7 @@ class RewardWithin(Criterion, columns=("reward",)):
     within_groups = True
     reason = "reward_bounds"
 
-    def __init__(
-        self,
-        *,
-        low: LowerBound = -INF,
-        high: UpperBound = INF,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, low: LowerBound = -INF, high: UpperBound = INF, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         if not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
@@ -206,13 +195,7 @@ class LengthWithin(Criterion, columns=("loss_mask",)):
     within_groups = True
     reason = "length"
 
-    def __init__(
-        self,
-        *,
-        low: int = 0,
-        high: int | None = None,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, low: int = 0, high: int | None = None, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         if high is not None and not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")
@@ -241,11 +224,7 @@ class Fresh(Criterion, columns=("version",)):
     reason = "stale"
 
     def __init__(
-        self,
-        *,
-        current: int | Callable[[], int],
-        max_staleness: int = 0,
-        **names: Unpack[ColumnNames],
+        self, *, current: int | Callable[[], int], max_staleness: int = 0, **names: Unpack[ColumnNames]
     ):
         self.name_columns(names)
         self.current = current if callable(current) else at_least("current", current, 0)

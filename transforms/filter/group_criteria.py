@@ -105,13 +105,7 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
     reason = "not_best"
     unit = "rollout"
 
-    def __init__(
-        self,
-        *,
-        k: int,
-        by: By = "reward",
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, k: int, by: By = "reward", **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.k, self.by = at_least("k", k, 1), by
         lengths = self.loss_mask_key if by in ("length", "efficiency") else None
@@ -148,13 +142,7 @@ class GroupMeanWithin(Criterion, columns=("group", "rollout")):
     reason = "group_mean"
     unit = "group"
 
-    def __init__(
-        self,
-        *,
-        low: LowerBound = -INF,
-        high: UpperBound = INF,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, low: LowerBound = -INF, high: UpperBound = INF, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         if not low <= high:
             raise ValueError(f"low must be ≤ high; got {low} and {high}")

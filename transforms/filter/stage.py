@@ -133,16 +133,12 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
         if self._unit != "sample":
             ids = rows.ids(self._unit).everyone
-            rows.require_set(
-                ids, f"{self._unit}_id", f"rows without an id would be taken for one {self._unit}"
-            )
             keep = ids.spread(ids.all(keep))
         if self.on_batch is not None:
             batch, stays = rows.shown(keep)
             if len(batch):  # a rank may have no rows
                 self.on_batch(batch, stays)
-        for view in rows.of_each_rank():
-            own = view.of_rank(keep)
+        for view, own in rows.of_each_rank(keep):
             kept = int(own.sum())
             view.metric("kept", kept)
             view.metric("fraction_kept", kept / max(len(own), 1))

@@ -18,6 +18,8 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import has_key, key_names, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import (
+    PROMPT,
+    RESPONSE,
     columns_by_row,
     count_true,
     device_of,
@@ -27,8 +29,6 @@ from headrace.transforms.tensordicts import (
     stack_of_texts,
 )
 from headrace.transforms.tokens import (
-    PROMPT,
-    RESPONSE,
     check_lengths,
     check_mask,
     describe_row,
@@ -92,13 +92,7 @@ class DenseRows(
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        pad_id: int,
-        width: int | None = None,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, pad_id: int, width: int | None = None, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         writes = [self.tokens_key, self.attention_key, self.loss_mask_key, self.log_prob_key]
         super().__init__([self.tokens_key, PROMPT, RESPONSE], writes)

@@ -15,7 +15,6 @@ from headrace.transforms.errors import BatchError, who_stamps
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
-from headrace.transforms.required import require_turns
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
     IN_LOSS,
@@ -30,13 +29,7 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
-from headrace.transforms.tokens import (
-    describe_row,
-    in_loss_there,
-    read_mask,
-    read_tokens,
-    write_tokens,
-)
+from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
 from .dense import PARTS
 from .packing import TOKEN_KEYS
@@ -236,7 +229,7 @@ class MergeTurns(
             lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
-        require_turns(rows, turn)
+        rows.require_turns(turn)
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken, source, to = merge_turns(

@@ -19,8 +19,8 @@ from headrace.transforms.options import at_least, describe_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import FLOAT, has_key
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.tensordicts import entries_of, leaves_of, take_rows, write_entry
-from headrace.transforms.tokens import ATTENTION, describe_row, in_loss_there, read_mask, read_tokens
+from headrace.transforms.tensordicts import ATTENTION, entries_of, leaves_of, take_rows, write_entry
+from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens
 
 from .packing import TOKEN_KEYS
 

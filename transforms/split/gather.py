@@ -1,8 +1,8 @@
 """Gather the rows of a batch, one minibatch at a time.
 
-Columns with one number per row come from the table. All of one dtype and shape are packed, sorted and split
-by minibatch in one call, because for few rows the calls cost more than the data. Tokens are gathered with
-their minibatch from the batch. If the rows are in order already, minibatches are views of the batch.
+Columns with one number per row come from the table. They are put into training order at once, and split by
+minibatch. Tokens are gathered with their minibatch from the batch. If the rows are in order already,
+minibatches are views of the batch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from headrace.transforms.schema import (
     MINIBATCH,
     NO_LENGTHS,
     PADDING,
+    PLACES,
     RANK,
     ROW,
     has_key,
@@ -34,11 +35,13 @@ from headrace.transforms.schema import (
 from headrace.transforms.table import Late, Table, Tokens
 from headrace.transforms.tensordicts import (
     ELSEWHERE,
+    any_row_has,
     as_data,
     column_of,
     device_of,
     fill_out_of_loss,
     of_columns,
+    parts_of,
     rows_with,
     send_packed,
     shallow_copy,
@@ -52,7 +55,6 @@ from .plan import Plan
 from .resume import Progress
 
 SMALL = 2**20  # bytes; a smaller batch is gathered at once, not by minibatch
-PLACES = (MINIBATCH, MICROBATCH, RANK)
 
 Columns = Mapping[NestedKey, tuple[Tensor, torch.dtype, int]]
 """Columns written by stages, by key: (N,) or (N, K) values by table row, dtype and number of dimensions."""
@@ -99,8 +101,9 @@ class OptimiserSteps:
         if table.finite is not None:
             self.loss_columns = loss_columns._replace(log_prob=None)
         self.progress, self.resumed_after = progress, progress.taken
-        if any(plan.is_padded for plan, *_ in self.passes):
-            check_padding(table.batch, self.loss_columns)
+        for plan, *_ in self.passes:
+            if plan.padding is not None:
+                check_padding(table.batch, self.loss_columns)
         # The batch row of each table row; None: the same number.
         self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
         self.in_order = in_order
@@ -204,41 +207,37 @@ class GatheredRows:
         batch: TensorDictBase,
         sizes: Sequence[int],
     ):
-        row = batch.tensordicts[0] if _is_ragged(batch) else batch
-        earlier = [key for key in (RANK, PADDING) if has_key(row, key)]  # written by an earlier split
-        self.batch = batch.exclude(*earlier) if earlier else batch
-        self.late, self.sizes, self.finite = list(late), list(sizes), steps.table.finite
+        self.is_ragged, self.device = _is_ragged(batch), device_of(batch)
+        for key in (RANK, PADDING):  # written by an earlier split
+            if any_row_has(batch, key):
+                batch = batch.exclude(key)
+        self.batch, self.late, self.sizes, self.finite = batch, list(late), list(sizes), steps.table.finite
         self.masks = what_is_masked(steps, self.late) if steps.table.elsewhere else None
-        self.device, self.is_ragged = device_of(self.batch), _is_ragged(self.batch)
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, places = plan.of_rank(steps.rank)
         at = order if steps.places is None else steps.places.index_select(0, order)  # rows of the batch
-        self.at = at.split(self.sizes)
         self.in_order = steps.in_order and not self.late and self._is_in_order(at)
         self.masked = self._find_masked(steps, order, padding)
 
-        # Columns with one number per row: pack, send to the device together, and split by minibatch.
-        packed = self._pack(columns, order, padding, steps.loss_columns.weight)
-        packed[PLACES[: len(places)]] = places.flatten()
-        there, *parts = send_packed([at, *packed.values()], self.device)
-        self.there = there.split(self.sizes)
-        self.numbers: dict[Any, Sequence[Tensor]] = {}
-        for keys, values in zip(packed, parts, strict=True):
-            pieces = values.unsafe_split_with_sizes(self.sizes * len(keys))
-            for index, key in enumerate(keys):
-                self.numbers[key] = pieces[index * len(sizes) : (index + 1) * len(sizes)]
+        # Columns with one number per row: order, send to the device together, and split by minibatch.
+        ordered = self._ordered(columns, order, padding, steps.loss_columns.weight)
+        ordered |= zip(PLACES, places.clone().unbind(), strict=False)  # the plan keeps its own
+        there, *parts = send_packed([at, *ordered.values()], self.device)
+        self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
         self.of_late = [
             {name: self.numbers.pop((Late, number, name)) for name in late.numbers}
             for number, late in enumerate(self.late)
         ]
 
         # All other columns: gather a small batch now, a larger one by minibatch.
+        at_once = not (self.is_ragged or self.in_order or self.late) and _bytes_of(batch) < SMALL
+        if at_once:
+            batch = take_rows(batch, there)
+            self._mask(batch, slice(None))
+            self.masked = {}
+        else:
+            self.at, self.there = at.split(self.sizes), there.split(self.sizes)
         if not self.is_ragged:
-            batch, at_once = self.batch, not (self.in_order or self.late) and _bytes_of(self.batch) < SMALL
-            if at_once:
-                batch = take_rows(batch, there)
-                self._mask(batch, slice(None))
-                self.masked = {}
             self.branch = self._plan(batch, None if at_once else there)
             self.beside = [key for key, each in self.numbers.items() if not self._put(key, each)]
 
@@ -246,7 +245,7 @@ class GatheredRows:
         """Gather one minibatch, as a TensorDict that the caller may write to."""
         size, beside = self.sizes[number], list(self.numbers)
         if size == 0:  # a branch cannot build text columns without rows
-            rows = shallow_copy(take_rows(self.batch, self.there[number]))
+            rows = shallow_copy(take_rows(self.batch, torch.zeros(0, dtype=torch.int64)))
         elif self.is_ragged:
             taken = [self.batch.tensordicts[row] for row in self.at[number].tolist()]
             rows = rows_with(taken, {key: self.numbers[key][number].unbind() for key in beside})
@@ -272,49 +271,47 @@ class GatheredRows:
 
     def _find_masked(
         self, steps: OptimiserSteps, order: Tensor, padding: Tensor | None
-    ) -> dict[NestedKey, tuple[Tensor, float | None]]:
-        """By column of the batch: the masked positions, (M,) bool, and the value to write there.
-
-        The value None means False in a bool column and NaN in a float column.
-        """
+    ) -> dict[NestedKey, tuple[Tensor, float]]:
+        """By column of the batch: the masked positions, (M,) bool, and the value to write there."""
         table, (mask, log_prob, weight) = steps.table, steps.loss_columns
-        found: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
+        how: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
         out = padding
         if table.masks_rows and not bool(table.in_loss.all()):
             out = ~table.in_loss.index_select(0, order)
             out = out if padding is None else out | padding
         if out is not None:
-            found |= dict.fromkeys([*table.masked_columns, mask, log_prob], (out, None))
+            how |= dict.fromkeys([*table.masked_columns, mask, log_prob], (out, None))
         if padding is not None:
-            found |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
-        return {key: how for key, how in found.items() if key is not None and has_key(self.batch, key)}
+            how |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
+        found: dict[NestedKey, tuple[Tensor, float]] = {}
+        for key, (flags, value) in how.items():
+            if key is not None and (parts := parts_of(self.batch, key)):
+                masking = 0 if parts[0].dtype is torch.bool else float("nan")
+                found[key] = flags, masking if value is None else value
+        return found
 
-    def _pack(
+    def _ordered(
         self, columns: Columns, order: Tensor, padding: Tensor | None, weight: NestedKey
-    ) -> dict[tuple[Any, ...], Tensor]:
-        """The columns in training order, (C · M, ...) for each C keys of one dtype and shape."""
-        kinds: dict[Any, dict[Any, Tensor]] = {}
-        for key, (values, dtype, ndim) in columns.items():
-            if key not in PLACES:
-                kinds.setdefault((dtype, ndim, values.dtype, values.shape[1:]), {})[key] = values
+    ) -> dict[Any, Tensor]:
+        """The columns that stages wrote, and the numbers of late changes, in training order: (M, ...)."""
+        given: dict[Any, tuple[Tensor, torch.dtype, int]] = dict(columns)
         for number, late in enumerate(self.late):
             for name, values in late.numbers.items():
-                kind = values.dtype, values.ndim, values.dtype, values.shape[1:]
-                kinds.setdefault(kind, {})[Late, number, name] = values
-        packed: dict[tuple[Any, ...], Tensor] = {}
-        for (dtype, ndim, *_), group in kinds.items():
-            values = torch.stack(list(group.values())).to(dtype)
-            if values.ndim == 2:  # for many rows ten times faster than index_select
-                values = values.gather(1, order.expand(len(group), -1))
-            else:
-                values = values.index_select(1, order)
-            for row, key in enumerate(group):
-                if padding is not None and key in (ROW, IN_LOSS, weight):
-                    values[row, padding] = -1 if key == ROW else 0
-            packed[tuple(group)] = values.view(-1, *values.shape[2:], *[1] * (ndim + 1 - values.ndim))
+                given[Late, number, name] = values, values.dtype, values.ndim
+        ordered = dict[Any, Tensor]()
+        for key, (values, dtype, ndim) in given.items():
+            if key in PLACES:
+                continue
+            # For many rows `gather` is ten times faster than `index_select`.
+            values = values.gather(0, order) if values.ndim == 1 else values.index_select(0, order)
+            if padding is not None and key in (ROW, IN_LOSS, weight):
+                values[padding] = -1 if key == ROW else 0
+            values = values.to(dtype)
+            missing = ndim - values.ndim
+            ordered[key] = values.view(*values.shape, *[1] * missing) if missing else values
         if padding is not None:
-            packed[PADDING,] = padding.clone()
-        return packed
+            ordered[PADDING] = padding.clone()
+        return ordered
 
     def _plan(self, batch: TensorDictBase, order: Tensor | None) -> Branch:
         """Choose how each column is gathered; `order`: rows in training order, None: already in order."""
@@ -326,8 +323,7 @@ class GatheredRows:
                 columns[name] = partial(self._view, value)
             elif isinstance(value, Tensor) and (order is None or value.numel() == len(value)):
                 ordered = value if order is None else value.index_select(0, order)
-                # Not views for autograd: the caller may write to a piece.
-                columns[name] = ordered.unsafe_split_with_sizes(self.sizes).__getitem__
+                columns[name] = _split(ordered, self.sizes).__getitem__
             else:
                 columns[name] = partial(self._take, value)
         return Branch(columns, self.sizes, batch.batch_size[1:], batch.device)
@@ -361,12 +357,9 @@ class GatheredRows:
                 continue
             if self.is_ragged:
                 for row in (rows.tensordicts[number] for number in at.tolist()):
-                    entry = column_of(row, key)
-                    masked = torch.full_like(entry, _masking(entry) if value is None else value)
-                    write_entry(row, key, masked)
+                    write_entry(row, key, torch.full_like(column_of(row, key), value))
                 continue
             column, at = rows.get(key), at.to(self.device)
-            value = _masking(column) if value is None else value
             if self.in_order:  # the column is a view of the caller's batch, so copy it
                 rows.set(key, column.index_fill(0, at, value))
             else:
@@ -377,9 +370,9 @@ def _is_ragged(batch: TensorDictBase) -> bool:
     return isinstance(batch, LazyStackedTensorDict) and len(batch) > 0
 
 
-def _masking(column: Tensor) -> float:
-    """The value of masked tokens: False in a mask, NaN in log-probabilities."""
-    return 0 if column.dtype is torch.bool else float("nan")
+def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Split values into pieces that are no views for autograd, as the caller may write to them."""
+    return (values,) if len(sizes) == 1 else values.unsafe_split_with_sizes(sizes)
 
 
 def _bytes_of(value: Any) -> int:
@@ -440,7 +433,7 @@ def know_runs(batch: TensorDictBase, key: NestedKey, sizes: Sequence[int]) -> Te
         return batch
     column = batch.get(key)
     if not column.is_inference():  # inference tensors have no version, so a later write would not show
-        _known[column] = (column._version, [size for size in sizes if size])
+        _known[column] = (column._version, list(filter(None, sizes)))
     return batch
 
 

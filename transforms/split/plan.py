@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class CutOptions:
                 f"microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
             )
 
-    @property
+    @cached_property
     def measures(self) -> bool:
         """Whether any option depends on the lengths of rows."""
         return self.max_tokens is not None or self.balance != "none" or self.tree != "none"
@@ -248,8 +248,8 @@ class Plan:
 
     order: Tensor
     """(M,) int64, row numbers. A padding row has the number of a row of its minibatch."""
-    padding: Tensor
-    """(M,) bool, True at padding rows."""
+    padding: Tensor | None
+    """(M,) bool, True at padding rows; None: no row is padding."""
     sizes: list[list[list[int]]]
     """Number of rows by minibatch, rank and micro-batch; the sum is M."""
     left: Tensor
@@ -258,20 +258,19 @@ class Plan:
     @cached_property
     def numbers(self) -> Tensor:
         """(3, M) int64: the minibatch, micro-batch and rank of each row in the order."""
-        places = [
-            (k, m, r)
-            for k, ranks in enumerate(self.sizes)
-            for r, passes in enumerate(ranks)
-            for m in range(len(passes))
-        ]
-        counts = [size for ranks in self.sizes for passes in ranks for size in passes]
-        table = torch.tensor(places, dtype=torch.int64).view(-1, 3)
-        return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=0).T
+        places, counts = list[tuple[int, int, int]](), list[int]()
+        for k, ranks in enumerate(self.sizes):
+            for r, passes in enumerate(ranks):
+                for m, size in enumerate(passes):
+                    places.append((k, m, r))
+                    counts.append(size)
+        table = torch.tensor(places, dtype=torch.int64).view(-1, 3).T
+        return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=1)
 
     def passes(self, rank: int | None) -> list[list[int]]:
         """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
         chosen = slice(None) if rank is None else slice(rank, rank + 1)
-        return [[size for passes in ranks[chosen] for size in passes] for ranks in self.sizes]
+        return [list(chain.from_iterable(ranks[chosen])) for ranks in self.sizes]
 
     def of_rank(self, rank: int | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """The part of one rank; None: of all ranks.
@@ -281,19 +280,17 @@ class Plan:
             - (M,) bool, True at padding; None without any.
             - (3, M) int64: minibatch, micro-batch and rank; (2, M), without the rank, if there is only one.
         """
-        several = any(len(each) > 1 for each in self.sizes)
-        numbers = self.numbers if several else self.numbers[:2]
-        padding = self.padding if self.is_padded else None
+        numbers = self.numbers if self.has_ranks else self.numbers[:2]
         if rank is None:
-            return self.order, padding, numbers
+            return self.order, self.padding, numbers
         own = (self.numbers[2] == rank).nonzero().flatten()
-        padding = padding if padding is None else padding.index_select(0, own)
+        padding = None if self.padding is None else self.padding.index_select(0, own)
         return self.order.index_select(0, own), padding, numbers.index_select(1, own)
 
-    @cached_property
-    def is_padded(self) -> bool:
-        """Whether any row is padding."""
-        return bool(self.padding.any())
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the rows are of several ranks."""
+        return len(self.sizes) > 0 and len(self.sizes[0]) > 1
 
 
 def assign_minibatches(
@@ -351,15 +348,11 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
     Raises:
         BatchError: a micro-batch would be empty, and `remainder` is not ``pad``.
     """
-    pad, full = cut.remainder == "pad" and len(order.order) > 0, 1
-    if pad and cut.max_tokens is None:
-        full = max(size for each in assigned for of_rank in each.sizes for size in of_rank)
     pieces: list[Tensor] = []
-    padding, sizes, start = [], [], 0
-    for number, (held, (rows, by_rank)) in enumerate(zip(order.sizes, assigned, strict=True)):
-        in_each = [size for of_rank in by_rank for size in of_rank]
-        if not pad:
-            if held and not all(in_each):
+    sizes: list[list[list[int]]] = []
+    if cut.remainder != "pad" or len(order.order) == 0:
+        for number, (held, (rows, by_rank)) in enumerate(zip(order.sizes, assigned, strict=True)):
+            if held and not all(map(all, by_rank)):
                 raise BatchError(
                     f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
                     "micro-batches, and no micro-batch may be empty: set remainder='pad', or make "
@@ -367,7 +360,12 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
                 )
             pieces.append(rows)
             sizes.append(by_rank)
-            continue
+        return Plan(torch.cat(pieces) if pieces else order.order, None, sizes, order.left)
+    full, start, padding = 1, 0, list[tuple[bool, int]]()
+    if cut.max_tokens is None:
+        full = max(size for each in assigned for of_rank in each.sizes for size in of_rank)
+    for held, (rows, by_rank) in zip(order.sizes, assigned, strict=True):
+        in_each = [size for of_rank in by_rank for size in of_rank]
         # Padding copies the first row of this minibatch, or of the batch if this minibatch has no row.
         copied = start if held else 0
         for part in rows.split(in_each):
@@ -376,11 +374,9 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
             padding += [(False, len(part)), (True, short)]
         start += held
         sizes.append([[max(size, full) for size in of_rank] for of_rank in by_rank])
-    row_numbers = torch.cat(pieces) if pieces else order.order
-    if not any(short for is_padding, short in padding if is_padding):
-        return Plan(row_numbers, torch.zeros(len(row_numbers), dtype=torch.bool), sizes, order.left)
     is_padding, runs = (torch.tensor(column) for column in zip(*padding, strict=True))
-    return Plan(row_numbers, is_padding.repeat_interleave(runs), sizes, order.left)
+    of_rows = is_padding.repeat_interleave(runs)
+    return Plan(torch.cat(pieces), of_rows if bool(of_rows.any()) else None, sizes, order.left)
 
 
 def measure_plan(
@@ -398,17 +394,18 @@ def measure_plan(
     measured = {
         "minibatches": float(len(plan.sizes)),
         "microbatches": float(sum(counts)),
-        "padded": float(plan.padding.sum()) if plan.is_padded else 0.0,
+        "padded": 0.0 if plan.padding is None else float(plan.padding.sum()),
     }
     if cut.measures and counts:
         k, m, r = plan.numbers
         loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
+        real = torch.tensor(1) if plan.padding is None else ~plan.padding
         tokens = lengths[plan.order]
         if forest is not None:
             shared = forest.shared(plan.order, (k * len(plan.sizes[0]) + r) * max(counts) + m)
             tokens = tokens - shared
-            measured["shared_tokens"] = float((shared * ~plan.padding).sum())
-        loads.index_put_((k, r, m), (tokens * ~plan.padding).double(), accumulate=True)
+            measured["shared_tokens"] = float((shared * real).sum())
+        loads.index_put_((k, r, m), (tokens * real).double(), accumulate=True)
         by_rank = loads.sum(-1)
         measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
         measured["max_tokens"] = float(loads.max())

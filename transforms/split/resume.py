@@ -47,14 +47,14 @@ class InterruptedBatch(NamedTuple):
         return cls(**plain | {"after": SplitState.from_plain(plain["after"])})
 
 
-class TrainedBatch(NamedTuple):
-    """A batch that was trained to its end, with the columns that identify it if it comes again."""
+class KnownBatch(NamedTuple):
+    """A batch with the columns that identify it if it comes again."""
 
     rows: int
     columns: Mapping[str, Tensor]
     """(N, ...) ids and rewards of its rows, by name."""
 
-    def is_again(self, other: TrainedBatch) -> bool:
+    def is_again(self, other: KnownBatch) -> bool:
         """Whether the other batch has the same rows, in any order. False for batches without ids."""
         if self.rows != other.rows or self.columns.keys() != other.columns.keys():
             return False
@@ -78,7 +78,7 @@ class SplitState(NamedTuple):
     """Rows carried into the next batch."""
     interrupted: InterruptedBatch | None = None
     """The batch that must be given again to continue."""
-    trained: TrainedBatch | None = None
+    trained: KnownBatch | None = None
     """The last batch that was trained to its end."""
 
     def to_plain(self) -> dict[str, Any]:
@@ -94,20 +94,10 @@ class SplitState(NamedTuple):
         """Restore the output of :meth:`to_plain`."""
         state, batch = cls(plain["calls"], from_plain(plain["carried"])), plain.get("batch")
         if "trained" in plain:  # missing in states of earlier versions
-            state = state._replace(trained=TrainedBatch(**plain["trained"]))
+            state = state._replace(trained=KnownBatch(**plain["trained"]))
         if batch is None:
             return state
         return state._replace(interrupted=InterruptedBatch.from_plain(batch, state))
-
-
-class KnownBy(NamedTuple):
-    """What identifies a batch, and how it was split, if the batch is given again."""
-
-    rows: int
-    options: Mapping[str, Any]
-    """The options of the split, plain values by name."""
-    columns: Mapping[str, Tensor]
-    """(N,) int64, or (N, ...) float64, by name."""
 
 
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
@@ -158,24 +148,25 @@ class Progress:
 
     Args:
         before: the state before this batch.
-        known_by: what identifies the batch.
+        batch: this batch.
+        options: how the split cuts it: plain values by name.
 
     Raises:
         BatchError: a batch was interrupted, and this batch has other rows, or the split has other options.
             The message lists the differences.
     """
 
-    def __init__(self, before: SplitState, known_by: KnownBy):
-        self.before, self.known_by = before, known_by
+    def __init__(self, before: SplitState, batch: KnownBatch, options: Mapping[str, Any]):
+        self.before, self.batch, self.options = before, batch, options
         self.taken = 0 if before.interrupted is None else before.interrupted.taken
         self.minibatches = 0  # set with the plans
         self.begun = False  # an iterator was started
         self.open = 0  # number of iterators that have not ended
         self.done = False  # no further minibatch will be taken
-        batch = before.interrupted
-        if batch is not None and (differences := list(_differences(batch, known_by))):
+        last = before.interrupted
+        if last is not None and (differences := list(_differences(last, batch, options))):
             raise BatchError(
-                f"a batch of {batch.rows} rows was interrupted after {batch.taken} minibatches, and this "
+                f"a batch of {last.rows} rows was interrupted after {last.taken} minibatches, and this "
                 f"batch differs from it: {'; '.join(differences)}. To train its remaining minibatches, give "
                 "that batch again, with the same options. To drop them and start another batch, call "
                 "discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()"
@@ -187,10 +178,10 @@ class Progress:
         return not self.done and self.open > 0 and 0 < self.taken < self.minibatches
 
     @property
-    def trained(self) -> TrainedBatch | None:
+    def trained(self) -> KnownBatch | None:
         """This batch if any of it was trained, else the last batch before it."""
         if self.taken or self.done or self.minibatches == 0:
-            return TrainedBatch(self.known_by.rows, self.known_by.columns)
+            return self.batch
         return self.before.trained
 
     def state(self, after: SplitState) -> SplitState:
@@ -204,25 +195,24 @@ class Progress:
         before = self.before._replace(interrupted=None)
         if self.taken == 0:
             return before
-        rows, options, columns = self.known_by
-        known = {name: column.cpu() for name, column in columns.items()}
-        batch = InterruptedBatch(rows, self.taken, dict(options), known, after)
-        return before._replace(interrupted=batch, trained=None)
+        known = {name: column.cpu() for name, column in self.batch.columns.items()}
+        interrupted = InterruptedBatch(self.batch.rows, self.taken, dict(self.options), known, after)
+        return before._replace(interrupted=interrupted, trained=None)
 
 
-def _differences(batch: InterruptedBatch, known_by: KnownBy) -> Iterator[str]:
-    if batch.options is None or batch.columns is None:
+def _differences(last: InterruptedBatch, batch: KnownBatch, options: Mapping[str, Any]) -> Iterator[str]:
+    if last.options is None or last.columns is None:
         yield "the state was saved by an earlier version, which did not save the columns to compare"
         return
-    if batch.rows != known_by.rows:
-        yield f"this one has {known_by.rows} rows"
+    if last.rows != batch.rows:
+        yield f"this one has {batch.rows} rows"
         return
-    options = {name: (value, known_by.options.get(name)) for name, value in batch.options.items()}
-    changed = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in options.items() if old != new]
+    pairs = {name: (value, options.get(name)) for name, value in last.options.items()}
+    changed = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
     if changed:
         yield "the split has other options: " + ", ".join(changed)
-    for name in sorted(batch.columns.keys() | known_by.columns.keys()):
-        old, new = batch.columns.get(name), known_by.columns.get(name)
+    for name in sorted(last.columns.keys() | batch.columns.keys()):
+        old, new = last.columns.get(name), batch.columns.get(name)
         if old is None or new is None:
             yield f"only one of the two batches has column {name!r}"
         elif difference := _difference(old, new.to(old.device)):
@@ -262,15 +252,14 @@ class SplitMemory:
         self._earlier: list[Progress] = []  # of earlier batches that were not done when it came
 
     def remember(self, state: SplitState, progress: Progress) -> None:
-        """Store the state after an accepted batch."""
-        known = [*self._earlier, *([] if self._progress is None else [self._progress])]
-        self._earlier = [each for each in known if each.in_the_middle]
-        if self._progress is not None:
-            progress.before = progress.before._replace(trained=self._progress.trained)
+        """Store the state after a batch, once no stage has refused it."""
+        if (last := self._progress) is not None:
+            self._earlier = [each for each in (*self._earlier, last) if each.in_the_middle]
+            progress.before = progress.before._replace(trained=last.trained)
         self.state, self._progress, self.restored = state, progress, False
 
     @property
-    def trained_before(self) -> TrainedBatch | None:
+    def trained_before(self) -> KnownBatch | None:
         """The last trained batch of a loaded state. It is skipped if it comes next.
 
         None in the process that trained it: giving a batch again there means a second pass.
@@ -289,7 +278,7 @@ class SplitMemory:
                 progress.done = True
             self._earlier = []
             if (batch := self.state.interrupted) is not None:
-                trained = None if batch.columns is None else TrainedBatch(batch.rows, batch.columns)
+                trained = None if batch.columns is None else KnownBatch(batch.rows, batch.columns)
                 self.state = batch.after._replace(trained=trained)
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,30 +28,22 @@ from headrace.transforms.tokens import read_tokens
 
 from .gather import Columns, LossColumns, OptimiserSteps
 from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure_plan
-from .resume import KnownBy, Progress, SplitMemory, SplitState, TrainedBatch, identifying_columns
+from .resume import KnownBatch, Progress, SplitMemory, SplitState, identifying_columns
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
 
 log = logging.getLogger(__name__)
 
 
-class Pass(NamedTuple):
-    """The minibatch, micro-batch and rank of each table row in one pass; (N,) int64, −1: not trained."""
-
-    minibatch: Tensor
-    microbatch: Tensor
-    rank: Tensor | None
-    """None with a single rank."""
-
-
 @dataclass
 class Permuted:
     """The permutations of one batch and the plans made from them.
 
-    The split does not change its state until :meth:`ShuffleSplit.accept`.
+    The split does not change its state until :meth:`ShuffleSplit.remember`.
 
     Attributes:
-        passes: one per epoch.
+        passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
+            the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
         of_ranks: the plans of all ranks, if this rank permuted for all of them.
         state: the split's state after the batch.
@@ -61,7 +52,7 @@ class Permuted:
 
     rows: Rows
     split: ShuffleSplit
-    passes: list[Pass]
+    passes: list[dict[str, Tensor]]
     plans: list[Plan]
     state: SplitState
     progress: Progress
@@ -210,8 +201,8 @@ class ShuffleSplit(
 
     @property
     def cut(self) -> CutOptions:
-        """The options that name no column. Checks them."""
-        return CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
+        """The options that name no column."""
+        return self.checked(CutOptions)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -286,11 +277,11 @@ class ShuffleSplit(
         progress.minibatches = sum(len(plan.sizes) for plan in own_plans)
 
         # 4. Carry or drop the leftover rows.
-        trained, kept, carries = torch.ones(table.size, dtype=torch.bool), None, cut.remainder == "carry"
+        trained, kept, carries = None, None, cut.remainder == "carry"
         for reason, effect in zip(self.reasons, self.effects, strict=True):
             rows.name_reason(reason, effect)
         if any(len(plan.left) for plans in by_rank for plan in plans):
-            trained = torch.stack([each.minibatch for each in passes]).amax(0) >= 0
+            trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
             kept = self._kept(table, own[~trained[own]])
             out = ~trained if rows.index is None else ~trained[rows.index]
             if carries:
@@ -299,9 +290,10 @@ class ShuffleSplit(
                 rows.leave(out, "remainder", "dropped")
 
         # 5. Record the metrics of this rank's rows.
-        for view in rows.of_each_rank():
+        for (view,) in rows.of_each_rank():
             own, last = parts[view.rank], by_rank[view.rank][-1]
-            measured = measure_plan(last, lengths, cut, forest) | {"left": float((~trained[own]).sum())}
+            measured = measure_plan(last, lengths, cut, forest)
+            measured["left"] = 0.0 if trained is None else float((~trained[own]).sum())
             if cut.max_tokens is not None and len(last.sizes):
                 measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
             if carries:
@@ -336,8 +328,8 @@ class ShuffleSplit(
         """Start to count the minibatches of a batch; `own`: (n,) the table rows of this rank."""
         cut_by = self.cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         fresh = _fresh(table, own)
-        known_by = KnownBy(len(fresh), cut_by, identifying_columns(table, fresh, self.reward_key))
-        return Progress(self.state, known_by)
+        batch = KnownBatch(len(fresh), identifying_columns(table, fresh, self.reward_key))
+        return Progress(self.state, batch, cut_by)
 
     def _kept(self, table: Table, left: Tensor) -> TensorDictBase | None:
         """The leftover rows of this rank if they are carried, else None."""
@@ -360,7 +352,7 @@ class ShuffleSplit(
             return False
         rank = 0 if table.ranks is None else table.ranks.rank
         own = table.of_ranks(table.here)[rank]
-        came = TrainedBatch(len(own), identifying_columns(table, own, self.reward_key))
+        came = KnownBatch(len(own), identifying_columns(table, own, self.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
         of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
@@ -387,10 +379,6 @@ class ShuffleSplit(
         if rows.table.notes.pop(self, None) is not None:
             self.restored = False
 
-    def accept(self, permuted: Permuted) -> None:
-        """Commit the permutations, once no stage has refused the batch."""
-        self.remember(permuted.state, permuted.progress)
-
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         """Permute and gather a batch outside a pipeline. One thread at a time may use the state."""
         ranks = self._own_ranks()
@@ -410,7 +398,7 @@ class ShuffleSplit(
                     )
                     out = steps.whole()
             if permuted is not None:  # `sharing` has ended, so no rank has refused the batch
-                self.accept(permuted)
+                self.remember(permuted.state, permuted.progress)
             self.state_after(rows)
         return out
 
@@ -427,7 +415,9 @@ class ShuffleSplit(
             return None, [None] * len(parts)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
         known = rows.ids(self.unit, checked=False).everyone
-        rows.require_set(known, name, TOGETHER, needed=torch.ones_like(known.labels, dtype=torch.bool))
+        if known.lowest < 0:  # also an id of an excluded row
+            needed = torch.ones_like(known.labels, dtype=torch.bool)
+            rows.require_set(known, name, TOGETHER, needed=needed)
         labels = torch.arange(rows.table.size) if key is None else every.integers(self.unit, name)
         if ranks is None:
             return labels, [known]
@@ -507,14 +497,14 @@ def _fresh(table: Table, rows: Tensor) -> Tensor:
     return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
 
 
-def _where(plans: Sequence[Plan], rows: int) -> Pass:
-    """Read the plans of all ranks for one pass into numbers by table row."""
-    numbers = torch.full((3, rows), -1, dtype=torch.int64)
+def _where(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:
+    """Read the plans of all ranks for one pass into numbers by table row (:attr:`Permuted.passes`)."""
+    numbers, several = torch.full((3, rows), -1, dtype=torch.int64), False
     for plan in plans:
         order, found = plan.order, plan.numbers
-        if plan.is_padded:
+        several = several or plan.has_ranks
+        if plan.padding is not None:
             order, found = order[~plan.padding], found[:, ~plan.padding]
         numbers.index_copy_(1, order, found)
-    minibatch, microbatch, rank = numbers
-    several = any(len(ranks) > 1 for plan in plans for ranks in plan.sizes)
-    return Pass(minibatch, microbatch, rank if several else None)
+    names = ("minibatch", "microbatch", "rank") if several else ("minibatch", "microbatch")
+    return dict(zip(names, numbers, strict=False))

@@ -66,9 +66,9 @@ export function drawTiles(kinds, { page, step, width }) {
 // Text in which `words between these` are code.
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
-function adviceLine(page, verdict, advisory) {
+function adviceLine(page, verdict, advisory, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
-  if (!symptom) return h("li", {}, advisory.text);
+  if (!symptom) return h("li", {}, at, advisory.text);
   // What the verdict has said already is not said again.
   const said = verdict.startsWith(advisory.text.replace(/\.$/, ""));
   return h(
@@ -77,7 +77,7 @@ function adviceLine(page, verdict, advisory) {
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, "what to do")),
+      h("summary", {}, at, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, "what to do")),
       said ? null : h("h3", {}, symptom.title),
       h("p", {}, withCode(symptom.means)),
       h(
@@ -100,11 +100,23 @@ export function sayNotices(page) {
   );
 }
 
+// Of the steps behind the one that is shown: what is not said here, in the words of the last step that says it.
+function laterAdvice(page, step) {
+  const here = new Set(step.advisories.map(({ name }) => name));
+  const later = new Map();
+  for (const each of page.steps.filter((other) => other.step > step.step))
+    for (const advisory of each.advisories) if (!here.has(advisory.name)) later.set(advisory.name, [each.step, advisory]);
+  return [...later.values()].map(([at, advisory]) =>
+    adviceLine(page, "", advisory, h("span", { class: "note" }, `Later, at step ${count(at)}: `)),
+  );
+}
+
 export function sayAdvice(page, step) {
   byId("verdict").textContent = step.verdict;
   byId("verdict").hidden = !step.verdict;
-  byId("advisories").hidden = !step.advisories.length;
-  byId("advisories").replaceChildren(...step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory)));
+  const lines = [...step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory)), ...laterAdvice(page, step)];
+  byId("advisories").hidden = !lines.length;
+  byId("advisories").replaceChildren(...lines);
   byId("unchecked").hidden = !step.unchecked.length;
   byId("unchecked").querySelector("summary").textContent =
     `Not checked, for lack of data: ${plural(step.unchecked.length, "symptom")}`;

@@ -177,7 +177,7 @@ async function start() {
   document.title = `${names} · headrace view`;
   byId("title").textContent = names;
   byId("summary").textContent = runs
-    .map((run, i) => `${run.folder}: ${count(lines[i].size)} steps, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
+    .map((run, i) => `${run.folder}: ${count(lines[i].size)} steps${run.failed.length ? ` (${count(run.failed.length)} more failed)` : ""}, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
     .join(" · ");
   const problems = runs.flatMap((run) => run.problems.map((problem) => `${run.name}: ${problem}`));
   byId("problems").replaceChildren(...problems.map((problem) => h("li", {}, problem)));

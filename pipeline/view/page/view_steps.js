@@ -34,7 +34,21 @@ export function linesOf({ steps }) {
 export function drawSteps(runs, lines) {
   const two = runs.length > 1;
   const shown = two ? NUMBERS : [...NUMBERS, ...MORE];
-  const all = [...new Set(lines.flatMap((of) => [...of.keys()]))].sort((a, b) => a - b);
+  const failed = runs.map((run) => new Map(run.failed));
+  const known = [...lines, ...failed].flatMap((of) => [...of.keys()]);
+  // A failed step may have no number: it comes last.
+  const all = [...new Set(known)].sort((a, b) => (a ?? Infinity) - (b ?? Infinity));
+  const stepName = (step) => {
+    if (step === null) return "no number";
+    return lines.some((of) => of.has(step)) ? h("a", { href: link({ view: "steps", step }) }, count(step)) : count(step);
+  };
+  const cell = (step, [name, , value], i, first) => {
+    const of = { class: `of-run${i} ${name}` };
+    if (lines[i].has(step)) return h("td", of, value(lines[i].get(step)));
+    if (!failed[i].has(step)) return h("td", of, "not in this run");
+    if (!first) return two ? h("td", of, NONE) : null;
+    return h("td", { class: `of-run${i} failed`, colspan: two ? 1 : shown.length }, `failed: ${failed[i].get(step)}`);
+  };
   const heads = shown.flatMap(([name, words]) =>
     runs.map((run, i) => h("th", { scope: "col", class: `of-run${i} ${name}` }, two ? `${words}, ${run.name}` : words)),
   );
@@ -42,10 +56,8 @@ export function drawSteps(runs, lines) {
     h(
       "tr",
       { "data-step": step },
-      h("th", { scope: "row" }, h("a", { href: link({ view: "steps", step }) }, count(step))),
-      shown.flatMap(([name, , value]) =>
-        lines.map((of, i) => h("td", { class: `of-run${i} ${name}` }, of.has(step) ? value(of.get(step)) : "not in this run")),
-      ),
+      h("th", { scope: "row" }, stepName(step)),
+      shown.flatMap((column, at) => runs.map((_, i) => cell(step, column, i, at === 0))),
       two ? h("td", { class: "difference" }, difference(lines, step)) : null,
     ),
   );
