@@ -684,6 +684,14 @@ def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing(
     assert sum(held[-100:]) < 1.3 * sum(held[100:200])
 
 
+def test_an_evicted_group_is_not_requested_again():
+    asked = []
+    options = {"on_failure": "refill", "refill": lambda *what: asked.append(what), "max_pending_groups": 1}
+    assembler = GroupAssembler(**options)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True, 3), Line(0, 1, 0, True, 3), Line(1, 2, 0, True)]))
+    assert (asked, assembler.pending, assembler.counts["evicted"]) == ([], 1, 2)
+
+
 def test_too_many_waiting_groups_raise_if_none_may_be_dropped():
     assembler = GroupAssembler(max_pending_groups=2, on_full="raise")
     for group in (0, 1):
