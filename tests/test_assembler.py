@@ -586,6 +586,16 @@ def test_counts_of_groups_and_rollouts_are_integers(wrong):
         ({"on_late": "keep"}, "on_late must be one of"),
         ({"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
         ({"groups": 0}, "groups must be an integer ≥ 1"),
+        ({"on_newer": "drop"}, "on_newer must be one of"),
+        ({"on_newer": "wait"}, "on_newer must be left out without max_staleness"),
+        ({"on_stale": "mask"}, "on_stale must be left out without max_staleness"),
+        ({"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
+        ({"max_refills": 2}, "max_refills must be left out without refill"),
+        ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
+        (
+            {"min_fraction": 0.5, "on_stale": "refill", "max_staleness": 1, "refill": print},
+            "an effect only with",
+        ),
     ],
 )
 def test_invalid_options_are_refused(options, message):
@@ -672,6 +682,14 @@ def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing(
     assert found.keys() == clean
     assert all(torch.equal(rows, wanted[group]) for group, rows in found.items())
     assert sum(held[-100:]) < 1.3 * sum(held[100:200])
+
+
+def test_an_evicted_group_is_not_requested_again():
+    asked = []
+    options = {"on_failure": "refill", "refill": lambda *what: asked.append(what), "max_pending_groups": 1}
+    assembler = GroupAssembler(**options)
+    assembler.put(batch_of_lines([Line(0, 0, 0, True, 3), Line(0, 1, 0, True, 3), Line(1, 2, 0, True)]))
+    assert (asked, assembler.pending, assembler.counts["evicted"]) == ([], 1, 2)
 
 
 def test_too_many_waiting_groups_raise_if_none_may_be_dropped():

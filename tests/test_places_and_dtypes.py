@@ -351,13 +351,13 @@ def test_a_padding_token_in_the_loss_is_refused_with_its_row(rows):
         return
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         MergeTurns()(batch)
-    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong
+    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # and so many more
     with pytest.raises(BatchError):
         pack(batch)
     batch["group_id"], batch["next", "reward"] = batch["rollout_id"], torch.ones(len(rows))
     with pytest.raises(BatchError, match="tokens in the loss must be real") as refused:
         TreeAdvantage()(batch)
-    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong
+    assert list(map(int, re.findall(r"row (\d+)", str(refused.value)))) == wrong[:8]  # and so many more
     batch[IN_LOSS] = ~(loss & ~real).any(1)  # rows out of the loss train nothing
     TreeAdvantage()(batch)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -130,14 +129,6 @@ def test_rows_without_ids_have_no_tags():
     tags = dict(enumerate(group_tags(rows, GroupAssembler())))
     with pytest.raises(BatchError, match="rollout_id"):
         sampler([0], 1, partition=partition_of(tags))
-
-
-def test_a_missing_extra_is_reported_by_the_sampler(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transfer_queue", None)
-    with pytest.raises(
-        ImportError, match=r"group_sampler needs transfer_queue: pip install 'headrace\[tq\]'"
-    ):
-        group_sampler(GroupAssembler())
 
 
 # -- in TransferQueue itself ------------------------------------------------------------------------------

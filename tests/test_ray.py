@@ -119,7 +119,11 @@ def on_ray(cell: Cell, came: Path) -> Carried:
     return Carried(batches, assembler.counts, assembler.held, count + int(came.read_text()), error)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+# A writer that is killed is in the fault table, and no other one takes its place here.
+HERE = [name for name in ELSEWHERE if not name.startswith("killed") or CELLS[name].resumed_at]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_each_fault_is_counted_or_raised(name, tmp_path):
     check(CELLS[name], on_ray(CELLS[name], tmp_path / "came"))
 
@@ -182,26 +186,16 @@ def test_all_our_errors_pickle_between_processes():
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
-def test_a_lost_writer_raises_or_the_others_continue():
-    begun = [batch_of_lines([Line(90, 90, 0, False)])]
-
-    def go(on_lost: str) -> tuple[RayAssembler, list[TensorDict]]:
-        assembler = fresh()
-        tasks = [send.remote(assembler, pieces(size=4)), send.remote(assembler, begun, then="dies")]
-        try:
-            return assembler, list(assembler.batches(tasks, patience=LONGEST, on_lost=on_lost))
-        finally:
-            ray.wait(tasks, num_returns=len(tasks))
-
-    with pytest.raises(StalledError, match=r"1 of 2 writers lost \(\w*Error.*group 90 has 0 of 2"):
-        go("raise")
-    assembler, batches = go("go_on")
+def test_if_a_writer_is_lost_the_others_may_continue():
+    """The error if they do not is in the fault table."""
+    begun, assembler = [batch_of_lines([Line(90, 90, 0, False)])], fresh()
+    dead = send.remote(assembler, begun, then="dies")
+    tasks = [send.remote(assembler, pieces(size=4)), dead]
+    batches = list(assembler.batches(tasks, patience=LONGEST, on_lost="go_on"))
     assert sum(map(len, batches)) == len(LINES)
     assert assembler.counts["unfinished"] == 1
-    assembler = fresh()
-    alone = [send.remote(assembler, begun, then="dies")]
     with pytest.raises(StalledError, match="1 of 1 writers lost"):
-        list(assembler.batches(alone, on_lost="go_on"))
+        list(fresh().batches([dead], on_lost="go_on"))
 
 
 def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():

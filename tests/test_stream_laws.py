@@ -115,18 +115,6 @@ def test_row_order_changes_no_group_and_no_count(seed, on_failure, timeout, take
         assert found == what_the_rows_say(lines, on_failure, 2, expected)
 
 
-@pytest.mark.parametrize("on_failure", ["drop", "keep"])
-def test_a_failed_last_segment_may_come_first(on_failure):
-    lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 1, True, FAILED)]
-    options = {"min_rollouts": 1} if on_failure == "keep" else {}
-    for order, takes in itertools.product(itertools.permutations(lines), (False, True)):
-        groups, counts = arrive(
-            list(order), random.Random(0), takes, on_failure=on_failure, on_duplicate="raise", **options
-        )
-        assert groups == ({0: [(0, 0)]} if on_failure == "keep" else {})
-        assert counts == {"failed": 2 if on_failure == "keep" else 3}
-
-
 def test_a_repeated_row_is_refused_in_every_order_also_after_its_group():
     lines = [Line(0, 0, 0, True), Line(0, 1, 0, False), Line(0, 1, 0, False), Line(0, 1, 1, False, FAILED)]
     for order in itertools.permutations(lines):
@@ -485,23 +473,3 @@ def test_rows_later_than_a_samplers_version_are_refused_under_a_limit():
             buffer.sample()
         sampler.consumer_version = 50
         assert len(buffer.sample()) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_newer": "drop"}, "on_newer must be one of"),
-        ({"on_newer": "wait"}, "on_newer must be left out without max_staleness"),
-        ({"on_stale": "mask"}, "on_stale must be left out without max_staleness"),
-        ({"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
-        ({"max_refills": 2}, "max_refills must be left out without refill"),
-        ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
-        (
-            {"min_fraction": 0.5, "on_stale": "refill", "max_staleness": 1, "refill": print},
-            "an effect only with",
-        ),
-    ],
-)
-def test_limits_without_effect_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GroupAssembler(**options)

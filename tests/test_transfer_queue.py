@@ -19,7 +19,7 @@ from batches import batch_of
 from composed import composed
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
-from headrace.pipeline import RolloutQueue, StepQueue, assembled, optimise
+from headrace.pipeline import RolloutQueue, StepQueue, assembled, group_sampler, optimise
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -281,6 +281,8 @@ def test_the_example_trains_two_ranks_on_rows_of_two_producers():
 
 def test_a_missing_extra_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "transfer_queue", None)
-    for queue in (lambda: RolloutQueue("rollouts"), lambda: StepQueue("steps", ranks=1)):
-        with pytest.raises(ImportError, match=r"Queue needs transfer_queue: pip install 'headrace\[tq\]'"):
-            queue()
+    makes = [lambda: RolloutQueue("rollouts"), lambda: StepQueue("steps", ranks=1)]
+    for make in (*makes, lambda: group_sampler(GroupAssembler())):
+        message = r"(Queue|group_sampler) needs transfer_queue: pip install 'headrace\[tq\]'"
+        with pytest.raises(ImportError, match=message):
+            make()
