@@ -40,7 +40,7 @@ WRONG = ("abc", -1, [], None)
         ("abc", int | None, "an integer or null"),
         (1, bool, "true or false"),
         ("sum", Literal["sum", "mean"], None),
-        (True, Literal[1], "one of 1"),
+        (True, Literal[1], "1"),
         ("maen", Literal["sum", "mean"], "one of 'sum', 'mean' (did you mean 'mean'?)"),
         ([1, 2], Sequence[int], None),
         ([1, "b"], list[int], "a list (each an integer)"),
