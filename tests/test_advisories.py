@@ -348,7 +348,7 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
         compose_config("config", *typed, *sorted({word for line in here for word in line}))
 
 
-@pytest.mark.parametrize(("solved", "kept"), [("solve_none", "easier"), ("solve_all", "harder")])
+@pytest.mark.parametrize(("solved", "kept"), [("solve_none", "easier"), ("solve_all", "leave out those that every rollout solves")])
 def test_groups_of_equal_rewards_say_whether_prompts_are_too_hard_or_too_easy(solved, kept):
     numbers = QUIET | {"frac_reward_zero_std": 0.9, "solve_none": 0.1, "solve_all": 0.1, solved: 0.8}
     (found,) = advise(numbers)
