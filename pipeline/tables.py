@@ -130,7 +130,7 @@ class FittedTable:
                 align = "right" if column.right else "left"
                 cells += f'<{tag} style="{CELL};text-align:{align}">{escape(text.plain)}</{tag}>'
             lines.append(f"<tr{' style=opacity:.7' if style == 'dim' else ''}>{cells}</tr>")
-        title = f'<caption style="text-align:left">{escape(printable(self.title))}</caption>'
+        title = f'<caption style="text-align:left">{escape(printable(self.title.strip()))}</caption>'
         table = f'<table style="border-collapse:collapse">{title * bool(self.title)}{"".join(lines)}</table>'
         caption = f"<p>{escape(printable(self.caption))}</p>" if self.caption else ""
         return f'<div style="overflow-x:auto">{table}</div>{caption}'

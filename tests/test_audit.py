@@ -450,6 +450,7 @@ def test_texts_of_a_dump_are_escaped_on_the_page(tmp_path):
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
     told(path, tmp_path, "source.group_size=4", "source.format=verl")
     page = (tmp_path / "report.html").read_text()
+    assert "\\n" not in page  # line breaks of the terminal
     assert "&lt;script&gt;" in page
     assert "<script" not in page
     assert "<b>" not in page
