@@ -32,6 +32,18 @@ def test_rollouts_are_counted_not_rows(make_batch):
     assert len(CompletenessGate(group_size=2)(fanned)) == 5
 
 
+def test_a_group_size_that_most_groups_lack_is_doubted(make_batch):
+    """Dropping the groups, as the message advises otherwise, would leave those of another size."""
+    batch = make_batch([0.0] * 8, [0, 0, 1, 1, 2, 2, 2, 2], range(8))
+    with pytest.raises(
+        IncompleteGroupsError, match=r"Is group_size=4 wrong\? 2 of 3 groups have 2 rollouts\. W"
+    ):
+        CompletenessGate(group_size=4)(batch)
+    for groups in ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2, 2, 2]):  # one group; different sizes
+        with pytest.raises(IncompleteGroupsError, match=r"completed\)\. Wait for"):
+            CompletenessGate(group_size=4)(make_batch([0.0] * len(groups), groups, range(len(groups))))
+
+
 def test_failed_and_aborted_rollouts_do_not_count_but_truncated_do(make_batch):
     batch = make_batch([0.0] * 6, [0, 0, 1, 1, 2, 2], status=[DONE, CUT, DONE, FAILED, ABORTED, DONE])
     with pytest.raises(

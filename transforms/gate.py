@@ -23,8 +23,8 @@ OnIncomplete = Literal["raise", "drop", "keep"]
 Empty = Literal["exclude", "count", "raise"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. Wait for the missing rollouts, or set on_incomplete='drop', or "
-    "'keep' with min_rollouts"
+    "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set on_incomplete='drop', "
+    "or 'keep' with min_rollouts"
 )
 
 
@@ -389,7 +389,8 @@ class CompletenessGate(
         # 2. Refuse the batch, or say which groups are dropped.
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
             firsts = groups.first[incomplete].sort().values.tolist()
-            self._refuse([describe_group(rows, row, status, presence) for row in firsts], without_rows)
+            found = [describe_group(rows, row, status, presence) for row in firsts]
+            self._refuse(found, without_rows, self._doubt(presence.have, incomplete))
         dropped = incomplete
         if self.on_incomplete == "keep":
             dropped = (presence.have < (self.min_rollouts or 1)) | (
@@ -441,9 +442,22 @@ class CompletenessGate(
             own = rows.groups.labels
         return missing_groups(own, dispatched)
 
-    def _refuse(self, incomplete: list[str], without_rows: list[int]) -> None:
+    def _doubt(self, have: Tensor, incomplete: Tensor) -> str:
+        """A hint that `group_size` is wrong: most groups lack the same number of rollouts."""
+        sizes = have[incomplete].unique().tolist()
+        many = 1 < int(incomplete.sum()) > len(have) / 2
+        if self.group_size is None or len(sizes) != 1 or not many:
+            return ""
+        return (
+            f"Is group_size={self.group_size} wrong? {int(incomplete.sum())} of {len(have)} groups have "
+            f"{sizes[0]} rollouts. "
+        )
+
+    def _refuse(self, incomplete: list[str], without_rows: list[int], hint: str = "") -> None:
         """Raise for incomplete groups, which are described already, and for groups without rows."""
         size = "all" if self.group_size is None else self.group_size
         found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
         plural = "s" if len(found) > 1 else ""
-        raise IncompleteGroupsError(REFUSAL.format(count=len(found), found=listing(found), s=plural))
+        raise IncompleteGroupsError(
+            REFUSAL.format(count=len(found), found=listing(found), s=plural, hint=hint)
+        )
