@@ -75,7 +75,7 @@ def test_cfg_prints_the_job(tmp_path):
         (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
         (["train.epochs=0"], "train.epochs must be an integer ≥ 1; got 0"),
         (["device=foo"], "device=foo is not available"),
-        (["train.transform=trees"], "train.transform must be one of 'pack', 'tree'; got 'trees'"),
+        (["train.transform=trees"], "train.transform must be one of 'pack', 'tree'"),
     ],
 )
 def test_an_error_is_one_paragraph(tmp_path, words, message):

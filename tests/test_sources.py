@@ -567,7 +567,7 @@ def test_a_group_uid_has_to_be_declared(tmp_path):
     ("options", "message"),
     [
         ({"format": "verll"}, "format must be auto or one of headrace, nemo_rl"),
-        ({"group_by": "input"}, "group_by must be one of None, 'prompt', 'uid'"),
+        ({"group_by": "input"}, "group_by must be one of 'prompt', 'uid' or None"),
         ({"group_size": 0}, "group_size must be an integer ≥ 1"),
         (
             {"format": "tinker", "group_by": "prompt"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from headrace.pipeline.composing.nodes import YAML, as_typed, misfit
 from headrace.pipeline.report import ReportFolder
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.pipeline.train import train
+from headrace.pipeline.train.optimiser_steps import Packed
 from headrace.transforms import BatchError
 from headrace.transforms.options import annotations_of, described
 
@@ -63,7 +64,7 @@ TYPES: dict[str, Any] = {
     "train.steps": int,
     "train.epochs": int,
     "train.max_grad_norm": float | None,
-    "train.transform": str | None,  # or a node
+    "train.transform": Packed | Callable | None,
     "report.html": bool,
     "report.solved": float,
     "report.parameters": float | None,

@@ -22,7 +22,7 @@ from headrace.transforms.schema import FINISHED
 
 from .display import REWARD, TrainingDisplay
 from .optimiser_record import OptimiserRecord
-from .optimiser_steps import optimise, total_loss, transform_of
+from .optimiser_steps import optimise, total_loss
 
 
 class TrainingInterrupted(Exception):
@@ -121,18 +121,13 @@ def check_settings(config: DictConfig) -> None:
     """Check settings before the first rollouts, where a wrong value would fail or be ignored later.
 
     Raises:
-        ConfigError: a count below 1, a `max_grad_norm` that is not above 0, or an unknown transform.
+        ConfigError: a count below 1, or a `max_grad_norm` that is not above 0.
     """
     for name in ("train.steps", "train.epochs", "threads"):
         if (value := OmegaConf.select(config, name)) is not None and value < 1:
             raise ConfigError(f"{name} must be an integer ≥ 1; got {value!r}")
     if config.train.max_grad_norm is not None and not config.train.max_grad_norm > 0:
         raise ConfigError(f"train.max_grad_norm must be > 0 or null; got {config.train.max_grad_norm!r}")
-    if isinstance(config.train.transform, str):
-        try:
-            transform_of(config.train.transform)
-        except ValueError as err:
-            raise ConfigError(f"train.{err}, or a node with a _target_") from err
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -142,17 +142,12 @@ def optimise(
 
 
 def transform_of(
-    transform: Transform | str | None, loss_mask_key: NestedKey = ("masks", "all_assistant_mask")
+    transform: Transform | Packed | None, loss_mask_key: NestedKey = ("masks", "all_assistant_mask")
 ) -> Transform | None:
-    """Return the transform that ``pack`` or ``tree`` names; a function is returned unchanged.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+    """Return the transform that ``pack`` or ``tree`` names; a function is returned unchanged."""
     if not isinstance(transform, str):
         return transform
-    tree = transform == "tree"
-    return partial(pack, tree=tree, loss_mask_key=loss_mask_key)
+    return partial(pack, tree=transform == "tree", loss_mask_key=loss_mask_key)
 
 
 def total_loss(
