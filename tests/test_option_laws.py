@@ -218,3 +218,18 @@ def test_one_override_that_disables_an_option_composes():
     ):
         with of(recipe):
             assert load_pipeline(recipe, f"pipeline.stages.{word}").stages
+
+
+def test_an_option_that_is_changed_later_is_checked_when_it_is_used(make_batch):
+    batch = make_batch([1.0, 2.0], [0, 0], [0, 1])
+    for stage, wrong in (
+        (GroupRelativeAdvantage(), {"eps_mode": "of", "singleton": "of", "ddof": 3, "clip": "of"}),
+        (ShuffleSplit(minibatches=1), {"remainder": "of", "shuffle": "of", "balance": "of"}),
+    ):
+        for option, value in wrong.items():
+            before = getattr(stage, option)
+            setattr(stage, option, value)
+            with pytest.raises(ValueError, match=rf"^{option} must be .*; got {value!r}"):
+                stage(batch)
+            setattr(stage, option, before)
+        assert len(stage(batch)) == 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.transforms.ids import Ids, add_up
-from headrace.transforms.options import at_least, within
+from headrace.transforms.options import at_least, takes_options, within
 
 Baseline = Literal[
     "mean",
@@ -197,6 +197,7 @@ OF_BATCH = ("batch", "nonzero")  # baselines and scales that are computed over a
 MAY_BE_0 = ("leave_one_out", "mad")  # scales that can be 0 even if the rewards of the group differ
 
 
+@takes_options
 @dataclass(frozen=True)
 class Formula:
     """The options of :func:`group_relative_advantage`, whose docstring has the equations.

@@ -225,8 +225,6 @@ def check_limits(options: Any) -> None:
     most, size = options.max_concurrent_rollouts, options.group_size
     if most is not None and most < (size or 1):
         raise ValueError(f"max_concurrent_rollouts must be at least group_size ({size}); got {most}")
-    if options.on_surplus != "drop" and not callable(options.on_surplus):
-        raise ValueError(f"on_surplus must be 'drop' or a callable; got {options.on_surplus!r}")
     if options.on_full != "drop" and options.max_pending_groups is None:
         raise ValueError(f"on_full={options.on_full!r} needs max_pending_groups")
     if options.on_timeout != "drop" and options.timeout is None and options.timeout_seconds is None:

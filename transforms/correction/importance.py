@@ -101,6 +101,7 @@ class Importance(NamedTuple):
     """All weights are divided by it."""
 
 
+@takes_options
 @dataclass(frozen=True)
 class WeightFormula:
     """The options of :func:`importance_weight`, and its arithmetic.

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from headrace.transforms.options import at_least, within
+from headrace.transforms.options import at_least, takes_options, within
 
 SharedIds = Literal["raise", "same", "different"]
 DecideOn = Literal["each_rank", "first_rank"]
 
 
+@takes_options
 @dataclass(frozen=True)
 class RankOptions:
     """The options of a pipeline for ranks that each hold their own rows of a batch.

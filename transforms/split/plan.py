@@ -27,6 +27,7 @@ Balance = Literal["none", "tokens", "attention"]
 Oversized = Literal["alone", "raise"]
 
 
+@takes_options
 @dataclass(frozen=True)
 class CutOptions:
     """The options of :class:`ShuffleSplit` that do not name columns.
