@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 FAILED = "failed_steps.json"
 MOST_BYTES = 2**24
 
-Failed = list[tuple[int | None, str]]
-"""(step, reason); None: nobody knows its number."""
+
+class FailedStep(NamedTuple):
+    """A step that failed, and the reason."""
+
+    step: int | None
+    """None where its file does not say which."""
+    why: str
 
 
-def read_failed(folder: Path) -> Failed:
+def read_failed(folder: Path) -> list[FailedStep]:
     """The failed steps of a run, from its folder of rows; empty where there is no such file.
 
     Raises:
@@ -33,4 +39,4 @@ def read_failed(folder: Path) -> Failed:
             case [int() | None, str()]:
                 continue
         raise ValueError(f"each entry must be [step, reason]; found {str(each)[:80]}")
-    return [(step, why) for step, why in steps]
+    return [FailedStep(*each) for each in steps]

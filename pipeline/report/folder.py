@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing import ConfigError
-from headrace.pipeline.failed_steps import FAILED, Failed, read_failed
+from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
 from headrace.pipeline.installed import versions
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
@@ -60,7 +60,7 @@ class ReportFolder:
 
     Attributes:
         notices: sentences that the page has above all else, about steps that failed say; to be set.
-        failed: (step, reason) of the steps that :meth:`fail` was told of, for ``headrace view``.
+        failed: the steps that :meth:`fail` was told of.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
         configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
             not have. Empty, the page shows all remedies.
@@ -109,7 +109,7 @@ class ReportFolder:
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self.notices: list[str] = []
-        self.failed: Failed = []
+        self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
         self.configs: Sequence[DictConfig] = ()
         self.existing = existing
@@ -208,17 +208,17 @@ class ReportFolder:
             self._due = ended + max(self.every, (ended - began) / SHARE)
 
     def fail(self, step: int | None, why: str) -> None:
-        """Note a step that has no report, and the reason. It goes into ``rollouts/failed_steps.json``.
+        """Note a step that has no report, and the reason: for ``headrace view``, with the rows' files.
 
         Args:
             step: its number; None where nobody knows it.
             why: the reason.
         """
-        if self.dump is None:
-            return
-        self._begin(step)
-        self.failed.append((step, why))
-        self._write_failed()
+        if self.dump is not None:
+            self._begin(step)
+        self.failed.append(FailedStep(step, why))
+        if self.dump is not None:
+            self._write_failed()
 
     def close(self) -> Path | None:
         """Write the page of a run that is over, and return its path; None where no page is written."""
@@ -248,7 +248,7 @@ class ReportFolder:
                 if int(file.stem.removeprefix("step_")) >= step:
                     file.unlink()
             earlier = read_failed(self.folder / "rollouts")
-            self.failed = [each for each in earlier if each[0] is None or each[0] < step] + self.failed
+            self.failed = [each for each in earlier if each.step is None or each.step < step] + self.failed
         self._write_failed()
 
     def _write_failed(self) -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
 
+from headrace.pipeline.failed_steps import FailedStep
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.report import ReportFolder, show_advisories, show_report, tree_words
@@ -36,14 +36,6 @@ NAMED = 20  # failed steps whose reason is said
 
 class StepsFailed(RuntimeError):
     """Steps of a dump failed; the others were replayed, and the page is written."""
-
-
-class FailedStep(NamedTuple):
-    """A step that is in no number of a replay."""
-
-    step: int | None
-    """None where its file does not say which."""
-    why: str
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -70,7 +62,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
-    history, failed = list[dict[str, float]](), list[FailedStep]()
+    history, failed = list[dict[str, float]](), folder.failed
     report, logged = None, LoggedAdvantages()
     first = None
     with folder:
@@ -82,8 +74,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 report = report_of(pipeline, step or 0, found, config, **how)
             except (SourceError, BatchError) as err:
                 first = first or err
-                failed.append(FailedStep(step, in_words_to_type(str(err)).removeprefix(f"step {step}: ")))
-                folder.fail(*failed[-1])
+                folder.fail(step, in_words_to_type(str(err)).removeprefix(f"step {step}: "))
                 folder.notices = said_of(failed, len(history), source.draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None

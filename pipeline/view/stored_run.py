@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from headrace.pipeline.composing import ConfigError
-from headrace.pipeline.failed_steps import FAILED, Failed, read_failed
+from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
 from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import printable
 
@@ -107,7 +107,7 @@ class StoredRun:
         self.labels: dict[str, str] = {}  # of prompts, by their keys
         self._steps: dict[int, StoredStep] = {}
         self._problems: list[str] = []
-        self._failed: Failed = []
+        self._failed: list[FailedStep] = []
         self._lock = Lock()
         if not self.steps():
             raise ConfigError(self._why_empty(folder))
@@ -131,14 +131,16 @@ class StoredRun:
                 except UnreadableRows as err:
                     problems.append(printable(f"{path.name}: {err}"))
             try:
-                self._failed = [(step, printable(why)) for step, why in read_failed(self.rows_folder)]
+                self._failed = [
+                    FailedStep(step, printable(why)) for step, why in read_failed(self.rows_folder)
+                ]
             except (OSError, ValueError, RecursionError) as err:
                 self._failed = []
                 problems.append(printable(f"{FAILED}: {err}"))
             self._steps, self._problems = dict(sorted(found.items())), problems
             return self._steps
 
-    def failed(self) -> Failed:
+    def failed(self) -> list[FailedStep]:
         """The steps that failed and have no rows, each with the reason; a damaged file is a problem."""
         return self._failed
 
