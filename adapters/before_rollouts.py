@@ -12,10 +12,10 @@ from tensordict import TensorDict
 
 from headrace.pipeline import Decider, Pipeline
 from headrace.transforms import BatchError, MissingKeyError, Status
+from headrace.transforms.columns import DEFAULTS
 
 SETS_SCALE = re.compile(r"[+~]*(\S*@)?pipeline\.stages\.advantage(\.scale)?(=.*)?")
-TOKENS = ("masks", "all_assistant_mask")
-KEYS = {"reward": ("next", "reward"), "tokens": TOKENS}
+KEYS = {"reward": DEFAULTS["reward"], "tokens": DEFAULTS["loss_mask"]}
 
 
 def scale_words(trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]) -> tuple[str, ...]:

@@ -75,8 +75,7 @@ def check_recipe(
 
 def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
     """The override that gives the default recipe the trainer's scale, see :func:`scale_words`."""
-    overrides = shlex.split(os.environ.get(OVERRIDES, ""))
-    return scale_words(trainers, os.environ.get(RECIPE), default, overrides)
+    return scale_words(trainers, os.environ.get(RECIPE), default, _overrides())
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:
@@ -147,9 +146,12 @@ def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:
     return {name: pipeline.stages[name] for name in names}
 
 
+def _overrides() -> list[str]:
+    return shlex.split(os.environ.get(OVERRIDES, ""))
+
+
 def _decider(default: str, words: tuple[str, ...], part: Part = "advantages") -> Decider:
-    said = shlex.split(os.environ.get(OVERRIDES, ""))
-    return _composed(os.environ.get(RECIPE, default), (*words, *said), part)
+    return _composed(os.environ.get(RECIPE, default), (*words, *_overrides()), part)
 
 
 @cache

@@ -53,6 +53,9 @@ def read_results(folder: Path, names: list[str]) -> dict[str, dict]:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
+LARGE = "pipeline", "The grpo recipe over a gather", "4,000 × 2,048 tokens, 115 MB"
+
+
 def _advantages(number: Number) -> str:
     title, size = "Advantage over the reshape formula, groups of 8", "131,072"
     formula = number("advantage", title, "formula, ms", size)
@@ -65,14 +68,12 @@ def _small_batch(number: Number) -> str:
 
 
 def _large_batch(number: Number) -> str:
-    place = "pipeline", "The grpo recipe over a gather", "4,000 × 2,048 tokens, 115 MB"
-    gather, times = number(*place, "gather, ms"), number(*place, "minibatches")
+    gather, times = number(*LARGE, "gather, ms"), number(*LARGE, "minibatches")
     return f"{gather * times:.0f} ms: {times:.1f} times as long as copying the batch once"
 
 
 def _memory(number: Number) -> str:
-    place = "pipeline", "The grpo recipe over a gather", "4,000 × 2,048 tokens, 115 MB"
-    return f"{100 * number(*place, 'memory'):.0f} % of the batch, in addition to the batch"
+    return f"{100 * number(*LARGE, 'memory'):.0f} % of the batch, in addition to the batch"
 
 
 def _stream(number: Number) -> str:

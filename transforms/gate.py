@@ -444,13 +444,11 @@ class CompletenessGate(
 
     def _doubt(self, have: Tensor, incomplete: Tensor) -> str:
         """A hint that `group_size` is wrong: most groups lack the same number of rollouts."""
-        sizes = have[incomplete].unique().tolist()
-        many = 1 < int(incomplete.sum()) > len(have) / 2
-        if self.group_size is None or len(sizes) != 1 or not many:
+        short, sizes = int(incomplete.sum()), have[incomplete].unique().tolist()
+        if self.group_size is None or len(sizes) != 1 or short <= max(1, len(have) / 2):
             return ""
         return (
-            f"Is group_size={self.group_size} wrong? {int(incomplete.sum())} of {len(have)} groups have "
-            f"{sizes[0]} rollouts. "
+            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have {sizes[0]} rollouts. "
         )
 
     def _refuse(self, incomplete: list[str], without_rows: list[int], hint: str = "") -> None:
