@@ -62,8 +62,8 @@ The loss is a mean over tokens, rollouts or groups. `constant` means that the di
 These options are usual, so the table does not repeat them:
 
 - The std has the divisor n − 1.
-- ε = 1e-6 is added to the scale. With `clamp`, ε is instead the smallest scale. With `skip`, ε is only
-  added if the scale is positive.
+- ε = 1e-6 is added to the scale. The option `advantage.eps_mode` can change this: with `clamp`, ε is the
+  smallest scale. With `skip`, ε is only added if the scale is positive, and a scale of 0 divides nothing.
 - A lone rollout, the only one of its group, gets the advantage 0.
 
 These rules hold for all recipes:
