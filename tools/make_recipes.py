@@ -54,6 +54,7 @@ std 0.5, and the advantage is 1.5.
 | leave one out | the mean, or the std, of the rewards of the other rollouts of the group |
 | batch | the mean, or the std, of all rewards of the batch |
 | group | the std of the rewards of the group |
+| running | a mean of earlier batches, which the stage `running` subtracts |
 | none | nothing is subtracted, or the divisor is 1 |
 | others | The text of the recipe has the equation. |
 
@@ -167,8 +168,8 @@ and the results. `headrace task=certify pipeline=NAME` computes the numbers agai
 | loss: scale | the length of the loss's gradient in the true direction, divided by the true length |
 | loss: cosine | the cosine, for the gradient of the loss |
 
-- The first four columns are for the advantage alone. The loss columns also use the loss weights of the recipe,
-  with one group in each optimiser step.
+- The first four columns are for the advantage alone. The loss columns also use the loss weights of the
+  recipe, with one group in each optimiser step.
 - A small scale is no fault, because the learning rate can correct it. For example, `dr_grpo` divides its loss
   by 3000.
 - An outcome is one possible result of sampling a group. All outcomes are computed.
@@ -205,7 +206,7 @@ def row(name: str, pipeline: Pipeline) -> str:
     others = [stage for stage in pipeline.order if stage not in everywhere]
     cells = [
         f"`{name}`",
-        part.baseline.replace("_", " "),
+        "running" if "running" in others else part.baseline.replace("_", " "),
         scale.replace("_", " "),
         f"{weight.unit}, length {weight.length}" if weight.length else weight.unit,
         ", ".join(f"`{stage}`" for stage in others) or "–",
