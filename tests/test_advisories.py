@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, build_pipeline, make_report
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.report import advise, symptoms, unchecked, verdict
+from headrace.pipeline.report import Advisory, advise, show_advisories, symptoms, unchecked, verdict
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
@@ -376,3 +376,42 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
         assert len(kept) <= most
         gaps = {b - a for a, b in pairwise(kept[:-1])}
         assert len(gaps) <= 1
+
+
+# -- in the terminal -----------------------------------------------------------------------------------------
+
+
+def test_an_advisory_in_the_terminal_has_a_remedy_that_the_task_takes():
+    """`group_size` is an option of train alone, and a remedy in Python is none of a command."""
+    config = compose_config("config", "task=replay")
+    found = [Advisory("advantage-all-zero", "Most advantages are 0.", "", (), cause) for cause in CAUSES]
+    hard, easy, mixed = (text.plain.partition("→ ")[2] for text in show_advisories(found, configs=[config]))
+    assert hard == "Give more weight to hard prompts that are solved sometimes: pipeline=maxrl"
+    assert easy == mixed == "Drop groups with equal rewards, so that they cost no forward pass: " + DROP
+    for name, symptom in symptoms().items():
+        for text in show_advisories([Advisory(name, "", "", ())], configs=[config]):
+            assert "In Python" not in text.plain
+            assert not re.search(r"\w\(.*\)", text.plain), name
+        assert not re.search(r"\w\(.*\)", symptom.needs), name
+
+
+CAUSES = ("solve_none", "solve_all", "")
+DROP = "pipeline.stages.filter.action=drop"
+
+
+def test_more_rollouts_are_no_remedy_for_prompts_that_none_solves():
+    remedies = symptoms()["advantage-all-zero"].remedies
+    fitting = {cause: [each.words for each in remedies if each.fits(cause)] for cause in CAUSES}
+    assert ["group_size=16" in words for words in fitting.values()] == [False, True, True]
+
+
+def test_the_terminal_has_few_lines_of_advice():
+    """The first three advisories; what the verdict says, once; and what nobody can tell, in one short line."""
+    said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
+    verdict = "The mean reward is flat. It is nothing-trains."
+    lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
+    assert lines[0] == "The mean reward is flat."
+    assert [line.partition(":")[0] for line in lines[1:4]] == list(symptoms())[:3]
+    assert lines[4] == "and 2 more, on the page"
+    assert lines[5].startswith("not checked, for lack of data: nothing-trains, learning-rate-zero and ")
+    assert len(lines) == 6 and len(lines[5]) < 80

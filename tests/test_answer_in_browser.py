@@ -59,7 +59,7 @@ def long_run(**run):
 
 
 def shown(remedy):
-    return {"text": remedy.text, "words": remedy.words, "when": remedy.when}
+    return {"text": remedy.text, "words": remedy.words, "when": remedy.when, "unless": remedy.unless}
 
 
 def about(**changes):

@@ -16,6 +16,7 @@ History = Sequence[tuple[int, Numbers]]
 REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
+PYTHON = "In Python"  # begins a remedy for who has a loop of their own
 BEYOND = " It is "  # begins the sentence that says at which steps
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
@@ -379,21 +380,51 @@ class Remedy(NamedTuple):
     """Where to do it, if the task or its recipe does not have these options."""
     when: str = ""
     """The cause that it is against, ``solve_none`` or ``solve_all``; empty: any."""
+    unless: str = ""
+    """The cause that it does not help against."""
+
+    def fits(self, cause: str) -> bool:
+        """Whether it helps against a cause (:attr:`Advisory.cause`)."""
+        return self.when in ("", cause) and self.unless != (cause or None)
 
     def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
         """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
 
-        A remedy that all of them follow already is left out. Options that one of them does not have are not
-        shown: what to do elsewhere is said in words.
+        A remedy that all of them follow already is left out, and so is one in Python. Options that one of
+        them does not have are not shown: what to do elsewhere is said in words.
 
         Args:
             configs: composed, one for each recipe; empty: every option is shown.
         """
         if configs and all(follows(config, self.words) for config in configs):
             return None
+        if configs and self.text.startswith(PYTHON):
+            return None
         if all(has_options(config, self.words) for config in configs):
             return self
-        return Remedy(f"{self.text}: {self.elsewhere}", "", "", self.when) if self.elsewhere else None
+        if not self.elsewhere:
+            return None
+        return self._replace(text=f"{self.text}: {self.elsewhere}", words="", elsewhere="")
+
+
+def remedy_of(advisory: Advisory, configs: Sequence[DictConfig] = ()) -> Remedy | None:
+    """The first thing to do about an advisory: an option to set, where there is one.
+
+    Args:
+        advisory: of a symptom.
+        configs: as for :meth:`Remedy.under`.
+
+    Example:
+        >>> remedy_of(Advisory("lengths-explode", "", "", ())).words
+        'pipeline=dr_grpo'
+    """
+    symptom = symptoms().get(advisory.name)
+    fitting = [
+        remedy
+        for each in (symptom.remedies if symptom else ())
+        if each.fits(advisory.cause) and (remedy := each.under(configs)) is not None
+    ]
+    return next((remedy for remedy in fitting if remedy.words), fitting[0] if fitting else None)
 
 
 def has_options(config: DictConfig, words: str) -> bool:

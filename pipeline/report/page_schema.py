@@ -120,6 +120,7 @@ class PageRemedy(TypedDict):
     text: str  # what
     words: str  # to type; empty: none
     when: str  # the cause that it is against; empty: any
+    unless: str  # the cause that it does not help against; empty: none
 
 
 class PageSymptom(TypedDict):

@@ -96,7 +96,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
         if words := tree_words(in_all):
             console.print(Text(f"{words}, all {len(history):,} steps"))
-        console.print(*show_advisories(folder.advisories, folder.verdict, folder.unchecked), sep="\n")
+        console.print(
+            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs), sep="\n"
+        )
     for notice in folder.notices:
         console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():

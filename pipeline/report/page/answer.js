@@ -66,6 +66,8 @@ export function drawTiles(kinds, { page, step, width }) {
 // Text in which `words between these` are code.
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
+const fits = ({ when, unless }, cause) => (!when || when === cause) && (!unless || unless !== cause);
+
 function adviceLine(page, verdict, advisory, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
@@ -83,7 +85,7 @@ function adviceLine(page, verdict, advisory, at = []) {
       h(
         "ul",
         {},
-        symptom.remedies.filter((remedy) => !remedy.when || remedy.when === advisory.cause).map((remedy) =>
+        symptom.remedies.filter((remedy) => fits(remedy, advisory.cause)).map((remedy) =>
           h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
         ),
       ),

@@ -3,7 +3,7 @@
 const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
   PageAdvisory: ["name", "text", "cause"],
-  PageRemedy: ["text", "words", "when"],
+  PageRemedy: ["text", "words", "when", "unless"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
   PageRun: ["began", "written", "live", "versions", "words", "config"],
   RecipeStage: ["name", "text"],
