@@ -406,7 +406,7 @@ def test_more_rollouts_are_no_remedy_for_prompts_that_none_solves():
 
 
 def test_the_terminal_has_few_lines_of_advice():
-    """The first three advisories; what the verdict says, once; and what nobody can tell, in one short line."""
+    """The first three advisories; what the verdict says, once; what nobody can tell, in one line."""
     said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
     verdict = "The mean reward is flat. It is nothing-trains."
     lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
@@ -414,4 +414,5 @@ def test_the_terminal_has_few_lines_of_advice():
     assert [line.partition(":")[0] for line in lines[1:4]] == list(symptoms())[:3]
     assert lines[4] == "and 2 more, on the page"
     assert lines[5].startswith("not checked, for lack of data: nothing-trains, learning-rate-zero and ")
-    assert len(lines) == 6 and len(lines[5]) < 80
+    assert len(lines) == 6
+    assert len(lines[5]) < 80

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command import headrace_here
+from dumps import verl_row, write_lines
 from stored_runs import LARGE, report_of_step, served, started, write_run
 
 from headrace.pipeline import ReportFolder, page_data, write_dump
@@ -404,6 +405,9 @@ def test_the_command_prints_what_to_do(tmp_path, run):
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "report.html").touch()
     write_dump(report_of_step(0), tmp_path / "lines" / "rollouts", format="jsonl")
+    write_lines(
+        tmp_path / "raw" / "7.jsonl", [verl_row(None, float(i), prompt=f"{i // 2}") for i in range(4)]
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -418,6 +422,10 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             (["alone.jsonl"], "alone.jsonl is a file, and a folder is required. For a dump of another"),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
             (["page"], "the run was written with report.dump=null"),
+            (
+                ["raw"],
+                "source.path=raw source.group_by=prompt source.group_size=2 hydra.run.dir=FOLDER, then",
+            ),
             (["lines"], "lines has its rows as JSON Lines, and Parquet is needed: headrace task=replay"),
             (["sweep"], "headrace view sweep/0 sweep/1"),
             ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),

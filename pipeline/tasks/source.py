@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -223,8 +224,7 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
             reads = "group_size" in READERS[source.format].options
             if not reads and "stage 'gate'" not in str(err):
                 return err
-            rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
-            size = int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
+            size = usual_size(batch)
             said.append(
                 "The dump does not say how many rollouts each group was dispatched with. "
                 f"Most groups of this step have {size}. If your trainer samples {size} for each prompt,"
@@ -252,6 +252,36 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
     placed = {word.partition("=")[0]: word for word in (*words, *typed)}
     command = shlex.join(["headrace", *placed.values()])
     return ConfigError("\n".join([*lines[:-1], f"{lines[-1]}:", command]))
+
+
+def words_for_groups(path: Path) -> list[str]:
+    """The words with which a replay can read the groups of a dump; empty where it needs none, or is none.
+
+    Args:
+        path: of the dump.
+    """
+    words: list[str] = []
+    try:
+        for options in ({}, {"group_by": "prompt"}):
+            source = open_source(path, **options)
+            step, found = next(source.outcomes())
+            if not isinstance(found, SourceError):
+                break
+            if "a sample needs a group" not in str(found):
+                return []
+            words = ["source.group_by=prompt"]
+        if isinstance(found, SourceError) or "expected_rollouts" in found.keys():
+            return words
+        reads = "group_size" in READERS[source.format].options
+        return [*words, f"{'source' if reads else 'pipeline.stages.gate'}.group_size={usual_size(found)}"]
+    except (SourceError, ValueError, StopIteration):
+        return []
+
+
+def usual_size(batch: TensorDictBase) -> int:
+    """The number of rollouts that most groups of a batch have."""
+    rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
+    return int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
 
 
 def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:

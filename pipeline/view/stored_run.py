@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -164,10 +165,7 @@ class StoredRun:
         of_run = any((place / name).exists() for name in ("rollouts", "report.html"))
         if of_run or file.absolute().parent.name == "rollouts":
             return f": headrace view {place}"
-        return (
-            f". For a dump of another trainer: headrace task=replay source.path={file} hydra.run.dir=FOLDER, "
-            "then headrace view FOLDER"
-        )
+        return f". For a dump of another trainer: {replay_of(file)}, then headrace view FOLDER"
 
     def _why_empty(self, folder: Path) -> str:
         if self._failed:
@@ -184,8 +182,8 @@ class StoredRun:
             return f"{folder} has no rows of its own. Give a run below it, or two: headrace view {some}"
         if any(self.rows_folder.glob("step_*.jsonl")):
             return (
-                f"{folder} has its rows as JSON Lines, and Parquet is needed: headrace task=replay "
-                f"source.path={self.rows_folder} hydra.run.dir=FOLDER writes them, then headrace view FOLDER"
+                f"{folder} has its rows as JSON Lines, and Parquet is needed: {replay_of(self.rows_folder)} "
+                "writes them, then headrace view FOLDER"
             )
         if (self.folder / "report.html").exists():
             return (
@@ -194,7 +192,7 @@ class StoredRun:
             )
         return (
             f"{folder} has no rows of a run (rollouts/step_*.parquet). For a dump of another trainer: "
-            f"headrace task=replay source.path={folder} hydra.run.dir=FOLDER, then headrace view FOLDER"
+            f"{replay_of(folder)}, then headrace view FOLDER"
         )
 
     # -- rows of a step ------------------------------------------------------------------------------------
@@ -383,6 +381,20 @@ class StoredRun:
             mean = float(total[at] / count[at]) if count[at] else None
             found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
         return found
+
+
+def replay_of(path: Path) -> str:
+    """The command that replays a dump, with the options that its groups need."""
+    from headrace.pipeline.tasks.source import words_for_groups  # here: it needs torch
+
+    words = [
+        "headrace",
+        "task=replay",
+        f"source.path={path}",
+        *words_for_groups(path),
+        "hydra.run.dir=FOLDER",
+    ]
+    return shlex.join(words)
 
 
 # -- files ---------------------------------------------------------------------------------------------------
