@@ -394,6 +394,47 @@ def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
                 stored_run.StoredRun(run)
 
 
+# -- numbers of steps, and two runs --------------------------------------------------------------------------
+
+
+def test_any_number_of_the_steps_can_be_charted(tmp_path):
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", 2, 0.25)
+    with served(first, second) as client:
+        named = [run["metrics"] for run in client.ask("runs")["runs"]]
+        assert all("reward/all/max" in metrics for metrics in named)
+        assert client.ask("metric", name="reward/all/max")["runs"] == [
+            [[step, 2.0] for step in range(n)] for n in (4, 2)
+        ]
+        assert client.ask("metric", name="no such")["runs"][1] == [[0, None], [1, None]]
+
+
+def test_rows_of_two_runs_are_sorted_by_how_far_their_advantages_are_apart(tmp_path):
+    """A reward of two groups differs by ¼, and so do their advantages."""
+    runs = [write_run(tmp_path / name, 1, shift) for name, shift in (("first", 0.0), ("second", 0.25))]
+    with served(*runs) as client:
+        found = [client.ask("rows", run=run, step=0, sort="apart", order="descending") for run in (0, 1)]
+        at = [name for name, _ in found[0]["columns"]].index("advantage") + 1
+        row = [name for name, _ in found[0]["columns"]].index("row") + 1
+        of = [{cells[row]: cells[at] for cells in each["rows"]} for each in found]
+        apart = [
+            abs(of[0][cells[row]] - of[1][cells[row]]) for cells in found[0]["rows"] if cells[at] is not None
+        ]
+        assert apart == sorted(apart, reverse=True)
+        assert apart[0] > 0
+        assert {*of[0]} == {*of[1]}
+    with served(runs[0]) as client:
+        assert (
+            "sorted by a column of numbers"
+            in client.ask("rows", status=422, run=0, step=0, sort="apart")["error"]
+        )
+
+
+def test_a_prompt_that_is_known_by_an_id_is_called_by_its_first_words(tmp_path):
+    with served(write_run(tmp_path / "run", 1)) as client:
+        labels = [line["label"] for line in client.ask("prompts", same="group_id")["prompts"]]
+        assert sorted(labels) == ["What is 0 · 7?", "What is 1 + 1?", "Żółw?"]
+
+
 # -- the command --------------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,24 @@ def test_a_step_that_is_not_there_is_named(open_view):
     assert page.seen("#no-step") == ""
 
 
+def test_the_chart_shows_the_number_that_is_chosen_and_rows_go_by_their_difference(open_view):
+    page = open_view()
+    until(lambda: page.seen("#rows-title"), "Rows of step 3")  # the last step
+    until(lambda: page.texts("#steps .legend li")[0], "mean reward, first")
+    page.choose("metric", "reward/all/max")
+    until(lambda: page.texts("#steps .legend li")[0], "reward/all/max, first")
+    assert (
+        page.one("#steps svg.rewards")
+        .get_attribute("aria-label")
+        .startswith("Reward/all/max by step: first from 2")
+    )
+    page = open_view("#view=steps&step=1")
+    page.choose("sort", "apart")
+    until(lambda: page.one("#order").get_attribute("value"), "descending")
+    until(lambda: page.texts(".panel:first-child tr.line td.advantage")[-1], "–")
+    assert "sort=apart" in page.driver.current_url
+
+
 def test_another_width_keeps_what_is_open(open_view):
     page = open_view("#view=prompt&run=0&step=2&place=0")
     until(lambda: page.count("details.one-step"), 4)

@@ -169,8 +169,8 @@ def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> Non
     other, count = sizes.most_common(1)[0]
     if other != size and 1 < count > sizes.total() / 2:
         raise ConfigError(
-            f"{option}.group_size={size} is probably wrong: {count:,} of {sizes.total():,} groups have {other} "
-            f"rollouts. Set {option}.group_size={other}"
+            f"{option}.group_size={size} is probably wrong: {count:,} of {sizes.total():,} groups have "
+            f"{other} rollouts. Set {option}.group_size={other}"
         )
 
 

@@ -262,9 +262,9 @@ def words_for_groups(path: Path) -> list[str]:
     """
     words: list[str] = []
     try:
-        for options in ({}, {"group_by": "prompt"}):
-            source = open_source(path, **options)
-            step, found = next(source.outcomes())
+        for by in (None, "prompt"):
+            source = open_source(path, group_by=by)
+            _, found = next(source.outcomes())
             if not isinstance(found, SourceError):
                 break
             if "a sample needs a group" not in str(found):
