@@ -82,7 +82,8 @@ def show_advisories(
         remedy = remedy_of(each, configs)
         words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
         words += f": {remedy.words}" if remedy is not None and remedy.words else ""
-        parts = [part for part in ("" if trend else each.text, words and f"→ {words}") if part]
+        because = f"because of {each.because}." if each.because else ""
+        parts = [part for part in ("" if trend else each.text, because, words and f"→ {words}") if part]
         lines += [Text(f"{each.name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
     if len(advisories) > ADVISED:
         lines.append(Text(f"and {len(advisories) - ADVISED} more, on the page", style="yellow"))
