@@ -15,13 +15,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from busy import stages
 from command import headrace_here
 from dumps import verl_row, write_lines
-from stored_runs import LARGE, report_of_step, served, started, write_run
+from stored_runs import LARGE, report_of_step, served, started, step_batch, write_run
 
-from headrace.pipeline import ReportFolder, page_data, write_dump
+from headrace.pipeline import Pipeline, ReportFolder, make_report, page_data, write_dump
+from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.view import stored_run
+from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
 
@@ -522,6 +526,30 @@ def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
         f"step_{step:08d}.parquet" for step in range(3)
     ]
     assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
+
+
+def test_the_rows_of_a_step_that_was_refused_are_kept(tmp_path):
+    """All rewards of step 1 are NaN, as where the grader failed; no number of the run includes it."""
+    pipeline, folder = Pipeline(stages()), ReportFolder(tmp_path / "run", every=None)
+    for step in range(3):
+        batch = step_batch(step)
+        if step == 1:
+            batch["next", "reward"] = torch.full((9,), math.nan)
+        try:
+            folder.add(make_report(pipeline.run(batch), step=step))
+        except BatchError as err:
+            folder.fail(step, str(err), refused_report(batch, step, err))
+    assert "Step 1 failed, and is in no number here: " in folder.close().read_text()
+    with served(tmp_path / "run") as client:
+        (run,) = client.ask("runs")["runs"]
+        assert [step for step, _ in run["failed"]] == [1]
+        assert run["steps"]["step"] == [0, 1, 2]
+        assert run["steps"]["reward"][1] is None
+        found = client.ask("rows", run=0, step=1)
+        assert found["found"] == 9
+        names = [name for name, _ in found["columns"]]
+        assert {row[names.index("reason") + 1]["start"] for row in found["rows"]} == {"collapse/refused_step"}
+        assert found["rows"][0][names.index("response") + 1]["start"].startswith("Answer")
 
 
 def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from browser import CONTRAST, Page
 from stored_runs import report_of_step, served, write_run
 
-from headrace.pipeline import write_dump
+from headrace.pipeline import ReportFolder, write_dump
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -241,3 +241,17 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
             assert not low, (width, scheme)
         assert page.driver.execute_script(UNNAMED) == 0
         assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
+
+
+def test_a_refused_step_says_why_and_shows_its_rows(driver, tmp_path):
+    folder = ReportFolder(tmp_path / "run", every=None)
+    folder.add(report_of_step(0))
+    folder.fail(1, "collapse: NaN", report_of_step(1))
+    folder.close()
+    with served(tmp_path / "run") as client:
+        page = Page(driver)
+        page.driver.get(client.address)
+        until(lambda: page.seen("#rows-title"), "Rows of step 1")
+        until(lambda: page.count("#rows tr.line"), 9)
+        assert page.seen("tr[data-step='1'] td.failed") == "failed: collapse: NaN"
+        assert ": 1 steps (1 more failed)" in page.seen("#summary")

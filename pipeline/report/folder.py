@@ -212,14 +212,17 @@ class ReportFolder:
             ended = time.monotonic()
             self._due = ended + max(self.every, (ended - began) / SHARE)
 
-    def fail(self, step: int | None, why: str) -> None:
-        """Note a step that has no report, and the reason: for ``headrace view``, with the rows' files.
+    def fail(self, step: int | None, why: str, refused: StepReport | None = None) -> None:
+        """Note a step that is in no number, and the reason: for ``headrace view``, with the rows' files.
 
         Args:
             step: its number; None where nobody knows it.
             why: the reason.
+            refused: its rows, if they can be read; ``headrace view`` shows them.
         """
-        if self.dump is not None:
+        if refused is not None and self.dump is not None:
+            self._write_rows(refused)
+        elif self.dump is not None:
             self._begin(step)
         self.failed.append(FailedStep(step, why))
         if self.dump is not None:
@@ -295,7 +298,8 @@ class ReportFolder:
         }
         data["unsaid"] = self.unsaid
         data["rows_kept"] = self.dump is not None
-        data["notices"] = [printable(notice) for notice in self.notices]
+        failed = [f"Step {each.step} failed, and is in no number here: {each.why}" for each in self.failed]
+        data["notices"] = [printable(notice) for notice in self.notices or failed]
         if self.versus is not None:
             data["versus"] = list(self.versus)
         path = self.folder / "report.html"

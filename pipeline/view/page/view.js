@@ -179,10 +179,11 @@ async function start() {
   lines = runs.map(linesOf);
   steps = [...new Set(lines.flatMap((of) => [...of.keys()]))].sort((a, b) => a - b);
   const names = runs.map((run) => run.name).join(" and ");
+  const withRows = (i) => runs[i].failed.filter(([step]) => lines[i].has(step)).length;
   document.title = `${names} · headrace view`;
   byId("title").textContent = names;
   byId("summary").textContent = runs
-    .map((run, i) => `${run.folder}: ${count(lines[i].size)} steps${run.failed.length ? ` (${count(run.failed.length)} more failed)` : ""}, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
+    .map((run, i) => `${run.folder}: ${count(lines[i].size - withRows(i))} steps${run.failed.length ? ` (${count(run.failed.length)} more failed)` : ""}, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
     .join(" · ");
   const problems = runs.flatMap((run) => run.problems.map((problem) => `${run.name}: ${problem}`));
   byId("problems").replaceChildren(...problems.map((problem) => h("li", {}, problem)));

@@ -44,7 +44,7 @@ export function drawSteps(runs, lines) {
   };
   const cell = (step, [name, , value], i, first) => {
     const of = { class: `of-run${i} ${name}` };
-    if (lines[i].has(step)) return h("td", of, value(lines[i].get(step)));
+    if (lines[i].has(step) && !failed[i].has(step)) return h("td", of, value(lines[i].get(step)));
     if (!failed[i].has(step)) return h("td", of, "not in this run");
     if (!first) return two ? h("td", of, NONE) : null;
     return h("td", { class: `of-run${i} failed`, colspan: two ? 1 : shown.length }, `failed: ${failed[i].get(step)}`);
