@@ -15,6 +15,7 @@ from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.distributed import DecideOn, SharedIds
 from headrace.transforms.gate import Empty, OnIncomplete
+from headrace.transforms.rewards import Missing
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, without_stage
@@ -34,6 +35,8 @@ def load_pipeline(
     stages: Mapping[str, Mapping[str, Any] | None] | None = None,
     group_size: int | EllipsisType | None = ...,
     on_incomplete: OnIncomplete | EllipsisType = ...,
+    min_rollouts: int | EllipsisType | None = ...,
+    missing: Missing | EllipsisType = ...,
     reward: Reduction | EllipsisType = ...,
     baseline: Baseline | EllipsisType = ...,
     scale: Scale | EllipsisType = ...,
@@ -74,6 +77,9 @@ def load_pipeline(
             removes the stage. A mapping with a ``_target_`` adds or replaces a whole stage.
         group_size: option of the gate.
         on_incomplete: option of the gate.
+        min_rollouts: option of the gate.
+        missing: option of the collapse: what happens to a reward that is NaN. ``mask`` takes the rollout out
+            of the loss.
         reward: option of the collapse: how the rewards of a rollout's segments become one.
         baseline: option of the advantage.
         scale: option of the advantage.
@@ -173,8 +179,8 @@ def build_pipeline(config: DictConfig) -> Pipeline:
 
 
 OF_STAGES = {
-    "gate": ("group_size", "on_incomplete"),
-    "collapse": ("reward",),
+    "gate": ("group_size", "on_incomplete", "min_rollouts"),
+    "collapse": ("missing", "reward"),
     "advantage": ("baseline", "scale"),
     "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 VALUES = {
     "group_size": (13, "13"),
     "on_incomplete": ("drop", "drop"),
+    "min_rollouts": (3, "3"),
+    "missing": ("mask", "mask"),
     "reward": ("max", "max"),
     "baseline": ("best_other", "best_other"),
     "scale": ("mad", "mad"),

@@ -41,6 +41,7 @@ def numbers_of(
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
                                             The first only where it is known how each row ended
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
+    ``rollouts/no_reward``                  number of rollouts that are trained without a reward
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
     ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
@@ -87,6 +88,8 @@ def numbers_of(
         if "no_lengths" not in columns and (share := gradient_share(columns)).any():
             _, group = np.unique(columns["group_id"], return_inverse=True)
             numbers["groups/largest_gradient_share"] = float(np.bincount(group.reshape(-1), share).max())
+    if "reward" in columns:
+        numbers["rollouts/no_reward"] = float((rollouts["trained"] & np.isnan(rollouts["reward"])).sum())
     if "status" in columns and len(rollouts["failed"]):
         names = ("truncated", "failed") if (columns["status"] >= 0).all() else ("failed",)
         numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in names}
