@@ -235,6 +235,10 @@ def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
         ValueError, match=r"texts must have one text for each of 2 rows; found \{.response.: 1\}"
     ):
         headrace.make_report(decision, texts={"response": ["2"]})
+    with pytest.raises(
+        ValueError, match=r"no 'promt' \(did you mean 'prompt'\?\); its names are prompt, resp"
+    ):
+        headrace.make_report(decision, texts={"promt": ["1 + 1"] * 2})
 
 
 def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
