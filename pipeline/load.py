@@ -123,10 +123,10 @@ def load_pipeline(
         own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
         places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
         if places:
-            raise ConfigError(f"load_pipeline has no keyword {word!r}; set it as {places}")
+            raise ConfigError(f"there is no keyword {word!r}; set it as {places}")
         raise ConfigError(
-            f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
-            f"its keywords are rows, stages, {', '.join(KEYWORDS)}"
+            f"there is no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
+            f"the keywords are rows, stages, {', '.join(KEYWORDS)}"
         )
     apply_settings(composed, settings)
     log.debug("composed of %s and %s", words, settings)
@@ -135,10 +135,10 @@ def load_pipeline(
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
     """Return the recipe, `rows` and the overrides as one list of overrides."""
-    if bare := [word for word in overrides if not _is_override(word)]:
+    if bare := [word for word in overrides if not (isinstance(word, str) and _is_override(word))]:
         raise ConfigError(
-            f"an override must be KEY=VALUE; got {bare[0]!r}. To load a recipe of that name, give it first: "
-            f"load_pipeline({bare[0]!r}, …)"
+            f"an override must be KEY=VALUE; got {bare[0]!r}. Give options by keyword, such as group_size=8, "
+            f"and one recipe, here {recipe!r}"
         )
     chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
