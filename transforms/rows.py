@@ -640,9 +640,9 @@ class Rows:
         if not isfinite(reward.sum().item()):  # else each reward is finite
             self.require(
                 torch.isfinite(reward),
-                "every reward must be finite; found {found}. Score those rollouts, or exclude them before: "
-                "SampleFilter(criterion=Finite(), action='exclude'), or for NaN "
-                "FanOutCollapse(missing='skip')",
+                "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
+                "pipeline.stages.collapse.missing=mask (in Python missing='mask'), for infinity "
+                "SampleFilter(criterion=Finite(), action='exclude') before the collapse",
                 lambda row: (
                     f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
                 ),

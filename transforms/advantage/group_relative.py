@@ -268,7 +268,8 @@ class GroupRelativeAdvantage(
         weights: weights of the rewards for ``decoupled``, equal to those of FanOutCollapse; None: all 1.
         missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it, which excludes it
             from the statistics, under ``decoupled`` from those of its column. A rollout without any reward
-            gets the advantage 0.
+            gets the advantage 0. ``mask`` is ``skip`` after ``FanOutCollapse(missing="mask")``; a rollout
+            without any reward that is not masked is an error.
         without_ids: how groups are made if no row has a group id. ``raise`` an error. ``chunks``: each
             `group_size` consecutive rollouts are a group, and the last group may be smaller.
             ``rigid_or_global``: chunks if there are exactly `group_size` × `groups_per_batch` rollouts, else
@@ -378,6 +379,10 @@ class GroupRelativeAdvantage(
         rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
         if self.several == "decoupled" or self.weights is not None:
             self._require_weighed(rows, reward, rewards)
+        if self.missing == "mask":
+            counted = rows.statistics
+            own = reward if counted is rows else reward[rows.counted]
+            counted.require_rewards(own, siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
@@ -409,7 +414,7 @@ class GroupRelativeAdvantage(
                 view.metric("unscorable", scored.isnan().sum())
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
-        """(M,) the advantage of (M,) rewards. Under ``skip`` missing rewards are excluded and get 0."""
+        """(M,) the advantage of (M,) rewards. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
             return advantage_of(rows, reward, formula, low=self.dtype, length=length)
