@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
-from typing import Any, Literal
+from itertools import product
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -277,53 +278,37 @@ def xray(
         if isinstance(values, str) or values is None or len(set(values)) != len(values) or not values:
             raise ValueError(f"{name} must be a list of distinct values, such as (1, 2); got {values!r}")
     groups = len(rewards) // at_least("group_size", group_size, 1)
+    at_least("cuts", min(cuts), 1)
+    at_least("ranks", min(ranks), 1)
     if max(ranks) > groups or max(cuts) * max(ranks) > len(lengths):
         raise ValueError(
             f"each rank needs a group, and each micro-batch a row; got ranks={ranks} and cuts={cuts} for "
             f"{groups} groups and {len(lengths)} rows. Set lengths, rewards and group_size"
         )
-    runs = [
-        _measure(
-            step,
-            pipeline,
-            at_least("cuts", cut, 1),
-            side,
-            at_least("ranks", count, 1),
-            shift,
-            gradients if max(ranks) > 1 else None,
-            prepare,
-            dtype,
-            {
-                "lengths": lengths,
-                "rewards": rewards,
-                "group_size": group_size,
-                "segments": segments,
-                "holes": holes,
-            },
-        )
-        for side in pad
-        for count in ranks
-        for shift in shifts
-        for cut in cuts
-    ]
+    rows = {"lengths": lengths, "rewards": rewards, "group_size": group_size, "segments": segments}
+    rows |= {"holes": holes}
+    runs = []
+    for side, count, shift, cut in product(pad, ranks, shifts, cuts):
+        batch = xray_batch(**rows, pad=side, old_log_prob_shift=shift)
+        if prepare is not None:
+            prepare(batch)
+        how = gradients if max(ranks) > 1 else None
+        runs.append(_measure(step, pipeline, batch, how, dtype, cut=cut, pad=side, ranks=count, shift=shift))
     return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), CLOSE_IN.get(dtype, 0.05))
 
 
 def _measure(
     step: Step,
     pipeline: Pipeline | None,
+    batch: TensorDictBase,
+    gradients: Gradients | None,
+    dtype: torch.dtype,
+    *,
     cut: int,
     pad: Pad | None,
     ranks: int,
     shift: float,
-    gradients: Gradients | None,
-    prepare: Callable[[TensorDictBase], object] | None,
-    dtype: torch.dtype,
-    options: dict[str, Any],
 ) -> Measured:
-    batch = xray_batch(**options, pad=pad, old_log_prob_shift=shift)
-    if prepare is not None:
-        prepare(batch)
     _, _, inside = tokens_of(batch)
     group = batch["group_id"].flatten()
     of_rank = group * ranks // (int(group.max()) + 1)

@@ -436,7 +436,6 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
             f"a response's length must be on all samples of a step or on none; {len(lacking)} of {len(rows)} "
             f"have none: {listing(lacking)}"
         )
-    empty = [extent is None for extent in known]
     extents = [extent or (0, 0) for extent in known]
     width = max(1, *(length for length, _ in extents))
     # How much memory padding takes is known before it is taken.
@@ -446,25 +445,22 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
             f"a step has at most {most} tokens in rows × the longest, padding included; found {len(rows)} "
             f"rows and {width} tokens in the longest"
         )
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, (row, (_, response)) in enumerate(zip(rows, extents, strict=True)):
-        if row.in_loss and response:
-            put_right(mask[i], [1] * response if row.loss_mask is None else row.loss_mask)
-    batch["masks", "all_assistant_mask"] = mask
+    masks = [
+        ([1] * response if row.loss_mask is None else row.loss_mask) if row.in_loss and response else []
+        for row, (_, response) in zip(rows, extents, strict=True)
+    ]
+    batch["masks", "all_assistant_mask"] = padded_left(masks, width, 0, torch.bool)
     if tokens is not None:
-        full = torch.zeros(len(rows), width, dtype=torch.int64)
-        attention = torch.zeros(len(rows), width, dtype=torch.bool)
-        for i, ids in enumerate(tokens):
-            put_right(full[i], ids)
-            attention[i, width - len(ids) :] = True
-        batch["tokens", "full"], batch["masks", "all_attention_mask"] = full, attention
+        batch["tokens", "full"] = padded_left(tokens, width, 0, torch.int64)
+        lengths = torch.tensor([len(ids) for ids in tokens])
+        batch["masks", "all_attention_mask"] = torch.arange(width) >= width - lengths[:, None]
     if log_probs is not None:
-        padded = torch.full((len(rows), width), math.nan, dtype=FLOAT)
-        for i, values in enumerate(log_probs):
-            put_right(padded[i], [] if empty[i] else values)
-        batch["log_probs", "full"] = padded
+        batch["log_probs", "full"] = padded_left(log_probs, width, math.nan, FLOAT)
 
 
-def put_right(row: Tensor, values: Sequence[float]) -> None:
-    """Write values at the end of a (T,) row, in place."""
-    row[len(row) - len(values) :] = torch.tensor(values, dtype=row.dtype)
+def padded_left(rows: Sequence[Sequence[float]], width: int, filler: float, dtype: torch.dtype) -> Tensor:
+    """(N, width) the values of each row at its end."""
+    padded = torch.full((len(rows), width), filler, dtype=dtype)
+    for row, values in zip(padded, rows, strict=True):
+        row[width - len(values) :] = torch.tensor(values, dtype=dtype)
+    return padded
