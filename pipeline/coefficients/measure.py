@@ -8,18 +8,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from io import StringIO
 from itertools import product
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
@@ -196,17 +194,16 @@ class XRay:
         return dict(sorted(found.items()))
 
     @property
-    def table(self) -> Table:
-        """The runs as a table for the terminal."""
-        table = Table("cut", "least weight", "greatest weight", title=self.verdict)
+    def table(self) -> FittedTable:
+        """The runs as a table for the terminal and for notebooks."""
+        numbers = (FittedColumn(name, right=True) for name in ("least weight", "greatest weight"))
+        table = FittedTable([FittedColumn("cut", gives="wrap"), *numbers], self.verdict)
         for where, (low, high) in self.spread.items():
-            table.add_row(where, f"{low:.6g}", f"{high:.6g}")
+            table.add(where, f"{low:.6g}", f"{high:.6g}")
         return table
 
     def _repr_html_(self) -> str:
-        console = Console(record=True, width=100, file=StringIO())
-        console.print(self.table)
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        return self.table._repr_html_()
 
     def __repr__(self) -> str:
         return f"XRay({self.verdict!r})"

@@ -302,11 +302,9 @@ class Record:
             raise self.fail(f"{key!r} must be true or false", value)
         return value
 
-    def choice(self, key: str, known: Mapping[str, T], *, default: str | None = None) -> T:
-        """The value of a word in `known`; `default` is the word where the key is absent or null."""
-        word = self.text(key, optional=default is not None)
-        if word is None and default is not None:
-            word = default
+    def choice(self, key: str, known: Mapping[str, T]) -> T:
+        """The value of a word in `known`."""
+        word = self.text(key)
         if word not in known:
             raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
         return known[word]
