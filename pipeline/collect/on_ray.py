@@ -322,20 +322,18 @@ class RayAssembler:
         state, groups = self._ask("state")
         if groups is not None:
             rows = groups.join(_ray().get(groups.references), self._local)
-            state["chunks"] = joined_plain([RowPiece(rows, state["chunks"][0]["arrival"].tolist())])
+            state["rows"] = joined_plain([RowPiece(rows, state["rows"]["arrival"].tolist())])
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`GroupAssembler.load_state_dict`."""
-        pieces = [RowPiece.from_plain(chunk) for chunk in state["chunks"]]
-        rest = {name: value for name, value in state.items() if name != "chunks"}
-        places = [(piece, arrival) for piece in pieces for arrival in piece.place]
+        piece = RowPiece.from_plain(state["rows"])
+        rest = {name: value for name, value in state.items() if name != "rows"}
         self._local._check_options(state)
-        if not places:
-            self._ask("load", [], None, {}, rest, [])
+        if piece.place:
+            self._send("load", piece.batch, rest, list(piece.place))
         else:
-            arrivals = [arrival for _, arrival in places]
-            self._send("load", gather(places, {}), rest, arrivals)
+            self._ask("load", [], None, {}, rest, [])
 
     def shutdown(self) -> None:
         """End the actor. Its rows are lost."""
@@ -606,4 +604,4 @@ class AssemblerActor:
         rows, holds = self._stored(parts, table)
         async with self.changed:
             self.changed.notify_all()
-            self.assembler._load(state, [RowPiece(rows, arrivals, holds)] if holds else [], kinds)
+            self.assembler._load(state, RowPiece(rows, arrivals, holds), kinds)

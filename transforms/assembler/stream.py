@@ -373,7 +373,7 @@ class Stream:
 
     # -- as dicts, tensors and lists ------------------------------------------------------------------------
 
-    def to_plain(self, now: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def to_plain(self, now: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """The state and the rows. Times are saved as ages, because another process has another clock."""
         groups = [*self.waiting.values(), *self.whole_groups()]
         state: dict[str, Any] = {name: copy(getattr(self, name)) for name in TOTALS} | {
