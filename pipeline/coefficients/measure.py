@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -282,11 +282,10 @@ def xray(
             f"each rank needs a group, and each micro-batch a row; got ranks={ranks} and cuts={cuts} for "
             f"{groups} groups and {len(lengths)} rows. Set lengths, rewards and group_size"
         )
-    rows = {"lengths": lengths, "rewards": rewards, "group_size": group_size, "segments": segments}
-    rows |= {"holes": holes}
     runs = []
     for side, count, shift, cut in product(pad, ranks, shifts, cuts):
-        batch = xray_batch(**rows, pad=side, old_log_prob_shift=shift)
+        options: Any = {"segments": segments, "holes": holes, "pad": side, "old_log_prob_shift": shift}
+        batch = xray_batch(lengths, rewards, group_size, **options)
         if prepare is not None:
             prepare(batch)
         how = gradients if max(ranks) > 1 else None
