@@ -19,7 +19,7 @@ from headrace.transforms.rewards import Missing
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, without_stage
-from .composing.nodes import build_node, check_stage
+from .composing.nodes import as_typed, build_node
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
@@ -173,8 +173,11 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     if not isinstance(stages, dict):
         raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")
     for name, node in stages.items():
-        if node is not None:
-            check_stage(f"stage {name!r}", name, node, [other for other in stages if other != name])
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            meant = suggest(name, [other for other in stages if other != name])
+            raise ConfigError(
+                f"pipeline.stages.{name} must be a node with a _target_, or null{meant}; got {as_typed(node)}"
+            )
     return build_node(config, "pipeline", plain)
 
 

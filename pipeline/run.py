@@ -158,9 +158,8 @@ class Run:
             if key in table.columns
         }
         labels = {unit: self.texts.get(f"{unit.removesuffix('s')}_label") for unit in ids}
-        return Ledger(
-            self.of_rank(table.reason), self.of_rank(~table.here), table.names, table.effects, ids, labels
-        )
+        reason, left = self.of_rank(table.reason), self.of_rank(~table.here)
+        return Ledger(reason, list(table.names), list(table.effects), left, ids, labels)
 
     @property
     def metrics(self) -> dict[str, float]:

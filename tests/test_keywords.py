@@ -138,7 +138,7 @@ def test_rows_is_a_keyword():
         (
             ["grpo"],
             {"stages": {"advantage": {"clp": None}}},
-            r"stage 'advantage' .*no option 'clp' \(did you mean 'clip'",
+            r"pipeline.stages.advantage .*no option 'clp' \(did you mean 'clip'",
         ),
         (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
         (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),

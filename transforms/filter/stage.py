@@ -76,8 +76,6 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        if not callable(criterion) and not hasattr(criterion, "decide"):
-            raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
         own: Unit = unit if unit is not None else getattr(criterion, "unit", "sample")
         reads = unit_keys(own, self.rollout_key, self.group_key)
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
