@@ -78,12 +78,11 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
     group_of = groups.of[rollouts.first]  # (n,), the group of each rollout
     have = torch.bincount(group_of[present], minlength=groups.n)
-    expected = torch.full_like(have, group_size or 0)
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = groups.max(sizes)
         rows.require(
-            (sizes >= 1) & (groups.spread(expected) == sizes),
+            groups.spread(expected.clamp_min(1)) == sizes,
             "expected_rollouts must be one number ≥ 1 per group; found {found}",
             lambda row: (
                 f"group {rows.name('group', row)}: "
@@ -98,7 +97,9 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
                 "out, or correct the column",
                 lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
             )
-    if bool((have > expected).any()):
+    else:
+        expected = torch.full_like(have, group_size or 0)
+    if not torch.equal(have, expected):
         rows.require(
             groups.spread(have <= expected),
             "a group cannot have more rollouts than were dispatched; found {found}. Is group_size right, or "

@@ -134,7 +134,7 @@ class Rows:
         if ranks is not None:
             ranks.share(table, about)
         if IN_LOSS in table.columns:  # standalone stages have decided before
-            table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
+            table.in_loss, table.masks_rows = table.columns[IN_LOSS], True
         if COUNTED in table.columns:
             table.read_counted(table.columns[COUNTED])
         return cls(table, DEFAULTS)
@@ -581,6 +581,14 @@ class Rows:
             note += self.table.ranks.note(self.table.own.start)
         raise error(message.format(found=found, count=len(bad), s="" if len(bad) == 1 else "s") + note)
 
+    def require_size(
+        self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
+    ) -> None:
+        """:meth:`require` (M,) values of at most this size, and no NaN."""
+        low, high = values.aminmax()
+        if not -most <= float(low) <= float(high) <= most:
+            self.require(values.abs() <= most, message, describe)
+
     def require_set(
         self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
     ) -> None:
@@ -724,22 +732,18 @@ class Rows:
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
-        number = rows.nonzero()
-        if len(number) == 0:
+        if len(rows.nonzero()) == 0:
             return
-        number = number.flatten() if self.index is None else self.index[number.flatten()]
-        first = number[table.reason[number] == 0]
-        table.reason.index_fill_(0, first, code)
-        table.in_loss.index_fill_(0, number, False)
+        out = self.to_arrival(rows)
+        table.reason = table.reason.masked_fill(out & (table.reason == 0), code)
+        table.in_loss = table.in_loss.masked_fill(out, False)
         if effect == "excluded":
-            if table.counted is None:
-                table.counted = torch.ones(table.size, dtype=torch.bool)
-            table.counted[number] = False
+            table.counted = ~out if table.counted is None else table.counted.masked_fill(out, False)
             for known in ("counted", "statistics", "voters"):
                 self.__dict__.pop(known, None)
             table.ids.clear()
         if effect in ("dropped", "carried"):
-            table.here[number] = False
+            table.here = table.here.masked_fill(out, False)
             table.gone = True
             table.index = table.here.nonzero().flatten()
             table.ids.clear()
@@ -906,7 +910,7 @@ class Rows:
         table, before = self.table, self.table.batch
         live = table.live[table.here[table.live]]
         if len(batch) == len(live):
-            table.live, table.kept = live, table.here.clone()
+            table.live, table.kept = live, table.here
         elif len(batch) != len(table.live):
             raise BatchError(
                 f"a stage must return the {len(live)} rows that have not left; it returned {len(batch)}. "

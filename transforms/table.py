@@ -208,9 +208,7 @@ class Table:
         """
         self.size, self.own = size, own
         self.reason = torch.zeros(size, dtype=torch.int64)
-        self.here = torch.ones(size, dtype=torch.bool)
-        self.kept = torch.ones(size, dtype=torch.bool)
-        self.in_loss = torch.ones(size, dtype=torch.bool)
+        self.here = self.kept = self.in_loss = torch.ones(size, dtype=torch.bool)
         self.counted: Tensor | None = None
         self.into: Tensor | None = None
         self.gone = False  # some row is not here
@@ -324,7 +322,7 @@ class Table:
     def read_counted(self, counted: Tensor) -> None:
         """Read (N,) bool from a batch that marks excluded rows."""
         self.says_who_counts = True
-        self.counted = None if bool(counted.all()) else counted.clone()
+        self.counted = None if bool(counted.all()) else counted
 
     def of_all(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
@@ -355,18 +353,17 @@ class Table:
         """
         before = dict(self.columns)
         self.batch, self.live = batch, numbers
-        self.kept = self.here.clone()
+        self.kept = self.here
         self.columns = {}
         counts = [key for key in before if isinstance(key, TokenCount)]
         self.load([*(key for key in before if key not in counts), *OF_THE_TABLE], counts)
         rows = self.kept.nonzero().flatten()
         if IN_LOSS in self.columns:
-            self.in_loss[rows] &= self.columns[IN_LOSS][rows]
+            self.in_loss = self.in_loss & (self.columns[IN_LOSS] | ~self.kept)
             self.masks_rows = True
         if COUNTED in self.columns:
-            counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
-            counted[rows] &= self.columns[COUNTED][rows]
-            self.read_counted(counted)
+            counted = self.columns[COUNTED] | ~self.kept
+            self.read_counted(counted if self.counted is None else self.counted & counted)
         self.ids.clear()
         for key, old in before.items():
             new = self.columns.get(key)
@@ -467,7 +464,7 @@ class Table:
         if len(kept) < len(self.live):
             there = kept.to(device_of(self.batch))
             self.batch = take_rows(self.batch, there, on_cpu=kept, shared=True)
-        self.live, self.kept = self.live[kept], self.here.clone()
+        self.live, self.kept = self.live[kept], self.here
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""

@@ -215,8 +215,9 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dty
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
     dtype = dtype if dtype.is_floating_point else torch.float64
-    rows.require(
-        reward.abs() <= largest_that_fits(len(reward), dtype),
+    rows.require_size(
+        reward,
+        largest_that_fits(len(reward), dtype),
         f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
@@ -228,8 +229,9 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
     Raises:
         BatchError: an advantage is too large or NaN; the message lists the rows.
     """
-    rows.require(
-        credit.abs() <= torch.finfo(dtype).max,
+    rows.require_size(
+        credit,
+        torch.finfo(dtype).max,
         f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
         "of a larger dtype",
         lambda row: f"{float(credit[row]):g} at row {rows.at(row)}",
@@ -375,8 +377,8 @@ class GroupRelativeAdvantage(
                     f"{int((rollouts.labels == rows.statistics.rollouts.labels[row]).sum())} rows"
                 ),
             )
-        rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
         if self.several == "decoupled" or self.weights is not None:
+            rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
             self._require_weighed(rows, reward, rewards)
         # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None

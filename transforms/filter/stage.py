@@ -128,7 +128,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
                 f"{self.criterion!r} returned {found}"
             )
-        keep = keep.reshape(-1)
+        keep = keep.flatten()
         if rows.counted is not None:
             keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
         if self._unit != "sample":

@@ -217,10 +217,10 @@ class GatheredRows:
         order, padding, places = plan.of_rank(steps.rank)
         at = order if steps.places is None else steps.places.index_select(0, order)  # rows of the batch
         self.in_order = steps.in_order and not self.late and self._is_in_order(at)
-        self.masked = self._find_masked(steps, order, padding)
 
         # Columns with one number per row: order, send to the device together, and split by minibatch.
         ordered = self._ordered(columns, order, padding, steps.loss_columns.weight)
+        self.masked = self._find_masked(steps, ordered.get(IN_LOSS), padding)
         ordered |= zip(PLACES, places.clone().unbind(), strict=False)  # the plan keeps its own
         there, *parts = send_packed([at, *ordered.values()], self.device)
         self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
@@ -270,15 +270,14 @@ class GatheredRows:
         return bool(follows.all())
 
     def _find_masked(
-        self, steps: OptimiserSteps, order: Tensor, padding: Tensor | None
+        self, steps: OptimiserSteps, in_loss: Tensor | None, padding: Tensor | None
     ) -> dict[NestedKey, tuple[Tensor, float]]:
         """By column of the batch: the masked positions, (M,) bool, and the value to write there."""
         table, (mask, log_prob, weight) = steps.table, steps.loss_columns
         how: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
         out = padding
-        if table.masks_rows and not bool(table.in_loss.all()):
-            out = ~table.in_loss.index_select(0, order)
-            out = out if padding is None else out | padding
+        if in_loss is not None and not bool(in_loss.all()):
+            out = ~in_loss
         if out is not None:
             how |= dict.fromkeys([*table.masked_columns, mask, log_prob], (out, None))
         if padding is not None:

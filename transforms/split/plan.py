@@ -259,14 +259,15 @@ class Plan:
     @cached_property
     def numbers(self) -> Tensor:
         """(3, M) int64: the minibatch, micro-batch and rank of each row in the order."""
-        places, counts = list[tuple[int, int, int]](), list[int]()
+        places, counts = ([], [], []), list[int]()
         for k, ranks in enumerate(self.sizes):
             for r, passes in enumerate(ranks):
                 for m, size in enumerate(passes):
-                    places.append((k, m, r))
+                    for column, number in zip(places, (k, m, r), strict=True):
+                        column.append(number)
                     counts.append(size)
-        table = torch.tensor(places, dtype=torch.int64).view(-1, 3).T
-        return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=1)
+        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        return torch.tensor(places, dtype=torch.int64).index_select(1, of)
 
     def passes(self, rank: int | None) -> list[list[int]]:
         """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
