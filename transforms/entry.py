@@ -22,7 +22,7 @@ from .tensordicts import (
     column_of,
     device_of,
     entries_of,
-    jagged_keys,
+    leaves_of,
     number_column,
     shallow_copy,
     take_rows,
@@ -51,10 +51,10 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     if batch.batch_dims == 0:
         raise BatchError(f"{reader} takes a batch of rows, got a TensorDict of batch size []")
     rows = batch.shape.numel()
-    if rows and jagged_keys(batch):
+    if rows and (jagged := [str(key) for key, leaf in leaves_of(batch) if leaf.is_nested]):
         raise BatchError(
             f"{reader} takes dense columns, or a lazy stack of ragged rows; found nested tensors in "
-            f"{listing(map(str, jagged_keys(batch)))}: pass batch.to_lazystack()"
+            f"{listing(jagged)}: pass batch.to_lazystack()"
         )
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and any_row_has(flat, PROCESSED):

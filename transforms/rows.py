@@ -663,19 +663,17 @@ class Rows:
                 lambda row: self.segments(row, reward),
             )
 
-    def require_turns(self, turn: Tensor | None) -> None:
+    def require_turns(self, turn: Tensor) -> None:
         """Require that no two segments of a rollout have the same turn (M,).
 
         Raises:
             BatchError: two segments have the same turn; the message lists the rows.
         """
-        if turn is not None:
-            pairs = self.rollouts.everyone.paired_with(Ids(turn))
-            self.require(
-                pairs.is_first,
-                "the segments of a rollout must have different turns; found {found}",
-                lambda row: self.segments(row, turn),
-            )
+        self.require(
+            self.rollouts.everyone.paired_with(Ids(turn)).is_first,
+            "the segments of a rollout must have different turns; found {found}",
+            lambda row: self.segments(row, turn),
+        )
 
     def at(self, row: int) -> int:
         """The row number, in the batch as it arrived, of row i of this view."""

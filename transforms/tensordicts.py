@@ -131,17 +131,6 @@ def leaves_of(batch: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
                 yield (name, *((key,) if isinstance(key, str) else key)), leaf
 
 
-def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
-    """The columns that are nested tensors, which neither indexing nor arithmetic by rows knows.
-
-    Example:
-        >>> rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-        >>> jagged_keys(TensorDict({"a": {"b": rows}, "c": torch.zeros(2)}, batch_size=[2]))
-        [('a', 'b')]
-    """
-    return [key for key, leaf in leaves_of(batch) if leaf.is_nested]
-
-
 def take_rows(
     batch: TensorDictBase, rows: Tensor, *, on_cpu: Tensor | None = None, shared: bool = False
 ) -> TensorDictBase:

@@ -398,19 +398,20 @@ class LossWeight(
         if rows.table.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         tokens = rows.loss_tokens
-        ids = {
-            unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None
-            for unit in ("rollout", "group")
-        }
-        turns = None if self.turn_key is None else Ids(rows.integers("turn", "turn"))
-        for name, each in {"rollout_id": ids["rollout"], "group_id": ids["group"], "turn": turns}.items():
-            if each is not None and each.lowest < 0:
+        units = dict[str, Ids]()
+        for unit in ("rollout", "group"):
+            if unit == self._needs or rows.has(unit):
+                units[f"{unit}_id"] = rows.ids(unit, checked=False).everyone
+        if self.turn_key is not None:
+            units["turn"] = Ids(rows.integers("turn", "turn"))
+        for name, each in units.items():
+            if each.lowest < 0:
                 why = "rows without an id would share one weight"
                 rows.require_set(each, name, why, who="every row in the loss", needed=tokens > 0)
         minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
         inside = None if self.turn_index_key is None else self._turns_inside(rows, tokens)
-        columns = (tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch)
-        weighed = weigh(*columns, self.length, inside, self.power)
+        ids = units.get("rollout_id"), units.get("group_id"), units.get("turn")
+        weighed = weigh(tokens, self.unit, *ids, minibatch, self.length, inside, self.power)
         weight, total = weighed.weight, weighed.total
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size

@@ -30,7 +30,7 @@ from .baselines import (
     Scale,
     Singleton,
     advantage_in_groups,
-    largest_that_fits,
+    largest_to_square,
 )
 from .reshape_formula import reshaped
 
@@ -217,7 +217,7 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dty
     dtype = dtype if dtype.is_floating_point else torch.float64
     rows.require_size(
         reward,
-        largest_that_fits(len(reward), dtype),
+        min(torch.finfo(dtype).max / 2, largest_to_square(len(reward), torch.float64)),
         f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )

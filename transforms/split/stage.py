@@ -326,7 +326,7 @@ class ShuffleSplit(
 
     def _begin(self, table: Table, own: Tensor, epochs: int) -> Progress:
         """Start to count the minibatches of a batch; `own`: (n,) the table rows of this rank."""
-        cut_by = self.cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
+        cut_by = self.cut.plain | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         fresh = _fresh(table, own)
         batch = KnownBatch(len(fresh), identifying_columns(table, fresh, self.reward_key))
         return Progress(self.state, batch, cut_by)
