@@ -466,9 +466,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:
     """Add the reasons of a stage that did not run to the ledger, each with 0 rows."""
-    reasons = getattr(stage, "reasons", ())
-    effects = getattr(stage, "effects", ()) or ("dropped",) * len(reasons)
-    for reason, effect in zip(reasons, effects, strict=True):
+    for reason, effect in getattr(stage, "reasons", {}).items():
         rows.seen_by(stage, name).name_reason(reason, effect)
 
 

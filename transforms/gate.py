@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from .options import above_zero, at_least, takes_options
 from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
+from .table import Effect
 
 OnIncomplete = Literal["raise", "drop", "keep"]
 Empty = Literal["exclude", "count", "raise"]
@@ -326,8 +327,12 @@ class CompletenessGate(
         [4, 4]
     """
 
-    reasons = ("incomplete", "failed", "unfinished", "empty")
-    effects = ("dropped", "dropped", "dropped", "excluded")
+    reasons: Mapping[str, Effect] = {
+        "incomplete": "dropped",
+        "failed": "dropped",
+        "unfinished": "dropped",
+        "empty": "excluded",
+    }
     within_groups = True
     _own_of_rank = ("expected_groups",)
 

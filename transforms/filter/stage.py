@@ -86,7 +86,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         self._unit = own
         function = getattr(criterion, "func", criterion)  # the function inside a functools.partial
         name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
-        self.reasons, self.effects = (str(name),), (EFFECTS[action],)
+        self.reasons = {str(name): EFFECTS[action]}
 
     @property
     def before_baseline(self) -> bool:  # type: ignore[override]
@@ -142,4 +142,5 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             kept = int(own.sum())
             view.metric("kept", kept)
             view.metric("fraction_kept", kept / max(len(own), 1))
-        rows.leave(~keep, self.reasons[0], self.effects[0])
+        [(reason, effect)] = self.reasons.items()
+        rows.leave(~keep, reason, effect)
