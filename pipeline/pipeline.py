@@ -290,7 +290,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Run the stages. The split stays locked until `held` closes: it may carry rows to the next batch."""
         table, keys, at = rows.table, self._keys, self._cut_at
         texts = note_collected(rows, keys)
-        weights_came = column_of(table.batch, keys.weight) is not None
+        weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         if table.decides:
             if self._takes_empty_out and self._half != "second":

@@ -21,7 +21,6 @@ from .tensordicts import (
     any_row_has,
     column_of,
     device_of,
-    entries_of,
     leaves_of,
     number_column,
     shallow_copy,
@@ -140,8 +139,8 @@ def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
         return None
     if batch.batch_dims > 1:
         batch = batch.reshape(-1)
-    entries = entries_of(batch, key) if isinstance(batch, LazyStackedTensorDict) else [column_of(batch, key)]
-    if not entries or not isinstance(entries[0], NonTensorData | NonTensorStack):
+    first = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch
+    if not isinstance(column_of(first, key), NonTensorData | NonTensorStack):
         return None
     return texts_of(column_of(batch, key))
 

@@ -212,7 +212,7 @@ class Rows:
             table.settle()
         if key is None or key in table.columns:
             return key is not None
-        if table.looked_up is not table.batch or key not in table.absent:
+        if not table.lacks(key):
             table.load([key])
         return key in table.columns
 

@@ -27,6 +27,7 @@ from .tensordicts import (
     column_of,
     count_in_loss,
     device_of,
+    first_names,
     join_rows,
     leave_out,
     mask_tokens_of,
@@ -189,11 +190,12 @@ class Table:
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}
-        self.no_lengths = batch is not None and any_row_has(batch, NO_LENGTHS)
-        self.elsewhere = self.no_lengths or (batch is not None and any_row_has(batch, ELSEWHERE))
-        self.finite: Tokens | None = None
-        self.looked_up: TensorDictBase | None = None  # the batch whose missing keys are in `absent`
+        self.looked_up: TensorDictBase | None = None  # the batch that the next two are about
         self.absent: set[Any] = set()
+        self.first_names: set[str] | None = None
+        self.no_lengths = not self.lacks(NO_LENGTHS) and any_row_has(batch, NO_LENGTHS)
+        self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
+        self.finite: Tokens | None = None
         self.ranks: Any = None
         self.decides = True
         self.starts: list[int] = []
@@ -277,6 +279,19 @@ class Table:
 
     # -- from a batch -------------------------------------------------------------------------------------
 
+    def lacks(self, key: NestedKey) -> bool:
+        """Whether the batch is known to have no such column, so that no row needs to be asked."""
+        if self.batch is None:
+            return True
+        if self.looked_up is not self.batch:
+            self.looked_up, self.absent, self.first_names = self.batch, set(), first_names(self.batch)
+        first = key if isinstance(key, str) else key[0]
+        return key in self.absent or (self.first_names is not None and first not in self.first_names)
+
+    def find(self, key: NestedKey) -> Any:
+        """What the batch has under a key (:func:`column_of`)."""
+        return None if self.lacks(key) else column_of(self.batch, key)
+
     def load(
         self,
         keys: Iterable[NestedKey | None] = (),
@@ -291,10 +306,8 @@ class Table:
             most: a column with more numbers per row, or of ragged rows, is not read. None: no limit.
         """
         found = dict[Any, Tensor]()
-        if self.looked_up is not self.batch:
-            self.looked_up, self.absent = self.batch, set()
         for key in dict.fromkeys(keys):
-            if key is None or key in self.columns or self.batch is None or key in self.absent:
+            if key is None or key in self.columns or self.lacks(key):
                 continue
             column = number_column(self.batch, key, most=most)
             if column is None:

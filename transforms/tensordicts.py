@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -592,6 +593,15 @@ def any_row_has(batch: TensorDictBase, key: NestedKey) -> bool:
     if isinstance(batch, LazyStackedTensorDict):
         return any(value is not None for value in _entries(batch.tensordicts, key))
     return _under(batch, key) is not None
+
+
+def first_names(batch: TensorDictBase) -> set[str] | None:
+    """The names of a batch's columns and nested TensorDicts, of all rows; None for rows of another class."""
+    rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+    return set().union(*map(_COLUMNS, rows)) if set(map(type, rows)) <= {TensorDict} else None
+
+
+_COLUMNS = attrgetter("_tensordict")
 
 
 def columns_by_row(

@@ -144,9 +144,9 @@ def weigh(
     if step is None or len(step) == 0:
         step = torch.zeros_like(tokens)
     else:
-        low, high = (int(end) for end in step.aminmax())
-        steps = high + 1
-        if low < 0:  # rows without a step are a step without tokens
+        low, high = step.aminmax()
+        steps = int(high) + 1
+        if int(low) < 0:  # rows without a step are a step without tokens
             tokens, step = tokens.masked_fill(step < 0, 0), step.masked_fill(step < 0, steps)
             steps += 1
     in_loss = tokens > 0
@@ -390,7 +390,7 @@ class LossWeight(
                 "the split assigned rows to several ranks, whose gradients are averaged "
                 "(gradients='mean'): set ranks of LossWeight to ranks of the split"
             )
-        if rows.table.is_late(TOKEN_WEIGHT) or column_of(rows.table.batch, TOKEN_WEIGHT) is not None:
+        if rows.table.is_late(TOKEN_WEIGHT) or rows.table.find(TOKEN_WEIGHT) is not None:
             raise BatchError(
                 f"these rows already have token weights, {TOKEN_WEIGHT!r}, which would be applied twice: "
                 "remove the column with batch.exclude"
