@@ -229,7 +229,8 @@ class MergeTurns(
             lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
-        rows.require_turns(turn)
+        if turn is not None:
+            rows.require_turns(turn)
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken, source, to = merge_turns(
