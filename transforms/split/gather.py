@@ -238,7 +238,8 @@ class GatheredRows:
         if padding is not None:
             ordered[PADDING] = padding.clone()
         in_loss = ordered.get(IN_LOSS)
-        ordered |= zip(PLACES, places.clone().unbind(), strict=False)  # the plan keeps its own
+        names = PLACES if plan.has_ranks else PLACES[:2]
+        ordered |= zip(names, places.clone().unbind(), strict=False)  # the plan keeps its own
         there, *parts = send_packed([at, *ordered.values()], self.device)
         self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
         self.of_late = [

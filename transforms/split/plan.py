@@ -282,14 +282,13 @@ class Plan:
         Returns:
             - (M,) int64, row numbers in training order.
             - (M,) bool, True at padding; None without any.
-            - (3, M) int64: minibatch, micro-batch and rank; (2, M), without the rank, if there is only one.
+            - (3, M) int64: minibatch, micro-batch and rank.
         """
-        numbers = self.numbers if self.has_ranks else self.numbers[:2]
         if rank is None:
-            return self.order, self.padding, numbers
+            return self.order, self.padding, self.numbers
         own = (self.numbers[2] == rank).nonzero().flatten()
         padding = None if self.padding is None else self.padding.index_select(0, own)
-        return self.order.index_select(0, own), padding, numbers.index_select(1, own)
+        return self.order.index_select(0, own), padding, self.numbers.index_select(1, own)
 
     @property
     def has_ranks(self) -> bool:
