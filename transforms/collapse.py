@@ -80,7 +80,8 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     """Check (M,) float64 rewards of rows, and return (M,) float64, the reward of each row's rollout."""
     rollouts = rows.rollouts
     turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
-    rows.require_turns(turn)
+    if turn is not None:
+        rows.require_turns(turn)
     rows.require_rewards(reward, siblings_agree=how == "shared")
     if rollouts.n == len(reward):
         return reward

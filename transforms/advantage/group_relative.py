@@ -30,7 +30,7 @@ from .baselines import (
     Scale,
     Singleton,
     advantage_in_groups,
-    largest_that_fits,
+    largest_to_square,
 )
 from .reshape_formula import reshaped
 
@@ -215,8 +215,9 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dty
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
     dtype = dtype if dtype.is_floating_point else torch.float64
-    rows.require(
-        reward.abs() <= largest_that_fits(len(reward), dtype),
+    rows.require_size(
+        reward,
+        min(torch.finfo(dtype).max / 2, largest_to_square(len(reward), torch.float64)),
         f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
@@ -228,8 +229,9 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
     Raises:
         BatchError: an advantage is too large or NaN; the message lists the rows.
     """
-    rows.require(
-        credit.abs() <= torch.finfo(dtype).max,
+    rows.require_size(
+        credit,
+        torch.finfo(dtype).max,
         f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
         "of a larger dtype",
         lambda row: f"{float(credit[row]):g} at row {rows.at(row)}",
@@ -376,8 +378,8 @@ class GroupRelativeAdvantage(
                     f"{int((rollouts.labels == rows.statistics.rollouts.labels[row]).sum())} rows"
                 ),
             )
-        rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
         if self.several == "decoupled" or self.weights is not None:
+            rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
             self._require_weighed(rows, reward, rewards)
         if self.missing == "mask":
             counted = rows.statistics
