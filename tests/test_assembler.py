@@ -572,37 +572,6 @@ def test_counts_of_groups_and_rollouts_are_integers(wrong):
             call(wrong)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_failure": "keep"}, "need min_rollouts or min_fraction"),
-        ({"min_rollouts": 2}, "need min_rollouts or min_fraction"),
-        ({"on_failure": "keep", "min_fraction": 1.5}, r"in \(0, 1\]"),
-        ({"on_failure": "refill"}, "need a callable refill"),
-        ({"refill": print}, "need a callable refill"),
-        ({"on_timeout": "raise"}, "needs timeout"),
-        ({"timeout_seconds": 0}, "finite and > 0"),
-        ({"on_stale": "raise"}, "on_stale must be one of"),
-        ({"on_late": "keep"}, "on_late must be one of"),
-        ({"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
-        ({"groups": 0}, "groups must be an integer ≥ 1"),
-        ({"on_newer": "drop"}, "on_newer must be one of"),
-        ({"on_newer": "wait"}, "on_newer must be left out without max_staleness"),
-        ({"on_stale": "mask"}, "on_stale must be left out without max_staleness"),
-        ({"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
-        ({"max_refills": 2}, "max_refills must be left out without refill"),
-        ({"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
-        (
-            {"min_fraction": 0.5, "on_stale": "refill", "max_staleness": 1, "refill": print},
-            "an effect only with",
-        ),
-    ],
-)
-def test_invalid_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GroupAssembler(**options)
-
-
 # -- a long stream ----------------------------------------------------------------------------------------
 
 

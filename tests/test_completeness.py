@@ -172,23 +172,6 @@ def test_invalid_data_raise_with_the_row_ids(make_batch, columns, message):
         CompletenessGate(group_size=2, on_incomplete="drop")(batch)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_incomplete": "ignore"}, "on_incomplete must be one of"),
-        ({"on_incomplete": "keep"}, "needs min_rollouts or min_fraction"),
-        ({"on_incomplete": "drop", "min_rollouts": 2}, "and only that"),
-        ({"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be an integer ≥ 1"),
-        ({"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
-        ({"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),
-        ({"group_size": "8"}, "group_size must be an integer or None; got '8'"),
-    ],
-)
-def test_contradicting_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        CompletenessGate(**options)
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)), max_size=12))
 def test_the_function_counts_unique_present_rollouts(rollouts):
     rows = [(g, i, s) for i, (g, s, segments) in enumerate(rollouts) for _ in range(segments)]

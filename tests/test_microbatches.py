@@ -432,27 +432,6 @@ def test_a_row_without_token_weight_is_recorded_as_such():
     assert [row["row"] for row in pipeline.ledger.rows("pipeline/empty")] == [1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"microbatches": 2, "max_tokens": 9}, "give at most one of microbatches"),
-        ({"microbatches": 0}, "microbatches must be an integer ≥ 1"),
-        ({"max_tokens": 0}, "max_tokens must be an integer ≥ 1"),
-        ({"ranks": 2, "rank": 2}, "rank must be below ranks"),
-        ({"rank": -1}, "rank must be an integer ≥ 0"),
-        ({"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
-        ({"ranks": 2, "max_tokens": 9}, "set remainder='pad' to fill it up with masked rows, or 'drop'"),
-        ({"process_group": "world", "max_tokens": 9, "remainder": "carry"}, "got remainder='carry'"),
-        ({"balance": "length"}, "balance must be one of"),
-        ({"linear": -1.0}, "linear must be finite and ≥ 0"),
-        ({"oversized": "drop"}, "oversized must be one of"),
-    ],
-)
-def test_invalid_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        ShuffleSplit(minibatches=1, **options)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_copied_minibatch_has_the_same_micro_batches(ranks, inference):

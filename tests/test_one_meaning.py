@@ -11,7 +11,6 @@ from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
-    GroupRelativeAdvantage,
     MissingKeyError,
     NotTruncated,
     SampleFilter,
@@ -71,14 +70,6 @@ def test_one_override_removes_a_stage_also_from_an_order(recipe, word, order):
 def test_a_stage_the_command_line_cannot_reach_is_refused(name):
     with pytest.raises(ValueError, match="a stage's name must consist of letters"):
         Pipeline({name: FanOutCollapse()})
-
-
-@pytest.mark.parametrize(
-    "clip", [[float("nan"), None], [None, float("nan")], [float("nan"), 1.0], [2.0, 1.0]]
-)
-def test_bounds_without_effect_are_refused(clip):
-    with pytest.raises(ValueError, match=r"clip must be (\[low, high\]|a list)"):
-        GroupRelativeAdvantage(clip=clip)
 
 
 def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch):

@@ -428,19 +428,6 @@ def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
     assert found == [1, 0.5, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decay": 1.5}, "decay must be in"),
-        ({"decay": 1.0}, "needs start_weight"),
-        ({"start_weight": 0.0}, "start_weight must be finite and > 0"),
-    ],
-)
-def test_a_running_baseline_needs_a_start_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        RunningBaseline(**options)
-
-
 # -- roles ----------------------------------------------------------------------------------------------
 
 # Two episodes of a prompt, each of a proposer and two solvers: a rollout is what one role did.

@@ -345,22 +345,6 @@ def test_invalid_rows_are_refused_with_their_ids(columns, options, message):
         TurnAdvantage(**options)(inside(**columns))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"outcome": "none"}, "without turn_rewards and outcome there is no reward"),
-        ({"turn_key": "turn"}, "turn_key is only read if rows are turns"),
-        ({"turn_index_key": None, "turn_rewards": "turn"}, "each has its own reward"),
-        ({"baseline": "median"}, "baseline must be one of 'leave_one_out', 'mean'"),
-        ({"alone": "keep"}, "alone must be one of"),
-        ({"discount": 2.0}, "discount must be in"),
-    ],
-)
-def test_invalid_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        TurnAdvantage(**options)
-
-
 def test_an_advantage_beyond_half_precision_is_refused():
     batch = inside(turn_reward=[[0.0, 6e4, 6e4], [0, 0, 0], [0, 0, 0]])
     batch["next", "reward"] = batch["next", "reward"].half()
