@@ -394,17 +394,16 @@ class Stream:
     ) -> Stream:
         """Restore the output of :meth:`to_plain`; `rows`: the held rows, in order of arrival."""
         stream = cls()
-        for name in TOTALS:  # states of earlier versions lack the counts of lost rollouts
-            setattr(stream, name, state.get(name, getattr(stream, name)))
+        for name in TOTALS:
+            setattr(stream, name, state[name])
         for name in CLOSED:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
-        stream.counts |= dict(zip(REASONS, state["counts"]))  # noqa: B905
-        known = state["groups"]  # a dict of columns; earlier versions saved a list with a dict per group
-        if not isinstance(known, list):
-            lines = zip(*(column.tolist() for column in known.values()), strict=True)
-            known = [dict(zip(known, line, strict=True)) for line in lines]
-        groups = {group.key: group for group in (Group(**each) for each in known)}
+        stream.counts |= dict(zip(REASONS, state["counts"], strict=True))
+        columns = state["groups"]
+        lines = zip(*(column.tolist() for column in columns.values()), strict=True)
+        made = (Group(**dict(zip(columns, line, strict=True))) for line in lines)
+        groups = {group.key: group for group in made}
         for row in rows:
             key = row.partition, row.group
             rollouts = groups[key].rollouts
@@ -418,7 +417,7 @@ class Stream:
             row = Row._make((*values, NOWHERE))
             stream.homes[row.partition, row.rollout] = row.partition, row.group
             stream.gone.setdefault((row.partition, row.rollout), Rollout(row.ends, by_segment)).add(row)
-        for key in state.get("gone_lost", ()):
+        for key in state["gone_lost"]:
             stream.gone[key].lost = True
         for group in sorted(groups.values(), key=lambda group: (group.order, group.born_put)):
             group.have = sum(rollout.ended for rollout in group.rollouts.values())
