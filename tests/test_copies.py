@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from processes import process_context, quick_starts
@@ -35,6 +36,8 @@ def test_a_copy_says_so_until_it_runs_a_batch(copied, ask):
     other = copied(pipeline)
     with pytest.raises(RuntimeError, match="this pipeline is a copy that has run no batch"):
         ask(other)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="a copy"):
+        thread.submit(ask, other).result()
     other(batch)
     ask(other)
     assert other.metrics == pipeline.metrics

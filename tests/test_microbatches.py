@@ -270,12 +270,6 @@ def test_too_few_rows_for_the_ranks_raise_with_what_to_do():
     assert out[PADDING].tolist() == [False, False, True]
 
 
-def test_padding_without_a_mask_column_is_refused():
-    batch = batch_of([2, 2, 2]).exclude(LOSS, ("log_probs", "full"))
-    with pytest.raises(BatchError, match=r"padding rows are masked in .*loss_mask_key"):
-        ShuffleSplit(minibatches=2, remainder="pad")(batch)
-
-
 def test_unshuffled_rows_are_views():
     batch = batch_of([2] * 8)
     stages = {"split": ShuffleSplit(minibatches=2, shuffle=False, microbatches=2), "weight": LossWeight()}
@@ -348,38 +342,6 @@ def test_carried_rows_of_another_width_are_refused():
     split(batch_of([2] * 3, first_id=20))
     with pytest.raises(BatchError, match="only some have more"):
         split(batch_of([2] * 5, first_id=30).set("more", torch.zeros(5)))
-
-
-# -- resuming ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 2), st.sampled_from(["uneven", "carry", "pad", "drop"]))
-def test_a_run_restored_inside_a_batch_trains_the_rest(lengths, taken, epochs, remainder):
-    def make():
-        split = ShuffleSplit(minibatch_size=2, remainder=remainder, seed=4)
-        return Pipeline({"split": split, "weight": LossWeight()})
-
-    whole, interrupted, restored = make(), make(), make()
-    earlier, batch = batch_of([2] * 5), batch_of(lengths, first_id=10)
-    earlier, batch = (rows.select("name", "rollout_id") for rows in (earlier, batch))
-    for rows in (earlier, batch):  # one width, so that rows can be carried
-        rows[LOSS] = torch.ones(len(rows), 2, dtype=torch.bool)
-    list(whole.minibatches(earlier))
-    list(interrupted.minibatches(earlier))
-    expected = [part["name"].tolist() for part in whole.minibatches(batch, epochs=epochs)]
-    stream = interrupted.minibatches(batch, epochs=epochs)
-    seen = [next(stream)["name"].tolist() for _ in range(min(taken, len(expected)))]
-    restored.load_state_dict(interrupted.state_dict())
-    if len(seen) < len(expected):
-        seen += [part["name"].tolist() for part in restored.minibatches(batch, epochs=epochs)]
-    assert seen == expected
-    later = batch.clone()
-    later["rollout_id"] += 1000
-    following = [
-        [part["name"].tolist() for part in pipeline.minibatches(later)] for pipeline in (whole, restored)
-    ]
-    assert following[0] == following[1]
 
 
 def test_an_error_after_the_split_restores_carried_rows():

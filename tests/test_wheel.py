@@ -142,7 +142,7 @@ def test_type_checkers_find_the_installed_packages(kind, request, tmp_path):
         f"[mypy-headrace]\nfollow_imports = normal\n[mypy-headrace.*.*]\nfollow_imports = {follow}\n"
     )
     words = ("--python-executable", python, "--cache-dir", tmp_path / "cache")
-    found = run(sys.executable, "-m", "mypy", *words, "use.py", cwd=tmp_path, fails=True)
+    found = run(sys.executable, "-m", "mypy", *words, "use.py", cwd=tmp_path, fails=kind == "installed")
     assert 'note: Revealed type is "str"' in found
     if kind == "editable":
         return
