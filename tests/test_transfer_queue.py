@@ -241,8 +241,8 @@ def test_waiting_for_the_other_side_ends_in_bounded_time(name):
 # -- all of it --------------------------------------------------------------------------------------------
 
 
-def test_the_example_trains_two_ranks_on_rows_of_two_producers():
-    rewards, ranks = importlib.import_module("transfer_queue_grpo").main(batches=2)
+def test_the_example_trains_two_ranks():
+    rewards, ranks = importlib.import_module("transfer_queue_grpo").main(batches=2, producers=1)
     assert len(rewards) == 2
     assert [steps for steps, _ in ranks] == [4, 4]
     assert all(rows > 0 for _, rows in ranks)
