@@ -200,6 +200,8 @@ def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, mult
     (number,) = {len(parts) for parts in assigned}
     assert len(assigned) == ranks
     assert number % multiple == 0
+    if "max_tokens" in cut and len(lengths) >= ranks * number:
+        assert all(len(part) for parts in assigned for part in parts)
     assert sorted(torch.cat([part for parts in assigned for part in parts]).tolist()) == list(
         range(len(lengths))
     )
