@@ -86,13 +86,26 @@ def in_words_to_type(text: str) -> str:
         >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
         "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
     """
-    stage = re.search(r"stage '(\w+)', ", text)
+    stage = re.search(r"stage '(\w+)', (\w+)", text)
     if stage is None:
         return text
 
     def word(found: re.Match[str]) -> str:
         value = "null" if found[3] == "None" else found[3]
-        return f"{found[1]} pipeline.stages.{stage[1]}.{found[2]}={value}"
+        return f"{found[1]}pipeline.stages.{stage[1]}.{found[2]}={value}"
 
-    text = re.sub(r"\b([Ss]et) (\w+)=['\"]?(\w+)['\"]?", word, text)
+    text = re.sub(r"\b(\w+ them before: )?\w+\(criterion=[^)]*\)[^)]*\), or for NaN ", "for NaN set ", text)
+    text = re.sub(rf"(){stage[2]}\((\w+)=['\"](\w+)['\"]\)", word, text)
+    text = re.sub(r"\b([Ss]et (?:[a-z ]+: )?)(\w+)=['\"]?(\w+)['\"]?", word, text)
     return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)
+
+
+def word_to_set(text: str) -> str | None:
+    """The first word that an error of a stage says to type; None: it names none.
+
+    Example:
+        >>> word_to_set("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        'pipeline.stages.gate.on_incomplete=drop'
+    """
+    found = re.search(r"\b[Ss]et (?:[a-z ]+: )?(pipeline\.stages\.[\w.]+=\w+)", in_words_to_type(text))
+    return found and found[1]

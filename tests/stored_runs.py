@@ -113,7 +113,7 @@ class Client:
         connection.close()
         return found
 
-    def ask(self, name: str, *, status: int = 200, **values: Any) -> Any:
+    def ask(self, name: str, /, *, status: int = 200, **values: Any) -> Any:
         """What the server answers to a question."""
         got, _, body = self.send(f"{self.path}api/{name}?{urlencode(values)}")
         assert got == status, body

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, build_pipeline, make_report
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.report import advise, symptoms, unchecked, verdict
+from headrace.pipeline.report import Advisory, advise, show_advisories, symptoms, unchecked, verdict
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
@@ -376,3 +376,100 @@ def test_thinning_keeps_both_ends_and_even_spacing(most, number):
         assert len(kept) <= most
         gaps = {b - a for a, b in pairwise(kept[:-1])}
         assert len(gaps) <= 1
+
+
+# -- in the terminal -----------------------------------------------------------------------------------------
+
+
+def test_an_advisory_in_the_terminal_has_a_remedy_that_the_task_takes():
+    """`group_size` is an option of train alone, and a remedy in Python is none of a command."""
+    config = compose_config("config", "task=replay")
+    found = [Advisory("advantage-all-zero", "Most advantages are 0.", "", (), cause) for cause in CAUSES]
+    hard, easy, mixed = (text.plain.partition("→ ")[2] for text in show_advisories(found, configs=[config]))
+    assert hard == "Give more weight to hard prompts that are solved sometimes: pipeline=maxrl"
+    assert easy == mixed == "Drop groups with equal rewards, so that they cost no forward pass: " + DROP
+    for name, symptom in symptoms().items():
+        for text in show_advisories([Advisory(name, "", "", ())], configs=[config]):
+            assert "In Python" not in text.plain
+            assert not re.search(r"\w\(.*\)", text.plain), name
+        assert not re.search(r"\w\(.*\)", symptom.needs), name
+
+
+CAUSES = ("solve_none", "solve_all", "")
+DROP = "pipeline.stages.filter.action=drop"
+
+
+def test_more_rollouts_are_no_remedy_for_prompts_that_none_solves():
+    remedies = symptoms()["advantage-all-zero"].remedies
+    fitting = {cause: [each.words for each in remedies if each.fits(cause)] for cause in CAUSES}
+    assert ["group_size=16" in words for words in fitting.values()] == [False, True, True]
+
+
+def test_the_terminal_has_few_lines_of_advice():
+    """The first three advisories; what the verdict says, once; what nobody can tell, in one line."""
+    said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
+    verdict = "The mean reward is flat. It is nothing-trains."
+    lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
+    assert lines[0] == "The mean reward is flat."
+    assert [line.partition(":")[0] for line in lines[1:4]] == list(symptoms())[:3]
+    assert lines[4] == "and 2 more, on the page"
+    assert lines[5].startswith("not checked, for lack of data: nothing-trains, rewards-missing and ")
+    assert len(lines) == 6
+    assert len(lines[5]) < 80
+
+
+# -- causes --------------------------------------------------------------------------------------------------
+
+
+def test_a_cause_comes_before_what_it_causes():
+    """Groups that are equal since their rollouts were cut off; else truncation is another matter."""
+    both = QUIET | {"frac_reward_zero_std": 0.8, "rollouts/truncated": 0.6}
+    for cut, because in ((0.5, "rollouts-truncated"), (0.3, "")):
+        found = advise(both | {"groups/equal_and_truncated": cut})
+        assert [each.because for each in found if each.name == "advantage-all-zero"] == [because]
+        order = [each.name for each in found]
+        assert order.index("rollouts-truncated") == (0 if because else 1)
+    history = steps_of("optimiser/lr", [0.0] * 16, **RANGE, **{"reward/all/mean": 0.1})
+    assert [(each.name, each.because) for each in advise(history[-1][1], history)] == [
+        ("learning-rate-zero", ""),
+        ("reward-flat", "learning-rate-zero"),
+    ]
+
+
+def test_groups_that_are_equal_since_they_were_cut_off_are_counted(make_batch):
+    """Group 5: equal and both truncated. Group 7: equal, one of three. Group 9: truncated, and not equal."""
+    batch = make_batch([0.0, 0, 1, 1, 1, 0, 1], [5, 5, 7, 7, 7, 9, 9])
+    batch["status"] = torch.tensor([1, 1, 1, 0, 0, 1, 1])
+    assert (Status.COMPLETED, Status.TRUNCATED) == (0, 1)
+    numbers = make_report(Pipeline(stages(gate=None)).run(batch)).numbers
+    assert numbers["groups/equal_and_truncated"] == pytest.approx(1 / 3)
+    assert numbers["frac_reward_zero_std"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([50.0] * 8 + [150.0] * 4, "jump at step 8, from 50 to 150."),
+        ([10.0 * (1 + step) for step in range(12)], "rise most around step 6."),
+    ],
+)
+def test_exploding_lengths_name_the_step_of_the_jump(lengths, said):
+    history = steps_of("response_length/mean", lengths)
+    (found,) = advise(history[-1][1], history)
+    assert found.text.endswith(said)
+
+
+def test_each_step_without_rewards_is_named_however_long_ago():
+    values = [0.0, 0.5, *[0.0] * 20]
+    history = steps_of("rollouts/unrewarded", values)
+    (found,) = advise(history[-1][1], history)
+    assert (found.name, found.steps) == ("rewards-missing", (1,))
+    assert found.text == "50 % of the rollouts have no reward at step 1."
+    assert names(history[-1][1], steps_of("rollouts/unrewarded", [0.1] * 20)) == []
+
+
+def test_rollouts_without_a_reward_are_counted(make_batch):
+    """Of three rollouts the one of two rows has a reward on neither."""
+    batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
+    numbers = make_report(Pipeline({}).run(batch)).numbers
+    assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)

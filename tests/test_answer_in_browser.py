@@ -35,6 +35,7 @@ def long_run(**run):
             {
                 "name": name,
                 "cause": "",
+                "because": "",
                 "text": f"Step {at} has `{name}`, and it has been so at 44 of 60 steps, first at 3 "
                 "and last at 59, for which there is a word or two to say.",
             }
@@ -59,7 +60,7 @@ def long_run(**run):
 
 
 def shown(remedy):
-    return {"text": remedy.text, "words": remedy.words, "when": remedy.when}
+    return {"text": remedy.text, "words": remedy.words, "when": remedy.when, "unless": remedy.unless}
 
 
 def about(**changes):
@@ -95,6 +96,17 @@ def test_a_tile_shows_the_chosen_step(look):
     assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
     assert page.seen("#verdict") == "The reward rose to step 0."
     assert page.texts("#advisories summary")[0].startswith("Step 0 has")
+
+
+def test_an_advisory_leads_to_its_cause(look):
+    run = long_run(live=None)
+    run["steps"][-1]["advisories"][-1]["because"] = FIRED[0]
+    page = look(run)
+    page.open(f"#symptom-{FIRED[-1]}")
+    assert not page.one(f"#symptom-{FIRED[0]}").get_attribute("open")
+    page.one(f"#symptom-{FIRED[-1]} .because button").click()
+    assert page.one(f"#symptom-{FIRED[0]}").get_attribute("open")
+    assert page.seen(".because button") == symptoms()[FIRED[0]].title
 
 
 def test_an_earlier_step_names_the_advisories_of_later_steps(look):

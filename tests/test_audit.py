@@ -130,6 +130,21 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
 
 
+@pytest.mark.parametrize("words", [("source.group_size=3",), ("pipeline.stages.gate.group_size=5",)])
+def test_a_group_size_that_most_groups_lack_is_refused_once(words, tmp_path):
+    """Two of three groups have four rollouts: the option is wrong. Of groups of 3, 4 and 5 nobody knows."""
+    for sizes, fails in (((4, 4, 5), True), ((3, 4, 5), False)):
+        rows = [dumps.verl_row(f"{g}_{i}_0", float(i)) for g, size in enumerate(sizes) for i in range(size)]
+        path = dumps.write_lines(tmp_path / f"dump{fails}" / "7.jsonl", rows)
+        if not fails:
+            _, checks = told(path, tmp_path, "pipeline=as/verl", *words)
+            assert checks["oversized"]["findings"] or checks["incomplete"]["findings"]
+            continue
+        said = r"group_size=\d is probably wrong: 2 of 3 groups have 4 rollouts. Set .*group_size=4$"
+        with pytest.raises(ConfigError, match=said):
+            told(path, tmp_path, "pipeline=as/verl", *words)
+
+
 def trl_columns(advantages):
     return {
         "step": [4] * 8,

@@ -120,7 +120,7 @@ INNER = {
     "test_xray_task.py": {"pipeline.coefficients.setting"},
     "composed.py": {"pipeline.run"},
     "stored_runs.py": {"pipeline.view.server", "pipeline.view.stored_run"},
-    "test_view.py": {"pipeline.view.stored_run"},
+    "test_view.py": {"pipeline.refused_steps", "pipeline.view.stored_run"},
     "test_valid_json.py": {"pipeline.valid_json"},
 }
 

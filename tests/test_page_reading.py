@@ -64,7 +64,7 @@ def test_each_rollout_is_compared_with_the_others(look):
 def test_groups_of_equal_rewards_start_with_the_lowest(look):
     """Group 1 has equal rewards and spreads least, group 3 has the lowest mean: it is opened first."""
     run = pages.reading_run()
-    said = [{"name": "reward-flat", "text": "The mean reward is flat.", "cause": ""}]
+    said = [{"name": "reward-flat", "text": "The mean reward is flat.", "cause": "", "because": ""}]
     run["steps"] = [step | {"advisories": said} for step in run["steps"]]
     page = look(run)
     means = dict(zip(run["steps"][0]["groups"]["id"], run["steps"][0]["groups"]["reward_mean"], strict=True))

@@ -116,6 +116,18 @@ def test_the_page_has_the_steps_that_are_named(make_batch, tmp_path):
         assert {step["step"] for step in data["steps"]} == {0, 30, 39} | some
 
 
+def test_a_step_whose_grader_failed_is_kept(make_batch, tmp_path):
+    folder = ReportFolder(tmp_path, every=None, dump=None, steps=2)
+    report = reported(make_batch)[1]
+    for step in range(40):
+        folder.add(_with(report, step, {"rollouts/unrewarded": 0.5 * (step == 17)}))
+    data = data_of(folder.close())
+    assert [step["step"] for step in data["steps"]] == [0, 17, 39]
+    assert "50 % of the rollouts have no reward at step 17." in [
+        each["text"] for each in data["steps"][-1]["advisories"]
+    ]
+
+
 def test_several_reports_of_step_0_are_separate(make_batch, tmp_path):
     report = reported(make_batch)[1]
     folder = ReportFolder(tmp_path, every=0.0, dump=None)

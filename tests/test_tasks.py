@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from busy import busy_batch, stages
 from command import headrace_here, refused
 from composed import configure
-from dumps import slime_dump, slime_sample
+from dumps import slime_dump, slime_sample, write_lines
 from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.report import Comparison
-from headrace.pipeline.tasks.compare import compare
+from headrace.pipeline.tasks.compare import compare, show_comparison
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight
 
@@ -61,7 +64,8 @@ def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
 def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
     chat = "<|im_start|>system\nReason step by step.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
     path = slime_dump(
-        tmp_path / "data_5.pt", samples=[slime_sample(0, i, float(i), prompt=chat) for i in range(2)]
+        tmp_path / "data_5.pt",
+        samples=[slime_sample(i // 2, i, float(i**2), prompt=chat) for i in range(4)],
     )
     config = configured(
         "compare", path, "source.format=slime", "pipelines=[grpo,dr_grpo]", "report.html=false"
@@ -81,12 +85,12 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
     correlation, text = told(compare, config, tmp_path / "out", COUNTED)
     assert 0 < correlation <= 1
-    assert "advantages that differ" in text
+    assert "same direction: dr_grpo × 0.00178" in text  # of the one group that trains
+    assert "groups whose" not in text
     found = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert found["numbers"]["rows"] == 27
     assert found["numbers"]["trained_by_both"] == 9
     assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
-    assert found["movers"] == []
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
@@ -101,9 +105,12 @@ def test_the_unit_of_the_reward_changes_no_comparison(unit, make_batch):
     comparison = Comparison(BASELINES)
     comparison.add(*(make_report(Pipeline(each).run(batch)) for each in stages))
     assert comparison.numbers["differ"] == 6
+    assert comparison.said.startswith("mean and leave_one_out give different gradients, at 6 of 6 rows.")
     comparison = Comparison(("one", "same"))
     comparison.add(*(make_report(Pipeline(each).run(batch)) for each in (stages[0], stages[0])))
     assert comparison.numbers["differ"] == 0
+    assert comparison.said.startswith("one and same give the same gradient: ")
+    assert comparison.movers == []
 
 
 def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
@@ -120,7 +127,58 @@ def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
     assert np.array(shares) == pytest.approx(np.array([[0.5, 0.25], [0.5, 0.75]]), abs=1e-6)
     assert found["numbers"]["gradient_moved"] == pytest.approx(0.25)
     assert found["numbers"]["gradient_cosine"] == pytest.approx(2 / 5**0.5)
-    assert re.search(r"0 +5 +50\.0% +25\.0%", text)
+    assert re.search(r"0 +prompt 5 +50\.0% +25\.0% ", text)
+    assert "The same under both: shares by segments, by tokens." in text
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, "the same gradient"), (2.0, "same direction: two × 2.")])
+def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, factor, said):
+    batch = make_batch([0.0, 1, 0, 1], [5, 5, 9, 9])
+    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage(), "weight": LossWeight()}).run(batch))
+    columns = {**report.columns, "loss_weight": factor * report.columns["loss_weight"]}
+    comparison, console = Comparison(("one", "two")), Console(width=200, file=io.StringIO())
+    comparison.add(report, replace(report, columns=columns))
+    show_comparison(comparison, console)
+    (line,) = filter(None, console.file.getvalue().splitlines())
+    assert said in line
+
+
+def test_rows_that_only_one_recipe_trains_change_no_gradient_where_their_advantage_is_0(make_batch):
+    batch = make_batch([0.0, 1, 1, 1], [5, 5, 9, 9])
+    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
+    fewer = {**report.columns, "reason": np.array([0, 0, 1, 1])}
+    comparison = Comparison(("all", "few"))
+    comparison.add(report, replace(report, columns=fewer, names=("trained", "filter/zero_variance")))
+    assert comparison.said.endswith("equal in all 4 rows. 2 rows only all trains, with the advantage 0.")
+    comparison.add(report, replace(report, columns={**fewer, "reason": np.array([1, 0, 0, 0])}))
+    assert "give different gradients, at 1 of 8 rows of 2 steps" in comparison.said
+
+
+def test_tokens_that_weigh_another_amount_are_another_gradient(make_batch):
+    batch = make_batch([0.0, 1], [5, 5])
+    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
+    by_token = {1: SimpleNamespace(values={"importance_weight": [0.5, 1.5]})}
+    comparison = Comparison(("plain", "corrected"))
+    comparison.add(report, replace(report, by_token=by_token))
+    assert "different gradients, at 1 of 2 rows. They differ in the tokens of 1 rows" in comparison.said
+
+
+def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
+    """Nobody says how large groups are; at step 1 a reward is not readable, and at step 2 a rollout lacks."""
+    for step in range(3):
+        rewards = [0.0, 1.0, 0.0 if step != 1 else "?", 1.0] + [0.5] * (step != 2)
+        rows = [
+            {"step": step, "row": i, "group_id": i // 2, "rollout_id": i, "reward": reward}
+            for i, reward in enumerate([*rewards, 1.0])
+        ]
+        write_lines(tmp_path / "dump" / f"step_{step:08d}.jsonl", rows)
+    words = ["task=compare", "source.path=dump", "pipelines=[grpo,rloo]"]
+    told = headrace_here(tmp_path, *words, check=False).stderr.removeprefix("headrace: ")
+    command = told.splitlines()[-1]
+    asked = ["gate.group_size=2", "source.skip_bad=true", "gate.on_incomplete=drop"]
+    assert all(word in command for word in asked), told
+    assert [word in line for word, line in zip(asked, told.splitlines(), strict=False)] == [True] * 3
+    assert headrace_here(tmp_path, *shlex.split(command)[1:]).returncode == 0
 
 
 @pytest.mark.parametrize(

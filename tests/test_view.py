@@ -15,12 +15,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from busy import stages
 from command import headrace_here
-from stored_runs import LARGE, report_of_step, served, started, write_run
+from dumps import verl_row, write_lines
+from stored_runs import LARGE, report_of_step, served, started, step_batch, write_run
 
-from headrace.pipeline import ReportFolder, page_data, write_dump
+from headrace.pipeline import Pipeline, ReportFolder, make_report, page_data, write_dump
+from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.view import stored_run
+from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
 
@@ -393,6 +398,47 @@ def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
                 stored_run.StoredRun(run)
 
 
+# -- numbers of steps, and two runs --------------------------------------------------------------------------
+
+
+def test_any_number_of_the_steps_can_be_charted(tmp_path):
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", 2, 0.25)
+    with served(first, second) as client:
+        named = [run["metrics"] for run in client.ask("runs")["runs"]]
+        assert all("reward/all/max" in metrics for metrics in named)
+        assert client.ask("metric", name="reward/all/max")["runs"] == [
+            [[step, 2.0] for step in range(n)] for n in (4, 2)
+        ]
+        assert client.ask("metric", name="no such")["runs"][1] == [[0, None], [1, None]]
+
+
+def test_rows_of_two_runs_are_sorted_by_how_far_their_advantages_are_apart(tmp_path):
+    """A reward of two groups differs by ¼, and so do their advantages."""
+    runs = [write_run(tmp_path / name, 1, shift) for name, shift in (("first", 0.0), ("second", 0.25))]
+    with served(*runs) as client:
+        found = [client.ask("rows", run=run, step=0, sort="apart", order="descending") for run in (0, 1)]
+        at = [name for name, _ in found[0]["columns"]].index("advantage") + 1
+        row = [name for name, _ in found[0]["columns"]].index("row") + 1
+        of = [{cells[row]: cells[at] for cells in each["rows"]} for each in found]
+        apart = [
+            abs(of[0][cells[row]] - of[1][cells[row]]) for cells in found[0]["rows"] if cells[at] is not None
+        ]
+        assert apart == sorted(apart, reverse=True)
+        assert apart[0] > 0
+        assert {*of[0]} == {*of[1]}
+    with served(runs[0]) as client:
+        assert (
+            "sorted by a column of numbers"
+            in client.ask("rows", status=422, run=0, step=0, sort="apart")["error"]
+        )
+
+
+def test_a_prompt_that_is_known_by_an_id_is_called_by_its_first_words(tmp_path):
+    with served(write_run(tmp_path / "run", 1)) as client:
+        labels = [line["label"] for line in client.ask("prompts", same="group_id")["prompts"]]
+        assert sorted(labels) == ["What is 0 · 7?", "What is 1 + 1?", "Żółw?"]
+
+
 # -- the command --------------------------------------------------------------------------------------------
 
 
@@ -404,6 +450,9 @@ def test_the_command_prints_what_to_do(tmp_path, run):
     (tmp_path / "page").mkdir()
     (tmp_path / "page" / "report.html").touch()
     write_dump(report_of_step(0), tmp_path / "lines" / "rollouts", format="jsonl")
+    write_lines(
+        tmp_path / "raw" / "7.jsonl", [verl_row(None, float(i), prompt=f"{i // 2}") for i in range(4)]
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -418,6 +467,10 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             (["alone.jsonl"], "alone.jsonl is a file, and a folder is required. For a dump of another"),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
             (["page"], "the run was written with report.dump=null"),
+            (
+                ["raw"],
+                "source.path=raw source.group_by=prompt source.group_size=2 hydra.run.dir=FOLDER, then",
+            ),
             (["lines"], "lines has its rows as JSON Lines, and Parquet is needed: headrace task=replay"),
             (["sweep"], "headrace view sweep/0 sweep/1"),
             ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),
@@ -473,6 +526,30 @@ def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
         f"step_{step:08d}.parquet" for step in range(3)
     ]
     assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
+
+
+def test_the_rows_of_a_step_that_was_refused_are_kept(tmp_path):
+    """All rewards of step 1 are NaN, as where the grader failed; no number of the run includes it."""
+    pipeline, folder = Pipeline(stages()), ReportFolder(tmp_path / "run", every=None)
+    for step in range(3):
+        batch = step_batch(step)
+        if step == 1:
+            batch["next", "reward"] = torch.full((9,), math.nan)
+        try:
+            folder.add(make_report(pipeline.run(batch), step=step))
+        except BatchError as err:
+            folder.fail(step, str(err), refused_report(batch, step, err))
+    assert "Step 1 failed, and is in no number here: " in folder.close().read_text()
+    with served(tmp_path / "run") as client:
+        (run,) = client.ask("runs")["runs"]
+        assert [step for step, _ in run["failed"]] == [1]
+        assert run["steps"]["step"] == [0, 1, 2]
+        assert run["steps"]["reward"][1] is None
+        found = client.ask("rows", run=0, step=1)
+        assert found["found"] == 9
+        names = [name for name, _ in found["columns"]]
+        assert {row[names.index("reason") + 1]["start"] for row in found["rows"]} == {"collapse/refused_step"}
+        assert found["rows"][0][names.index("response") + 1]["start"].startswith("Answer")
 
 
 def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from browser import CONTRAST, Page
 from stored_runs import report_of_step, served, write_run
 
-from headrace.pipeline import write_dump
+from headrace.pipeline import ReportFolder, write_dump
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -167,6 +167,24 @@ def test_a_step_that_is_not_there_is_named(open_view):
     assert page.seen("#no-step") == ""
 
 
+def test_the_chart_shows_the_number_that_is_chosen_and_rows_go_by_their_difference(open_view):
+    page = open_view()
+    until(lambda: page.seen("#rows-title"), "Rows of step 3")  # the last step
+    until(lambda: page.texts("#steps .legend li")[0], "mean reward, first")
+    page.choose("metric", "reward/all/max")
+    until(lambda: page.texts("#steps .legend li")[0], "reward/all/max, first")
+    assert (
+        page.one("#steps svg.rewards")
+        .get_attribute("aria-label")
+        .startswith("Reward/all/max by step: first from 2")
+    )
+    page = open_view("#view=steps&step=1")
+    page.choose("sort", "apart")
+    until(lambda: page.one("#order").get_attribute("value"), "descending")
+    until(lambda: page.count(".panel:first-child tr.line"), 9)
+    assert "sort=apart" in page.driver.current_url
+
+
 def test_another_width_keeps_what_is_open(open_view):
     page = open_view("#view=prompt&run=0&step=2&place=0")
     until(lambda: page.count("details.one-step"), 4)
@@ -223,3 +241,17 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
             assert not low, (width, scheme)
         assert page.driver.execute_script(UNNAMED) == 0
         assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
+
+
+def test_a_refused_step_says_why_and_shows_its_rows(driver, tmp_path):
+    folder = ReportFolder(tmp_path / "run", every=None)
+    folder.add(report_of_step(0))
+    folder.fail(1, "collapse: NaN", report_of_step(1))
+    folder.close()
+    with served(tmp_path / "run") as client:
+        page = Page(driver)
+        page.driver.get(client.address)
+        until(lambda: page.seen("#rows-title"), "Rows of step 1")
+        until(lambda: page.count("#rows tr.line"), 9)
+        assert page.seen("tr[data-step='1'] td.failed") == "failed: collapse: NaN"
+        assert ": 1 steps (1 more failed)" in page.seen("#summary")

@@ -16,6 +16,7 @@ History = Sequence[tuple[int, Numbers]]
 REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
+PYTHON = "In Python"  # begins a remedy for who has a loop of their own
 BEYOND = " It is "  # begins the sentence that says at which steps
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
@@ -35,6 +36,8 @@ class Advisory(NamedTuple):
     """At which the number was beyond the bound, by itself."""
     cause: str = ""
     """``solve_none`` or ``solve_all``, where that is why: the remedies for the other one are left out."""
+    because: str = ""
+    """The symptom that causes it, which comes before it; empty: none of those that are found."""
 
 
 class Advice(NamedTuple):
@@ -64,6 +67,8 @@ class Bound(NamedTuple):
     """In place of ``also``, where groups that no rollout solves are at least half of the number."""
     solve_all: str = ""
     """In place of ``also``, where groups that every rollout solves are at least half of it."""
+    each_step: bool = False
+    """Whether each step is judged by itself, this one and those before; not the mean of the last five."""
     least_groups: int = 0
     """Steps of fewer groups are not judged."""
 
@@ -96,7 +101,9 @@ def numbers_read() -> list[str]:
         "solve_all",
         "solve_none",
     ]
-    return [*counts, REWARD, "reward/all/min", "reward/all/max", LENGTH, *(rule.number for rule in bounds())]
+    causes = [number for node in _symptom_nodes().values() for number in node.get("because", {}).values()]
+    judged = [*(rule.number for rule in bounds()), *(number for number in causes if number)]
+    return [*counts, REWARD, "reward/all/min", "reward/all/max", LENGTH, *judged]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
@@ -114,6 +121,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
+    each step                 the number is above its bound at this step or at one before: `rewards-missing`
     `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
                               than twice that of the first
     ========================= ===============================================================================
@@ -133,7 +141,26 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
         words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
         found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
-    return [*found, *_least(numbers), *_trends(history)]
+    return _causes_first([*found, *_least(numbers), *_trends(history)], history)
+
+
+def _causes_first(found: Sequence[Advisory], history: History) -> list[Advisory]:
+    """The advisories, each behind the one that causes it (``because`` in symptoms.yaml)."""
+    recent = [each for _, each in history[-RECENT:]]
+    ordered: list[Advisory] = []
+    for each in found:
+        for name, number in _symptom_nodes().get(each.name, {}).get("because", {}).items():
+            part, whole = (sum(numbers.get(key, 0.0) for numbers in recent) for key in (number, each.number))
+            if any(other.name == name for other in found) and (number is None or 2 * part >= whole):
+                each = each._replace(because=str(name))
+                break
+        ordered.append(each)
+    for each in [*ordered]:
+        if each.because:
+            at = next(i for i, other in enumerate(ordered) if other.name == each.because)
+            if at > ordered.index(each):
+                ordered.insert(ordered.index(each), ordered.pop(at))
+    return ordered
 
 
 def broken_by(numbers: Numbers) -> list[str]:
@@ -228,7 +255,20 @@ def _points(history: History, name: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in known if math.isfinite(value)]
 
 
+def _at_each(rule: Bound, history: History) -> Advisory | None:
+    """A rule that no mean hides: each step that breaks it is named, however long ago."""
+    found = {step: each[rule.number] for step, each in history if rule.holds(each)}
+    found = {step: value for step, value in found.items() if rule.fires(value)}
+    if not found:
+        return None
+    where = said_at([*found], len(history))
+    text = rule.says.format(share=percent(max(found.values())), value=f"{max(found.values()):.3g}")
+    return Advisory(rule.name, f"{text} {where}".strip() + ".", rule.number, tuple(found))
+
+
 def _bound(rule: Bound, history: History) -> Advisory | None:
+    if rule.each_step:
+        return _at_each(rule, history)
     recent = [(step, each) for step, each in history[-RECENT:] if rule.holds(each)]
     means = {
         key: mean_over(points)
@@ -291,8 +331,34 @@ def _trends(history: History) -> list[Advisory]:
         first, _, last = quarter_means(lengths)
         if last.value > LENGTHS * first.value:
             words = f"Responses grew from {_said(first, ',.3g')} to {_said(last, ',.3g')} tokens on average"
-            found.append(Advisory("lengths-explode", f"{words}.", LENGTH, ()))
+            step, before, after = jump_of(lengths)
+            if after - before >= (last.value - first.value) / 2:
+                words += f". They jump at step {step:,}, from {before:,.3g} to {after:,.3g}"
+            else:
+                words += f". They rise most around step {step:,}"
+            found.append(Advisory("lengths-explode", f"{words}.", LENGTH, (step,)))
     return found
+
+
+def jump_of(points: Sequence[tuple[int, float]]) -> tuple[int, float, float]:
+    """The step at which a number rises to another level, and its values at the step before and there.
+
+    Of all cuts into steps before and from a step on, the one that leaves the least squared error.
+
+    Example:
+        >>> jump_of([(0, 2.0), (1, 3.0), (2, 8.0), (3, 9.0)])
+        (2, 3.0, 8.0)
+    """
+    values = [value for _, value in points]
+    total, before, best = sum(values), 0.0, (-math.inf, -1)
+    for at in range(1, len(values)):
+        before += values[at - 1]
+        apart = (total - before) / (len(values) - at) - before / at
+        best = max(
+            best, (math.copysign(apart**2, apart) * at * (len(values) - at), at), key=lambda each: each[0]
+        )
+    at = best[1]
+    return points[at][0], values[at - 1], values[at]
 
 
 def _said(mean: StepMean, digits: str = ".3g") -> str:
@@ -379,21 +445,51 @@ class Remedy(NamedTuple):
     """Where to do it, if the task or its recipe does not have these options."""
     when: str = ""
     """The cause that it is against, ``solve_none`` or ``solve_all``; empty: any."""
+    unless: str = ""
+    """The cause that it does not help against."""
+
+    def fits(self, cause: str) -> bool:
+        """Whether it helps against a cause (:attr:`Advisory.cause`)."""
+        return self.when in ("", cause) and self.unless != (cause or None)
 
     def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
         """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
 
-        A remedy that all of them follow already is left out. Options that one of them does not have are not
-        shown: what to do elsewhere is said in words.
+        A remedy that all of them follow already is left out, and so is one in Python. Options that one of
+        them does not have are not shown: what to do elsewhere is said in words.
 
         Args:
             configs: composed, one for each recipe; empty: every option is shown.
         """
         if configs and all(follows(config, self.words) for config in configs):
             return None
+        if configs and self.text.startswith(PYTHON):
+            return None
         if all(has_options(config, self.words) for config in configs):
             return self
-        return Remedy(f"{self.text}: {self.elsewhere}", "", "", self.when) if self.elsewhere else None
+        if not self.elsewhere:
+            return None
+        return self._replace(text=f"{self.text}: {self.elsewhere}", words="", elsewhere="")
+
+
+def remedy_of(advisory: Advisory, configs: Sequence[DictConfig] = ()) -> Remedy | None:
+    """The first thing to do about an advisory: an option to set, where there is one.
+
+    Args:
+        advisory: of a symptom.
+        configs: as for :meth:`Remedy.under`.
+
+    Example:
+        >>> remedy_of(Advisory("lengths-explode", "", "", ())).words
+        'pipeline=dr_grpo'
+    """
+    symptom = symptoms().get(advisory.name)
+    fitting = [
+        remedy
+        for each in (symptom.remedies if symptom else ())
+        if each.fits(advisory.cause) and (remedy := each.under(configs)) is not None
+    ]
+    return next((remedy for remedy in fitting if remedy.words), fitting[0] if fitting else None)
 
 
 def has_options(config: DictConfig, words: str) -> bool:

@@ -8,22 +8,31 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
-from .numbers import gradient_cosine, gradient_share
+from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
+from .texts import TokenValues
 
-MOVERS = 8  # groups whose share moves most
+MOVERS = 8  # groups that differ most
+ROUNDED = 1e-5  # of two numbers: they differ by more than float32 rounding
 
 
 class Mover(NamedTuple):
-    """A group of a step, and its two shares of the step's gradient."""
+    """A group of a step that the recipes treat differently."""
 
     step: int
     group: int | str
     """As the dump calls it."""
     first: float
+    """Share of the step's gradient under the first recipe; NaN where lengths are not known."""
     second: float
+    """The same under the second."""
+    apart: float = 0.0
+    """How far its advantages are apart, at the row where they are furthest; one that is not trained has 0."""
+    prompt: str = ""
+    """What the user asked last; empty: the dump has no texts."""
 
 
 @dataclass
@@ -38,13 +47,21 @@ class Comparison:
         rows: of all batches.
         both: rows that both recipes train.
         only: rows that the first alone trains, and the second alone.
+        changed: rows whose advantage × loss weight × tokens differs; without lengths, whose advantage in the
+            loss does.
+        by_token: rows among them of which the tokens alone differ.
+        factors: least and greatest factor from the first gradient of a step to the second, of steps at which
+            one is a multiple of the other; NaN once one is not.
         differ: rows whose advantages differ.
+        furthest: the greatest difference of two advantages.
+        weighed: rows that both train with loss weights that differ.
+        ratio: the greatest ratio of two of these weights.
         flips: rows whose advantages differ in their sign.
         moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
         moved: sum over steps of the share of the gradient that goes to another group.
         cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
         trains: steps at which the first recipe has a gradient, and the second.
-        movers: the groups whose share differs most, of all steps.
+        movers: the groups that differ most, of all steps: by their share, else by their advantages.
         shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, (3,): the
             two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
@@ -54,7 +71,13 @@ class Comparison:
     rows: int = 0
     both: int = 0
     only: list[int] = field(default_factory=lambda: [0, 0])
+    changed: int = 0
+    by_token: int = 0
+    factors: tuple[float, float] = (np.inf, -np.inf)
     differ: int = 0
+    furthest: float = 0.0
+    weighed: int = 0
+    ratio: float = 1.0
     flips: int = 0
     moments: np.ndarray = field(default_factory=lambda: np.zeros(6))
     moved: float = 0.0
@@ -87,6 +110,58 @@ class Comparison:
             "gradient_moved": self.moved / max(self.steps, 1),
             "gradient_cosine": float(np.mean(self.cosines)) if self.cosines else float("nan"),
         }
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the second gradient of each step is a multiple of the first."""
+        return not self.changed or self.factors[0] <= self.factors[1]
+
+    @property
+    def said(self) -> str:
+        """Whether both give the same gradient, and else where they differ, in a few words.
+
+        The gradient is that of advantage × loss weight × tokens. Clipping and other terms are of the loss.
+
+        Example:
+            >>> Comparison(("grpo", "rloo"), steps=1, rows=8).said
+            'grpo and rloo give the same gradient: advantage × loss weight × tokens is equal in all 8 rows.'
+        """
+        first, second = map(printable, self.names)
+        rows = f"{self.rows:,} rows" + (f" of {self.steps:,} steps" if self.steps > 1 else "")
+        only = [
+            f"{count:,} rows only {name} trains"
+            for count, name in zip(self.only, (first, second), strict=True)
+            if count
+        ]
+        unknown = bool(np.isnan(self.moved))
+        if not self.changed:
+            zero = f" {' and '.join(only)}, with the advantage 0." if only else ""
+            if not unknown:
+                same = "advantage × loss weight × tokens is equal in all"
+                return f"{first} and {second} give the same gradient: {same} {rows}.{zero}"
+            return f"{first} and {second} give the same advantages, in all {rows}.{zero}"
+        parts = []
+        if self.differ:
+            flips = f" ({self.flips:,} change their sign)" if self.flips else ""
+            parts.append(f"the advantages of {self.differ:,} rows, by up to {self.furthest:.3g}{flips}")
+        if self.weighed and not unknown:
+            parts.append(f"the loss weights of {self.weighed:,} rows, by up to × {self.ratio:.3g}")
+        if self.by_token:
+            parts.append(f"the tokens of {self.by_token:,} rows")
+        parts += [f"which rows are trained: {' and '.join(only)}"] if only else []
+        low, high = self.factors
+        what = "advantages" if unknown else "gradients"
+        if self.aligned:
+            factor = f"{low:.3g}" if high - low <= ROUNDED * high else f"{low:.3g} to {high:.3g}"
+            said = f"{first} and {second} give {what} of the same direction: {second} × {factor}."
+        else:
+            said = f"{first} and {second} give different {what}, at {self.changed:,} of {rows}."
+        moved = (
+            ""
+            if unknown or low <= high
+            else f" {self.numbers['gradient_moved']:.1%} of the gradient moves to"
+        )
+        return f"{said} They differ in {'; '.join(parts)}.{moved and f'{moved} other groups.'}"
 
     @property
     def averaged(self) -> dict[str, int]:
@@ -135,20 +210,27 @@ class Comparison:
         ]
         known = np.isfinite(credit[0]) & np.isfinite(credit[1])
         a, b = (values[known] for values in credit)
-        size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
-        differ = np.abs(a - b) > 1e-5 * size  # of small advantages, too, and none of a sum of rounded ones
+        differ = _differ(a, b)
         self.differ += int(differ.sum())
+        self.furthest = max(self.furthest, float(np.abs(a - b)[differ].max(initial=0.0)))
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
-        if "no_lengths" in first.columns:  # what a row weighs is not known
+        # What is in the loss of each row; a row that is not trained, or has no advantage, has 0.
+        credit = [
+            np.where(rows & np.isfinite(each), each, 0) for rows, each in zip(trained, credit, strict=True)
+        ]
+        unknown = "no_lengths" in first.columns
+        self._add_changed(first, second, credit if unknown else None)
+        if unknown:  # what a row weighs is not known
             self.moved = float("nan")
+            self._move(first, [np.full(len(first), np.nan)] * 2, credit)
             return {}
         share = [gradient_share(report.columns) for report in (first, second)]
         self.trains = [n + int(each.any()) for n, each in zip(self.trains, share, strict=True)]
         if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
             self.cosines.append(cosine)
-        of_step = {"gradient_moved": self._move(first, share)}
+        of_step = {"gradient_moved": self._move(first, share, credit)}
         if np.isfinite(cosine):
             of_step["gradient_cosine"] = cosine
         for table, labels in _labels(first).items():
@@ -159,19 +241,78 @@ class Comparison:
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + line
         return of_step
 
-    def _move(self, report: StepReport, share: Sequence[np.ndarray]) -> float:
-        """Add how far the shares (N,) of the two move from group to group, and which groups' most."""
+    def _add_changed(self, first: StepReport, second: StepReport, credit: list[np.ndarray] | None) -> None:
+        """Add the rows that do not weigh the same, by `credit` or by all that is known."""
+        both = (first.columns["reason"] == 0) & (second.columns["reason"] == 0)
+        if all("loss_weight" in report.columns for report in (first, second)):
+            a, b = (report.columns["loss_weight"][both] for report in (first, second))
+            known = (a > 0) & (b > 0)
+            a, b = a[known], b[known]
+            self.weighed += int((differ := _differ(a, b)).sum())
+            self.ratio = max(self.ratio, float(np.maximum(a / b, b / a)[differ].max(initial=1.0)))
+        a, b = credit or (row_weight(report.columns) for report in (first, second))
+        changed = _differ(a, b)
+        by_token = np.zeros(len(first), bool)
+        for row in {*first.by_token, *second.by_token}:
+            by_token[row] = both[row] and not _same_tokens(first.by_token.get(row), second.by_token.get(row))
+        by_token &= ~changed
+        self.by_token += int(by_token.sum())
+        self.changed += int((changed | by_token).sum())
+        if not a.any() and not b.any():
+            return
+        factor = float(a @ b / (a @ a)) if a.any() else 0.0
+        if factor <= 0 or by_token.any() or _differ(factor * a, b).any():
+            self.factors = (np.nan, np.nan)
+        elif not np.isnan(self.factors[0]):
+            self.factors = (min(self.factors[0], factor), max(self.factors[1], factor))
+
+    def _move(self, report: StepReport, share: Sequence[np.ndarray], credit: Sequence[np.ndarray]) -> float:
+        """Add how far the shares (N,) of the two move from group to group, and which groups differ most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
         groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
+        index = index.reshape(-1)
         names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
-        one, other = (np.bincount(index.reshape(-1), weights, len(groups)) for weights in share)
+        one, other = (np.bincount(index, weights, len(groups)) for weights in share)
         moved = float(np.abs(one - other).sum() / 2)
         self.moved += moved
-        most = np.argsort(-np.abs(one - other), kind="stable")[:MOVERS]
-        found = [Mover(report.step, names[k], float(one[k]), float(other[k])) for k in most]
-        some = [mover for mover in found if mover.first != mover.second]
-        self.movers = sorted(self.movers + some, key=lambda m: -abs(m.first - m.second))[:MOVERS]
+        apart = np.zeros(len(groups))
+        np.maximum.at(apart, index, np.where(_differ(*credit), np.abs(credit[0] - credit[1]), 0.0))
+        size = np.where(np.abs(one - other) > ROUNDED * (one + other), np.abs(one - other), 0.0)
+        found = [
+            Mover(report.step, names[k], one[k], other[k], apart[k], report.asked(int(rows[k])) or "")
+            for k in np.lexsort((-apart, -size))[:MOVERS].tolist()
+            if size[k] or apart[k]
+        ]
+        plain = [each._replace(first=float(each.first), second=float(each.second)) for each in found]
+        plain = [each._replace(apart=float(each.apart)) for each in plain]
+        self.movers = sorted(self.movers + plain, key=_most)[:MOVERS]
         return moved
+
+
+def _most(mover: Mover) -> tuple[float, float]:
+    """Greatest difference of the shares first, then of the advantages."""
+    moved = abs(mover.first - mover.second)
+    return (0.0 if np.isnan(moved) else -moved, -mover.apart)
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """(N,) bool: of small numbers, too, and none of a sum of rounded ones."""
+    size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
+    return np.abs(a - b) > ROUNDED * size
+
+
+def _same_tokens(first: TokenValues | None, second: TokenValues | None) -> bool:
+    """Whether each token of a row has the same numbers; what only one of them has must be 1 everywhere."""
+    one, other = (each.values if each is not None else {} for each in (first, second))
+    for name in {*one, *other}:
+        a, b = (np.asarray(each.get(name, 1.0), float) for each in (one, other))
+        a, b = np.broadcast_arrays(a, b)
+        here = ~np.isnan(a) & ~np.isnan(b)
+        if name == "advantage" and not (name in one and name in other):
+            continue  # a row's one advantage was compared already
+        if _differ(a[here], b[here]).any():
+            return False
+    return True
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:

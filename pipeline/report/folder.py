@@ -30,6 +30,7 @@ from .step import StepReport
 Item = TypeVar("Item")
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
+UNGRADED, MOST_UNGRADED = "rewards-missing", 20  # the symptom, and steps that the page shows because of it
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
@@ -119,6 +120,7 @@ class ReportFolder:
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
         self._asked: dict[int, StepReport] = {}  # those of `add(keep=True)`
+        self._ungraded: dict[int, StepReport] = {}  # those whose grader failed
         self._broken: dict[str, dict[int, StepReport]] = {}  # by rule, those that its advisory may name
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
@@ -192,7 +194,10 @@ class ReportFolder:
         self._kept.add((place, report))
         if keep:
             self._asked[place] = report
-        for name in broken_by(report.numbers):
+        broken = broken_by(report.numbers)
+        if UNGRADED in broken and len(self._ungraded) < MOST_UNGRADED:
+            self._ungraded[place] = report
+        for name in broken:
             steps = self._broken.setdefault(name, {})
             if len(steps) > NAMED:  # a sentence names the first and the last of so many
                 steps.popitem()
@@ -207,14 +212,17 @@ class ReportFolder:
             ended = time.monotonic()
             self._due = ended + max(self.every, (ended - began) / SHARE)
 
-    def fail(self, step: int | None, why: str) -> None:
-        """Note a step that has no report, and the reason: for ``headrace view``, with the rows' files.
+    def fail(self, step: int | None, why: str, refused: StepReport | None = None) -> None:
+        """Note a step that is in no number, and the reason: for ``headrace view``, with the rows' files.
 
         Args:
             step: its number; None where nobody knows it.
             why: the reason.
+            refused: its rows, if they can be read; ``headrace view`` shows them.
         """
-        if self.dump is not None:
+        if refused is not None and self.dump is not None:
+            self._write_rows(refused)
+        elif self.dump is not None:
             self._begin(step)
         self.failed.append(FailedStep(step, why))
         if self.dump is not None:
@@ -259,7 +267,7 @@ class ReportFolder:
 
     def _shown(self) -> dict[int, StepReport]:
         """The reports of the page, by place."""
-        shown = dict(self._kept.all()) | self._asked
+        shown = dict(self._kept.all()) | self._asked | self._ungraded
         for advisory in self._advice_at_last().advisories:
             broken = [*self._broken.get(advisory.name, {}).items()]
             shown |= dict(broken if len(broken) <= NAMED else [broken[0], broken[-1]])
@@ -290,7 +298,8 @@ class ReportFolder:
         }
         data["unsaid"] = self.unsaid
         data["rows_kept"] = self.dump is not None
-        data["notices"] = [printable(notice) for notice in self.notices]
+        failed = [f"Step {each.step} failed, and is in no number here: {each.why}" for each in self.failed]
+        data["notices"] = [printable(notice) for notice in self.notices or failed]
         if self.versus is not None:
             data["versus"] = list(self.versus)
         path = self.folder / "report.html"

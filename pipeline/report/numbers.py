@@ -40,6 +40,9 @@ def numbers_of(
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
                                             The first only where it is known how each row ended
+    ``rollouts/unrewarded``                 share of rollouts that arrive without a reward
+    ``groups/equal_and_truncated``          share of groups of two or more whose rewards are all equal, and of
+                                            whose rollouts at least half are truncated
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
@@ -77,6 +80,11 @@ def numbers_of(
             differ = np.isfinite(among["reward_std"]) & ~among["zero_variance"]
             numbers["frac_reward_zero_std"] = float(among["zero_variance"][several].mean())
             numbers["groups/informative"] = float(differ[several].mean())
+            if "status" in columns and (columns["status"] >= 0).all():
+                group = np.searchsorted(np.sort(groups["id"]), rollouts["group"])
+                cut = np.bincount(group, rollouts["truncated"]) >= np.bincount(group) / 2
+                equal = groups["zero_variance"][np.argsort(groups["id"])] & cut
+                numbers["groups/equal_and_truncated"] = float(equal.sum() / (groups["rollouts"] > 1).sum())
         numbers |= _statistics("group_size", groups["rollouts"], ("mean", "min", "max"))
         if (dispatched := groups["expected"] >= 0).any():
             numbers["groups/incomplete"] = float((~groups["complete"])[dispatched].mean())
@@ -87,6 +95,10 @@ def numbers_of(
         if "no_lengths" not in columns and (share := gradient_share(columns)).any():
             _, group = np.unique(columns["group_id"], return_inverse=True)
             numbers["groups/largest_gradient_share"] = float(np.bincount(group.reshape(-1), share).max())
+    if "collected_reward" in columns and len(columns["collected_reward"]):
+        _, of = np.unique(columns.get("rollout_id", columns["row"]), return_inverse=True)
+        scored = np.bincount(of.reshape(-1), np.isfinite(columns["collected_reward"])) > 0
+        numbers["rollouts/unrewarded"] = float(1 - scored.mean())
     if "status" in columns and len(rollouts["failed"]):
         names = ("truncated", "failed") if (columns["status"] >= 0).all() else ("failed",)
         numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in names}

@@ -89,7 +89,7 @@ def page_data(
                 "shows": each.shows,
                 "means": each.means,
                 "remedies": [
-                    {"text": one.text, "words": one.words, "when": one.when}
+                    {"text": one.text, "words": one.words, "when": one.when, "unless": one.unless}
                     for one in (remedy.under(configs) for remedy in each.remedies)
                     if one is not None
                 ],
@@ -124,7 +124,13 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
         "numbers": report.numbers,
         "verdict": printable(said.verdict),
         "advisories": [
-            {"name": each.name, "text": printable(each.text), "cause": each.cause} for each in said.advisories
+            {
+                "name": each.name,
+                "text": printable(each.text),
+                "cause": each.cause,
+                "because": each.because,
+            }
+            for each in said.advisories
         ],
         "unchecked": [f"{symptoms()[name].title}: needs {symptoms()[name].needs}" for name in said.unchecked],
     }

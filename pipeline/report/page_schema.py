@@ -112,6 +112,7 @@ class PageAdvisory(TypedDict):
     name: str  # of its symptom
     text: str  # a sentence, with the number
     cause: str  # of it, `solve_none` or `solve_all`; empty: not known
+    because: str  # the symptom that causes it; empty: none of those of the step
 
 
 class PageRemedy(TypedDict):
@@ -120,6 +121,7 @@ class PageRemedy(TypedDict):
     text: str  # what
     words: str  # to type; empty: none
     when: str  # the cause that it is against; empty: any
+    unless: str  # the cause that it does not help against; empty: none
 
 
 class PageSymptom(TypedDict):

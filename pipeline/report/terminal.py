@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from omegaconf import DictConfig
 from rich.console import Console, Group
 from rich.text import Text
 from tensordict import TensorDictBase
@@ -13,7 +14,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, reason_words
 
-from .advice import Advisory, symptoms
+from .advice import BEYOND, Advisory, remedy_of
 from .funnel import funnel_table
 from .shared_tokens import tree_words
 from .step import StepReport, make_report
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 GROUPS = 12  # lines of the table; the number of other groups is below it
 ROLLOUTS = 8  # rewards in a line
 PROMPT = 40  # letters of it at most
+ADVISED = 3  # advisories; the page has all
 
 
 def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
@@ -58,15 +60,38 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
 
 
 def show_advisories(
-    advisories: Sequence[Advisory], verdict: str | None = None, unchecked: Sequence[str] = ()
+    advisories: Sequence[Advisory],
+    verdict: str | None = None,
+    unchecked: Sequence[str] = (),
+    configs: Sequence[DictConfig] = (),
 ) -> list[Text]:
-    """A verdict, a line for each advisory behind the name of its symptom, and what nobody can tell."""
-    lines = [] if verdict is None else [Text(printable(verdict), style="bold")]
-    lines += [Text(f"{each.name}: {printable(each.text)}", style="yellow") for each in advisories]
+    """A verdict; the first advisories, each with one remedy; and what nobody can tell, on one line.
+
+    Args:
+        advisories: most urgent first.
+        verdict: whether the reward rises; an advisory does not say that again.
+        unchecked: names of symptoms.
+        configs: composed, so that remedies are options that the task has (:meth:`Remedy.under`).
+    """
+    said = verdict or ""
+    lines = []
+    for each in advisories[:ADVISED]:
+        first = each.text.partition(BEYOND)[0]
+        trend = said.startswith(each.text.removesuffix("."))
+        said = said if trend else said.replace(f" {first}", "")
+        remedy = remedy_of(each, configs)
+        words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
+        words += f": {remedy.words}" if remedy is not None and remedy.words else ""
+        because = f"because of {each.because}." if each.because else ""
+        parts = [part for part in ("" if trend else each.text, because, words and f"→ {words}") if part]
+        lines += [Text(f"{each.name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
+    if len(advisories) > ADVISED:
+        lines.append(Text(f"and {len(advisories) - ADVISED} more, on the page", style="yellow"))
     if unchecked:
-        words = "; ".join(f"{name} needs {symptoms()[name].needs}" for name in unchecked)
-        lines.append(Text(f"not checked, for lack of data: {words.replace('`', '')}.", style="dim"))
-    return lines
+        more = f" and {len(unchecked) - 2} more" if len(unchecked) > 3 else ""
+        named = ", ".join(unchecked[: 2 if more else 3])
+        lines.append(Text(f"not checked, for lack of data: {named}{more}", style="dim"))
+    return [Text(printable(said), style="bold"), *lines] if verdict is not None else lines
 
 
 def print_report(

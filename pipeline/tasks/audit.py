@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
@@ -91,7 +92,8 @@ def audit(
         The number of findings.
 
     Raises:
-        ConfigError: ``source.path`` is missing, or a stage or option is unknown.
+        ConfigError: ``source.path`` is missing, a stage or option is unknown, or most groups have another
+            size than the one that is set.
         SourceError: a file cannot be read.
         AuditFailed: there are findings, and ``audit.strict`` is true.
     """
@@ -108,15 +110,19 @@ def audit(
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, unlike = 0, 0, list[LoggedRows]()
+    sizes: Counter[int] = Counter()
     for number, batch in each_step(source, console):
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
         step = AuditedStep(number, batch, declared, **how)
+        if size is not None and "expected_rollouts" not in batch.keys():
+            sizes.update(step.sizes)
         before = len(results["advantages"].findings)
         for name, (_, check) in CHECKS.items():
             results[name].add(check(step))
         if len(results["advantages"].findings) > before and sum(len(each.logged) for each in unlike) < MOST:
             unlike += _logged_rows(step, batch)
         steps, rows = steps + 1, rows + len(batch)
+    refuse_wrong_size(size, sizes, "source" if config.source.group_size else "pipeline.stages.gate")
     if unlike:
         results["advantages"].hint = "; ".join(explain_logged(unlike))
     named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
@@ -145,6 +151,27 @@ def audit(
     if found and config.audit.strict:
         raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
     return found
+
+
+def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
+    """Refuse a size that most groups do not have, where these have one other: the size is wrong, not they.
+
+    Args:
+        size: as it was set; None: it was not.
+        sizes: of groups, and how many have each.
+        option: the path before ``group_size``.
+
+    Raises:
+        ConfigError: more than half of the groups have one other size.
+    """
+    if size is None or not sizes:
+        return
+    other, count = sizes.most_common(1)[0]
+    if other != size and 1 < count > sizes.total() / 2:
+        raise ConfigError(
+            f"{option}.group_size={size} is probably wrong: {count:,} of {sizes.total():,} groups have "
+            f"{other} rollouts. Set {option}.group_size={other}"
+        )
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:

@@ -157,6 +157,12 @@ class AuditedStep:
         if self.weight is not None:
             self.trains &= self.weight > 0  # NaN for rows that were not trained
 
+    @property
+    def sizes(self) -> list[int]:
+        """The number of rollouts of each group, lost ones included."""
+        pairs = torch.unique(torch.stack([self.groups.labels, self.rollouts.labels]), dim=1)
+        return pairs[0].unique(return_counts=True)[1].tolist()
+
     def _names(self, batch: TensorDictBase, unit: str) -> list[str]:
         labels = strings(batch[f"{unit}_label"], self.size) if f"{unit}_label" in batch.keys() else None
         return [str(each) for each in batch[f"{unit}_id"].tolist()] if labels is None else list(labels)

@@ -28,6 +28,7 @@ from .source import each_step, open_configured, recipe_nodes, report_of
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
+ID = 16  # characters of an id at most
 FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4f"}
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
@@ -100,12 +101,33 @@ def compare(
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the numbers of a comparison, and its tables of gradient shares."""
+    """Print whether the recipes differ, and where; what is the same under both is named once."""
 
-    def by_label(line: tuple[str, np.ndarray]) -> tuple[int, str]:
+    def by_label(line: tuple[str, list[float]]) -> tuple[int, str]:
         return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
 
+    unknown = math.isnan(comparison.moved)
+    console.print(Text(f"\n{comparison.said}", style="bold"))
+    if unknown:
+        console.print(Text(NO_SHARES))
+    if comparison.aligned:
+        return
     first, second = map(printable, comparison.names)
+    recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
+    if comparison.movers:
+        named = "prompt" if any(mover.prompt for mover in comparison.movers) else "group"
+        shares = [] if unknown else recipes
+        columns = [FittedColumn("step", right=True), FittedColumn(named, gives="cut", right=named == "group")]
+        last = FittedColumn("advantages apart by", gives="wrap", right=True, leaves=1)
+        what = "advantages differ" if unknown else "share of their step's gradient differs"
+        movers = FittedTable([*columns, *shares, last], f"\ngroups whose {what} most")
+        for mover in comparison.movers:
+            called = first_words(mover.prompt) if mover.prompt else short_id(mover.group)
+            pair = [mover.first, mover.second]
+            digits = ".1%" if f"{pair[0]:.1%}" != f"{pair[1]:.1%}" else ".4%"
+            moved = [] if unknown else [format(share, digits) for share in pair]
+            movers.add(f"{mover.step:,}", called, *moved, f"{mover.apart:.3g}" if mover.apart else "same")
+        console.print(movers)
     labels = {
         "rows": "rows",
         "trained_by_both": "trained by both",
@@ -121,34 +143,47 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         steps, both = f"{comparison.steps:,} steps", f"{comparison.averaged['gradient_cosine']:,}"
         labels["gradient_moved"] += f", mean over all {steps}"
         labels["gradient_cosine"] += f", mean over the {both} of {steps} at which both have a gradient"
-    title = f"\nthe same rollouts under {first} and {second}"
-    title += f", all {comparison.steps:,} steps" if comparison.steps > 1 else ""
-    table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)], title)
+    table = FittedTable([FittedColumn("", gives="wrap"), FittedColumn("", right=True)])
     for key, value in comparison.numbers.items():
-        table.add(labels[key], "–" if math.isnan(value) else format(value, FORMATS.get(key, ",.0f")))
-    console.print(table)
-    recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
-    if math.isnan(comparison.moved):
-        console.print(Text(f"\n{NO_SHARES}"), soft_wrap=True)
+        if not math.isnan(value):
+            table.add(labels[key], format(value, FORMATS.get(key, ",.0f")))
+    console.print(Text(), table)
+    if unknown:
         return
-    console.print(Text("\n" + SHARE), soft_wrap=False)
-    movers = FittedTable(
-        [FittedColumn("step", right=True), FittedColumn("group", right=True), *recipes],
-        "\ngroups whose share of their step's gradient differs most",
-    )
-    for mover in comparison.movers:
-        movers.add(f"{mover.step:,}", str(mover.group), f"{mover.first:.1%}", f"{mover.second:.1%}")
-    if comparison.movers:
-        console.print(movers)
-    if comparison.steps > 1:
+    means = {
+        name: [line for line in lines.items() if f"{line[1][0]:.1%}" != f"{line[1][1]:.1%}"]
+        for name, lines in comparison.mean_shares().items()
+    }
+    if any(steps < comparison.steps for steps in comparison.trains) and any(means.values()):
         of = (f"{steps:,} of {name}" for name, steps in zip((first, second), comparison.trains, strict=True))
         console.print(Text(f"\nBelow are means over the steps that have a gradient: {', '.join(of)}."))
-    for name, lines in comparison.mean_shares().items():
+    for name, lines in means.items():
+        if not lines:
+            continue
         label = FittedColumn(LABELS.get(name, name), gives="cut")
         table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
-        rows = sorted(lines.items(), key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
-        for text, (one, other, count) in sorted(rows, key=by_label):
-            shares = (f"{one:.1%}", f"{other:.1%}")
-            text = last_user_turn(text) if name == "prompt" else text
-            table.add(printable(text)[:PROMPT], *shares, f"{count:,.0f}")
+        most = sorted(lines, key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
+        for text, (one, other, count) in sorted(most, key=by_label):
+            text = first_words(last_user_turn(text)) if name == "prompt" else printable(text)
+            table.add(text, f"{one:.1%}", f"{other:.1%}", f"{count:,.0f}")
         console.print(table)
+    if same := [name for name, lines in means.items() if not lines]:
+        console.print(Text(f"\nThe same under both: shares by {', by '.join(same)}."))
+    console.print(Text(f"\n{SHARE}"))
+
+
+def first_words(text: str) -> str:
+    """The beginning of a prompt, on one line."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= PROMPT else f"{line[: PROMPT - 1]}…"
+
+
+def short_id(label: int | str) -> str:
+    """An id as a table has it: of a long text, as a hash is, the beginning.
+
+    Example:
+        >>> short_id(2**62), short_id("prompt/bcfa1ad62952453f3229f6ebe9b0cba5")
+        ('4611686018427387904', 'prompt/bcfa1ad6…')
+    """
+    text = printable(str(label))
+    return text if isinstance(label, int) or len(text) <= ID else f"{text[: ID - 1]}…"

@@ -26,7 +26,7 @@ from .compare import compare
 from .group_sizes import tabulate_group_sizes
 from .measure_trainer import measure_trainer
 from .replay import replay
-from .source import with_group_options
+from .source import with_needed_options
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
@@ -50,7 +50,7 @@ def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float
             return OF_RECIPES[config.task](config, output, list(overrides))
         return TASKS[config.task](config, output)
     except (SourceError, BatchError) as err:
-        if (better := with_group_options(err, config, overrides)) is err:
+        if (better := with_needed_options(err, config, overrides)) is err:
             raise
         raise better from err
 

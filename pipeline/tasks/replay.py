@@ -18,6 +18,7 @@ from rich.text import Text
 from headrace.pipeline.failed_steps import FailedStep
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
+from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.report import ReportFolder, show_advisories, show_report, tree_words
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.sources import SourceError
@@ -74,7 +75,10 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 report = report_of(pipeline, step or 0, found, config, **how)
             except (SourceError, BatchError) as err:
                 first = first or err
-                folder.fail(step, in_words_to_type(str(err)).removeprefix(f"step {step}: "))
+                rows = None
+                if isinstance(err, BatchError) and not isinstance(found, SourceError):
+                    rows = refused_report(found, step or 0, err)
+                folder.fail(step, in_words_to_type(str(err)).removeprefix(f"step {step}: "), rows)
                 folder.notices = said_of(failed, len(history), source.draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None
@@ -96,7 +100,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
         if words := tree_words(in_all):
             console.print(Text(f"{words}, all {len(history):,} steps"))
-        console.print(*show_advisories(folder.advisories, folder.verdict, folder.unchecked), sep="\n")
+        console.print(
+            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs), sep="\n"
+        )
     for notice in folder.notices:
         console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():

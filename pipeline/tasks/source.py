@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +19,18 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.load import ConfigError
+from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport, last_user_turn, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.sources.batch import Draws
 from headrace.pipeline.sources.record import quote
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import in_words_to_type, printable, word_to_set
 from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
+TRIED = 20  # steps that are run to learn which options the dump needs
+MOST_ASKED = 4  # options that stages ask for
 NAMED_DRAWS = 6  # steps that are named, and shown, since a prompt was drawn several times
 
 
@@ -187,10 +192,12 @@ def report_of(
     return make_report(run, step=step, solved=config.report.solved, **more)
 
 
-def with_group_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
-    """Of an error for lack of ``source.group_by`` or ``source.group_size``, one that has the whole command.
+def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
+    """Of an error for lack of options that the dump needs, one that has the whole command.
 
-    The size is the one that most groups of the first step have. Other errors come back as they are.
+    The options are how groups are made, their size, which is the one that most groups of the first step have,
+    and what the stages ask for at the first steps. Other errors, and those that name the only option that is
+    needed, come back as they are.
 
     Args:
         err: of a task that reads a dump.
@@ -198,35 +205,134 @@ def with_group_options(err: Exception, config: DictConfig, words: Sequence[str])
         words: overrides of the command line.
     """
     no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
-    if not (no_group or no_size) or config.get("source") is None:
+    stage_asks = isinstance(err, BatchError) and word_to_set(str(err)) is not None
+    if not (no_group or no_size or stage_asks) or config.get("source") is None:
         return err
-    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by")}
+    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by", "group_size")}
     if no_group:
         options["group_by"] = "prompt"
+    typed = ["source.group_by=prompt"] if no_group else []
+    said = []
+    if no_group:
+        said.append(
+            "The dump has no id of a group. If each prompt was drawn once a step, equal prompts are a group."
+        )
     try:
-        source = open_source(config.source.path, skip_bad=True, **options)
-        step, batch = next(iter(source))
+        source = open_source(config.source.path, **options)
+        step, batch = next(_good_steps(source))
+        if (no_group or no_size) and config.source.group_size is None:
+            reads = "group_size" in READERS[source.format].options
+            if not reads and "stage 'gate'" not in str(err):
+                return err
+            size = usual_size(batch)
+            said.append(
+                "The dump does not say how many rollouts each group was dispatched with. "
+                f"Most groups of this step have {size}. If your trainer samples {size} for each prompt,"
+            )
+            typed.append(f"{'source' if reads else 'pipeline.stages.gate'}.group_size={size}")
+            options["group_size"] = size if reads else None
+        lines = (
+            [f"step {step}: {' '.join(said)} {'set' if said[-1][-1] == ',' else 'Set'} {' '.join(typed)}"]
+            if said
+            else []
+        )
+        bad = next(_bad_steps(open_source(config.source.path, **options)), None)
+        if lines and bad is not None and config.task != "replay" and not config.source.skip_bad:
+            lines.append(f"{printable(str(bad))}. Fix the dump, or set source.skip_bad=true")
+            typed.append("source.skip_bad=true")
+        source = open_source(config.source.path, skip_bad="source.skip_bad=true" in typed, **options)
     except (SourceError, ValueError, StopIteration):
         return err
-    if "group_size" not in READERS[source.format].options:
+    if config.task != "audit":  # which runs no gate, and keeps what other tasks refuse
+        for line, word in _asked_by_stages(source, config, [*words, *typed]):
+            lines.append(line)
+            typed.append(word)
+    if not said and len(typed) < 2:
         return err
-    typed = ["source.group_by=prompt"] if no_group else []
-    said = f"step {step}: "
-    if no_group:
-        said += (
-            "the dump has no id of a group. If each prompt was drawn once a step, equal prompts are a group. "
-        )
-    if config.source.group_size is None:
-        rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
-        size = int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
-        said += (
-            "The dump does not say how many rollouts each group was dispatched with. "
-            f"Most groups of this step have {size}. If your trainer samples {size} for each prompt, "
-        )
-        typed.append(f"source.group_size={size}")
     placed = {word.partition("=")[0]: word for word in (*words, *typed)}
     command = shlex.join(["headrace", *placed.values()])
-    return ConfigError(f"{said}{'set' if said.endswith(', ') else 'Set'} {' '.join(typed)}:\n{command}")
+    return ConfigError("\n".join([*lines[:-1], f"{lines[-1]}:", command]))
+
+
+def words_for_groups(path: Path) -> list[str]:
+    """The words with which a replay can read the groups of a dump; empty where it needs none, or is none.
+
+    Args:
+        path: of the dump.
+    """
+    words: list[str] = []
+    try:
+        for by in (None, "prompt"):
+            source = open_source(path, group_by=by)
+            _, found = next(source.outcomes())
+            if not isinstance(found, SourceError):
+                break
+            if "a sample needs a group" not in str(found):
+                return []
+            words = ["source.group_by=prompt"]
+        if isinstance(found, SourceError) or "expected_rollouts" in found.keys():
+            return words
+        reads = "group_size" in READERS[source.format].options
+        return [*words, f"{'source' if reads else 'pipeline.stages.gate'}.group_size={usual_size(found)}"]
+    except (SourceError, ValueError, StopIteration):
+        return []
+
+
+def usual_size(batch: TensorDictBase) -> int:
+    """The number of rollouts that most groups of a batch have."""
+    rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
+    return int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
+
+
+def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What the stages ask for at the first steps, one after the other: the sentence, and the word to type."""
+    if config.task == "compare":
+        nodes = list(recipe_nodes(config.pipelines, words).values())
+    else:
+        nodes = [copy.deepcopy(config.pipeline)]
+        for path, _, value in (word.lstrip("+").partition("=") for word in words):
+            if path.startswith("pipeline.") and not path.endswith("_key"):
+                OmegaConf.update(nodes[0], path.removeprefix("pipeline."), OmegaConf.create({"": value})[""])
+    try:
+        steps = list(islice(_good_steps(source), TRIED))
+        for _ in range(MOST_ASKED):
+            step, err = next(_refused(steps, [build_pipeline(node) for node in nodes]))
+            word = word_to_set(str(err))
+            if word is None:
+                return
+            yield f"step {step}: {in_words_to_type(str(err))}", word
+            path, _, value = word.partition("=")
+            for node in nodes:
+                if OmegaConf.select(node, path.removeprefix("pipeline.").rpartition(".")[0]) is not None:
+                    OmegaConf.update(node, path.removeprefix("pipeline."), value)
+    except (SourceError, ConfigError, StopIteration):
+        return
+
+
+def _good_steps(source: Source) -> Iterator[tuple[int, TensorDictBase]]:
+    """The steps that can be read: a step without one of its records would lack rollouts."""
+    for step, found in source.outcomes():
+        if step is not None and not isinstance(found, SourceError):
+            yield step, found
+
+
+def _bad_steps(source: Source) -> Iterator[SourceError]:
+    """What is wrong with the steps, of the first ones, that cannot be read."""
+    for _, found in islice(source.outcomes(), TRIED):
+        if isinstance(found, SourceError):
+            yield found
+
+
+def _refused(
+    steps: Sequence[tuple[int, TensorDictBase]], pipelines: Sequence[Pipeline]
+) -> Iterator[tuple[int, BatchError]]:
+    """The steps whose batch a pipeline refuses, each with the first error."""
+    for step, batch in steps:
+        try:
+            for pipeline in pipelines:
+                pipeline.run(batch)
+        except BatchError as err:
+            yield step, err
 
 
 def sizes_of_groups(config: DictConfig, path: str) -> list[int]:

@@ -16,8 +16,10 @@ from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
-from headrace.transforms import weighted_loss
+from headrace.pipeline.wording import in_words_to_type
+from headrace.transforms import BatchError, weighted_loss
 from headrace.transforms.schema import FINISHED
 
 from .display import REWARD, TrainingDisplay
@@ -74,7 +76,11 @@ def train(config: DictConfig, output: Path) -> float:
                     record.add_seconds("reward", env.reward_seconds - graded)
                     spent, graded = spent - (env.reward_seconds - graded), env.reward_seconds
                 record.add_seconds("collect", spent)
-                report = _train_step(pipeline, batch, components, config, step, record)
+                try:
+                    report = _train_step(pipeline, batch, components, config, step, record)
+                except BatchError as err:
+                    folder.fail(step, in_words_to_type(str(err)), refused_report(batch, step, err))
+                    raise
                 folder.add(report)
                 display.step({"step": step, **report.numbers})
                 began = time.perf_counter()
@@ -84,7 +90,7 @@ def train(config: DictConfig, output: Path) -> float:
     finally:
         collector.shutdown()
         page = folder.close()
-        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked)
+        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs)
         display.close(ending, page=page, lines=advice)
     return display.history[-1].get(REWARD, float("nan"))
 

@@ -241,7 +241,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     found = []
     for run in runs:
         steps = run.steps()
-        lines = [summary(each) for each in steps.values()]
+        lines, last = [summary(each) for each in steps.values()], next(reversed(steps.values()), None)
         found.append(
             {
                 "name": printable(run.name),
@@ -249,6 +249,7 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "problems": run.problems(),
                 "failed": run.failed(),
                 "same": run.same_by(),
+                "metrics": [printable(str(name)) for name in last.numbers] if last else [],
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
         )
@@ -292,15 +293,31 @@ def answer_step(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     return {"numbers": numbers, "recipe": recipe}
 
 
+def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
+    """A number of each step of all runs, as [step, value] pairs."""
+    name = query.text("name")
+    query.end()
+    found = []
+    for run in runs:
+        numbers = {
+            step: {printable(str(key)): value for key, value in each.numbers.items()}
+            for step, each in run.steps().items()
+        }
+        found.append([[step, a_number(of.get(name))] for step, of in numbers.items()])
+    return {"runs": found}
+
+
 def answer_rows(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """Some rows of a step."""
     run, step = query.run(runs), query.number("step")
-    words = {name: query.text(name) for name in ("sort", "reason", "group", "text", "prompt")}
+    other = next((each for each in runs if each is not run), None)
+    how: dict[str, Any] = {name: query.text(name) for name in ("sort", "reason", "group", "text", "prompt")}
     same = query.one_of("same", run.same_by() or ["prompt"])
     descending = query.one_of("order", ("ascending", "descending")) == "descending"
     offset, count = query.number("offset", 0), min(query.number("count", 50), MOST)
     query.end()
-    return run.rows(step, **words, same=same, descending=descending, offset=offset, count=count)
+    how |= {"same": same, "descending": descending, "offset": offset, "count": count}
+    return run.rows(step, **how, other=other)
 
 
 def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
@@ -384,6 +401,7 @@ def same_of(runs: Sequence[StoredRun]) -> list[str]:
 ANSWERS: dict[str, Callable[[Sequence[StoredRun], Query], dict[str, Any]]] = {
     "api/runs": answer_runs,
     "api/step": answer_step,
+    "api/metric": answer_metric,
     "api/rows": answer_rows,
     "api/text": answer_text,
     "api/key": answer_key,

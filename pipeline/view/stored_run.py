@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -164,10 +165,7 @@ class StoredRun:
         of_run = any((place / name).exists() for name in ("rollouts", "report.html"))
         if of_run or file.absolute().parent.name == "rollouts":
             return f": headrace view {place}"
-        return (
-            f". For a dump of another trainer: headrace task=replay source.path={file} hydra.run.dir=FOLDER, "
-            "then headrace view FOLDER"
-        )
+        return f". For a dump of another trainer: {replay_of(file)}, then headrace view FOLDER"
 
     def _why_empty(self, folder: Path) -> str:
         if self._failed:
@@ -184,8 +182,8 @@ class StoredRun:
             return f"{folder} has no rows of its own. Give a run below it, or two: headrace view {some}"
         if any(self.rows_folder.glob("step_*.jsonl")):
             return (
-                f"{folder} has its rows as JSON Lines, and Parquet is needed: headrace task=replay "
-                f"source.path={self.rows_folder} hydra.run.dir=FOLDER writes them, then headrace view FOLDER"
+                f"{folder} has its rows as JSON Lines, and Parquet is needed: {replay_of(self.rows_folder)} "
+                "writes them, then headrace view FOLDER"
             )
         if (self.folder / "report.html").exists():
             return (
@@ -194,7 +192,7 @@ class StoredRun:
             )
         return (
             f"{folder} has no rows of a run (rollouts/step_*.parquet). For a dump of another trainer: "
-            f"headrace task=replay source.path={folder} hydra.run.dir=FOLDER, then headrace view FOLDER"
+            f"{replay_of(folder)}, then headrace view FOLDER"
         )
 
     # -- rows of a step ------------------------------------------------------------------------------------
@@ -210,6 +208,7 @@ class StoredRun:
         text: str = "",
         prompt: str = "",
         same: str = "prompt",
+        other: StoredRun | None = None,
         offset: int = 0,
         count: int = 50,
     ) -> dict[str, Any]:
@@ -217,13 +216,15 @@ class StoredRun:
 
         Args:
             number: of the step.
-            sort: a column of numbers; empty: the reward of the rollout. Rows without a number come last.
+            sort: a column of numbers; empty: the reward of the rollout; ``apart``: how far the advantage is
+                from that of the same row in `other`. Rows without a number come last.
             descending: whether the greatest number comes first.
             reason: rows with this reason only; ``left``: those that are not trained.
             group: rows with this group id, or group label, only; where none has it, those that begin with it.
             text: rows only in which a text has this in it, in whatever case.
             prompt: key of a prompt (:func:`key_of`): its rows only.
             same: the column whose values `prompt` is a key of.
+            other: another run, with the same rollouts.
             offset: how many rows to leave out.
             count: most rows to return.
 
@@ -236,11 +237,12 @@ class StoredRun:
         """
         stored = self.step(number)
         sort = sort or next((name for name in REWARDS if name in stored.kinds), "row")
-        if stored.kinds.get(sort) not in ("number", "integer"):
+        apart = None if sort != "apart" or other is None else self._apart(stored, other)
+        if apart is None and stored.kinds.get(sort) not in ("number", "integer"):
             raise UnreadableRows(f"rows are sorted by a column of numbers; step {number} has no {sort!r}")
         with opened(stored.path) as file:
             order = self._matching(file, stored, reason, group, text, prompt, same)
-            ranks, unknown = ranked(file.read([sort])[sort])
+            ranks, unknown = ranked(file.read([sort])[sort] if apart is None else apart)
             ranks = -ranks if descending else ranks
             order = order[np.lexsort((ranks[order], unknown[order]))]
             chosen = order[offset : offset + count]
@@ -248,6 +250,21 @@ class StoredRun:
             rows = cells_at(file, stored, names, chosen)
         columns = [[printable(name), stored.kinds[name]] for name in names]
         return {"columns": columns, "rows": rows, "found": len(order), "of": stored.rows}
+
+    def _apart(self, stored: StoredStep, other: StoredRun) -> pa.ChunkedArray:
+        """(N,) how far each advantage is from that of the same row of the same rollout in another run."""
+        number, found = stored.step, []
+        for each in (stored, other.step(number)):
+            rollout = "rollout_label" if "rollout_label" in each.kinds else "rollout_id"
+            names = [name for name in ("row", rollout, "advantage") if name in each.kinds]
+            if len(names) < 3:
+                raise UnreadableRows(f"step {number} of both runs needs {', '.join(names)} and an advantage")
+            with opened(each.path) as file:
+                columns = file.read(names)
+                row, of, advantage = (columns[name].to_pylist() for name in names)
+            found.append(dict(zip(zip(row, map(str, of), strict=True), advantage, strict=True)))
+        pairs = [(value, found[1].get(key)) for key, value in found[0].items()]
+        return pa.chunked_array([[None if None in pair else abs(pair[0] - pair[1]) for pair in pairs]])
 
     def text(self, number: int, place: int, column: str) -> str:
         """A text of one row, whole.
@@ -376,13 +393,39 @@ class StoredRun:
         rollouts = np.bincount(code, minlength=len(values))
         groups = np.bincount(np.unique(np.stack([code, group]), axis=1)[0], minlength=len(values))
         found = {}
+        unnamed = [at for at, value in enumerate(values) if key_of(value) not in self.labels]
+        for at, name in zip(unnamed, self._named(stored, same, codes, values, unnamed), strict=True):
+            self.labels[key_of(values[at])] = label_of(name)
         for at, value in enumerate(values):
             key = key_of(value)
-            if key not in self.labels:
-                self.labels[key] = label_of(value)
             mean = float(total[at] / count[at]) if count[at] else None
             found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
         return found
+
+    def _named(
+        self, stored: StoredStep, same: str, codes: np.ndarray, values: Sequence[Any], wanted: Sequence[int]
+    ) -> list[Any]:
+        """What some values of a column are called: the prompt of a row that has it, else the value."""
+        if same == "prompt" or "prompt" not in stored.kinds or not wanted:
+            return [values[at] for at in wanted]
+        first = {code: place for place, code in reversed(list(enumerate(codes.tolist())))}
+        places = np.array([first[at] for at in wanted])
+        with opened(stored.path) as file:
+            return [prompt for [prompt] in values_at(file, ["prompt"], places)]
+
+
+def replay_of(path: Path) -> str:
+    """The command that replays a dump, with the options that its groups need."""
+    from headrace.pipeline.tasks.source import words_for_groups  # here: it needs torch
+
+    words = [
+        "headrace",
+        "task=replay",
+        f"source.path={path}",
+        *words_for_groups(path),
+        "hydra.run.dir=FOLDER",
+    ]
+    return shlex.join(words)
 
 
 # -- files ---------------------------------------------------------------------------------------------------

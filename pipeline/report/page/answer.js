@@ -66,6 +66,19 @@ export function drawTiles(kinds, { page, step, width }) {
 // Text in which `words between these` are code.
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
+// What causes it, which opens where it is explained.
+function causeOf(page, name) {
+  const title = page.symptoms.find((each) => each.name === name)?.title ?? name;
+  const open = () => {
+    const cause = byId(`symptom-${name}`);
+    cause.open = true;
+    cause.querySelector("summary").focus();
+  };
+  return h("p", { class: "because" }, "Look at the cause first: ", h("button", { type: "button", class: "link", on: { click: open } }, title));
+}
+
+const fits = ({ when, unless }, cause) => (!when || when === cause) && (!unless || unless !== cause);
+
 function adviceLine(page, verdict, advisory, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
@@ -79,11 +92,12 @@ function adviceLine(page, verdict, advisory, at = []) {
       { id: `symptom-${symptom.name}` },
       h("summary", {}, at, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, "what to do")),
       said ? null : h("h3", {}, symptom.title),
+      advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
       h(
         "ul",
         {},
-        symptom.remedies.filter((remedy) => !remedy.when || remedy.when === advisory.cause).map((remedy) =>
+        symptom.remedies.filter((remedy) => fits(remedy, advisory.cause)).map((remedy) =>
           h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
         ),
       ),

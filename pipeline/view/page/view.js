@@ -4,11 +4,11 @@ import { count, number } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
 import { drawPrompt, drawPrompts, keyOfRow, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
-import { drawSteps, linesOf, markStep } from "./view_steps.js";
+import { REWARD, drawSteps, linesOf, markStep } from "./view_steps.js";
 
-const NAMES = ["view", "step", "sort", "order", "reason", "group", "text", "prompt", "same", "search", "by", "run", "place"];
-const CONTROLS = { steps: ["sort", "order", "reason", "group", "text"], prompts: ["search", "by", "same"] };
-const DEFAULTS = { view: "steps", order: "ascending", by: "lowest" };
+const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "same", "search", "by", "run", "place"];
+const CONTROLS = { steps: ["metric", "sort", "order", "reason", "group", "text"], prompts: ["search", "by", "same"] };
+const DEFAULTS = { view: "steps", order: "ascending", by: "lowest", metric: REWARD };
 const WAIT = 250; // milliseconds after the last letter that is typed
 let runs = [];
 let lines = []; // of each run, by step
@@ -79,7 +79,8 @@ let drawn = null; // the rows that are shown, so that another control that chang
 
 function drawRows(state) {
   const step = state.number;
-  markStep(runs, lines, step, (chosen) => go({ step: String(chosen) }));
+  options(byId("metric"), metrics().map((name) => [name, name === REWARD ? "mean reward" : name]), state.metric);
+  markStep(runs, lines, { ...state, metric: byId("metric").value }, (chosen) => go({ step: String(chosen) }));
   byId("rows-title").textContent = `Rows of step ${count(step)}`;
   byId("number").value = step;
   const asked = state.step.trim();
@@ -95,7 +96,8 @@ function drawRows(state) {
     state.reason,
   );
   const reason = byId("reason").value;
-  options(byId("sort"), SORTS.map((name) => [name, name ? columnName(name) : "reward"]), state.sort);
+  const sorts = runs.length > 1 ? [...SORTS, "apart"] : SORTS;
+  options(byId("sort"), sorts.map((name) => [name, name ? columnName(name) : "reward"]), state.sort);
   byId("order").value = state.order;
   const wanted = { sort: byId("sort").value, order: state.order, reason, group: state.group, text: state.text };
   const key = JSON.stringify([step, wanted]);
@@ -111,6 +113,9 @@ function drawRows(state) {
   numbers.querySelector(".body").replaceChildren();
   if (numbers.open) drawNumbers();
 }
+
+// The numbers that any run has, the mean reward first.
+const metrics = () => [...new Set([REWARD, ...runs.flatMap((run) => run.metrics)])];
 
 const SORTS = ["", "advantage", "loss_weight", "tokens", "row"];
 
@@ -135,7 +140,7 @@ function listen() {
   let timer = 0;
   for (const name of [...CONTROLS.steps, ...CONTROLS.prompts]) {
     const control = byId(name);
-    if (control.tagName === "SELECT") control.addEventListener("change", () => go({ [name]: control.value }));
+    if (control.tagName === "SELECT") control.addEventListener("change", () => go({ [name]: control.value, ...(control.value === "apart" ? { order: "descending" } : {}) }));
     else
       control.addEventListener("input", () => {
         clearTimeout(timer);
@@ -174,10 +179,11 @@ async function start() {
   lines = runs.map(linesOf);
   steps = [...new Set(lines.flatMap((of) => [...of.keys()]))].sort((a, b) => a - b);
   const names = runs.map((run) => run.name).join(" and ");
+  const withRows = (i) => runs[i].failed.filter(([step]) => lines[i].has(step)).length;
   document.title = `${names} · headrace view`;
   byId("title").textContent = names;
   byId("summary").textContent = runs
-    .map((run, i) => `${run.folder}: ${count(lines[i].size)} steps${run.failed.length ? ` (${count(run.failed.length)} more failed)` : ""}, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
+    .map((run, i) => `${run.folder}: ${count(lines[i].size - withRows(i))} steps${run.failed.length ? ` (${count(run.failed.length)} more failed)` : ""}, ${count([...lines[i].values()].reduce((sum, line) => sum + line.rows, 0))} rows`)
     .join(" · ");
   const problems = runs.flatMap((run) => run.problems.map((problem) => `${run.name}: ${problem}`));
   byId("problems").replaceChildren(...problems.map((problem) => h("li", {}, problem)));

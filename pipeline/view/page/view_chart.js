@@ -1,4 +1,4 @@
-// The mean reward by step: a line for each run, and a mark at the step that is chosen.
+// A number by step, the mean reward say: a line for each run, and a mark at the step that is chosen.
 import { h, s } from "./dom.js";
 import { count, extent, isNumber, number, scale, ticks } from "./numbers.js";
 
@@ -15,8 +15,8 @@ function paths(points, x, y) {
   return pieces.filter((piece) => piece.length);
 }
 
-// `lines`: for each run its [step, reward] pairs. `choose`: what a click on a step does.
-export function rewardChart({ names, lines, chosen, width, choose }) {
+// `lines`: for each run its [step, value] pairs. `choose`: what a click on a step does. `what`: name of the value.
+export function rewardChart({ names, lines, chosen, width, choose, what = "mean reward" }) {
   const rewards = extent(lines.flat().map(([, value]) => value));
   const steps = extent(lines.flat().map(([step]) => step));
   if (!rewards || steps[0] === steps[1]) return null;
@@ -25,7 +25,7 @@ export function rewardChart({ names, lines, chosen, width, choose }) {
   const wide = Math.max(2, Math.floor(width / 80));
   const svg = s(
     "svg",
-    { class: "rewards", width, height: HEIGHT, role: "img", "aria-label": `Mean reward by step: ${spoken(names, lines)}` },
+    { class: "rewards", width, height: HEIGHT, role: "img", "aria-label": `${what[0].toUpperCase()}${what.slice(1)} by step: ${spoken(names, lines)}` },
     ticks(y.domain, 4).flatMap((value) => [
       s("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
       s("text", { class: "end", x: MARGIN.left - 7, y: y(value) + 4 }, number(value)),
@@ -48,7 +48,7 @@ export function rewardChart({ names, lines, chosen, width, choose }) {
   }
   const swatch = (run) =>
     s("svg", { width: 22, height: 10, "aria-hidden": "true" }, s("line", { class: `curve run${run}`, x1: 0, x2: 22, y1: 5, y2: 5 }));
-  const legend = names.map((name, run) => h("li", {}, swatch(run), names.length > 1 ? `mean reward, ${name}` : "mean reward"));
+  const legend = names.map((name, run) => h("li", {}, swatch(run), names.length > 1 ? `${what}, ${name}` : what));
   return h("figure", {}, h("ul", { class: "legend" }, legend), svg);
 }
 

@@ -24,6 +24,8 @@ function shownValue(name, value) {
 }
 
 // The name of a group or rollout as people know it: its label where there is one.
+const ID = 16; // characters of an id in the table: a hash is told by its beginning
+const shortId = (text) => (text.length > ID ? `${text.slice(0, ID - 1)}…` : text);
 const labelled = { group_id: "group_label", rollout_id: "rollout_label" };
 
 // `run`: its place; `wanted`: what is asked of the rows; `state`: for links; `without`: columns that are left out.
@@ -99,8 +101,8 @@ function rowsTable({ run, step, answer, state, without, label }) {
       h("td", { class: "opens" }, button),
       shown.map((column) => {
         const label = has(labelled[column]) ? value(cells, labelled[column]) : null;
-        const text = label ? oneLine(label) : shownValue(column, value(cells, column));
-        const full = isNumber(value(cells, column)) ? String(value(cells, column)) : null;
+        const text = label ? shortId(oneLine(label)) : shownValue(column, value(cells, column));
+        const full = label ? oneLine(label) : isNumber(value(cells, column)) ? String(value(cells, column)) : null;
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);
       }),

@@ -1,7 +1,7 @@
 // The list of steps, of one run or of two beside one another.
 import { byId, h } from "./dom.js";
 import { NONE, count, isNumber, number } from "./numbers.js";
-import { link, reasonName } from "./view_api.js";
+import { ask, link, reasonName } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
 
 const percent = (share) => (isNumber(share) ? `${number(100 * share)} %` : NONE);
@@ -44,7 +44,7 @@ export function drawSteps(runs, lines) {
   };
   const cell = (step, [name, , value], i, first) => {
     const of = { class: `of-run${i} ${name}` };
-    if (lines[i].has(step)) return h("td", of, value(lines[i].get(step)));
+    if (lines[i].has(step) && !failed[i].has(step)) return h("td", of, value(lines[i].get(step)));
     if (!failed[i].has(step)) return h("td", of, "not in this run");
     if (!first) return two ? h("td", of, NONE) : null;
     return h("td", { class: `of-run${i} failed`, colspan: two ? 1 : shown.length }, `failed: ${failed[i].get(step)}`);
@@ -73,8 +73,39 @@ function difference(lines, step) {
   return isNumber(a) && isNumber(b) ? `${b > a ? "+" : ""}${number(b - a)}` : NONE;
 }
 
+const asked = new Map(); // by name, the values of a number that the list does not have
+
+// A number of all steps, for each run [step, value] pairs.
+async function valuesOf(lines, metric) {
+  if (metric === REWARD) return lines.map((of) => [...of.values()].map((line) => [line.step, line.reward]));
+  if (!asked.has(metric)) asked.set(metric, (await ask("metric", { name: metric })).runs);
+  return asked.get(metric);
+}
+
+export const REWARD = "reward/all/mean";
+let latest = 0; // a number that comes late does not replace a later one
+
+async function drawChart(chart, runs, lines, { number: step, metric }, choose) {
+  const mine = (latest += 1);
+  let drawn;
+  try {
+    drawn = rewardChart({
+      names: runs.map((run) => run.name),
+      lines: await valuesOf(lines, metric),
+      chosen: step,
+      width: Math.max(chart.clientWidth, 260),
+      choose,
+      what: metric === REWARD ? undefined : metric,
+    });
+  } catch (error) {
+    drawn = h("p", { class: "empty", role: "alert" }, error.message);
+  }
+  if (mine === latest) chart.replaceChildren(...(drawn ? [drawn] : []));
+}
+
 // The step that is chosen, in the list and in the chart.
-export function markStep(runs, lines, step, choose) {
+export function markStep(runs, lines, state, choose) {
+  const step = state.number;
   const section = byId("steps");
   for (const row of section.querySelectorAll("tbody tr")) {
     const here = row.dataset.step === String(step);
@@ -83,15 +114,7 @@ export function markStep(runs, lines, step, choose) {
     else row.removeAttribute("aria-current");
     if (here) scrollTo(section.querySelector(".scroll"), row);
   }
-  const chart = section.querySelector(".chart");
-  const drawn = rewardChart({
-    names: runs.map((run) => run.name),
-    lines: lines.map((of) => [...of.values()].map((line) => [line.step, line.reward])),
-    chosen: step,
-    width: Math.max(chart.clientWidth, 260),
-    choose,
-  });
-  chart.replaceChildren(...(drawn ? [drawn] : []));
+  drawChart(section.querySelector(".chart"), runs, lines, state, choose);
 }
 
 // Within its box only: the page stays where it is.
