@@ -49,7 +49,7 @@ def who_passes(groups, rollouts, size, said):
         there = {rollout for rollout, home in zip(rollouts, groups, strict=True) if home == group}
         expected = next(number for number, home in zip(said, groups, strict=True) if home == group)
         if len(there) > expected:
-            return "more rollouts than were dispatched"
+            return f"more rollouts than were dispatched; found .*group {group} has {len(there)} of {expected}"
         if len(there) < expected:
             short.append((group, len(there), expected))
     return short
