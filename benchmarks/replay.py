@@ -78,7 +78,8 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The one table."""
-    context = multiprocessing.get_context("spawn")
+    # Where numbers mean nothing, a fork has done the imports.
+    context = multiprocessing.get_context("fork" if options.quick else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         size = write(Path(folder) / "dump", options.rows)
         start = time.perf_counter()

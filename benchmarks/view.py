@@ -103,7 +103,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
         size = write(Path(folder) / "run", options.steps)
         for name, runs in (("one run", 1), ("two runs", 2)):
             folders = [Path(folder) / "run"] * runs
-            times = [seconds_of(folders, options.steps - 1) for _ in range(ROUNDS)]
+            times = [seconds_of(folders, options.steps - 1) for _ in range(options.starts)]
             rows, cpu, prompts, search, peak = map(min, zip(*times, strict=True))
             seconds = [Cell(cpu, target=TARGET), Cell(rows), Cell(prompts), Cell(search)]
             cells = [*seconds, Cell(peak, ",.0f")]
@@ -113,4 +113,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    main(tables, __doc__, warm=False, steps=(500, 2))
+    main(tables, __doc__, warm=False, steps=(500, 2), starts=(ROUNDS, 1))

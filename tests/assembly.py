@@ -50,28 +50,35 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
     )
 
 
-def faulty_stream(rng: random.Random, partitions: int) -> list[list[Line]]:
-    """Pieces of rows, some of which are missing, failed or come twice, those of a rollout in their order."""
+def faulty_stream(rng: random.Random, partitions: int, anywhere: bool = False) -> list[list[Line]]:
+    """Pieces of rows: some are lost, torn off, failed, sent twice or of a rollout too many.
+
+    Those of a rollout come in their order, or `anywhere`.
+    """
     rollouts = []
-    for group in range(rng.randint(3, 8)):
-        partition, expected = rng.randrange(partitions), rng.randint(1, 3)
-        for member in range(expected):
-            number, length, version = 3 * group + member, rng.randint(1, 3), rng.randint(0, 2)
+    for group in range(rng.randint(1, 8)):
+        partition, expected = rng.randrange(partitions), rng.randint(2, 4)
+        for number in range(10 * group, 10 * group + expected):
+            length, version = rng.randint(1, 3), rng.randint(0, 3)
             lines = [
                 Line(group, number, each, each == length - 1, 0, partition, version, expected)
                 for each in range(length)
             ]
-            fault = rng.choice(["", "", "", "", "torn", "failed", "twice"])
-            if fault == "torn":
-                lines.pop()
+            fault = rng.choice(["", "", "", "lost", "torn", "failed", "twice", "more"])
+            if fault in ("lost", "torn"):
+                lines = lines[:-1] if fault == "torn" else []
             elif fault == "failed":
-                lines[-1] = lines[-1]._replace(status=3)
+                lines[-1] = lines[-1]._replace(status=rng.choice([2, 3]), done=rng.random() < 0.5)
             elif fault == "twice":
-                lines.append(lines[-1])
+                lines += lines[rng.randrange(length) :]
+            elif fault == "more":
+                rollouts.append([line._replace(rollout=number + 5) for line in lines])
             rollouts.append(lines)
-    rows = []
+    rows, near = [], rng.choice([1, 5, 99])
     while rollouts := [rest for rest in rollouts if rest]:
-        rows.append(rng.choice(rollouts[:5]).pop(0))
+        rows.append(rng.choice(rollouts[:near]).pop(0))
+    if anywhere:
+        rng.shuffle(rows)
     pieces = []
     while rows:
         size = rng.randint(0, 5)

@@ -64,7 +64,14 @@ def headrace(
 
 
 def headrace_here(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess:
-    """The same without the start: its main function, in `folder`, with what it writes and how it ends."""
+    """The same without the start of a process."""
+    done = run_here(main, folder, "headrace", *words)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run_here(program: Callable[[], object], folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """A program in `folder`, with what it writes and how it ends."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = list(logging.root.handlers)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -72,18 +79,16 @@ def headrace_here(folder: Path, *words: str, check: bool = True) -> subprocess.C
             patch.setenv(name, os.environ.get(name, ""))  # what main() sets is put back
             patch.delenv(name)
         patch.chdir(folder)
-        patch.setattr(sys, "argv", ["headrace", *words])
+        patch.setattr(sys, "argv", list(words))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                main()
+                program()
             except SystemExit as end:
                 code = end.code or 0
     for handler in set(logging.root.handlers) - set(handlers):  # Hydra's, one of which holds a file open
         logging.root.removeHandler(handler)
         handler.close()
-    done = subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
-    assert not check or code == 0, done.stdout + done.stderr
-    return done
+    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
 
 
 def refused(folder: Path, *words: str) -> str:

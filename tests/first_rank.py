@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from any_rank import CASES, PATIENCE, STREAM, collected, join, of_stream, spread
+from any_rank import PATIENCE, STREAM, cases_of, collected, join, of_stream, spread
 from rich.console import Console
 from tensordict import TensorDict
 
@@ -93,9 +93,9 @@ def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, 
     """Each recipe, kind of batch and way to spread it, two epochs of it: what differs."""
     join(rank, world, folder)
     differs, compared = [], 0
-    for recipe, pipeline in pipelines:
+    for number, (recipe, pipeline) in enumerate(pipelines):
         ways = both_ways(pipeline)
-        for kind, how in CASES:
+        for kind, how in cases_of(number, len(pipelines)):
             batch = collected(kind, recipe)
             mine = spread(batch, how, world)[rank]
             rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])

@@ -107,6 +107,17 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+class SumOfWeights(torch.nn.Module):
+    """A per-token term whose gradient is the sum of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"loss_objective": self.scale * batch["masks", "all_assistant_mask"]}, [])
+
+
 def run_uneven(rank: int, world: int, folder: str) -> None:
     """What each process is told where one of them has no rows, other rows, or wrong ones."""
     torch.set_num_threads(1)
@@ -139,5 +150,12 @@ def run_uneven(rank: int, world: int, folder: str) -> None:
                 told[name, how] = len(found)
             except BatchError as err:
                 told[name, how] = str(err)
+    # One rank has no rows of a step, and no columns either.
+    loss, step = SumOfWeights(), TensorDict({}, batch_size=[0])
+    if rank == 0:
+        step = LossWeight(unit="rollout")(ShuffleSplit(minibatches=1)(batch))
+    optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+    told["steps"] = optimise([step], loss, optimizer, process_group="world")
+    told["scale"] = float(loss.scale.detach())
     torch.save(told, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch.multiprocessing
@@ -25,6 +27,18 @@ def process_context():
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
+
+
+@contextlib.contextmanager
+def quick_starts() -> Iterator[None]:
+    """Processes of TorchRL begin from one that has imported it, too."""
+    process_context()
+    before = torch.multiprocessing.get_start_method()
+    torch.multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
 
 
 def run_processes(function, *args, count: int) -> None:

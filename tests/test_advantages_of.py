@@ -58,14 +58,6 @@ def test_a_dropped_row_keeps_its_index_and_has_advantage_0(action):
     assert (credit.run.ledger.reason[~whole] > 0).all()
 
 
-def test_row_order_changes_no_bit():
-    batch, pipeline = rows(seed=2), of_four("grpo")
-    credit, order = advantages_of(pipeline, batch), torch.randperm(20)
-    permuted = advantages_of(pipeline, batch[order])
-    assert torch.equal(permuted.advantage, credit.advantage[order])
-    assert torch.equal(permuted.in_loss, credit.in_loss[order])
-
-
 def test_recipes_per_token_give_an_advantage_per_token():
     batch = rows(seed=3)
     batch["entropy", "full"] = torch.rand(20, 5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import batch_of
 from composed import composed
+from gradients import SumOfWeights
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
@@ -33,20 +34,8 @@ def buffer_of(*transforms: tuple[Pipeline, bool], size: int = 6) -> ReplayBuffer
     return buffer
 
 
-class LinearLoss(torch.nn.Module):
-    """A per-token term whose value is the parameter, so that a step's gradient is the sum of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, batch: TensorDict) -> TensorDict:
-        mask = batch["masks", "all_assistant_mask"]
-        return TensorDict({"loss_objective": self.scale * mask}, batch_size=[])
-
-
 def weight_of(minibatches) -> float:
-    loss = LinearLoss()
+    loss = SumOfWeights()
     optimise(minibatches, loss, torch.optim.SGD(loss.parameters(), lr=1.0))
     return -float(loss.scale.detach())
 

@@ -1,16 +1,15 @@
-"""For every recipe, permuting rows permutes the bits, and advantages are bounded."""
+"""For every recipe, permuting rows permutes the bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import with_old
 from recipes import ADVANTAGES, BY_TURN, pipeline_of
 
-from headrace.transforms import BatchError, TokenAdvantage
+from headrace.transforms import BatchError
 
 RESHAPED = ("as/slime",)  # has the bits of the reshape formula, which depend on the order
 REWARDS = st.one_of(
@@ -61,56 +60,16 @@ def credit_of(recipe, batch):
     return credit
 
 
-def bound_of(pipeline, batch, largest_group):
-    """What no advantage exceeds, from the options of the recipe's stages."""
-    rows = len(batch)
-    if "turns" in pipeline.order:  # twice a return, of up to four turns and an outcome
-        return 2 * float(4 * batch["turn_reward"].abs().max() + batch["next", "reward"].abs().max())
-    stage = pipeline.stages["tree" if "tree" in pipeline.order else "advantage"]
-    reward = batch["next", "reward"].reshape(rows, -1)
-    worth = reward
-    if "states" in pipeline.order:  # where a rollout is worth what its segments are together
-        whose = batch["rollout_id"].flatten().unique(return_inverse=True)[1]
-        worth = torch.cat([reward, torch.zeros_like(reward).index_add_(0, whose, reward)[whose]])
-    spread = float(worth.max() - worth.min())
-    if "relative_length" in pipeline.order:  # which may double a reward
-        spread += float(reward.abs().max())
-    absolute = float(reward.abs().max()) if stage.baseline == "none" else 0.0
-    found = {
-        # No member of n is further from their mean than (n - 1)/√n of their std, nor from another member
-        # than √(2 (n - 1)).
-        "group": 2 * (2 * largest_group) ** 0.5,
-        "leave_one_out": 2 * max(spread, spread / max(getattr(stage, "eps", 1.0), 1e-9)),
-        "mad": spread + spread / max(getattr(stage, "eps", 1.0), 1e-9),
-        "batch": (2 * rows) ** 0.5,
-        "mean": float(largest_group),
-        "nonzero": spread * rows,
-        "none": spread * largest_group / (largest_group - 1) + absolute + abs(getattr(stage, "shift", 0.0)),
-    }[getattr(stage, "scale", "none")]
-    if "whitening" in pipeline.order:
-        return 2 * float(batch["masks", "all_assistant_mask"].sum()) ** 0.5
-    found *= 1.01 if "correction" in pipeline.order else 1.0  # no token is further from the sampler
-    for name in pipeline.order:  # what a term adds is at most as large as a log-probability, and its mean
-        if isinstance(term := pipeline.stages[name], TokenAdvantage):
-            found = found * 2 if term.how == "multiply" else found + 2 * abs(term.factor)
-    # Each step is compared once more, by its return.
-    return found + (spread if "states" in pipeline.order else 0.0)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ADVANTAGES)
-def test_row_order_permutes_the_bits_and_advantages_are_bounded(make_batch, recipe):
+@pytest.mark.parametrize("recipe", [recipe for recipe in ADVANTAGES if recipe not in RESHAPED])
+def test_row_order_permutes_the_bits(make_batch, recipe):
     @settings(max_examples=5)
     @given(collected(make_batch, recipe))
     def law(drawn):
         batch, order = drawn
         before, after = credit_of(recipe, batch), credit_of(recipe, batch[order])
         assert (before is None) == (after is None)
-        if before is None:
-            return
-        if recipe not in RESHAPED:
+        if before is not None:
             assert torch.equal(after.nan_to_num(nan=9e9), before[order].nan_to_num(nan=9e9))
-        bound = bound_of(composed(f"pipeline={recipe}"), batch, int(batch["expected_rollouts"].max()))
-        assert float(before.nan_to_num().abs().max()) <= bound * (1 + 1e-5)
 
     law()

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from fleets import Fleet, Sent
-from processes import process_context
+from processes import process_context, quick_starts
 from rollouts import make_env, make_policy
 from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.data import (
@@ -23,7 +23,7 @@ from torchrl.data import (
 )
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import Compose
-from turns import OneAction, TurnsEnv, makers, of_one_process, quick_starts
+from turns import OneAction, TurnsEnv, makers, of_one_process
 
 from headrace.pipeline import AssembleOnWrite, assembled, buffer_account, groups_on_write, load_pipeline
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError

@@ -10,6 +10,7 @@ import runpy
 import shlex
 import signal
 import subprocess
+import sys
 import urllib.request
 from functools import partial
 from itertools import pairwise
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import QUICK, Started, headrace, headrace_here
+from command import QUICK, headrace_here, run_here
 from pages_as_written import PAGES, ROOT, Fence, commands, fences
 from stored_runs import started
 from tensordict import TensorDict
@@ -58,25 +59,29 @@ def words_of(line: str) -> list[str]:
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """A program of examples/, where torchrun starts it as one process: test_torchrun_example.py has two."""
+    """A program of examples/; torchrun would start two: test_torchrun_example.py does."""
     words = shlex.split(line)
     place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
     more = [SHORT.get(before, word) for before, word in pairwise(words[place:])]
     program = partial(runpy.run_path, str(ROOT / words[place]), run_name="__main__")
     if words[place] in RUN_ELSEWHERE:
-        done = Started(program, folder, *more, "--help").ends()
+        done = run_here(program, folder, words[place], *more, "--help")
         assert all(word in done.stdout for word in more if word.startswith("--")), line
         return done
-    return Started(program, folder, *more).ends(500)
+    return run_here(program, folder, words[place], *more)
 
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:
     """A command that imports what the page's blocks define."""
-    for module in re.findall(r"_target_: (\w+)\.", line):
+    modules = re.findall(r"_target_: (\w+)\.", line)
+    for module in modules:
         blocks = [block.text for block in fences(page, "python") if block.mark is None]
         (folder / f"{module}.py").write_text("\n".join(blocks))
-    words = words_of(line.removeprefix("PYTHONPATH=. headrace"))
-    return headrace(folder, *words, check=False, PYTHONPATH=".")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        for module in modules:  # of another page
+            sys.modules.pop(module, None)
+        return headrace_here(folder, *words_of(line.removeprefix("PYTHONPATH=. headrace")), check=False)
 
 
 def run_view(line: str, folder: Path) -> subprocess.CompletedProcess:

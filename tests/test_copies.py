@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from processes import process_context
+from processes import process_context, quick_starts
 from quizzes import quiz_makers
 from rollouts import make_collector, make_env, make_pipeline
 from torchrl.collectors import MultiAsyncCollector
@@ -35,6 +36,8 @@ def test_a_copy_says_so_until_it_runs_a_batch(copied, ask):
     other = copied(pipeline)
     with pytest.raises(RuntimeError, match="this pipeline is a copy that has run no batch"):
         ask(other)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="a copy"):
+        thread.submit(ask, other).result()
     other(batch)
     ask(other)
     assert other.metrics == pipeline.metrics
@@ -119,9 +122,10 @@ def take_in_and_extend(pipeline: Pipeline, batch, answers) -> str:
 @pytest.mark.slow
 def test_after_an_asynchronous_collector_the_original_has_no_run():
     pipeline = Pipeline({"gate": CompletenessGate(on_incomplete="drop")})
-    collector = MultiAsyncCollector(
-        quiz_makers(2), frames_per_batch=24, total_frames=24 * 4, postproc=pipeline
-    )
-    assert sum(len(batch) for batch in collector) > 0
+    with quick_starts():
+        collector = MultiAsyncCollector(
+            quiz_makers(2), frames_per_batch=24, total_frames=24 * 4, postproc=pipeline
+        )
+        assert sum(len(batch) for batch in collector) > 0
     with pytest.raises(RuntimeError, match="is known to that copy"):
         pipeline.report()

@@ -222,26 +222,6 @@ def test_a_row_of_a_later_version_is_refused(make_batch):
         SampleFilter(criterion=Fresh(current=lambda: 4))(batch)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RewardsVary(tol=-1.0), "tol must be finite and ≥ 0"),
-        (lambda: RewardsVary(tol=float("nan")), "tol must be a finite number"),
-        (lambda: RewardWithin(low=2.0, high=1.0), "low must be ≤ high"),
-        (lambda: LengthWithin(low=2, high=1), "low must be ≤ high"),
-        (lambda: Fresh(current=0, max_staleness=-1), "max_staleness must be an integer ≥ 0"),
-        (lambda: Fresh(current=None), "current must be an integer or a callable; got None"),
-        (lambda: Fresh(current="newest"), "current must be an integer or a callable; got 'newest'"),
-        (lambda: SampleFilter(criterion=None), "criterion must be a callable"),
-        (lambda: SampleFilter(criterion=Finite(), unit="token"), "unit must be one of"),
-        (lambda: SampleFilter(criterion=Finite(), action="delete"), "action must be one of"),
-    ],
-)
-def test_invalid_options_raise(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_every_value_of_a_ragged_column_is_checked():
     rows = [[1.0, 2.0], [1.0, float("nan"), 2.0], [float("inf")], [0.0]]
     batch = lazy_stack([TensorDict({"x": torch.tensor(row)}, batch_size=[]) for row in rows])

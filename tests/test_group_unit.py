@@ -214,10 +214,6 @@ def test_samplers_that_split_groups_are_refused_with_what_to_do():
     unset["group_id"][:] = -1
     with pytest.raises(BatchError, match=r"every row needs a group_id ≥ 0.*StampIds"):
         filled(unset).sample()
-    with pytest.raises(ValueError, match="anchors must be one of"):
-        GroupUnit(anchors="last")
-    with pytest.raises(ValueError, match="max_uses must be an integer"):
-        GroupUnit(max_uses=0)
 
 
 def test_use_counts_resume_from_a_state_and_end_with_the_group():

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+from processes import quick_starts
 from torchrl.envs import AsyncEnvPool
 
 from headrace.pipeline import Pipeline, assembled
@@ -93,6 +94,7 @@ def test_groups_spread_over_asynchronous_environments_come_out_complete(mode, mo
 
 def test_environments_in_processes_number_their_own_groups():
     makes = [partial(make_env, TOKENIZER, envs=1, first_group=1000 * worker) for worker in range(2)]
-    pool = AsyncEnvPool(makes, backend="multiprocessing", stack="lazy", exchange="queue")
-    found = whole_groups(pool, "trajectories", 3, **ENDLESS)
+    with quick_starts():
+        pool = AsyncEnvPool(makes, backend="multiprocessing", stack="lazy", exchange="queue")
+        found = whole_groups(pool, "trajectories", 3, **ENDLESS)
     assert {rollout // GROUP_SIZE // 1000 for rollout in found} == {0, 1}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -37,8 +40,14 @@ def steps_of(mode: str, envs: int) -> int:
 
 
 def collect(mode: str, envs: int, most: int, **options) -> tuple[TensorDict, torch.nn.Module]:
-    """The first batch, [envs, turns]."""
-    model = make_model(TOKENIZER)
+    """The first batch, [envs, turns], and the model that it is of: collected once, and copied."""
+    batch, model = collected(mode, envs, most, *options)
+    return batch.clone(), copy.deepcopy(model)
+
+
+@cache
+def collected(mode: str, envs: int, most: int, *switched_on: str) -> tuple[TensorDict, torch.nn.Module]:
+    model, options = make_model(TOKENIZER), dict.fromkeys(switched_on, True)
     turns = envs * steps_of(mode, envs)
     collector = LLMCollector(
         make_env(TOKENIZER, envs=envs, mode=mode, most=most),

@@ -267,27 +267,6 @@ def test_an_unset_id_is_refused_only_in_the_loss():
     assert LossWeight(unit="rollout")(batch)["num_rollouts"].tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unit": "prompt"}, "unit must be one of"),
-        ({"unit": "constant"}, "needs length, and no other unit reads it"),
-        ({"length": 3}, "needs length, and no other unit reads it"),
-        ({"unit": "constant", "length": 0}, "length must be an integer ≥ 1"),
-        ({"unit": "inverse_length"}, "needs power, and no other unit reads it"),
-        ({"power": 1.0}, "needs power, and no other unit reads it"),
-        ({"unit": "inverse_length", "power": -1.0}, "power must be"),
-        ({"fold": "mean"}, "fold must be one of"),
-        ({"gradients": "max"}, "gradients must be one of"),
-        ({"ranks": 0}, "ranks must be an integer ≥ 1"),
-        ({"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
-    ],
-)
-def test_invalid_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        LossWeight(**options)
-
-
 def test_weights_need_terms_per_token():
     batch = LossWeight()(batch_of(NINE))
     with pytest.raises(BatchError, match=r"'loss_kl_to_ref' is \(\).*aggregation='none'.*TokenGRPOLoss"):

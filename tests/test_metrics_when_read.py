@@ -41,6 +41,12 @@ def numbers(run) -> dict[str, float]:
     return {name: value for name, value in run.metrics.items() if not name.startswith("time/")}
 
 
+@pytest.fixture(autouse=True)
+def frozen() -> None:
+    """What is there before a test is left out of garbage collection, a second of each."""
+    gc.freeze()
+
+
 @pytest.fixture
 def expected() -> dict[str, float]:
     found = numbers(pipeline().run(two_policies(8, 6)))

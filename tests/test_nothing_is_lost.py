@@ -114,14 +114,6 @@ def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
     assert pipeline.ledger is None
 
 
-@pytest.mark.parametrize("unit", ["sample", "rollout", "group"])
-@pytest.mark.parametrize("action", ["mask", "drop"])
-def test_rows_without_a_group_id_are_not_compared(make_batch, unit, action):
-    batch = make_batch([1.0, 1, 2, 3], [-1, -1, 0, 0])
-    with pytest.raises(BatchError, match=r"group_id ≥ 0; found -1 at row 0"):
-        SampleFilter(criterion=RewardsVary(), unit=unit, action=action)(batch)
-
-
 def test_an_empty_result_has_the_same_reasons(make_batch):
     words = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
     full = load_pipeline(*words).run(make_batch([1.0, 2], [0, 0]))

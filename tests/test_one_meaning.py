@@ -11,16 +11,12 @@ from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
-    GroupRelativeAdvantage,
     MissingKeyError,
     NotTruncated,
     SampleFilter,
-    ShuffleSplit,
     Status,
     group_relative_advantage,
-    split_minibatches,
 )
-from headrace.transforms.schema import MICROBATCH
 
 pytestmark = pytest.mark.slow
 
@@ -71,23 +67,6 @@ def test_one_override_removes_a_stage_also_from_an_order(recipe, word, order):
 def test_a_stage_the_command_line_cannot_reach_is_refused(name):
     with pytest.raises(ValueError, match="a stage's name must consist of letters"):
         Pipeline({name: FanOutCollapse()})
-
-
-@pytest.mark.parametrize(
-    "clip", [[float("nan"), None], [None, float("nan")], [float("nan"), 1.0], [2.0, 1.0]]
-)
-def test_bounds_without_effect_are_refused(clip):
-    with pytest.raises(ValueError, match=r"clip must be (\[low, high\]|a list)"):
-        GroupRelativeAdvantage(clip=clip)
-
-
-def test_the_micro_batches_of_a_rank_are_a_multiple(make_batch):
-    batch = make_batch([0.0] * 16, [0] * 16)
-    for cut in ({"microbatches": 3}, {"microbatch_size": 3}, {"max_tokens": 8}):
-        split = ShuffleSplit(minibatches=2, multiple_of=4, **cut)
-        counts = [int(part[MICROBATCH].max()) + 1 for part in split_minibatches(split(batch))]
-        assert len(counts) == 2
-        assert all(count % 4 == 0 for count in counts)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,16 @@ import inspect
 import math
 import re
 import types
-from typing import Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
 from recipes import of
 
+import headrace
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline import ConfigError, load_pipeline
+from headrace.pipeline import ConfigError, RepeatSampler, StampIds, load_pipeline
 from headrace.transforms import (
     BatchTransform,
     CompletenessGate,
@@ -30,6 +31,7 @@ from headrace.transforms import (
     TokenAdvantage,
     TurnAdvantage,
     assign_rows,
+    group_relative_advantage,
     importance_weight,
     relative_length,
 )
@@ -181,7 +183,110 @@ ONLY_WITH = {
     (GroupAssembler, "on_timeout"): ("raise", {}, {"timeout": 9}),
 }
 
-NEEDED = {ShuffleSplit: {"minibatches": 1}}
+NEEDED: dict[Any, dict[str, Any]] = {
+    ShuffleSplit: {"minibatches": 1},
+    RepeatSampler: {"prompts": 4, "group_size": 2},
+    StampIds: {"repeats": 2},
+    group_relative_advantage: {"reward": [1.0, 2.0], "group_id": [0, 0]},
+}
+REFILL = {"on_stale": "refill", "max_staleness": 1, "refill": print}
+FOUR, INSIDE = {"prompts_per_batch": 4}, {"unit": "turn", "turn_index_key": "turn"}
+# Values out of their range, and those that contradict others.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("group_relative_advantage", {"eps": -1e-6}, "eps must be finite and ≥ 0"),
+    ("group_relative_advantage", {"scale": "leave_one_out"}, "needs eps_mode='skip'; got eps_mode='add'"),
+    ("group_relative_advantage", {"scale": "leave_one_out", "eps_mode": "clamp"}, "got eps_mode='clamp'"),
+    ("group_relative_advantage", {"baseline": "best_of_k"}, "baseline='best_of_k' needs k"),
+    ("group_relative_advantage", {"baseline": "best_of_k", "k": 1}, "k must be an integer ≥ 2; got 1"),
+    (
+        "group_relative_advantage",
+        {"baseline": "log_mean_exp", "temperature": 0.0},
+        "temperature must be finite",
+    ),
+    ("group_relative_advantage", {"scale": "mad"}, "scale='mad' needs eps_mode='skip'"),
+    ("GroupAssembler", {"on_failure": "keep"}, "need min_rollouts or min_fraction"),
+    ("GroupAssembler", {"on_failure": "keep", "min_fraction": 1.5}, r"in \(0, 1\]"),
+    ("GroupAssembler", {"on_failure": "refill"}, "need a callable refill"),
+    ("GroupAssembler", {"timeout_seconds": 0}, "finite and > 0"),
+    ("GroupAssembler", {"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
+    ("GroupAssembler", {"groups": 0}, "groups must be an integer ≥ 1"),
+    ("GroupAssembler", {"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
+    ("GroupAssembler", {"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
+    ("GroupAssembler", REFILL | {"min_fraction": 0.5}, "an effect only with"),
+    ("CompletenessGate", {"on_incomplete": "keep"}, "needs min_rollouts or min_fraction"),
+    ("CompletenessGate", {"on_incomplete": "keep", "min_rollouts": 0}, "min_rollouts must be an integer ≥ 1"),
+    ("CompletenessGate", {"on_incomplete": "keep", "min_fraction": 1.5}, r"min_fraction must be in \(0, 1\]"),
+    ("CompletenessGate", {"group_size": 0}, "group_size must be an integer ≥ 1; got 0"),
+    ("CompletenessGate", {"group_size": "8"}, "group_size must be an integer or None; got '8'"),
+    ("RolloutCorrection", {"low": 3.0}, "low must be ≤ high; got 3.0 and 2.0"),
+    ("RolloutCorrection", {"low": -1.0}, "low ≥ 0 and high > 0"),
+    ("RolloutCorrection", {"high": 0.0}, "low ≥ 0 and high > 0"),
+    ("RolloutCorrection", {"least_ess": 2.0}, r"least_ess must be in \[0, 1\]"),
+    ("Diverged", {"estimator": "k1", "high": None}, "k1 needs low or high"),
+    ("Diverged", {"estimator": "k1", "high": 0.9}, "so high must be ≥ 1; got 0.9"),
+    ("RewardsVary", {"tol": -1.0}, "tol must be finite and ≥ 0"),
+    ("RewardWithin", {"low": 2.0, "high": 1.0}, "low must be ≤ high"),
+    ("LengthWithin", {"low": 2, "high": 1}, "low must be ≤ high"),
+    ("Fresh", {"current": 0, "max_staleness": -1}, "max_staleness must be an integer ≥ 0"),
+    ("Fresh", {"current": None}, "current must be an integer or a callable; got None"),
+    ("Fresh", {"current": "newest"}, "current must be an integer or a callable; got 'newest'"),
+    ("SampleFilter", {"criterion": None}, "criterion must be a callable"),
+    ("LossWeight", {"unit": "constant"}, "needs length, and no other unit reads it"),
+    ("LossWeight", {"unit": "constant", "length": 0}, "length must be an integer ≥ 1"),
+    ("LossWeight", {"unit": "inverse_length"}, "needs power, and no other unit reads it"),
+    ("LossWeight", {"unit": "inverse_length", "power": -1.0}, "power must be"),
+    ("LossWeight", {"ranks": 0}, "ranks must be an integer ≥ 1"),
+    ("LossWeight", {"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
+    ("LossWeight", {"unit": "turn"}, "unit='turn' needs either turn_key .* or turn_index_key"),
+    ("LossWeight", {"unit": "turn", "turn_key": "a", "turn_index_key": "b"}, "got unit='turn'"),
+    ("LossWeight", {"unit": "token", "turn_index_key": "turn_index"}, "got unit='token'"),
+    ("LossWeight", INSIDE | {"fold": "sum"}, "cannot put it into the advantage of a row: set fold"),
+    ("LossWeight", INSIDE | {"fold": "token_mean"}, "sum the loss with weighted_loss"),
+    ("ShuffleSplit", {"microbatches": 2, "max_tokens": 9}, "give at most one of microbatches"),
+    ("ShuffleSplit", {"microbatches": 0}, "microbatches must be an integer ≥ 1"),
+    ("ShuffleSplit", {"max_tokens": 0}, "max_tokens must be an integer ≥ 1"),
+    ("ShuffleSplit", {"ranks": 2, "rank": 2}, "rank must be below ranks"),
+    ("ShuffleSplit", {"rank": -1}, "rank must be an integer ≥ 0"),
+    ("ShuffleSplit", {"ranks": 2, "process_group": "world"}, "give ranks if each rank"),
+    ("ShuffleSplit", {"ranks": 2, "max_tokens": 9}, "set remainder='pad' to fill it up with masked rows"),
+    (
+        "ShuffleSplit",
+        {"process_group": "world", "max_tokens": 9, "remainder": "carry"},
+        "got remainder='carry'",
+    ),
+    ("ShuffleSplit", {"linear": -1.0}, "linear must be finite and ≥ 0"),
+    ("RunningBaseline", {"decay": 1.5}, "decay must be in"),
+    ("RunningBaseline", {"decay": 1.0}, "needs start_weight"),
+    ("RunningBaseline", {"start_weight": 0.0}, "start_weight must be finite and > 0"),
+    ("RepeatSampler", {"prompts": 0}, "got prompts=0"),
+    ("RepeatSampler", {"group_size": 0, "repeats": 0}, "got group_size=0, repeats=0"),
+    ("RepeatSampler", {"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
+    ("RepeatSampler", {"ranks": 2}, "prompts_per_batch must be a multiple of ranks.*got 1"),
+    ("RepeatSampler", FOUR | {"prompts": 5, "ranks": 2, "remainder": "uneven"}, "got 4, and 1 in the last"),
+    ("RepeatSampler", FOUR | {"prompts": 2, "remainder": "drop"}, "at least prompts_per_batch=4 prompts"),
+    ("TokenAdvantage", {"term": 3}, "term must be a callable"),
+    ("DirectedWeight", {"clip": 1.5}, r"clip must be in \[0, 1\]"),
+    ("TopShare", {"share": 0}, r"share must be in \(0, 1\]"),
+    ("EntropyShare", {"floor": 0.0}, "floor must be finite and > 0"),
+    ("StalenessWeight", {"current": 1, "decay": 0}, r"decay must be in \(0, 1\]"),
+    ("StalenessWeight", {"current": None}, "current must be an integer"),
+    ("TurnAdvantage", {"outcome": "none"}, "without turn_rewards and outcome there is no reward"),
+    ("TurnAdvantage", {"turn_key": "turn"}, "turn_key is only read if rows are turns"),
+    ("TurnAdvantage", {"turn_index_key": None, "turn_rewards": "turn"}, "each has its own reward"),
+    ("TurnAdvantage", {"discount": 2.0}, "discount must be in"),
+    ("StampIds", {"repeats": 0}, "repeats must be ≥ 1 and worker from 0 to workers - 1"),
+    ("StampIds", {"worker": 2, "workers": 2}, "worker from 0 to workers - 1"),
+    ("StampIds", {"worker": -1}, "worker from 0 to workers - 1"),
+    ("ShuffleSplit", {"minibatches": None}, "minibatch"),
+    ("ShuffleSplit", {"minibatch_size": 2}, "minibatch"),
+    ("ShuffleSplit", {"minibatches": 0}, "minibatches must be"),
+    ("ShuffleSplit", {"minibatches": None, "minibatch_size": -1}, "minibatch_size must be"),
+    ("ShuffleSplit", {"tree": "group", "microbatch_size": 2}, "assigns whole trees"),
+    ("ShuffleSplit", {"tree": "group", "max_tokens": 9, "remainder": "drop"}, "assigns whole trees"),
+    ("GroupRelativeAdvantage", {"clip": [math.nan, None]}, r"clip must be (\[low, high\]|a list)"),
+    ("GroupRelativeAdvantage", {"clip": [2.0, 1.0]}, r"clip must be (\[low, high\]|a list)"),
+    ("GroupUnit", {"max_uses": 0}, "max_uses must be an integer"),
+]
 
 
 def test_an_option_without_effect_is_refused_unless_it_is_the_default():
@@ -192,6 +297,13 @@ def test_an_option_without_effect_is_refused_unless_it_is_the_default():
                 stage(**needed, **without, **{option: value})
             assert getattr(stage(**needed, **beside, **{option: value}), option) == value
             assert getattr(stage(**needed, **without, **{option: default}), option) == default
+
+
+def test_options_out_of_range_or_in_contradiction_are_refused():
+    for name, options, message in REFUSED:
+        thing = getattr(headrace, name)
+        with of(f"{name}, {options}"), pytest.raises(ValueError, match=message):
+            thing(**NEEDED.get(thing, {}) | options)
 
 
 def test_functions_refuse_what_their_stages_refuse():

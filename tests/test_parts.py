@@ -111,8 +111,6 @@ def test_a_negative_reward_is_not_rescaled():
     with pytest.raises(BatchError, match=r"needs rewards ≥ 0.*found -0.5 at row 1"):
         RelativeLength(form="rescale")(batch)
     assert RelativeLength()(batch)[REWARD][1] == -0.5
-    with pytest.raises(ValueError, match="success must be left out without form='bonus'"):
-        RelativeLength(form="rescale", success=1.0)
 
 
 def test_without_success_no_length_is_penalized():
@@ -428,19 +426,6 @@ def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
     assert found == [1, 0.5, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"decay": 1.5}, "decay must be in"),
-        ({"decay": 1.0}, "needs start_weight"),
-        ({"start_weight": 0.0}, "start_weight must be finite and > 0"),
-    ],
-)
-def test_a_running_baseline_needs_a_start_value(options, message):
-    with pytest.raises(ValueError, match=message):
-        RunningBaseline(**options)
-
-
 # -- roles ----------------------------------------------------------------------------------------------
 
 # Two episodes of a prompt, each of a proposer and two solvers: a rollout is what one role did.
@@ -489,22 +474,6 @@ def test_an_unset_id_is_refused():
         CombineIds(keys=["group_id", "role"])(batch)
     with pytest.raises(ValueError, match=r"a list .*; got 'role'"):
         CombineIds(keys="role")
-
-
-# -- a turn as what weighs one --------------------------------------------------------------------------
-
-
-def test_a_turn_has_weight_1_for_any_rows_and_tokens():
-    """Rollout 5: turn 0 of 1 + 2 tokens, turn 1 of 4; rollout 6: turn 0 of 1. Three turns."""
-    batch = batch_of([0.0] * 4, [0] * 4, [5, 5, 5, 6], turn=[0, 0, 1, 0])
-    batch[MASK] = torch.arange(4) < torch.tensor([1, 2, 4, 1])[:, None]
-    weight = LossWeight(unit="turn", turn_key="turn", dtype="float64")(batch)["loss_weight"]
-    assert (1 / weight).tolist() == pytest.approx([9, 9, 12, 3])
-    with pytest.raises(ValueError, match="unit='turn' needs either turn_key"):
-        LossWeight(unit="turn")
-    batch["turn"] = torch.tensor([0, -1, 1, 0])
-    with pytest.raises(BatchError, match="turn"):
-        LossWeight(unit="turn", turn_key="turn")(batch)
 
 
 # -- images ---------------------------------------------------------------------------------------------

@@ -190,24 +190,6 @@ def test_the_error_says_how_to_discard_and_then_other_batches_run():
     assert len(list(restored.minibatches(sixteen(start=50)))) == 4
 
 
-# -- states of the version before -------------------------------------------------------------------
-
-
-def test_a_state_of_the_previous_version_loads_only_between_batches():
-    old = {"calls": 1, "carried": None}
-    split = ShuffleSplit(minibatches=4)
-    split.set_extra_state(old)
-    assert split.state.calls == 1
-    assert split.get_extra_state() == old
-    batch = {"rows": ROWS, "ids": "0123", "taken": 1, "minibatches": 4}
-    split.set_extra_state(old | {"batch": batch})
-    with pytest.raises(BatchError, match=r"16 rows was interrupted after 1 minibatches.*an earlier version"):
-        split(sixteen())
-    split.discard_batch()
-    assert split.state.calls == 2
-    assert len(split(sixteen())) == ROWS
-
-
 # -- loops that are left ----------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -93,19 +92,6 @@ def test_a_run_is_unchanged_by_later_runs(split, asked, make_batch):
     assert content(run) == expected  # asking changes nothing either
 
 
-def test_writing_to_a_minibatch_changes_no_run_or_epoch(make_batch):
-    """As an optimiser step may do."""
-    for split in (None, ShuffleSplit(minibatches=1, shuffle=False)):
-        run = Pipeline({"advantage": GroupRelativeAdvantage(scale="none"), "split": split}).run(
-            make_batch([1.0, 3], [0, 0]), epochs=2
-        )
-        for part in run.minibatches():
-            part["advantage"] = torch.zeros_like(part["advantage"])
-            part["headrace", "row"] = part["headrace", "row"] + 7
-        assert run.batch["advantage"].flatten().tolist() == [-1, 1]
-        assert run.batch["headrace", "row"].tolist() == [0, 1]
-
-
 def test_a_run_gathers_no_rows_before_they_are_read():
     batch = batch_of([float(i % 5) for i in range(256)], [i // 4 for i in range(256)], tokens=512)
     pipeline = Pipeline(
@@ -126,14 +112,6 @@ def test_a_run_gathers_no_rows_before_they_are_read():
         whole = run.batch
     assert memory.peak >= 0.9 * bytes_of(batch)
     assert run.batch is whole, "gathered once"
-
-
-def test_a_run_has_the_rows_of_each_epoch_and_its_batch_is_the_first(make_batch):
-    run = Pipeline(stages(gate=None, filter=None)).run(busy_batch(make_batch), epochs=3)
-    rows = [part["headrace", "row"] for part in run.minibatches()]
-    assert len(rows) == 6
-    assert torch.equal(run.batch["headrace", "row"], torch.cat(rows[:2]))
-    assert len({tuple(torch.cat(rows[at : at + 2]).tolist()) for at in (0, 2, 4)}) > 1
 
 
 # -- one stage, several pipelines ------------------------------------------------------------------------
@@ -314,20 +292,6 @@ def test_the_last_run_has_the_ledger_and_refuses_to_give_rows(make_batch):
     for ask in (lambda: last.batch, lambda: list(last.minibatches())):
         with pytest.raises(RuntimeError, match=r"holds no rows. To read them, keep .* pipeline.run\(batch\)"):
             ask()
-
-
-@pytest.mark.parametrize("twin_of", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy])
-def test_a_copy_has_no_last_run_and_continues_as_the_original(twin_of, make_batch):
-    pipeline = Pipeline(stages(weight=LossWeight()))
-    pipeline(busy_batch(make_batch))
-    twin = twin_of(pipeline)
-    for ask in (lambda: twin.last_run, lambda: twin.ledger, lambda: twin.metrics, twin.report):
-        with pytest.raises(RuntimeError, match="a copy that has run no batch"):
-            ask()
-    assert content(twin.run(busy_batch(make_batch))) == content(pipeline.run(busy_batch(make_batch)))
-    assert pipeline.metrics["rows/in"] == 9
-    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="a copy"):
-        other.submit(lambda: twin_of(pipeline).metrics).result()
 
 
 @pytest.mark.slow

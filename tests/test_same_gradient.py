@@ -122,7 +122,7 @@ def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_in_one_process_is_raised_in_all(tmp_path):
+def test_an_error_in_one_process_is_raised_in_all_and_empty_ranks_take_each_step(tmp_path):
     """Otherwise the others would wait for it."""
     run_processes(run_uneven, 2, str(tmp_path), count=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
@@ -131,3 +131,5 @@ def test_an_error_in_one_process_is_raised_in_all(tmp_path):
             assert told["one is empty", how] == told["one has too few", how] == all_steps
             assert "every row in the loss needs a rollout_id" in told["one has wrong ids", how]
     assert first["all are empty", "minibatches"] == second["all are empty", "minibatches"] == 0
+    assert first["steps"] == second["steps"] == 1
+    assert first["scale"] == second["scale"] == pytest.approx(-1.0)

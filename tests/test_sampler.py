@@ -195,29 +195,6 @@ def test_a_remainder_raises_by_default():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompts": 0}, "got prompts=0"),
-        ({"group_size": 0, "repeats": 0}, "got group_size=0, repeats=0"),
-        ({"remainder": "pad"}, "remainder must be one of"),
-        ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1; got rank=2, ranks=2"),
-        ({"ranks": 2}, "prompts_per_batch must be a multiple of ranks.*got 1"),
-        (
-            {"prompts": 5, "prompts_per_batch": 4, "ranks": 2, "remainder": "uneven"},
-            "the last batch must have at least .; got 4, and 1 in the last",
-        ),
-        (
-            {"prompts": 2, "prompts_per_batch": 3, "remainder": "drop"},
-            "at least prompts_per_batch=3 prompts; got 2",
-        ),
-    ],
-)
-def test_invalid_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        RepeatSampler(**({"prompts": 4, "group_size": 2} | options))
-
-
-@pytest.mark.parametrize(
     ("prompts", "first", "row"),
     [([1, 1, 2, 3], 0, 3), ([1, 1, 2], 0, 3), ([1, 1], 3, 2), ([1, 2, 1, 2], 0, 1)],
 )

@@ -9,9 +9,10 @@ import time
 
 import pytest
 import torch
+from processes import quick_starts
 from quizzes import quiz_makers
 from torchrl.collectors import MultiAsyncCollector, _runner
-from turns import hang, quick_starts
+from turns import hang
 
 from headrace.pipeline import assembled
 from headrace.transforms import GroupAssembler, StalledError, StreamWarning

@@ -11,10 +11,10 @@ from collections import defaultdict
 
 import pytest
 import torch
+from processes import quick_starts
 from quizzes import quiz_makers
 from tensordict import TensorDictBase
 from torchrl.collectors import MultiAsyncCollector
-from turns import quick_starts
 
 from headrace.pipeline import assembled
 from headrace.transforms import GroupAssembler

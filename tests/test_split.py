@@ -126,19 +126,3 @@ def test_fewer_units_than_minibatches_make_no_empty_one(make_batch):
 def test_an_unsplit_batch_is_refused(make_batch):
     with pytest.raises(MissingKeyError, match="written by ShuffleSplit"):
         next(split_minibatches(make_batch([0.0], [0])))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"minibatches": 2, "minibatch_size": 2},
-        {"minibatches": 0},
-        {"minibatch_size": -1},
-        {"minibatches": 2, "remainder": "keep"},
-        {"minibatches": 2, "unit": "token"},
-    ],
-)
-def test_invalid_options_raise(options):
-    with pytest.raises(ValueError, match=r"minibatch|remainder|unit"):
-        ShuffleSplit(**options)

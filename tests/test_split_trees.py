@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise, takewhile
 
-import pytest
 import torch
 from cutting import cut_alone
 from hypothesis import given
@@ -187,11 +186,3 @@ def test_rows_share_tokens_only_within_their_rollout_or_group():
     for tree, shared in (("none", None), ("rollout", 0.0), ("group", 2.0)):
         split = ShuffleSplit(minibatches=1, max_tokens=99, tree=tree)
         assert cut_alone(split, batch).measured.get("shared_tokens") == shared
-
-
-def test_options_that_contradict_trees_are_refused():
-    for wrong in ({"microbatch_size": 2}, {"max_tokens": 9, "remainder": "drop"}):
-        with pytest.raises(ValueError, match="tree='group' assigns whole trees"):
-            ShuffleSplit(minibatches=1, tree="group", **wrong)
-    with pytest.raises(ValueError, match="tree must be one of 'none', 'rollout', 'group'; got 'sample'"):
-        ShuffleSplit(minibatches=1, tree="sample")

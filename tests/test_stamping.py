@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import quick_starts
 from quizzes import QuizEnv, collect, make_quiz, quiz_makers
 from tensordict import TensorDict
 from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
-from turns import quick_starts
 
 from headrace.pipeline import StampIds, assembled
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
@@ -119,12 +119,6 @@ def test_an_environment_that_cannot_be_stamped_is_refused(chain, message):
     env = TransformedEnv(QuizEnv(4, repeats=4), Compose(*[transform.clone() for transform in chain]))
     with pytest.raises(ValueError, match=message):
         check_env_specs(env)
-
-
-@pytest.mark.parametrize("options", [{"repeats": 0}, {"worker": 2, "workers": 2}, {"worker": -1}])
-def test_invalid_options_raise(options):
-    with pytest.raises(ValueError, match="repeats must be ≥ 1 and worker from 0 to workers - 1"):
-        StampIds(**{"repeats": 2} | options)
 
 
 def test_a_batch_and_a_step_without_ids_are_refused():

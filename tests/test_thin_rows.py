@@ -70,6 +70,7 @@ def rows_of(lines: list[Line], start: int, *, tokens: int = 8, ragged: bool = Fa
     """Rows with masks, log-probabilities that are not all finite, and some without a token in the loss."""
     draw = torch.Generator().manual_seed(start)
     rows, size = batch_of_lines(lines, start), (len(lines), tokens)
+    rows["next", "reward"] = (rows["rollout_id"] * 7 % 5).float().unsqueeze(-1)  # one for all its segments
     rows["tokens", "full"] = torch.randint(0, 9, size, generator=draw)
     rows[MASK] = torch.rand(size, generator=draw) < torch.rand(len(lines), 1, generator=draw) * 1.4 - 0.2
     rows["masks", "all_attention_mask"] = torch.ones(size, dtype=torch.bool)
@@ -128,9 +129,9 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
 def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(ragged, name):
-    """50 streams, of each recipe with each option: uneven groups, rows that are lost, fail or come twice."""
+    """25 streams, of each recipe with each option: uneven groups, rows that are lost, fail or come twice."""
     steps_seen = masked = 0
-    for seed in range(25 * ragged, 25 * ragged + 25):
+    for seed in range(ragged, 25, 2):
         options = {**OPTIONS[seed % 5], "on_duplicate": "drop"}
         words, epochs = RECIPES[(seed // 5) % 5], 1 + seed % 2
         if "mask" in options.values() and any("keep" in word for word in words):

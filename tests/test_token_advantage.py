@@ -221,21 +221,3 @@ def test_a_column_of_another_shape_is_refused(batch):
     batch["advantage"] = torch.zeros(6, 3, 1)
     with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) torch.float32 \(6, 3, 1\)"):
         TokenAdvantage(term=TopShare())(batch)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TokenAdvantage(term=3), "term must be a callable"),
-        (lambda: TokenAdvantage(term=LogRatio(), how="divide"), "how must be one of 'add', 'multiply'"),
-        (lambda: LogRatio(centre="group"), "centre must be one of 'none', 'batch'"),
-        (lambda: DirectedWeight(clip=1.5), r"clip must be in \[0, 1\]"),
-        (lambda: TopShare(share=0), r"share must be in \(0, 1\]"),
-        (lambda: EntropyShare(floor=0.0), "floor must be finite and > 0"),
-        (lambda: StalenessWeight(current=1, decay=0), r"decay must be in \(0, 1\]"),
-        (lambda: StalenessWeight(current=None), "current must be an integer"),
-    ],
-)
-def test_an_invalid_option_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -1,35 +1,18 @@
-"""The example on two processes under torchrun equals the same in one process."""
+"""The example on two processes, with what torchrun tells them, equals the same in one process."""
 
 from __future__ import annotations
 
-import os
 import runpy
-import signal
-import subprocess
-import sys
+import socket
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from command import Started
+from command import Started, run_here
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torchrun_grpo.py"
 STEPS, SECONDS = 4, 240
-
-
-def run(*words: str) -> None:
-    """A command, and whatever it started, in bounded time."""
-    process = subprocess.Popen(
-        [sys.executable, *words], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 0, output.decode()
 
 
 @pytest.mark.slow
@@ -38,9 +21,14 @@ def test_two_processes_with_shared_groups_train_as_one(tmp_path):
         (tmp_path / folder).mkdir()
     options = ("--steps", str(STEPS), "--out")
     example = partial(runpy.run_path, str(EXAMPLE), run_name="__main__")
-    assert Started(example, tmp_path, *options, str(tmp_path / "one")).ends(SECONDS).returncode == 0
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run(*torchrun, str(EXAMPLE), *options, str(tmp_path / "two"))
+    run_here(example, tmp_path, "example", *options, str(tmp_path / "one"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    words = (*options, str(tmp_path / "two"))
+    ranks = [Started(example, tmp_path, *words, **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    for done in [rank.ends(SECONDS) for rank in ranks]:
+        assert done.returncode == 0, done.stderr
     one, *two = (torch.load(tmp_path / file) for file in ("one/0.pt", "two/0.pt", "two/1.pt"))
     shares = [set(rank["advantages"]) for rank in two]
     groups = [{rollout // 8 for rollout in share} for share in shares]

@@ -120,19 +120,6 @@ def leaves(paths, groups, rewards, **columns):
     return lazy_stack(rows)
 
 
-@given(trees(), OPTIONS, st.data())
-def test_ragged_rows_in_any_order_have_the_same_bits(tree, options, data):
-    groups, paths, rewards = tree
-    order = data.draw(st.permutations(range(len(paths))))
-    batch = leaves(paths, groups, rewards)
-    found = TreeAdvantage(**options)(batch).get("advantage", as_list=True)
-    moved = TreeAdvantage(**options)(lazy_stack([batch[i] for i in order])).get("advantage", as_list=True)
-    expected = stated(paths, groups, rewards, **options)
-    for row in range(len(paths)):
-        assert found[row].flatten().tolist() == pytest.approx(expected[row], rel=1e-12, abs=1e-12)
-        assert torch.equal(moved[order.index(row)], found[row])
-
-
 def test_equal_rewards_have_an_advantage_of_exactly_0():
     paths = [[1, 2, 3], [1, 2, 4], [1, 5, 3], [6, 2, 3], [6, 2, 3], [7, 0, 0], [7, 0, 1]]
     for baseline in ("mean", "leave_one_out"):

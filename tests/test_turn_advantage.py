@@ -244,24 +244,6 @@ def test_the_gradient_is_unbiased_only_against_the_others(options, expected):
     assert torch.allclose(state(batch)["advantage"].flatten(), out, rtol=1e-12, atol=1e-12)
 
 
-def test_inside_rows_the_gradient_is_unbiased_too():
-    """One row per rollout: a prompt token, and one token per action."""
-    rows = all_groups()
-    by_rollout = defaultdict(list)
-    for group, rollout, k, reward, _ in rows:
-        by_rollout[rollout].append((group, k, reward))
-    index, paid = torch.full((len(by_rollout), 4), -1), torch.zeros(len(by_rollout), 3).double()
-    for row, decisions in by_rollout.items():
-        for _, k, reward in decisions:
-            index[row, k + 1], paid[row, k] = k, reward
-    groups = torch.arange(len(by_rollout)) // GROUP
-    batch = TensorDict({"turn_index": index, "turn_reward": paid, "group_id": groups}, [len(groups)])
-    stage = TurnAdvantage(turn_rewards="turn", outcome="none", rollout_key=None)
-    credit = stage(batch)["advantage"].squeeze(-1)
-    found = ratios([credit[rollout, k + 1] for _, rollout, k, _, _ in rows], rows)
-    assert found == pytest.approx([1, 1, 1], rel=1e-12)
-
-
 # -- states -----------------------------------------------------------------------------------------------
 
 
@@ -343,22 +325,6 @@ def inside(**columns):
 def test_invalid_rows_are_refused_with_their_ids(columns, options, message):
     with pytest.raises(BatchError, match=message):
         TurnAdvantage(**options)(inside(**columns))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"outcome": "none"}, "without turn_rewards and outcome there is no reward"),
-        ({"turn_key": "turn"}, "turn_key is only read if rows are turns"),
-        ({"turn_index_key": None, "turn_rewards": "turn"}, "each has its own reward"),
-        ({"baseline": "median"}, "baseline must be one of 'leave_one_out', 'mean'"),
-        ({"alone": "keep"}, "alone must be one of"),
-        ({"discount": 2.0}, "discount must be in"),
-    ],
-)
-def test_invalid_options_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        TurnAdvantage(**options)
 
 
 def test_an_advantage_beyond_half_precision_is_refused():

@@ -256,24 +256,6 @@ def test_a_token_in_the_loss_without_a_turn_is_refused_with_its_row():
         weight(out.exclude("turn_index"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unit": "turn"}, "unit='turn' needs either turn_key .* or turn_index_key"),
-        (
-            {"unit": "turn", "turn_key": "turn", "turn_index_key": "turn_index"},
-            "no other unit reads them; got unit='turn'",
-        ),
-        ({"unit": "token", "turn_index_key": "turn_index"}, "no other unit reads them; got unit='token'"),
-        (INSIDE | {"fold": "sum"}, "fold='sum' cannot put it into the advantage of a row: set fold='none'"),
-        (INSIDE | {"fold": "token_mean"}, "sum the loss with weighted_loss"),
-    ],
-)
-def test_invalid_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LossWeight(**options)
-
-
 def test_the_function_takes_turns_inside_rows_only_for_unit_turn():
     tokens = torch.tensor([2, 3])
     for options in ({"unit": "token"}, {"unit": "turn", "turn": tokens, "rollout_id": tokens}):

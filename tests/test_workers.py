@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from faults import pipeline
+from processes import quick_starts
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -23,7 +24,6 @@ from turns import (
     last_turn,
     makers,
     of_one_process,
-    quick_starts,
     reward_of,
     sleep,
 )

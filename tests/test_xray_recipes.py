@@ -67,8 +67,9 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("transform", [None, "pack", "tree"])
 def test_every_recipe_trains_its_declared_weights(transform):
-    for recipe in ADVANTAGES:
-        for microbatches in (1, 3):
+    """In one micro-batch, and in three: of two ways to transform, one has the other number."""
+    for number, recipe in enumerate(ADVANTAGES):
+        for microbatches in (1, 3)[(number + bool(transform)) % 2 :][:1]:
             cut = {"minibatches": 1, "microbatches": microbatches}
             pipeline, second = (pipeline_of(recipe, split=cut, **BY_TURN.get(recipe, {})) for _ in range(2))
 

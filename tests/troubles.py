@@ -82,8 +82,9 @@ def fail() -> None:
     raise ArithmeticError("the reward model is gone")
 
 
-def hang() -> None:
-    time.sleep(10**6)
+def hang(until: Path) -> None:
+    while not until.exists():
+        time.sleep(0.1)
 
 
 def never_end() -> Callable[[TensorDict], TensorDict]:
@@ -110,7 +111,7 @@ def leave() -> None:
     os._exit(3)
 
 
-TROUBLES: dict[str, tuple[Callable[[], Any] | None, bool]] = {
+TROUBLES: dict[str, tuple[Callable[..., Any] | None, bool]] = {
     "raises an error": (fail, False),
     "hangs": (hang, False),
     "has a rollout that never ends": (never_end, True),
@@ -127,6 +128,8 @@ def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
     what, again = TROUBLES[trouble]
     if what is None:
         return make_quiz
+    if what is hang:
+        what = functools.partial(hang, begun.with_name("stop"))
     troubles = {0: pace, 1: At(what, begun, again)}
     return functools.partial(make_quiz, worker, 2, troubles=troubles)
 
@@ -274,7 +277,7 @@ def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
     stream = assembled(source, GroupAssembler(), patience=PATIENCE, worker_patience=PATIENCE)
     told.send(report(iter(stream), trouble, folder / "begun"))
     told.close()
-    hang()
+    hang(folder / "stop")
 
 
 def look_at(place: str, trouble: str) -> Found:
@@ -350,8 +353,6 @@ def look_at_ray(trouble: str) -> Found:
             return report(stream, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
-            if trouble == "hangs":
-                ray.cancel(writers[1], force=True)
             ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from processes import process_context
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
@@ -125,18 +123,6 @@ def hang(steps: int, *, at: int) -> None:
 
 def sleep(steps: int) -> None:
     time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def quick_starts() -> Iterator[None]:
-    """Processes of TorchRL begin from one that has imported it, too."""
-    process_context()
-    before = torch.multiprocessing.get_start_method()
-    torch.multiprocessing.set_start_method("forkserver", force=True)
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_start_method(before, force=True)
 
 
 def of_one_process(frames: int, first: int = 0) -> Iterator[TensorDictBase]:

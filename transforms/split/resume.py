@@ -24,10 +24,10 @@ class InterruptedBatch(NamedTuple):
     rows: int
     taken: int
     """Number of minibatches taken."""
-    options: dict[str, Any] | None
-    """The options of the split, by name; None in a state of an earlier version."""
-    columns: dict[str, Tensor] | None
-    """(N, ...) ids and rewards of its rows, on the CPU, by name; None in a state of an earlier version."""
+    options: dict[str, Any]
+    """The options of the split, by name."""
+    columns: dict[str, Tensor]
+    """(N, ...) ids and rewards of its rows, on the CPU, by name."""
     after: SplitState
     """The state after the batch, for :meth:`ShuffleSplit.discard_batch`."""
 
@@ -36,14 +36,8 @@ class InterruptedBatch(NamedTuple):
         return self._asdict() | {"after": self.after.to_plain()}
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any], before: SplitState) -> InterruptedBatch:
-        """Restore the output of :meth:`to_plain`.
-
-        A state of an earlier version lacks the columns to recognise the batch, so it can only be discarded.
-        Its carried rows were part of the batch, so none are carried after it.
-        """
-        if "after" not in plain:
-            return cls(plain["rows"], plain["taken"], None, None, SplitState(before.calls + 1))
+    def from_plain(cls, plain: dict[str, Any]) -> InterruptedBatch:
+        """Restore the output of :meth:`to_plain`."""
         return cls(**plain | {"after": SplitState.from_plain(plain["after"])})
 
 
@@ -93,11 +87,11 @@ class SplitState(NamedTuple):
     def from_plain(cls, plain: dict[str, Any]) -> SplitState:
         """Restore the output of :meth:`to_plain`."""
         state, batch = cls(plain["calls"], from_plain(plain["carried"])), plain.get("batch")
-        if "trained" in plain:  # missing in states of earlier versions
+        if "trained" in plain:
             state = state._replace(trained=KnownBatch(**plain["trained"]))
         if batch is None:
             return state
-        return state._replace(interrupted=InterruptedBatch.from_plain(batch, state))
+        return state._replace(interrupted=InterruptedBatch.from_plain(batch))
 
 
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
@@ -201,9 +195,6 @@ class Progress:
 
 
 def _differences(last: InterruptedBatch, batch: KnownBatch, options: Mapping[str, Any]) -> Iterator[str]:
-    if last.options is None or last.columns is None:
-        yield "the state was saved by an earlier version, which did not save the columns to compare"
-        return
     if last.rows != batch.rows:
         yield f"this one has {batch.rows} rows"
         return
