@@ -41,10 +41,12 @@ The advantage is `(R − baseline) / scale`. For example, a group has the reward
 baseline `mean`, R − baseline is 0.75 for the first rollout. With the scale `group`, this is divided by the
 std 0.5, and the advantage is 1.5.
 
+On this page, `advantage.eps` is short for the option `pipeline.stages.advantage.eps`, and so on.
+
 | column | meaning |
 |---|---|
 | baseline, scale | options of the stage `advantage`; [equations](../transforms/advantage/group_relative.py) |
-| mean of the loss | what the loss is a mean of, `pipeline.stages.weight.unit`; [equations](../transforms/weight.py) |
+| mean of the loss | the option `weight.unit`; [equations](../transforms/weight.py) |
 | further stages | stages in addition to `gate`, `collapse`, `advantage`, `split` and `weight` |
 | other options | options of the advantage that differ from the usual ones |
 
@@ -73,7 +75,6 @@ These rules hold for all recipes:
   exception is `asymre`, where it is −delta.
 - No recipe gives NaN.
 - Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another.
-- `advantage.eps` in a text is short for the option `pipeline.stages.advantage.eps`, and so on.
 
 The texts use these symbols:
 
@@ -103,7 +104,7 @@ CONVENTIONS = """
 ## Conventions of trainers
 
 These recipes give the advantages of other trainers. In their texts, "Difference" says where a recipe differs
-from its trainer. For example, equal rewards get exactly 0 here, but may leave a rounding error in the trainer.
+from its trainer. For example, equal rewards get exactly 0 here, and perhaps a rounding error in the trainer.
 
 A rollout without a token in the loss counts in the baseline, because the trainers do not look at the loss
 mask. Only `as/nemo_rl` leaves such rollouts out.
