@@ -38,8 +38,8 @@ checks:
 - over reading once: read each column of the ragged rows once, and index them for the minibatches
 - over a dict of lists: append each row to a list for its group, and concatenate a group when it is whole
 
-In the other lines, B is headrace with fewer rows. Rows have {TOKENS} tokens. In lines with 100,000 rows and
-more they have 2 tokens, and in the last two lines they come to an assembler one by one."""
+In the other lines, B is headrace with fewer rows. Rows have {TOKENS} tokens, or 2 tokens in lines with
+100,000 rows and more. In the last two lines, rows come to an assembler one by one."""
 HEAD = ["A over B", "A, ms", "B, ms", "A / B"]
 
 measure = partial(measure_by, clock=time.thread_time)
@@ -83,8 +83,8 @@ def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
     for rows in sizes:
         batch = collected(rows, 2)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
-        for kind, each, goal in (("", batch, 1.3), (", shuffled", batch[order], 1.2)):
-            name = f"{rows:,} rows{kind}"
+        for kind, each, goal in (("rows", batch, 1.3), ("shuffled rows", batch[order], 1.2)):
+            name = f"{rows:,} {kind}"
             functions |= {name: in_pieces(each), f"{name} over NumPy": numpy_loop(each)}
             goals[name] = goal
     times = measure(functions, rounds)
