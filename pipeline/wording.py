@@ -86,7 +86,7 @@ def in_words_to_type(text: str) -> str:
         >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
         "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
     """
-    stage = re.search(r"stage '(\w+)', (\w+)", text)
+    stage = re.search(r"stage '(\w+)', ", text)
     if stage is None:
         return text
 
@@ -94,8 +94,7 @@ def in_words_to_type(text: str) -> str:
         value = "null" if found[3] == "None" else found[3]
         return f"{found[1]}pipeline.stages.{stage[1]}.{found[2]}={value}"
 
-    text = re.sub(r"\b(\w+ them before: )?\w+\(criterion=[^)]*\)[^)]*\), or for NaN ", "for NaN set ", text)
-    text = re.sub(rf"(){stage[2]}\((\w+)=['\"](\w+)['\"]\)", word, text)
+    text = re.sub(r" \(in Python [^)]*\)|, for infinity \w+\(.*?\) before the collapse", "", text)
     text = re.sub(r"\b([Ss]et (?:[a-z ]+: )?)(\w+)=['\"]?(\w+)['\"]?", word, text)
     return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)
 
@@ -106,6 +105,12 @@ def word_to_set(text: str) -> str | None:
     Example:
         >>> word_to_set("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
         'pipeline.stages.gate.on_incomplete=drop'
+        >>> mask = "mask them: for NaN pipeline.stages.collapse.missing=mask (in Python missing='mask')"
+        >>> said = f"stage 'collapse', FanOutCollapse(): found nan at row 0. Score them, or {mask}"
+        >>> word_to_set(said), in_words_to_type(said).endswith("=mask")
+        ('pipeline.stages.collapse.missing=mask', True)
     """
-    found = re.search(r"\b[Ss]et (?:[a-z ]+: )?(pipeline\.stages\.[\w.]+=\w+)", in_words_to_type(text))
+    found = re.search(
+        r"\b(?:[Ss]et (?:[a-z ]+: )?|for NaN )(pipeline\.stages\.[\w.]+=\w+)", in_words_to_type(text)
+    )
     return found and found[1]
