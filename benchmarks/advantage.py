@@ -25,13 +25,13 @@ QUICK = (64, 128, 256, 512)
 UNIFORM = {8: (None, 2.6, 1.7, 1.6), 16: (None, 3.2, 1.9, 1.8)}
 OTHERS = (None, 3.5, 2.2, 2.2)
 GROWTH = 9.0
-NOTE = """The formula is `(r - mean) / (std + eps)`, by line of `r.view(-1, group_size)`. It has no ids
-and no checks, and computes in float32. The first line is its time. The other lines are the time of
-`group_relative_advantage`, divided by it, for these rows:
+NOTE = """The reshape formula is `(r - mean) / (std + eps)` for each line of `r.view(-1, group_size)`. It has
+no ids and no checks, and computes in float32. The first line of the table has the time of the formula. The
+other lines have the time of `group_relative_advantage`, divided by that of the formula, for these rows:
 
 - uniform: one row for each rollout, and one group after the other
 - fan-out of 4: four rows for each rollout
-- fan-out of 4, one short: the same, and the last group lacks a rollout
+- fan-out of 4, one short: four rows for each rollout, and the last group lacks a rollout
 - ragged: groups of random size
 - interleaved: one row of each group, then the next row of each, and so on
 - shuffled: the uniform rows in random order

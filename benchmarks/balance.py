@@ -28,7 +28,7 @@ from karmarkar_karp import imbalance, largest_differencing, lengths_of
 BINS = (8, 64, 256)
 KINDS = ("lognormal", "bimodal", "uniform")
 TARGET = 3.0
-NOTE = """Rows of different lengths are put into bins, with as many rows in each bin. The ratio is the
+NOTE = """Rows of different lengths are put into bins, with the same number of rows in each. The ratio is the
 time of Karmarkar and Karp's method (KK), divided by that of `balance_evenly`. The last two columns say how
 much fuller than the mean the fullest bin is: 1e-01 is 10 %."""
 

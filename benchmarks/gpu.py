@@ -18,8 +18,8 @@ from timing import measure, median_ms, ratio
 
 from headrace.pipeline import load_pipeline
 
-NOTE = """The wall time of the grpo recipe, divided by that of a copy of the batch on the device. "Columns
-that differ" counts those that are not bit-equal between two equal pipelines."""
+NOTE = """The wall time of the grpo recipe, divided by that of a copy of the batch on the device. Two equal
+pipelines run on the same batch. "Columns that differ" counts the columns in which their results differ."""
 NO_GPU = "Not measured, because no GPU was available."
 
 

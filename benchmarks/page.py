@@ -21,15 +21,15 @@ COSTS = """## What it costs
 | --- | --- |"""
 WHY = """
 The times are for one CPU thread. The plain formula, `(r - mean) / (std + eps)`, has no ids and no checks.
-headrace checks ids and rewards, sorts each group, and computes in float64. So the order of the rows changes
-no bit of an advantage.
+headrace checks ids and rewards. It also sorts each group and computes in float64, so that the order of the
+rows changes no bit of an advantage.
 """
 HOW = """## How it was measured
 
 - Times are CPU times of one thread, if a table does not say otherwise.
 - "A / B" or "A over B" is the time of A, divided by the time of B. 2 means that A takes twice as long.
-- Each round runs everything that is compared, in random order. A ratio is the median over the rounds. It
-  varies by about a tenth from run to run.
+- A benchmark has several rounds. Each round runs everything that is compared, in random order. A ratio is
+  the median over the rounds. It varies by about a tenth from run to run.
 - "(≤ 2)" is a target. A number that misses its target is bold.
 """
 Number = Callable[[str, str, str, str], float]
@@ -97,7 +97,7 @@ SUMMARY: dict[str, Callable[[Number], str]] = {
     "The advantages of 131,072 rows, in groups of 8": _advantages,
     "The grpo recipe on a batch of 64 short rows": _small_batch,
     "The grpo recipe on 4,000 rows of 2,048 tokens": _large_batch,
-    "The memory of its 8 minibatches, one after the other": _memory,
+    "Memory for this batch in 8 minibatches, one after the other": _memory,
     "Whole groups from a stream of 100,000 rows": _stream,
     "`task=replay` of a dump of a million rows with texts, 948 MiB": _replay,
     "`headrace view` of a run of 500 steps, until it shows rows": _viewer,

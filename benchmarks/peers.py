@@ -29,12 +29,12 @@ from torchrl.objectives.llm import MCAdvantage
 from headrace.transforms import group_relative_advantage
 
 GROUP_SIZE, EPS = 8, 1e-6
-NOTE = """The first line is the time of `group_relative_advantage` with ids and all checks. The other
-lines are the times of other code, divided by it: 2 means twice as slow as headrace, and 0.5 twice as fast.
-The rows are shuffled, one for each rollout, in groups of 8. All lines give the same advantages.
+NOTE = """The first line has the time of `group_relative_advantage` with ids and all checks. The other lines
+have the times of other code, divided by this time. So 2 means twice as slow as headrace, and 0.5 twice as
+fast. The rows are shuffled, one for each rollout, in groups of 8. All lines give the same advantages.
 
 - TRL: a reshape. The rows must be in the order of their groups, and all groups of one size.
-- verl, vectorised: sums by uid. verl's own trainer has text uids.
+- verl, vectorised: sums for each uid, which is verl's id of a group. verl's own trainer uses texts as uids.
 - verl, loop; miles; rllm: loops in Python over the groups.
 - MCAdvantage: a transform of TorchRL, which also waits until groups are whole.
 

@@ -31,17 +31,17 @@ SHAPES = ((512, 2048), (4000, 2048), (8192, 2048), (512, 16_384), (65_536, 128))
 TARGETED, TARGETS = SHAPES[1], {"pipeline": 1.9, "minibatches": 2.0}
 PEAK = 0.15  # of the batch
 WITH_TEXTS = 3.5
-NOTE = f"""A gather copies all rows in random order. No shuffle can do less. The column "gather" is its
-time. The next columns are times, divided by it:
+NOTE = f"""A gather copies all rows in random order. No shuffle can do less. The column "gather" has the
+time of the gather. The next columns are other times, divided by the time of the gather:
 
 - in pieces: the same gather in {MINIBATCHES} parts
 - td[perm]: the gather of TensorDict
 - pipeline: the grpo recipe, as `pipeline(batch)`
-- minibatches: a loop over its {MINIBATCHES} minibatches, which deletes each before the next
+- minibatches: a loop over {MINIBATCHES} minibatches of the recipe, which deletes each before the next
 
 "Memory" is the peak memory of this loop without the batch, divided by the size of the batch."""
-TEXTS = """Rows of 16 tokens with a prompt and a text. The first column is the time of
-`pipeline(batch)` without the texts. The other columns are times with texts, divided by it."""
+TEXTS = """Rows of 16 tokens with a prompt and a text. The column "without" has the time of
+`pipeline(batch)` without the texts. The next columns are times with the texts, divided by this time."""
 
 
 def gather_pieces(batch: TensorDict, order: torch.Tensor) -> Callable[[], None]:

@@ -27,7 +27,7 @@ NOTE = f"""A Parquet dump with a prompt and a response in each row, {PER_STEP:,}
 
 - over reading: the time, divided by the time that Arrow needs to read the files
 - peak: the most memory of the process
-- before: its memory after the imports"""
+- before: the memory of the process after the imports"""
 
 
 def write(folder: Path, rows: int) -> int:

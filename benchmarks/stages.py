@@ -52,12 +52,13 @@ LARGE, SMALL = (4000, 2048), (64, 16)  # rows, tokens of each
 OPERATORS, MILLISECONDS = 400, 3.0
 NOTE = """First the stages of the grpo recipe in order, then other stages. "Over a gather" is the time of
 the stage, divided by the time of a gather of its batch. The last two columns are for a batch of 64 × 16
-tokens. An operator call is a call of a torch operator. "By token": the batch has an advantage and a weight
-for each token.
+tokens. An operator call is a call of a torch operator. In lines with "by token", the batch has an advantage
+and a weight for each token.
 
-The sum is more than the time of a pipeline, which reads the batch and copies the rows once for all stages."""
-FIXED = f"""The grpo recipe on 64 rows of 16 tokens, as {MINIBATCHES} minibatches and as one. On a GPU each
-operator call is a kernel launch."""
+A pipeline takes less time than the sum of its stages, because it reads the batch and copies the rows only
+once."""
+FIXED = f"""The grpo recipe on 64 rows of 16 tokens: a loop over {MINIBATCHES} minibatches, and
+`pipeline(batch)` in one piece. On a GPU each operator call is a kernel launch."""
 
 
 def stage_calls(rows: int, tokens: int) -> dict[str, Callable[[], object]]:

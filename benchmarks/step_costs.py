@@ -47,7 +47,7 @@ def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
         plain = ShuffleSplit(minibatches=MINIBATCHES)
         held = ShuffleSplit(minibatches=MINIBATCHES, max_tokens=budget, balance=balance)
         times = measure({"plain": partial(plain, batch), "held": partial(held, batch)}, rounds)
-        name = f"split of {rows:,} rows with max_tokens and balance={balance}, over the split without"
+        name = f"split of {rows:,} rows with max_tokens and balance={balance}, over one without"
         cells = [Cell(median_ms(times, "plain"), ".1f"), Cell(ratio(times, "held", "plain"), ".1f", 3.0)]
         found.append(Row(name, cells))
     return found
@@ -59,7 +59,7 @@ def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
         more += len(assign_rows(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
-    name = f"of {draws} batches with max_tokens, those with more micro-batches than by first fit"
+    name = f"batches, of {draws}, that get more micro-batches than by first-fit bin packing"
     return [Row(name, [Cell(None), Cell(more, "d", 0)])]
 
 
@@ -117,7 +117,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
             f"make_report(run), {rows} rows, in ms", [Cell(None), Cell(median_ms(times, "make"), ".2f", 1.0)]
         ),
         Row(
-            f"run.report(), {rows} rows, in ms; formula: print one table with Rich",
+            f"run.report(), {rows} rows, next to one table printed by Rich, in ms",
             [Cell(median_ms(times, "table"), ".1f"), Cell(median_ms(times, "print"), ".1f", 9.0)],
         ),
     ]

@@ -26,9 +26,9 @@ from headrace.transforms import GroupAssembler
 
 PIECE, NEAR = 1000, 4000
 TARGET = 50  # of dense rows; a ragged row is a TensorDict of its own, whose copy costs most
-NOTE = f"""Rows arrive in pieces of {PIECE:,}, each within {NEAR:,} rows of its original position. The ratio
-is the time of TorchRL's MCAdvantage, divided by that of `GroupAssembler`. MCAdvantage also computes an
-advantage, which takes little time."""
+NOTE = f"""Rows arrive in pieces of {PIECE:,}. Each row is at most {NEAR:,} rows away from its original
+position. The ratio is the time of TorchRL's MCAdvantage, divided by that of `GroupAssembler`. MCAdvantage
+also computes an advantage, which takes little time."""
 
 
 JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`. After
@@ -116,7 +116,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     costs = [
         Row(f"{len(each):,} {kind}", cost(each, options.rounds + 2)) for kind, (each, _) in kinds.items()
     ]
-    head = ["rows", "rows a second", "with a journal", "time, with over without"]
+    head = ["rows", "rows a second", "with a journal", "time with / without"]
     yield Table("The cost of a journal", JOURNAL_NOTE, head, costs)
 
 

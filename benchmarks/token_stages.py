@@ -159,7 +159,7 @@ def token_stages(rounds: int, quick: bool) -> list[Row]:
             lambda: corrected(batch),
             own_work(RolloutCorrection(), batch, times),
         ),
-        "RolloutCorrection by token, its 14 metrics read": (
+        "RolloutCorrection by token, and reading its 14 metrics": (
             1.5,
             lambda: corrected_and_measured(batch, 2.0),
             own_work(RolloutCorrection(), batch, times, measured=True),

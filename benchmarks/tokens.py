@@ -17,14 +17,16 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-AROUND = """The first column is the time of the formula in plain torch; "not measured" if there is none. The
-second is the time of headrace: divided by that of the formula ("over …"), or in the unit that the line
-names ("in …")."""
+AROUND = """The formula is plain torch code for the same work. If a line has no such code, its cell is "not
+measured". The last column has the time of headrace:
+
+- If the name of the line ends with "over …", the time is divided by that of the formula.
+- If the name ends with "in …", the time is in this unit."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """A table for each file of formulas."""
-    head = ["measure", "formula, ms", "headrace over it"]
+    head = ["measure", "formula, ms", "headrace / formula"]
     yield Table("Stages of tokens", NOTE, head, token_stages(options.rounds, options.quick))
     head = ["measure", "formula, ms", "headrace"]
     yield Table("Sequences and trees", AROUND, head, sequence_stages(options.rounds, options.quick))

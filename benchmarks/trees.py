@@ -28,8 +28,8 @@ WIDTH = 512
 NOTE = f"""In a prefix tree, a token that several rows share is one node, and is computed once. "Times
 fewer" is tokens divided by nodes. The next columns are wall times of a forward and a backward pass of a
 transformer with 4 layers of width {WIDTH}: for padded rows, for packed rows, and for the tree."""
-FINDING = """The wall time to pack and to unpack, for each token of the rows. For a tree it includes the
-search for shared tokens."""
+FINDING = """The wall time to pack and to unpack, for each token of the rows. The time to pack as a tree
+includes the search for shared tokens."""
 Rows = list[list[int]]
 
 

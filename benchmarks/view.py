@@ -36,7 +36,7 @@ NOTE = f"""{ROWS:,} rows a step, each with a response of about 1,000 characters.
 - all prompts: the first request for the prompts of all steps
 - search: a search for a text in the rows of one step
 
-Each number is the least of {ROUNDS} starts. Times are wall times, but for the CPU time."""
+Each number is the least of {ROUNDS} starts. Times are wall times, except for "CPU s"."""
 
 
 def write(folder: Path, steps: int) -> int:

@@ -34,12 +34,12 @@ GROWTH = 13  # at most, where there are ten times as many rows
 NOTE = f"""A is the time of headrace. B is the time of other code that does the same work without
 checks:
 
-- over NumPy: the decisions and gathers of the grpo recipe in 8 minibatches (`benchmarks/numpy_grpo.py`)
+- over NumPy: the grpo recipe with 8 minibatches, written in NumPy (`benchmarks/numpy_grpo.py`)
 - over reading once: read each column of the ragged rows once, and index them for the minibatches
-- over a dict of lists: append each row to its group, and concatenate the groups that are whole
+- over a dict of lists: append each row to a list for its group, and concatenate a group when it is whole
 
-In the other lines, B is headrace with fewer rows. Rows have {TOKENS} tokens, or 2 for 100,000 rows and
-more."""
+In the other lines, B is headrace with fewer rows. Rows have {TOKENS} tokens, or 2 tokens in lines with
+100,000 rows and more. In the last two lines, rows come to an assembler one by one."""
 HEAD = ["A over B", "A, ms", "B, ms", "A / B"]
 
 measure = partial(measure_by, clock=time.thread_time)
@@ -83,8 +83,8 @@ def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
     for rows in sizes:
         batch = collected(rows, 2)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
-        for kind, each, goal in (("", batch, 1.3), (", shuffled", batch[order], 1.2)):
-            name = f"{rows:,} rows{kind}"
+        for kind, each, goal in (("rows", batch, 1.3), ("shuffled rows", batch[order], 1.2)):
+            name = f"{rows:,} {kind}"
             functions |= {name: in_pieces(each), f"{name} over NumPy": numpy_loop(each)}
             goals[name] = goal
     times = measure(functions, rounds)
@@ -178,7 +178,7 @@ def one_by_one(count: int, rounds: int) -> Row:
     if (found := {assemble(rows), put_into_lists(rows)}) != {count}:
         raise RuntimeError(f"{count} rows went in, and {found} came out")
     times = measure({"assembler": lambda: assemble(rows), "lists": lambda: put_into_lists(rows)}, rounds)
-    return line(f"{count:,} rows put one by one over a dict of lists", times, "assembler", "lists", 4)
+    return line(f"{count:,} rows, one by one, over a dict of lists", times, "assembler", "lists", 4)
 
 
 def put_while_others_wait(waiting: int, puts: int) -> Callable[[], None]:
@@ -199,7 +199,7 @@ def waiting_rows(sizes: Sequence[int], rounds: int) -> Row:
     few, many = (put_while_others_wait(rows, rounds + 1) for rows in sizes)
     times = measure({"few": few, "many": many}, rounds)
     return line(
-        f"a put while {sizes[1]:,} rows wait over a put while {sizes[0]:,} wait", times, "many", "few", 1.5
+        f"a row while {sizes[1]:,} rows wait, over a row while {sizes[0]:,} wait", times, "many", "few", 1.5
     )
 
 

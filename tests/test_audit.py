@@ -127,7 +127,7 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     for name in ("signs", "counted_twice", "advantages"):
         assert checks[name]["state"] == "not checked"
         assert list(checks[name]["not_checked"]) == ["the dump has no advantages"]
-    assert "not checked: rollouts out of the loss that count: the dump has no loss masks" in text
+    assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
 
 
 def trl_columns(advantages):

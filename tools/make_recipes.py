@@ -25,9 +25,8 @@ RECIPES = ROOT / "conf" / "pipeline"
 CERTIFICATES, TASKS = ROOT / "docs" / "certificates.json", ROOT / "conf" / "certify"
 HEAD = """# Recipes
 
-A recipe is a YAML file that names the stages and their options for one algorithm. Each recipe here only
-lists its differences from another recipe. [Choose a recipe](choose-a-recipe.md) starts from your problem.
-This page lists all recipes.
+This page lists all recipes. If you start from a problem, read [Choose a recipe](choose-a-recipe.md). A recipe
+is a YAML file that names the stages and options of one algorithm.
 
 ```sh
 headrace pipeline=rloo     # runs a recipe on the rollouts of the demo
@@ -51,10 +50,11 @@ std 0.5, and the advantage is 1.5.
 
 | baseline or scale | meaning |
 |---|---|
-| mean, median | of the group |
-| leave one out | the mean, or the std, of the other rollouts of the group |
-| batch | the mean, or the std, of the batch |
-| group | the std of the group |
+| mean, median | of the rewards of the group |
+| leave one out | the mean, or the std, of the rewards of the other rollouts of the group |
+| batch | the mean, or the std, of all rewards of the batch |
+| group | the std of the rewards of the group |
+| running | a mean of earlier batches, which the stage `running` subtracts |
 | none | nothing is subtracted, or the divisor is 1 |
 | others | The text of the recipe has the equation. |
 
@@ -63,8 +63,8 @@ The loss is a mean over tokens, rollouts or groups. `constant` means that the di
 These options are usual, so the table does not repeat them:
 
 - The std has the divisor n − 1.
-- ε = 1e-6 is added to the scale. With `clamp`, ε is instead the smallest scale. With `skip`, ε is only
-  added if the scale is positive.
+- ε = 1e-6 is added to the scale. The option `advantage.eps_mode` can change this: with `clamp`, ε is the
+  smallest scale. With `skip`, ε is only added if the scale is positive, and a scale of 0 divides nothing.
 - A lone rollout, the only one of its group, gets the advantage 0.
 
 These rules hold for all recipes:
@@ -111,8 +111,9 @@ These recipes give the advantages of other trainers. Two things are the same in 
 LOSSES = """
 ## Algorithms that only change the loss
 
-headrace computes the advantage and the loss weight of each token. The loss clips ratios. These algorithms
-only change the loss. You can use each of them with any recipe that fits its paper:
+headrace computes the advantage and the loss weight of each token. Your loss does the rest, for example the
+clipping of ratios. These algorithms only change the loss. You can use each of them with any recipe that fits
+its paper:
 
 | algorithm | source | what to set here |
 |---|---|---|
@@ -154,21 +155,25 @@ weigh prompts and tokens. Their numbers show the distance between the two object
 """
 NUMBERS = """# Certificates of all recipes
 
-For each small task, this page has the exact expectation of each recipe's gradient, compared with the
-gradient of the mean reward. [Certificates](certificates.md) explains the method and the results. `headrace
-task=certify pipeline=NAME` computes the numbers again.
+This page compares the expected gradient of each recipe with the true gradient, which is the gradient of the
+mean reward. Both are exact, because the tasks are small. [Certificates](certificates.md) explains the method
+and the results. `headrace task=certify pipeline=NAME` computes the numbers again.
 
 | column | meaning |
 |---|---|
-| ratio | for each parameter, the gradient over the true gradient; 1 is unbiased |
-| bias | the length of the difference, over the length of the true gradient |
-| cosine | of the angle between the two gradients; 1 is the true direction |
-| variance | the trace of the covariance, for one group |
-| loss: scale | with the loss weights of the recipe: the length in the true direction |
-| loss: cosine | with the loss weights of the recipe: the cosine |
+| ratio | expected / true gradient, one number for each parameter of the task. 1 is unbiased |
+| bias | the length of (expected − true gradient), divided by the length of the true gradient |
+| cosine | of the angle between the two gradients. 1 is the true direction |
+| variance | the noise of the gradient of one group: the trace of its covariance |
+| loss: scale | the length of the loss's gradient in the true direction, divided by the true length |
+| loss: cosine | the cosine, for the gradient of the loss |
 
-Ratio, bias, cosine and variance are for the advantage alone. The loss columns are for one group per step.
-Recipes with equal numbers share a row.
+- The first four columns are for the advantage alone. The loss columns also use the loss weights of the
+  recipe, with one group in each optimiser step.
+- A small scale is no fault, because the learning rate can correct it. For example, `dr_grpo` divides its loss
+  by 3000.
+- An outcome is one possible result of sampling a group. All outcomes are computed.
+- Recipes with equal numbers share a row.
 """
 
 
@@ -201,7 +206,7 @@ def row(name: str, pipeline: Pipeline) -> str:
     others = [stage for stage in pipeline.order if stage not in everywhere]
     cells = [
         f"`{name}`",
-        part.baseline.replace("_", " "),
+        "running" if "running" in others else part.baseline.replace("_", " "),
         scale.replace("_", " "),
         f"{weight.unit}, length {weight.length}" if weight.length else weight.unit,
         ", ".join(f"`{stage}`" for stage in others) or "–",

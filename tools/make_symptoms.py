@@ -9,7 +9,8 @@ from headrace.pipeline.report import Symptom, symptoms
 PAGE = Path(__file__).parent.parent / "docs" / "symptoms.md"
 HEAD = """# From symptom to stage
 
-Your reward does not rise, or a report warns about a symptom. Find it here. Each section has three parts:
+Your reward does not rise, or a report warns about a symptom. Find the symptom here. Each section
+has three parts:
 
 - **Rule**: the number of the report that shows the symptom.
 - **Cause**: what may be wrong.
@@ -24,6 +25,7 @@ headrace pipeline=mgpo
 
 In Python, overrides of `pipeline` are strings: `load_pipeline("pipeline=mgpo")`.
 [Reports](reports.md#the-optimiser) says how to record the numbers of your optimiser.
+[Streams](streams.md) explains the functions `assembled`, `informative` and `paced`.
 """
 
 

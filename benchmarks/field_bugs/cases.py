@@ -146,8 +146,8 @@ Group b has the rewards 1, 1, 0, 0. The mean is 0.5 and the std 0.577.
         rows(("group", "a a a a b"), ("rollout", "0 1 2 3 4"), ("reward", "1 0 0 0 1")),
         [[1.5, -0.5, -0.5, -0.5, None]],
         """
-Only one of four rollouts of prompt b is left. If a trainer uses its reward as its advantage, the
-response is reinforced without any comparison.
+Only one of four rollouts of prompt b is left. If a trainer uses the reward of this rollout as its
+advantage, the response is reinforced without any comparison.
 """,
         """
 The rollout of b has no other rollout to be compared with: R − mean is 0, and the std of one number
@@ -172,9 +172,8 @@ Group a has the rewards 1, 0, 0, 0. The mean is 0.25 and the std 0.5.
         [[0.0] * 8],
         """
 All eight rewards are equal, so there is nothing to learn. But in float32 the mean of eight 1000.1
-may differ from 1000.1 by one rounding error, 6e-5. The std is as small. If one is divided by the
-other, the result is as large as a real advantage. All eight responses are then pushed in the same
-direction.
+may differ from 1000.1 by one rounding error, 6e-5. The std is about as small. So (R − mean) / std
+is as large as a real advantage. All eight responses are then pushed in the same direction.
 """,
         """
 The rewards are equal, so R − mean is 0 for every rollout.
@@ -247,9 +246,7 @@ their std 0.577. So they get 1.155 and −0.577.
 With the bug, the mean of 1, 1, 0, 0 is used, and the three rows get 0.866, −0.866 and −0.866.
 """,
         [
-            Thread(
-                "NVIDIA-NeMo/RL", 3467, "2026-08-03", "It has this case, with these rewards and advantages."
-            ),
+            Thread("NVIDIA-NeMo/RL", 3467, "2026-08-03", "The same case, with these rewards and advantages."),
             Thread(
                 "NVIDIA-NeMo/RL",
                 4160,
@@ -279,7 +276,7 @@ With the bug, the mean is 25.25, and the success gets (1 − 25.25) / 49.84 = �
 """,
         [
             Thread("verl-project/verl", 6375, "2026-05-17", "A rejected reward of 100 stays in the group."),
-            Thread("verl-project/verl", 6452, "2026-05-23", "It reports #6375 again."),
+            Thread("verl-project/verl", 6452, "2026-05-23", "A second report of #6375."),
             Thread("verl-project/verl", 6362, "2026-05-15", "The reward of a rejected token counts."),
         ],
     ),
@@ -383,14 +380,14 @@ Group b is not affected. The mean of 1, 1, 0, 0 is 0.5 and the std 0.577.
                 "PrimeIntellect-ai/prime-rl",
                 3313,
                 "2026-08-21",
-                "It discusses which rows of a stale group are removed.",
+                "A discussion of which rows of a stale group are removed.",
             ),
             Thread("allenai/open-instruct", 1738, "2026-06-25", "Stale results were trained."),
         ],
     ),
     Case(
         "two-paths",
-        "A filter that one path skips",
+        "A filter in only one of two functions",
         6,
         rows(
             ("group", "a a a a a a b b b b b b"),
@@ -400,14 +397,14 @@ Group b is not affected. The mean of 1, 1, 0, 0 is 0.5 and the std 0.577.
         | whole("tokens", "3 0 3 3 3 3 3 3 3 3 3 3"),
         [],
         """
-Many trainers have two paths to the advantages, for example a vectorised one, or one for rollouts of
-several turns. A filter works on one path and is forgotten on the other. Then the same rows train
-differently.
+A trainer may have two functions for the advantages, for example a loop and a vectorised one. A
+filter, such as one for masked rows, is in the first function and was forgotten in the second. Then
+the same rows get different advantages.
 """,
         """
-The same rows go through both paths. The second row is masked, and group b has equal rewards. Both
-must have the same effect on both paths, so the advantages must be equal. This case only compares
-the two paths. Whether the reward of a masked row may be in the baseline is
+The same rows go through both functions. The second row is masked, and group b has equal rewards. A
+filter for such rows must be in both functions or in none, so their advantages must be equal. This
+case only compares the two functions. Whether the reward of a masked row may be in the baseline is
 [another case](masked-row.md).
 """,
         [
@@ -552,7 +549,7 @@ of the group are 1, 0, 0, 0. The mean is 0.25 and the std 0.5. So the first outp
         [[-0.707, 0.0, 0.707, 0.0]],
         """
 The prompt 2+2 was dispatched twice, as two groups. A trainer that groups by the text of the prompt
-compares their rollouts with each other.
+compares the four rollouts with each other.
 """,
         """
 The rollouts of the two groups arrive alternately:

@@ -128,7 +128,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return "refused", f"Raised `{answer['refused'].strip()}{' …' * cut}`."
     accepted = [answer["found"]] if case.asks == "paths" else case.accepted
     found = answer["other" if case.asks == "paths" else "found"]
-    says = f"Second path: {answer['path']}." if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
+    says = f"Compared with {answer['path']}." if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
     if any(near(found, expected) for expected in accepted):
         return "right", says
     if (peer, case.name) in DESIGN:

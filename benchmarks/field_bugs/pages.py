@@ -28,14 +28,16 @@ threads that report the bug.
 | – | The project has no code for such rows, or the code could not be run. |
 
 The number after "wrong" or "by design" is the advantage that differs most from the correct one. In the two
-cases with denominators, the numbers are the weights of the tokens.
+cases with denominators, the two numbers are the weights of a token in different rows.
+
+verl has two trainers. The column "verl v1" is for `trainer.use_v1=True`, the default of verl 0.9.1.
 
 ## How it was run
 
-The rows of each case went through the installed code of each project. Only these functions were run, on a
-CPU, and no whole training run. A trainer may remove such rows before it calls its function.
+The rows of each case went through the installed code of each project. Only the functions in this table were
+run, on a CPU, and no whole training run. A trainer may remove such rows before it calls its function.
 
-| project | version | functions |
+| project | version | functions for advantages; for the loss |
 |---|---|---|
 {projects}
 
@@ -48,20 +50,21 @@ cases name these settings. headrace was run in the same way.
 |---|---|
 | miles, prime-rl, rLLM | They are not on the Python package index. |
 | slime, NeMo RL | The index only has version 0.0.0. NeMo RL also needs Python 3.13. |
-| SkyRL | Version 0.3.0 cannot be imported before Python 3.12, because of pydantic. |
-| torchtitan | The std of version 0.3.0 has the divisor n. The correct results here have n − 1. |
-| verifiers | Version 0.4.0 scores rollouts. Its trainer computes the advantages. |
+| SkyRL | Version 0.3.0 cannot be imported with Python before 3.12, because of pydantic. |
+| torchtitan | Version 0.3.0 divides by a std with the divisor n. The correct results here have n − 1. |
+| verifiers | Version 0.4.0 only scores rollouts, and leaves the advantages to a trainer. |
 
 Special settings:
 
-- **agentlightning** 1.0.2 requires Python 3.12. It was run with the installed Python.
+- **agentlightning** 1.0.2 requires Python 3.12. It was run with an older Python, because the functions in
+  the table do not need 3.12.
 - **OpenRLHF** imports `flash_attn` and `vllm`, which need a GPU. They were replaced by empty modules. The
-  functions here do not call them.
+  functions in the table do not call them.
 - **torchrl**: `MCAdvantage` got the documented options `prompt_key` and `trajectory_return="max"`. By
   default it groups by the text of the prompt. Then the case
   [a prompt drawn twice](field-bugs/prompt-drawn-twice.md) is wrong.
-- **headrace**: its weights do not depend on micro-batches and ranks, because it computes them for the whole
-  step. `tests/test_xray_recipes.py` also measures the gradient, in micro-batches and in two processes.
+- **headrace** computes its weights once for the whole step, so micro-batches and ranks do not change them.
+  `tests/test_xray_recipes.py` also measures the gradient, in micro-batches and in two processes.
 
 To run it again, with access to a package index:
 

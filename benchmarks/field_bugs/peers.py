@@ -44,7 +44,7 @@ NOT_SEEN = {
     },
     "rejected-row": dict.fromkeys(
         ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf"),
-        "nothing tells its advantage function that a row was rejected",
+        "its advantage function does not know which rows were rejected",
     ),
     "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, one after the other"},
     "fan-out": {
@@ -705,7 +705,7 @@ OPENRLHF = ["openrlhf==0.11.2", "deepspeed==0.19.8", "hjson==3.1.0", "einops==0.
 OPENRLHF += ["pylatexenc==2.11", "torchdata==0.11.0"]
 PEERS = {
     "headrace": Peer("`headrace.decide`, recipe `grpo`", headrace, [], headrace_weights),
-    "trl": Peer("`GRPOTrainer`, a real one around a small model", trl, [], trl_weights),
+    "trl": Peer("a real `GRPOTrainer` with a small model", trl, [], trl_weights),
     "torchrl": Peer("`MCAdvantage`; `GRPOLoss`", torchrl, [], torchrl_weights),
     "verl": Peer("`compute_grpo_outcome_advantage`; `agg_loss`", verl, VERL, verl_weights),
     "verl v1": Peer("`compute_advantage_for_multi_trajectories`; `agg_loss`", verl_v1, VERL, verl_weights),
@@ -737,8 +737,8 @@ PEERS = {
         agentlightning_weights,
     ),
 }
-PEERS["headrace"].other = ("a TensorDict on its way into a replay buffer", headrace_batch)
-PEERS["torchrl"].other = ("without `trajectory_return`", mc_advantage)
+PEERS["headrace"].other = ("the same rows as a TensorDict that is written to a replay buffer", headrace_batch)
+PEERS["torchrl"].other = ("a run without `trajectory_return`", mc_advantage)
 vectorised = "compute_grpo_vectorized_outcome_advantage"
 PEERS["verl"].other = (f"`{vectorised}`", lambda case: verl_estimator(case, vectorised))
 PEERS["verl v1"].other = ("`compute_grpo_outcome_advantage`", verl)
@@ -759,7 +759,7 @@ def answer(name: str, case: Case) -> dict[str, Any]:
             return {"found": peer.weights(case)}
         if case.asks == "paths":
             if peer.other is None:
-                return {"not_seen": "it has only one path"}
+                return {"not_seen": "it has only one function"}
             return {"found": peer.advantages(case), "other": peer.other[1](case), "path": peer.other[0]}
         return {"found": peer.advantages(case)}
     except Exception as error:

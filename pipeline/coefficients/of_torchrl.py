@@ -44,7 +44,7 @@ def torchrl_settings() -> list[Setting]:
         recipe = {"GRPOLoss": "grpo", "DAPO": "dapo", "CISPOLoss": "scalerl"}[kind.__name__]
         found.append(
             Setting(
-                f"{kind.__name__}(aggregation=none), headrace's {recipe} and optimise",
+                f"{kind.__name__}(aggregation=none), weighted by headrace's {recipe}",
                 _with_headrace(kind, recipe, **options),
                 RECIPE,
                 pipeline=load_pipeline(recipe, "pipeline.stages.split.minibatches=1"),

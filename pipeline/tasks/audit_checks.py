@@ -536,7 +536,7 @@ def counted_twice(step: AuditedStep) -> CheckOutcome:
 
 
 def masked_counted(step: AuditedStep) -> CheckOutcome:
-    """Find rollouts out of the loss that count: the baseline was computed with their rewards.
+    """Find rollouts in the baseline only: they are out of the loss, and their rewards count in the baseline.
 
     A rollout is out of the loss if it failed or has no token in the loss, and has a reward. Needs advantages
     and loss masks, and a recipe that does not count them. `expected` and `found` are advantages of the group.
@@ -609,7 +609,7 @@ CHECKS: dict[str, tuple[str, Callable[[AuditedStep], CheckOutcome]]] = {
     "incomplete": ("incomplete groups", short_groups),
     "oversized": ("groups with too many rollouts", oversized_groups),
     "counted_twice": ("rollouts that count more than once", counted_twice),
-    "masked": ("rollouts out of the loss that count", masked_counted),
+    "masked": ("rollouts in the baseline only", masked_counted),
     "advantages": ("other advantages than the recipe's", other_advantages),
     "weights": ("other weights than the recipe's", wrong_weights),
 }
