@@ -30,7 +30,8 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     yield Table("Stages of tokens", NOTE, head, token_stages(options.rounds, options.quick))
     head = ["measure", "formula, ms", "headrace"]
     yield Table("Sequences and trees", AROUND, head, sequence_stages(options.rounds, options.quick))
-    yield Table("A step around its tokens", AROUND, head, step_costs(options.rounds, options.quick))
+    note = "The columns are those of the table above."
+    yield Table("A step around its tokens", note, head, step_costs(options.rounds, options.quick))
 
 
 if __name__ == "__main__":

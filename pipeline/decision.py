@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple
@@ -15,11 +17,11 @@ from torch import Tensor
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS
 from headrace.transforms.entry import label_key, labels_said
-from headrace.transforms.errors import BatchError, MissingKeyError, listing
+from headrace.transforms.errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys
-from headrace.transforms.schema import FLOAT, ROW, Status, has_key
+from headrace.transforms.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
@@ -33,6 +35,10 @@ from .wording import suggest
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
 IDS = ("group", "rollout", "state", "parent", "baseline")
 COMPOSED = 32  # recipes that decide() caches
+MEANS = {
+    "tokens": ", the number of tokens of each row in the loss",
+    "length": ", the number of all tokens of each row",
+}
 
 
 class Decision:
@@ -160,7 +166,7 @@ class Decider:
     Args:
         recipe: its name, or a pipeline.
         overrides: see :func:`load_pipeline`.
-        options: keywords of :func:`load_pipeline`, such as ``group_size=8``.
+        options: as for :func:`headrace.pipeline.decide`.
 
     Raises:
         ConfigError, ValueError: see :func:`load_pipeline`; or options were given with a pipeline.
@@ -210,30 +216,29 @@ class Decider:
             MissingKeyError: see :func:`headrace.pipeline.decide`.
             ValueError: the recipe does not read one of the columns.
         """
-        came = columns if isinstance(columns, TensorDictBase) else None
-        batch, texts = self._read(columns) if came is None else (_rows_of(came), {})
-        masked = "tokens" in columns if came is None else has_key(came, self.pipeline.loss_mask_key)
+        if isinstance(columns, TensorDictBase):
+            return self._decide(columns, _rows_of(columns), {})
+        with self._in_names_of(columns):
+            return self._decide(None, *self._read(columns))
+
+    def _decide(
+        self, came: TensorDictBase | None, batch: TensorDictBase, texts: dict[NestedKey, list[str]]
+    ) -> Decision:
+        """Run the recipe on a batch, to which a column is added.
+
+        Args:
+            came: the rows with tokens; None for plain columns.
+            batch: the rows, or the plain columns.
+            texts: the texts of ids, by key.
+        """
+        key = self.pipeline.loss_mask_key
+        masked = has_key(batch, number_of(key) if came is None else key)
         pipeline = self.pipeline if masked else self.without_weights
         carries = any(getattr(stage, "remainder", "") == "carry" for stage in pipeline.stages.values())
         if came is None or carries:  # with plain columns, this column says that tokens are elsewhere
             batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
-        try:
-            with labels_said(texts.values):
-                run = pipeline.run(batch)
-        except MissingKeyError as err:
-            if came is not None:
-                raise
-            of_tokens = ", ".join(map(repr, columns_of_tokens(pipeline)))
-            raise MissingKeyError(
-                f"{err}. Plain columns have one number a row: 'tokens' is the number of tokens in the loss, "
-                "'length' the number of all tokens"
-                + (
-                    f". This recipe reads {of_tokens} of each token: give a TensorDict of rows with these "
-                    "columns instead"
-                    if of_tokens
-                    else ""
-                )
-            ) from err
+        with labels_said(texts.values):
+            run = pipeline.run(batch)
         run.texts |= {label_key(key): text for key, text in texts.items()}
         run.all_taken()
         carried = torch.zeros(0, dtype=torch.int64)
@@ -241,6 +246,36 @@ class Decider:
             carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
         self.rows += len(batch)
         return Decision(run, carried, came)
+
+    @contextmanager
+    def _in_names_of(self, columns: Mapping[str, Any]) -> Iterator[None]:
+        """Errors name the plain columns, not the keys of a TensorDict and the options that hold them."""
+        try:
+            yield
+        except BatchError as err:
+            text, of_tokens = str(err), columns_of_tokens(self.pipeline)
+            names = {key: name for name, key in self._keys.items()} | {STATUS_KEYS[0]: "status"}
+            names |= {mask: count for count in COUNTS for mask in self._masks(count)}
+            lacks = re.search(r" needs the key (.+?) \(\w+\); the batch has .*\]", text)
+            if lacks:
+                key = next((key for key in (*names, *of_tokens) if repr(key) == lacks[1]), None)
+                name = names.get(key, "")
+                if of_tokens and (name in COUNTS or key in of_tokens):
+                    text = (
+                        f"{text[: lacks.start()]} reads numbers of each token, and plain columns have one "
+                        f"number a row: give a TensorDict [N] of rows with {listing(map(repr, of_tokens))}"
+                    )
+                else:
+                    needs = f" needs the column {repr(name) if name else lacks[1]}{MEANS.get(name, '')}"
+                    text = f"{text[: lacks.start()]}{needs}; the columns are {listing(columns)}"
+            else:
+                text = re.sub(r"it has \[.*?\]", f"the columns are {listing(columns)}", text)
+                for key in names:
+                    text = text if isinstance(key, str) else text.replace(repr(key), repr(names[key]))
+                text = re.sub(r" \(\w+_key\)", "", text).replace(who_stamps("group_id"), "")
+                text = text.replace(NUMBER_WORKERS, "Workers need their own ids")
+            err.args = (text,)
+            raise
 
     def reads(self, name: str) -> bool:
         """Whether the recipe reads a column of this name."""
@@ -261,8 +296,13 @@ class Decider:
         unread = []
         for name, values in columns.items():
             if name in COUNTS:
+                counts = as_ids(values, name)
+                if len(counts) and int(counts.min()) < 0:
+                    raise BatchError(
+                        f"{name} must be ≥ 0; found {int(counts.min())} at row {counts.argmin()}"
+                    )
                 for mask in self._masks(name):
-                    batch[number_of(mask)] = as_ids(values, name)
+                    batch[number_of(mask)] = counts
                 continue
             key = self._keys.get(name, name)
             if not self.reads(name):
@@ -279,10 +319,17 @@ class Decider:
                     raise ValueError(f"status must be one of {known}, or its number; found {listing(wrong)}")
                 batch[key] = torch.tensor([Status[value.upper()] for value in values])
             else:
-                found = np.asarray(values, dtype=float if name == "reward" else None)
+                try:
+                    found = np.asarray(values, dtype=float if name == "reward" else None)
+                except ValueError as err:
+                    raise BatchError(f"{name} must be one number for each row, or K of them: {err}") from err
                 batch[key] = torch.from_numpy(found) if found.dtype.kind in "biuf" else list(values)
         if unread:
-            readable = [*COUNTS, *map(str, self._keys)]
+            of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}
+            readable = [
+                *COUNTS,
+                *(n for n, key in self._keys.items() if self.reads(n) and key not in of_tokens),
+            ]
             raise ValueError(
                 f"the recipe does not read the columns {listing(unread)}{suggest(unread[0], readable)}; "
                 f"it can read {', '.join(sorted(readable))}. Leave out the others"
@@ -338,6 +385,7 @@ _lock = Lock()
 @takes_options
 def decide(
     columns: Mapping[str, Any] | TensorDictBase,
+    /,
     recipe: Recipe | str = "grpo",
     *overrides: str,
     seed: int = 0,
@@ -357,7 +405,11 @@ def decide(
         recipe: its name.
         overrides: see :func:`load_pipeline`.
         seed: seed of the rows' permutation.
-        options: keywords of :func:`load_pipeline`, such as ``group_size=8``. Composed recipes are cached.
+        options: keywords of :func:`load_pipeline`. The most common are `group_size`, `on_incomplete` and
+            `min_rollouts` of the gate; `reward` and `missing` of the collapse; `baseline` and `scale` of the
+            advantage; `minibatches`, `microbatches`, `max_tokens`, `ranks` and `shuffle` of the split;
+            `loss_unit`; `columns`, other names of the columns; and `stages` for all others, such as
+            ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. Composed recipes are cached.
 
     Returns:
         A :class:`Decision` with tensors in the order of the rows.

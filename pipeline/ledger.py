@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from headrace.transforms.table import TRAINED
 from .conversations import labels_of_ids
 
 
+@dataclass(eq=False, repr=False)
 class Ledger:
     """The outcome of each input row: a view of the table.
 
@@ -24,19 +26,15 @@ class Ledger:
         left: (N,) bool, rows that are no longer in the batch: ``dropped`` or ``carried``. A row may have been
             masked before, so that its reason is the earlier one.
         ids: (N,) int64 for the units ``rollouts`` and ``groups`` that the batch has.
+        labels: N labels of these ids, for the units that have some.
     """
 
-    def __init__(
-        self,
-        reason: Tensor,
-        left: Tensor,
-        names: Sequence[str],
-        actions: Sequence[str],
-        ids: Mapping[str, Tensor],
-        labels: Mapping[str, Any],
-    ):
-        self.reason, self.left, self.ids, self._labels = reason, left, ids, labels
-        self.names, self.actions = list(names), list(actions)
+    reason: Tensor
+    names: list[str]
+    actions: list[str]
+    left: Tensor
+    ids: Mapping[str, Tensor]
+    labels: Mapping[str, Any]
 
     def rows(self, name: str) -> list[dict[str, int | str]]:
         """Return the rows with a reason, each with its rollout and group. Labels replace ids where known.
@@ -52,7 +50,7 @@ class Ledger:
         found = (self.reason == self.names.index(name)).nonzero().flatten()
         columns: dict[str, list] = {"row": found.tolist()}
         for unit, ids in self.ids.items():
-            texts = self._labels.get(unit)
+            texts = self.labels.get(unit)
             labels = None if texts is None else labels_of_ids(texts, ids.tolist())
             named = ids[found].tolist() if labels is None else [labels[row] for row in columns["row"]]
             columns[unit.removesuffix("s")] = named

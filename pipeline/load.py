@@ -15,10 +15,11 @@ from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.distributed import DecideOn, SharedIds
 from headrace.transforms.gate import Empty, OnIncomplete
+from headrace.transforms.rewards import Missing
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, without_stage
-from .composing.nodes import build_node, check_stage
+from .composing.nodes import as_typed, build_node
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
@@ -34,6 +35,8 @@ def load_pipeline(
     stages: Mapping[str, Mapping[str, Any] | None] | None = None,
     group_size: int | EllipsisType | None = ...,
     on_incomplete: OnIncomplete | EllipsisType = ...,
+    min_rollouts: int | EllipsisType | None = ...,
+    missing: Missing | EllipsisType = ...,
     reward: Reduction | EllipsisType = ...,
     baseline: Baseline | EllipsisType = ...,
     scale: Scale | EllipsisType = ...,
@@ -74,6 +77,9 @@ def load_pipeline(
             removes the stage. A mapping with a ``_target_`` adds or replaces a whole stage.
         group_size: option of the gate.
         on_incomplete: option of the gate.
+        min_rollouts: option of the gate.
+        missing: option of the collapse: what happens to a reward that is NaN. ``mask`` takes the rollout out
+            of the loss.
         reward: option of the collapse: how the rewards of a rollout's segments become one.
         baseline: option of the advantage.
         scale: option of the advantage.
@@ -117,10 +123,10 @@ def load_pipeline(
         own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
         places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
         if places:
-            raise ConfigError(f"load_pipeline has no keyword {word!r}; set it as {places}")
+            raise ConfigError(f"there is no keyword {word!r}; set it as {places}")
         raise ConfigError(
-            f"load_pipeline has no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
-            f"its keywords are rows, stages, {', '.join(KEYWORDS)}"
+            f"there is no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
+            f"the keywords are rows, stages, {', '.join(KEYWORDS)}"
         )
     apply_settings(composed, settings)
     log.debug("composed of %s and %s", words, settings)
@@ -129,10 +135,10 @@ def load_pipeline(
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
     """Return the recipe, `rows` and the overrides as one list of overrides."""
-    if bare := [word for word in overrides if not _is_override(word)]:
+    if bare := [word for word in overrides if not (isinstance(word, str) and _is_override(word))]:
         raise ConfigError(
-            f"an override must be KEY=VALUE; got {bare[0]!r}. To load a recipe of that name, give it first: "
-            f"load_pipeline({bare[0]!r}, …)"
+            f"an override must be KEY=VALUE; got {bare[0]!r}. Give options by keyword, such as group_size=8, "
+            f"and one recipe, here {recipe!r}"
         )
     chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
@@ -167,14 +173,17 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     if not isinstance(stages, dict):
         raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")
     for name, node in stages.items():
-        if node is not None:
-            check_stage(f"stage {name!r}", name, node, [other for other in stages if other != name])
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            meant = suggest(name, [other for other in stages if other != name])
+            raise ConfigError(
+                f"pipeline.stages.{name} must be a node with a _target_, or null{meant}; got {as_typed(node)}"
+            )
     return build_node(config, "pipeline", plain)
 
 
 OF_STAGES = {
-    "gate": ("group_size", "on_incomplete"),
-    "collapse": ("reward",),
+    "gate": ("group_size", "on_incomplete", "min_rollouts"),
+    "collapse": ("missing", "reward"),
     "advantage": ("baseline", "scale"),
     "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }

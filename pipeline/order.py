@@ -182,7 +182,7 @@ def _keys(stage: Callable) -> tuple[set, set, set]:
 
 def _masked(stage: Callable) -> set:
     """The key of the loss mask that a stage changes; empty for a stage that masks nothing."""
-    masks = IN_LOSS in getattr(stage, "out_keys", ()) or "masked" in getattr(stage, "effects", ())
+    masks = IN_LOSS in getattr(stage, "out_keys", ()) or "masked" in getattr(stage, "reasons", {}).values()
     return {getattr(stage, "loss_mask_key", None)} if masks else set()
 
 

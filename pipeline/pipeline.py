@@ -290,7 +290,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Run the stages. The split stays locked until `held` closes: it may carry rows to the next batch."""
         table, keys, at = rows.table, self._keys, self._cut_at
         texts = note_collected(rows, keys)
-        weights_came = column_of(table.batch, keys.weight) is not None
+        weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         if table.decides:
             if self._takes_empty_out and self._half != "second":
@@ -449,27 +449,24 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Record rows that train nothing: no token in the mask, or loss weight 0 in all epochs."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
         rows.table.load([] if places else [self._keys.weight], [count], most=AHEAD)
-        masked = ~table.in_loss
+        trains = table.in_loss
         if count in table.columns:
-            masked = masked | (table.columns[count] == 0)
+            trains = trains & (table.columns[count] > 0)
         weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
         are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
         if are_known and (not weights_came or self.weighs):
-            weighed = [weight != 0 for weight in weights]
-            masked = masked | ~(torch.stack(weighed).any(0) if len(weighed) > 1 else weighed[0])
-        masked = masked & table.here & (table.reason == 0)
+            trains = trains & torch.stack(weights).any(0)
+        masked = ~trains & (table.reason == 0)
         if table.no_lengths and not bool(masked.any()):
             return  # who has no token is not known, and 0 rows would be a claim
         seen = Rows(table, rows.names, stage="pipeline")
         code = seen.name_reason("no_loss_tokens", "masked")
-        table.reason.masked_fill_(masked, code)
+        table.reason = table.reason.masked_fill(masked, code)
 
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:
     """Add the reasons of a stage that did not run to the ledger, each with 0 rows."""
-    reasons = getattr(stage, "reasons", ())
-    effects = getattr(stage, "effects", ()) or ("dropped",) * len(reasons)
-    for reason, effect in zip(reasons, effects, strict=True):
+    for reason, effect in getattr(stage, "reasons", {}).items():
         rows.seen_by(stage, name).name_reason(reason, effect)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from rich.console import Console
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.rows import Rows
@@ -158,9 +158,8 @@ class Run:
             if key in table.columns
         }
         labels = {unit: self.texts.get(f"{unit.removesuffix('s')}_label") for unit in ids}
-        return Ledger(
-            self.of_rank(table.reason), self.of_rank(~table.here), table.names, table.effects, ids, labels
-        )
+        reason, left = self.of_rank(table.reason), self.of_rank(~table.here)
+        return Ledger(reason, list(table.names), list(table.effects), left, ids, labels)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -224,7 +223,7 @@ def note_collected(rows: Rows, keys: Keys) -> dict[str, Any]:
     rows.table.columns |= _collected(rows, keys)
     texts = dict[str, Any]()
     for name in TEXTS:
-        text = _first_column(rows.table.batch, keys, name)
+        text = _first_column(rows.table.find, keys.found[name])
         if text is not None and not isinstance(text, Tensor):
             texts[name] = text
     return texts
@@ -256,7 +255,7 @@ def texts_with_carried(
     """Columns of text with those of carried rows behind them; one that either lacks is left out."""
     found: dict[str, Sequence[str]] = {}
     for name, text in texts.items():
-        more = () if carried is None else _first_column(carried, keys, name)
+        more = () if carried is None else _first_column(partial(column_of, carried), keys.found[name])
         parts = [None if part is None else strings(part, len(part)) for part in (text, more)]
         if None not in parts:
             found[name] = [each for part in parts for each in part or ()]
@@ -293,9 +292,9 @@ def _mean_and_size(values: Tensor, mask: Tensor | None) -> Tensor:
     return torch.stack([flat.sum(1) / inside.sum(1).clamp_min(1), flat.abs().sum(1)], 1)
 
 
-def _first_column(batch: TensorDictBase, keys: Keys, name: str) -> Any:
-    for key in keys.found[name]:
-        value = column_of(batch, key)
+def _first_column(find: Callable[[NestedKey], Any], keys: Iterable[NestedKey]) -> Any:
+    for key in keys:
+        value = find(key)
         if value is not None:
             return value
     return None

@@ -65,6 +65,8 @@ def collected(kind: str, recipe: str) -> TensorDict:
     batch = batch_of([r[0] for r in rewards], groups, rollouts, tokens=6)
     batch["masks", "all_assistant_mask"] &= torch.rand(len(rows), 6, generator=generator) < 0.8
     batch["masks", "all_assistant_mask"][:, 0] = True
+    if recipe == "as/trl":
+        batch["next", "reward"][batch["rollout_id"] % 5 == 1] = math.nan
     if recipe == "gdpo":
         batch["next", "reward"] = torch.tensor(rewards)
     batch["expected_rollouts"] = torch.tensor([sizes[g // 7] for g in groups])
@@ -126,6 +128,7 @@ VARIED = (  # by words that no recipe has
     ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
     ("mlperf", "pipeline.stages.mask.denominator=kept"),  # of these, what a rank without rows has differs
     ("gtpo", "pipeline.stages.weight.fold=sum"),
+    ("as/trl", "pipeline.stages.collapse.missing=mask"),  # whose batches lack rewards
 )
 
 

@@ -20,14 +20,12 @@ from headrace.transforms import BatchTransform, CompletenessGate, SampleFilter
 class AllLeave(BatchTransform):
     """Every row leaves."""
 
-    reasons = ("all",)
-
     def __init__(self, effect: str):
         super().__init__()
-        self.effects = (effect,)
+        self.reasons = {"all": effect}
 
     def decide(self, rows) -> None:
-        rows.leave(torch.ones(len(rows), dtype=torch.bool), "all", self.effects[0])
+        rows.leave(torch.ones(len(rows), dtype=torch.bool), "all", self.reasons["all"])
 
 
 def keep_none(batch: TensorDictBase) -> TensorDictBase:

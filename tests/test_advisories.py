@@ -50,15 +50,15 @@ def steps_of(key, values, **more):
         ("rollouts-empty", "rollouts/empty", 0.1),
         ("groups-incomplete", "groups/incomplete", 0.1),
         ("gradient-spikes", "groups/largest_gradient_share", 0.5),
+        ("trained-without-reward", "rollouts/no_reward", 0.0),
         ("stale", "staleness/mean", 2.0),
     ],
 )
 def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
     assert names(QUIET | {number: bound}) == []
     assert names(QUIET | {number: bound + BEYOND}) == [name]
-    (found,) = advise(
-        QUIET | {number: 2 * bound}, steps_of(number, [0.0, 0.0, 2 * bound, 2 * bound, 2 * bound])
-    )
+    above = 2 * bound or 1.0
+    (found,) = advise(QUIET | {number: above}, steps_of(number, [0.0, 0.0, above, above, above]))
     assert found.number == number
     assert found.steps == (2, 3, 4)
     assert "at step" in found.text

@@ -167,8 +167,8 @@ def test_rows_with_tokens_are_decided_as_their_columns():
         ("grpo", {"reward": [1.0] * 3}, BatchError, "one entry for each row.*'reward': 3"),
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
-        ("opd", {}, MissingKeyError, r"'teacher_log_probs'.* each token: give a TensorDict"),
-        ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens' is the number of tokens"),
+        ("opd", {}, MissingKeyError, r"of each token, .*: give a TensorDict .* with \('teacher_log_probs'"),
+        ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens', the number of tokens"),
     ],
 )
 def test_invalid_columns_are_refused(recipe, change, error, says):
@@ -226,6 +226,55 @@ def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
         headrace.decide(columns | {"rewards": [1, 0]}, "grpo", group_size=2)
 
 
+@pytest.mark.parametrize(
+    ("columns", "options", "says"),
+    [
+        ({"reward": None}, {}, r"needs the column 'reward'; the columns are group_id, rollout_id, tokens$"),
+        ({"group_id": None}, {}, r"needs the column 'group_id'; the columns are rollout_id, reward, tokens$"),
+        (
+            {},
+            {"group_size": None},
+            r"a column 'expected_rollouts'; the columns are group_id, rollout_id, rew",
+        ),
+        ({"group_id": [-1, 0]}, {}, r"needs a group_id ≥ 0; found -1 at row 0: rows without .* another$"),
+        (
+            {"reward": [[1, 0], [0, 1]]},
+            {},
+            r"needs one number per row in 'reward', for 2 rows; found \(2, 2\)",
+        ),
+        ({"reward": ["a", "b"]}, {}, "reward must be one number for each row"),
+        ({"tokens": [3, -1]}, {}, "tokens must be ≥ 0; found -1 at row 1"),
+        ({}, {"recipe": "roles"}, r"needs the column 'role'; the columns are group_id"),
+        (
+            {"tokens": None},
+            {"recipe": "gr3"},
+            r"column 'tokens', the number of tokens .*; the columns are gr",
+        ),
+        (
+            {"rewards": [1, 0]},
+            {},
+            r"columns rewards \(did you mean 'reward'\?\); it can read [^(]*tokens. Le",
+        ),
+        ({}, {"groupsize": 2}, r"^there is no keyword 'groupsize' \(did you mean 'group_size'"),
+        ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': …}}"),
+    ],
+)
+def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, says):
+    """Neither the keys of a TensorDict, nor the options that hold them, nor other functions."""
+    given = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [3, 2]} | columns
+    given = {name: values for name, values in given.items() if values is not None}
+    with pytest.raises(ValueError, match=says) as caught:
+        decide(given, **{"group_size": 2} | options)
+    for word in ("('", "reward_key", "load_pipeline", "StampIds"):
+        assert word not in str(caught.value)
+
+
+def test_columns_may_have_other_names():
+    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "score": [1.0, 0.0], "tokens": [3, 2]}
+    found = decide(columns, "dr_grpo", group_size=2, columns={"reward": "score"}, minibatches=1)
+    assert found.advantage.tolist() == [0.5, -0.5]
+
+
 def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
     columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
     decision = headrace.decide(columns, "grpo", group_size=2, minibatches=1)
@@ -235,6 +284,8 @@ def test_a_report_takes_a_decision_and_the_texts_of_its_rows():
         ValueError, match=r"texts must have one text for each of 2 rows; found \{.response.: 1\}"
     ):
         headrace.make_report(decision, texts={"response": ["2"]})
+    with pytest.raises(ValueError, match=r"no 'promt' \(did you mean 'prompt'\?\); its names are prompt"):
+        headrace.make_report(decision, texts={"promt": ["1 + 1"] * 2})
 
 
 def test_advantages_are_zero_if_every_row_leaves_before_their_stage():

@@ -65,13 +65,10 @@ def known(assembler: GroupAssembler) -> dict:
     groups = {name: column.tolist() for name, column in state["state"]["groups"].items()}
     ages = [round(age, 6) for age in groups.pop("born_time")]
     plain["groups"] = sorted(zip(ages, *groups.values(), strict=True), key=str)
-    rows = sorted(
-        (arrival, number)
-        for chunk in state["chunks"]
-        for arrival, number in zip(
-            chunk["arrival"].tolist(), chunk["rows"]["columns"]["number"].tolist(), strict=True
-        )
-    )
+    rows: list[tuple[int, int]] = []
+    if (held := state["rows"]) is not None:
+        arrivals, numbers = held["arrival"].tolist(), held["rows"]["columns"]["number"].tolist()
+        rows = sorted(zip(arrivals, numbers, strict=True))
     return plain | {"rows": rows, "gone": sorted(plain["gone"])}
 
 

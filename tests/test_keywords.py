@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 VALUES = {
     "group_size": (13, "13"),
     "on_incomplete": ("drop", "drop"),
+    "min_rollouts": (3, "3"),
+    "missing": ("mask", "mask"),
     "reward": ("max", "max"),
     "baseline": ("best_other", "best_other"),
     "scale": ("mad", "mad"),
@@ -121,10 +123,11 @@ def test_rows_is_a_keyword():
     ("words", "keywords", "message"),
     [
         (["grp"], {}, r"unknown recipe 'grp' \(did you mean 'grpo'"),
-        (["grpo", "rloo"], {}, r"KEY=VALUE; got 'rloo'. .* give it first: load_pipeline\('rloo', …\)"),
+        (["grpo", "rloo"], {}, "KEY=VALUE; got 'rloo'. .* one recipe, here 'grpo'"),
         (["grpo", "pipeline=rloo"], {}, "pipeline is set twice, by pipeline=grpo and by pipeline=rloo"),
         (["grpo", "rows=llm"], {"rows": "llm"}, "rows is set twice"),
         (["grpo"], {"groupsize": 8}, r"no keyword 'groupsize' \(did you mean 'group_size'.*are rows"),
+        (["grpo", 8], {}, "KEY=VALUE; got 8. Give options by keyword, such as group_size=8"),
         (["grpo"], {"clip": 8}, r"no keyword 'clip'; set it as stages={'advantage': {'clip': …}}"),
         (
             ["grpo"],
@@ -135,7 +138,7 @@ def test_rows_is_a_keyword():
         (
             ["grpo"],
             {"stages": {"advantage": {"clp": None}}},
-            r"stage 'advantage' .*no option 'clp' \(did you mean 'clip'",
+            r"pipeline.stages.advantage .*no option 'clp' \(did you mean 'clip'",
         ),
         (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
         (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),

@@ -141,11 +141,11 @@ def not_five(batch):
         ),
         (
             "+pipeline.stages.advantage.scael=none",
-            r"stage 'advantage' .* no option 'scael' \(did you mean 'scale'",
+            r"pipeline.stages.advantage .* no option 'scael' \(did you mean 'scale'",
         ),
         (
             "+pipeline.stages.advantge.scale=none",
-            r"stage 'advantge' has no _target_ \(did you mean 'advantage'",
+            r"stages.advantge must be a node with a _target_, or null \(did you mean 'advantage'",
         ),
         ("~pipeline.stages.fitler", r"unknown option 'pipeline.stages.fitler' \(did you mean 'filter'"),
         ("pipeline=gprpo", r"unknown recipe 'gprpo' \(did you mean 'grpo'"),
@@ -161,7 +161,7 @@ def not_five(batch):
         ),
         (
             "+pipeline.stages.filter.criterion.tolerance=1",
-            r"stage 'filter', criterion .*no option 'tolerance' \(did",
+            r"pipeline.stages.filter.criterion .*no option 'tolerance' \(did",
         ),
         ("pipeline..stages=1", r"."),
     ],

@@ -132,14 +132,10 @@ def test_ids_show_the_samples_of_a_rank_and_it_resumes_there(shape, data):
     assert next(restored.draws())["rollout_id"].tolist() == next(first.draws())["rollout_id"].tolist()
 
 
-def test_a_state_of_another_rank_is_refused_but_one_without_ranks_is_not():
+def test_a_state_of_another_rank_is_refused():
     one, two = of_ranks(2, {"prompts": 4, "group_size": 2, "prompts_per_batch": 2})
     with pytest.raises(ValueError, match="the state must be of a sampler like this one"):
         two.load_state_dict(one.state_dict())
-    alone = RepeatSampler(4, group_size=2)
-    state = {key: value for key, value in alone.state_dict().items() if not key.startswith("rank")}
-    alone.load_state_dict(state | {"position": 3})
-    assert alone.position == 3
 
 
 def test_a_prompt_without_rows_is_detected_by_its_neighbours():

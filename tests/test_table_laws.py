@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from batches import batch_of
@@ -27,7 +29,7 @@ MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 class Low(BatchTransform):
     """A stage of somebody's own, by the verbs of the table."""
 
-    reasons, effects = ("low",), ("masked",)
+    reasons: Mapping[str, str] = {"low": "masked"}
 
     def __init__(self, *, low: float = 2.0, effect: str = "masked"):
         super().__init__([("next", "reward")])

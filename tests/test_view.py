@@ -576,8 +576,9 @@ def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):
 
 def test_a_resumed_run_has_each_row_once(tmp_path):
     write_run(tmp_path / "run", steps=4)
-    with pytest.raises(FileExistsError, match=r"rows of another run, 4 files.*existing='resume'"):
+    with pytest.raises(FileExistsError, match=r"rows of another run, 4 files.*existing='resume'") as caught:
         ReportFolder(tmp_path / "run")
+    assert "hydra" not in str(caught.value)
     with ReportFolder(tmp_path / "run", existing="resume") as again:
         assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 36
         again.add(report_of_step(2, 0.5))

@@ -41,10 +41,12 @@ The advantage is `(R − baseline) / scale`. For example, a group has the reward
 baseline `mean`, R − baseline is 0.75 for the first rollout. With the scale `group`, this is divided by the
 std 0.5, and the advantage is 1.5.
 
+On this page, `advantage.eps` is short for the option `pipeline.stages.advantage.eps`, and so on.
+
 | column | meaning |
 |---|---|
 | baseline, scale | options of the stage `advantage`; [equations](../transforms/advantage/group_relative.py) |
-| mean of the loss | what the loss is a mean of, `weight.unit`; [equations](../transforms/weight.py) |
+| mean of the loss | the option `weight.unit`; [equations](../transforms/weight.py) |
 | further stages | stages in addition to `gate`, `collapse`, `advantage`, `split` and `weight` |
 | other options | options of the advantage that differ from the usual ones |
 
@@ -73,7 +75,6 @@ These rules hold for all recipes:
   exception is `asymre`, where it is −delta.
 - No recipe gives NaN.
 - Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another.
-- `advantage.eps` in a text is short for the option `pipeline.stages.advantage.eps`, and so on.
 
 The texts use these symbols:
 
@@ -102,11 +103,11 @@ Some recipes need more columns than the demo has:
 CONVENTIONS = """
 ## Conventions of trainers
 
-These recipes give the advantages of other trainers. Two things are the same in all of them:
+These recipes give the advantages of other trainers. In their texts, "Difference" says where a recipe differs
+from its trainer. For example, equal rewards get exactly 0 here, and perhaps a rounding error in the trainer.
 
-- Equal rewards have an advantage of exactly 0. In the trainers, a rounding error may be left.
-- A rollout without a token in the loss counts in the baseline, because the trainers do not look at the loss
-  mask. Only `as/nemo_rl` leaves such rollouts out.
+A rollout without a token in the loss counts in the baseline, because the trainers do not look at the loss
+mask. Only `as/nemo_rl` leaves such rollouts out.
 """
 LOSSES = """
 ## Algorithms that only change the loss
@@ -126,10 +127,10 @@ its paper:
 | FlowRL | arXiv:2509.15207 | nothing; it learns a partition function, and needs only the rewards |
 | λ-GRPO | arXiv:2510.06870 | nothing; it learns a weight, and needs only the advantage |
 
-KRPO (arXiv:2505.07527) is not included. It filters the rewards of a group one after the other, so an
-advantage depends on the order of the rows. Here the rows of a group have no order. Across batches, its
-filter is `RunningBaseline(decay=1, start_weight=R/P)`, where R is the variance of the rewards and P the
-initial variance.
+KRPO (arXiv:2505.07527) is not included. Its Kalman filter reads the rewards of a group one after the other,
+so an advantage depends on the order of the rows. Here the rows of a group have no order. To run the same
+filter from batch to batch, use `RunningBaseline(decay=1, start_weight=R/P)`, where R is the variance of the
+rewards and P the initial variance.
 """
 CERTIFIED = """
 ## Certificates

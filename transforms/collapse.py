@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -17,7 +18,7 @@ from .options import at_least, takes_options
 from .places import require_edge
 from .rewards import Missing, as_rewards, factors_of, weighted_reward
 from .rows import Rows
-from .schema import FINISHED, IS_FIRST_SEGMENT, REWARD, REWARDS, SEGMENTS
+from .schema import COUNTED, FINISHED, IN_LOSS, IS_FIRST_SEGMENT, LENGTH, REWARD, REWARDS, SEGMENTS
 from .stage import BatchTransform
 
 Reduction = Literal["shared", "first", "last", "sum", "mean", "max"]
@@ -79,7 +80,8 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     """Check (M,) float64 rewards of rows, and return (M,) float64, the reward of each row's rollout."""
     rollouts = rows.rollouts
     turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
-    rows.require_turns(turn)
+    if turn is not None:
+        rows.require_turns(turn)
     rows.require_rewards(reward, siblings_agree=how == "shared")
     if rollouts.n == len(reward):
         return reward
@@ -99,7 +101,7 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
 
 class FanOutCollapse(
     BatchTransform,
-    columns=("reward", "rollout", "group", "turn", "done", "expected_segments"),
+    columns=("reward", "rollout", "group", "turn", "done", "expected_segments", "loss_mask", "log_prob"),
     optional=("group",),
 ):
     """Give the segments of one rollout one reward, which counts once in its group (:func:`collapse_fan_out`).
@@ -113,15 +115,18 @@ class FanOutCollapse(
     Reads `reward_key`, `rollout_key`, `group_key`, and ``("next", "done")`` if it exists and no gate has read
     it, to refuse a rollout that ends twice. Writes ``("headrace", "reward")`` (N,),
     ``("headrace", "is_first_segment")`` (N,) bool and, with several rewards or weights,
-    ``("headrace", "rewards")`` (N, K).
+    ``("headrace", "rewards")`` (N, K). Under ``mask`` it also writes what ``SampleFilter(action="exclude")``
+    writes.
 
     Args:
         reward: how the segments' rewards are reduced: shared, first, last, sum, mean or max.
         columns: K, the number of rewards per row.
         weights: w, (K,) weights of the reward columns; None: all 1.
-        missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it: it adds nothing
-            to the rollout's reward, which is NaN if all its rewards are missing. A reward must be missing on
-            all segments of a rollout.
+        missing: what happens to a missing reward (NaN). ``raise`` an error. Under ``skip`` and ``mask`` it
+            adds nothing to the rollout's reward. A rollout whose rewards are all missing is in no statistic.
+            Under ``mask`` it is out of the loss, for the reason ``no_reward``. Under ``skip`` it trains with
+            the advantage 0, so its tokens count in the mean of the loss. A reward must be missing on all
+            segments of a rollout.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
@@ -155,11 +160,14 @@ class FanOutCollapse(
         ends = [self.done_key, self.expected_segments_key]
         places = SEGMENTS if reward in ("first", "last") else None
         reads = [self.reward_key, self.rollout_key, self.group_key, self.turn_key, places, *ends]
-        super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT])
+        masks = [IN_LOSS, LENGTH, COUNTED] if missing == "mask" else []
+        super().__init__(reads, [REWARD, *several, IS_FIRST_SEGMENT, *masks])
         if self.turn_key is not None and reward not in ("first", "last"):
             raise ValueError(f"turn_key is only read with reward='first' or 'last'; got it with {reward=}")
         self.reward = reward
         self.missing = missing
+        if missing == "mask":
+            self.reasons, self.effects = ("no_reward",), ("excluded",)
         self.columns, self.weights = at_least("columns", columns, 1), weights
         factors_of(weights, columns)  # checks the number of weights
 
@@ -167,6 +175,11 @@ class FanOutCollapse(
     def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
         """``rewards``, unless all rows of a rollout have the same reward already."""
         return "" if self.reward == "shared" else "rewards"
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Tokens of the rows that it masks."""
+        return [(self.loss_mask_key, self.log_prob_key)] if self.missing == "mask" else []
 
     def decide(self, rows: Rows) -> None:
         """Write the rollouts' rewards and mark their first segments."""
@@ -177,7 +190,7 @@ class FanOutCollapse(
         if self.reward in ("first", "last"):
             require_edge(rows, self.reward)
         reward = self._rewards(rows)
-        missing = reward.isnan() if self.missing == "skip" else None
+        missing = None if self.missing == "raise" else reward.isnan()
         if missing is not None:
             of = rows.rollouts.everyone
             rows.require(
@@ -185,6 +198,10 @@ class FanOutCollapse(
                 "a missing reward (NaN) must be missing on all segments of its rollout; found {found}",
                 lambda row: rows.segments(row, reward),
             )
+            if self.missing == "mask":
+                none = missing.all(1)
+                every.leave(every.from_statistics(none), "no_reward", "excluded")
+                rows, reward, missing = every.statistics, reward[~none], missing[~none]
             reward = reward.masked_fill(missing, 0.0)
         rewards = torch.stack([collapse_column(rows, column, self.reward) for column in reward.unbind(1)], 1)
         dtype = rows.table.dtypes.get(self.reward_key, torch.float64)

@@ -21,8 +21,7 @@ from .tensordicts import (
     any_row_has,
     column_of,
     device_of,
-    entries_of,
-    jagged_keys,
+    leaves_of,
     number_column,
     shallow_copy,
     take_rows,
@@ -51,10 +50,10 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
     if batch.batch_dims == 0:
         raise BatchError(f"{reader} takes a batch of rows, got a TensorDict of batch size []")
     rows = batch.shape.numel()
-    if rows and jagged_keys(batch):
+    if rows and (jagged := [str(key) for key, leaf in leaves_of(batch) if leaf.is_nested]):
         raise BatchError(
             f"{reader} takes dense columns, or a lazy stack of ragged rows; found nested tensors in "
-            f"{listing(map(str, jagged_keys(batch)))}: pass batch.to_lazystack()"
+            f"{listing(jagged)}: pass batch.to_lazystack()"
         )
     flat = batch.reshape(-1) if batch.batch_dims > 1 and rows else batch
     if rows and any_row_has(flat, PROCESSED):
@@ -140,8 +139,8 @@ def labels_of(batch: TensorDictBase, key: NestedKey) -> list[Any] | None:
         return None
     if batch.batch_dims > 1:
         batch = batch.reshape(-1)
-    entries = entries_of(batch, key) if isinstance(batch, LazyStackedTensorDict) else [column_of(batch, key)]
-    if not entries or not isinstance(entries[0], NonTensorData | NonTensorStack):
+    first = batch.tensordicts[0] if isinstance(batch, LazyStackedTensorDict) else batch
+    if not isinstance(column_of(first, key), NonTensorData | NonTensorStack):
         return None
     return texts_of(column_of(batch, key))
 

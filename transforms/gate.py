@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from .options import above_zero, at_least, takes_options
 from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
+from .table import Effect
 
 OnIncomplete = Literal["raise", "drop", "keep"]
 Empty = Literal["exclude", "count", "raise"]
@@ -78,12 +79,11 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
     group_of = groups.of[rollouts.first]  # (n,), the group of each rollout
     have = torch.bincount(group_of[present], minlength=groups.n)
-    expected = torch.full_like(have, group_size or 0)
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = groups.max(sizes)
         rows.require(
-            (sizes >= 1) & (groups.spread(expected) == sizes),
+            groups.spread(expected.clamp_min(1)) == sizes,
             "expected_rollouts must be one number ≥ 1 per group; found {found}",
             lambda row: (
                 f"group {rows.name('group', row)}: "
@@ -98,7 +98,9 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
                 "out, or correct the column",
                 lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
             )
-    if bool((have > expected).any()):
+    else:
+        expected = torch.full_like(have, group_size or 0)
+    if not torch.equal(have, expected):
         rows.require(
             groups.spread(have <= expected),
             "a group cannot have more rollouts than were dispatched; found {found}. Is group_size right, or "
@@ -325,8 +327,12 @@ class CompletenessGate(
         [4, 4]
     """
 
-    reasons = ("incomplete", "failed", "unfinished", "empty")
-    effects = ("dropped", "dropped", "dropped", "excluded")
+    reasons: Mapping[str, Effect] = {
+        "incomplete": "dropped",
+        "failed": "dropped",
+        "unfinished": "dropped",
+        "empty": "excluded",
+    }
     within_groups = True
     _own_of_rank = ("expected_groups",)
 

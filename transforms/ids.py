@@ -157,6 +157,8 @@ class Ids:
 
     def spread(self, per_id: Tensor) -> Tensor:
         """Map (n,) values per id to (M,) values per row."""
+        if self.ascending and self.n == len(self.labels):
+            return per_id
         return per_id.index_select(0, self.of)
 
     def sum(self, values: Tensor) -> Tensor:

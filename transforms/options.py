@@ -108,11 +108,14 @@ def fits(value: Any, hint: Any) -> bool:
         (False, True, True)
     """
     origin, inner = get_origin(hint), get_args(hint)
-    if torch.Tensor in (hint, *inner) or (isinstance(value, Mapping) and "_target_" in value):
+    is_union = origin in (Union, types.UnionType)
+    if hint is torch.Tensor or (is_union and torch.Tensor in inner):  # data
+        return True
+    if isinstance(value, Mapping) and "_target_" in value:
         return True
     if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
         value = value.item()
-    if origin in (Union, types.UnionType):
+    if is_union:
         return any(fits(value, each) for each in inner)
     if hint in NUMBERS or origin is Annotated:
         return _is_number(value, hint)

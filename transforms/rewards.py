@@ -12,7 +12,7 @@ from .errors import BatchError, listing
 from .options import takes_options
 from .schema import FLOAT
 
-Missing = Literal["raise", "skip"]
+Missing = Literal["raise", "skip", "mask"]
 
 
 def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:

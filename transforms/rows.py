@@ -134,7 +134,7 @@ class Rows:
         if ranks is not None:
             ranks.share(table, about)
         if IN_LOSS in table.columns:  # standalone stages have decided before
-            table.in_loss, table.masks_rows = table.columns[IN_LOSS].clone(), True
+            table.in_loss, table.masks_rows = table.columns[IN_LOSS], True
         if COUNTED in table.columns:
             table.read_counted(table.columns[COUNTED])
         return cls(table, DEFAULTS)
@@ -212,7 +212,7 @@ class Rows:
             table.settle()
         if key is None or key in table.columns:
             return key is not None
-        if table.looked_up is not table.batch or key not in table.absent:
+        if not table.lacks(key):
             table.load([key])
         return key in table.columns
 
@@ -581,6 +581,14 @@ class Rows:
             note += self.table.ranks.note(self.table.own.start)
         raise error(message.format(found=found, count=len(bad), s="" if len(bad) == 1 else "s") + note)
 
+    def require_size(
+        self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
+    ) -> None:
+        """:meth:`require` (M,) values of at most this size, and no NaN."""
+        low, high = values.aminmax()
+        if not -most <= float(low) <= float(high) <= most:
+            self.require(values.abs() <= most, message, describe)
+
     def require_set(
         self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
     ) -> None:
@@ -640,9 +648,9 @@ class Rows:
         if not isfinite(reward.sum().item()):  # else each reward is finite
             self.require(
                 torch.isfinite(reward),
-                "every reward must be finite; found {found}. Score those rollouts, or exclude them before: "
-                "SampleFilter(criterion=Finite(), action='exclude'), or for NaN "
-                "FanOutCollapse(missing='skip')",
+                "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
+                "pipeline.stages.collapse.missing=mask (in Python missing='mask'), for infinity "
+                "SampleFilter(criterion=Finite(), action='exclude') before the collapse",
                 lambda row: (
                     f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
                 ),
@@ -655,19 +663,17 @@ class Rows:
                 lambda row: self.segments(row, reward),
             )
 
-    def require_turns(self, turn: Tensor | None) -> None:
+    def require_turns(self, turn: Tensor) -> None:
         """Require that no two segments of a rollout have the same turn (M,).
 
         Raises:
             BatchError: two segments have the same turn; the message lists the rows.
         """
-        if turn is not None:
-            pairs = self.rollouts.everyone.paired_with(Ids(turn))
-            self.require(
-                pairs.is_first,
-                "the segments of a rollout must have different turns; found {found}",
-                lambda row: self.segments(row, turn),
-            )
+        self.require(
+            self.rollouts.everyone.paired_with(Ids(turn)).is_first,
+            "the segments of a rollout must have different turns; found {found}",
+            lambda row: self.segments(row, turn),
+        )
 
     def at(self, row: int) -> int:
         """The row number, in the batch as it arrived, of row i of this view."""
@@ -724,22 +730,18 @@ class Rows:
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
-        number = rows.nonzero()
-        if len(number) == 0:
+        if len(rows.nonzero()) == 0:
             return
-        number = number.flatten() if self.index is None else self.index[number.flatten()]
-        first = number[table.reason[number] == 0]
-        table.reason.index_fill_(0, first, code)
-        table.in_loss.index_fill_(0, number, False)
+        out = self.to_arrival(rows)
+        table.reason = table.reason.masked_fill(out & (table.reason == 0), code)
+        table.in_loss = table.in_loss.masked_fill(out, False)
         if effect == "excluded":
-            if table.counted is None:
-                table.counted = torch.ones(table.size, dtype=torch.bool)
-            table.counted[number] = False
+            table.counted = ~out if table.counted is None else table.counted.masked_fill(out, False)
             for known in ("counted", "statistics", "voters"):
                 self.__dict__.pop(known, None)
             table.ids.clear()
         if effect in ("dropped", "carried"):
-            table.here[number] = False
+            table.here = table.here.masked_fill(out, False)
             table.gone = True
             table.index = table.here.nonzero().flatten()
             table.ids.clear()
@@ -906,7 +908,7 @@ class Rows:
         table, before = self.table, self.table.batch
         live = table.live[table.here[table.live]]
         if len(batch) == len(live):
-            table.live, table.kept = live, table.here.clone()
+            table.live, table.kept = live, table.here
         elif len(batch) != len(table.live):
             raise BatchError(
                 f"a stage must return the {len(live)} rows that have not left; it returned {len(batch)}. "

@@ -6,7 +6,7 @@ import inspect
 import multiprocessing
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
@@ -50,8 +50,7 @@ class BatchTransform(TakesColumns, Transform):
     ``stateful``.
 
     Attributes:
-        reasons: names of the reasons for which rows leave at this stage.
-        effects: the effect of each reason, in the same order; empty: rows are dropped.
+        reasons: the reasons for which rows leave at this stage, each with its effect (:data:`Effect`).
         final_keys: columns that no later stage may write, because this stage has already used their values.
         weighed_keys: columns that this stage multiplies by weights. A later stage may not add to them, since
             its terms would have no weight. It may multiply them, or write them after the split.
@@ -65,8 +64,7 @@ class BatchTransform(TakesColumns, Transform):
             Earlier batches and other groups of the batch do not change it.
     """
 
-    reasons: tuple[str, ...] = ()
-    effects: tuple[Effect, ...] = ()
+    reasons: Mapping[str, Effect] = {}
     final_keys: tuple[NestedKey, ...] = ()
     weighed_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False

@@ -27,6 +27,7 @@ from .tensordicts import (
     column_of,
     count_in_loss,
     device_of,
+    first_names,
     join_rows,
     leave_out,
     mask_tokens_of,
@@ -189,11 +190,12 @@ class Table:
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}
-        self.no_lengths = batch is not None and any_row_has(batch, NO_LENGTHS)
-        self.elsewhere = self.no_lengths or (batch is not None and any_row_has(batch, ELSEWHERE))
-        self.finite: Tokens | None = None
-        self.looked_up: TensorDictBase | None = None  # the batch whose missing keys are in `absent`
+        self.looked_up: TensorDictBase | None = None  # the batch that the next two are about
         self.absent: set[Any] = set()
+        self.first_names: set[str] | None = None
+        self.no_lengths = not self.lacks(NO_LENGTHS) and any_row_has(batch, NO_LENGTHS)
+        self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
+        self.finite: Tokens | None = None
         self.ranks: Any = None
         self.decides = True
         self.starts: list[int] = []
@@ -208,9 +210,7 @@ class Table:
         """
         self.size, self.own = size, own
         self.reason = torch.zeros(size, dtype=torch.int64)
-        self.here = torch.ones(size, dtype=torch.bool)
-        self.kept = torch.ones(size, dtype=torch.bool)
-        self.in_loss = torch.ones(size, dtype=torch.bool)
+        self.here = self.kept = self.in_loss = torch.ones(size, dtype=torch.bool)
         self.counted: Tensor | None = None
         self.into: Tensor | None = None
         self.gone = False  # some row is not here
@@ -279,6 +279,19 @@ class Table:
 
     # -- from a batch -------------------------------------------------------------------------------------
 
+    def lacks(self, key: NestedKey) -> bool:
+        """Whether the batch is known to have no such column, so that no row needs to be asked."""
+        if self.batch is None:
+            return True
+        if self.looked_up is not self.batch:
+            self.looked_up, self.absent, self.first_names = self.batch, set(), first_names(self.batch)
+        first = key if isinstance(key, str) else key[0]
+        return key in self.absent or (self.first_names is not None and first not in self.first_names)
+
+    def find(self, key: NestedKey) -> Any:
+        """What the batch has under a key (:func:`column_of`)."""
+        return None if self.lacks(key) else column_of(self.batch, key)
+
     def load(
         self,
         keys: Iterable[NestedKey | None] = (),
@@ -293,10 +306,8 @@ class Table:
             most: a column with more numbers per row, or of ragged rows, is not read. None: no limit.
         """
         found = dict[Any, Tensor]()
-        if self.looked_up is not self.batch:
-            self.looked_up, self.absent = self.batch, set()
         for key in dict.fromkeys(keys):
-            if key is None or key in self.columns or self.batch is None or key in self.absent:
+            if key is None or key in self.columns or self.lacks(key):
                 continue
             column = number_column(self.batch, key, most=most)
             if column is None:
@@ -324,7 +335,7 @@ class Table:
     def read_counted(self, counted: Tensor) -> None:
         """Read (N,) bool from a batch that marks excluded rows."""
         self.says_who_counts = True
-        self.counted = None if bool(counted.all()) else counted.clone()
+        self.counted = None if bool(counted.all()) else counted
 
     def of_all(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
@@ -355,18 +366,17 @@ class Table:
         """
         before = dict(self.columns)
         self.batch, self.live = batch, numbers
-        self.kept = self.here.clone()
+        self.kept = self.here
         self.columns = {}
         counts = [key for key in before if isinstance(key, TokenCount)]
         self.load([*(key for key in before if key not in counts), *OF_THE_TABLE], counts)
         rows = self.kept.nonzero().flatten()
         if IN_LOSS in self.columns:
-            self.in_loss[rows] &= self.columns[IN_LOSS][rows]
+            self.in_loss = self.in_loss & (self.columns[IN_LOSS] | ~self.kept)
             self.masks_rows = True
         if COUNTED in self.columns:
-            counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
-            counted[rows] &= self.columns[COUNTED][rows]
-            self.read_counted(counted)
+            counted = self.columns[COUNTED] | ~self.kept
+            self.read_counted(counted if self.counted is None else self.counted & counted)
         self.ids.clear()
         for key, old in before.items():
             new = self.columns.get(key)
@@ -467,7 +477,7 @@ class Table:
         if len(kept) < len(self.live):
             there = kept.to(device_of(self.batch))
             self.batch = take_rows(self.batch, there, on_cpu=kept, shared=True)
-        self.live, self.kept = self.live[kept], self.here.clone()
+        self.live, self.kept = self.live[kept], self.here
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import isfinite
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -129,17 +130,6 @@ def leaves_of(batch: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
         elif _is_nested(value):
             for key, leaf in leaves_of(value):
                 yield (name, *((key,) if isinstance(key, str) else key)), leaf
-
-
-def jagged_keys(batch: TensorDictBase) -> list[NestedKey]:
-    """The columns that are nested tensors, which neither indexing nor arithmetic by rows knows.
-
-    Example:
-        >>> rows = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-        >>> jagged_keys(TensorDict({"a": {"b": rows}, "c": torch.zeros(2)}, batch_size=[2]))
-        [('a', 'b')]
-    """
-    return [key for key, leaf in leaves_of(batch) if leaf.is_nested]
 
 
 def take_rows(
@@ -603,6 +593,15 @@ def any_row_has(batch: TensorDictBase, key: NestedKey) -> bool:
     if isinstance(batch, LazyStackedTensorDict):
         return any(value is not None for value in _entries(batch.tensordicts, key))
     return _under(batch, key) is not None
+
+
+def first_names(batch: TensorDictBase) -> set[str] | None:
+    """The names of a batch's columns and nested TensorDicts, of all rows; None for rows of another class."""
+    rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+    return set().union(*map(_COLUMNS, rows)) if set(map(type, rows)) <= {TensorDict} else None
+
+
+_COLUMNS = attrgetter("_tensordict")
 
 
 def columns_by_row(

@@ -140,10 +140,15 @@ def weigh(
     power: float | None = None,
 ) -> Weighed:
     """Compute :func:`loss_weight` from :class:`Ids`. The weight is float64."""
-    step = torch.zeros_like(tokens) if minibatch is None else minibatch.clamp_min(-1) + 1  # 0: in no step
-    steps = int(step.max()) + 1 if len(step) else 1
-    if minibatch is not None:
-        tokens = torch.where(step > 0, tokens, 0)
+    step, steps = minibatch, 1
+    if step is None or len(step) == 0:
+        step = torch.zeros_like(tokens)
+    else:
+        low, high = step.aminmax()
+        steps = int(high) + 1
+        if int(low) < 0:  # rows without a step are a step without tokens
+            tokens, step = tokens.masked_fill(step < 0, 0), step.masked_fill(step < 0, steps)
+            steps += 1
     in_loss = tokens > 0
 
     def by_step(values: Tensor) -> Tensor:
@@ -385,7 +390,7 @@ class LossWeight(
                 "the split assigned rows to several ranks, whose gradients are averaged "
                 "(gradients='mean'): set ranks of LossWeight to ranks of the split"
             )
-        if rows.table.is_late(TOKEN_WEIGHT) or column_of(rows.table.batch, TOKEN_WEIGHT) is not None:
+        if rows.table.is_late(TOKEN_WEIGHT) or rows.table.find(TOKEN_WEIGHT) is not None:
             raise BatchError(
                 f"these rows already have token weights, {TOKEN_WEIGHT!r}, which would be applied twice: "
                 "remove the column with batch.exclude"
@@ -393,29 +398,30 @@ class LossWeight(
         if rows.table.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         tokens = rows.loss_tokens
-        ids = {
-            unit: rows.ids(unit, checked=False).everyone if unit == self._needs or rows.has(unit) else None
-            for unit in ("rollout", "group")
-        }
-        turns = None if self.turn_key is None else Ids(rows.integers("turn", "turn"))
-        for name, each in {"rollout_id": ids["rollout"], "group_id": ids["group"], "turn": turns}.items():
-            if each is not None and each.lowest < 0:
+        units = dict[str, Ids]()
+        for unit in ("rollout", "group"):
+            if unit == self._needs or rows.has(unit):
+                units[f"{unit}_id"] = rows.ids(unit, checked=False).everyone
+        if self.turn_key is not None:
+            units["turn"] = Ids(rows.integers("turn", "turn"))
+        for name, each in units.items():
+            if each.lowest < 0:
                 why = "rows without an id would share one weight"
                 rows.require_set(each, name, why, who="every row in the loss", needed=tokens > 0)
         minibatch = rows[MINIBATCH] if rows.has(MINIBATCH) else None
         inside = None if self.turn_index_key is None else self._turns_inside(rows, tokens)
-        columns = (tokens, self.unit, ids["rollout"], ids["group"], turns, minibatch)
-        weighed = weigh(*columns, self.length, inside, self.power)
-        averaged = 1
+        ids = units.get("rollout_id"), units.get("group_id"), units.get("turn")
+        weighed = weigh(tokens, self.unit, *ids, minibatch, self.length, inside, self.power)
+        weight, total = weighed.weight, weighed.total
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
-        weight = weighed.weight * averaged if averaged > 1 else weighed.weight
+            weight, total = weight * averaged, total * averaged
         dtype = self.dtype or FLOAT
         if self.dtype is None and (credit := rows.advantage_dtype) is not None:
             dtype = torch.promote_types(credit, torch.float32)
         if self.fold == "none":
             rows.put("weight", weight, dtype=dtype, ndim=1)
-            rows.put(STEP_WEIGHT, weighed.total * averaged, dtype=torch.float64, ndim=1)
+            rows.put(STEP_WEIGHT, total, dtype=torch.float64, ndim=1)
             if inside is not None:
                 rows.when_gathered(partial(self._weigh_tokens, dtype=dtype), [TOKEN_WEIGHT])
         else:
@@ -434,7 +440,7 @@ class LossWeight(
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
         for view, own in rows.of_each_rank(tokens):
             view.metric("tokens", own.sum())
-            view.metric("samples", (own > 0).sum())
+            view.metric("samples", own.count_nonzero())
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
         """(M,) int64: turns with a token in the loss of each row.

@@ -76,9 +76,7 @@ CASES = [
         ],
         """
 A trainer makes a group of every four rows. But prompt a has five rollouts and prompt b has three.
-So the fifth rollout of a is compared with those of b.
-
-If a rollout of a fails, the successes of b then look better.
+So the fifth rollout of a is compared with those of b. It failed, so the successes of b look better.
 """,
         """
 Each rollout is compared with the rollouts of its own prompt:

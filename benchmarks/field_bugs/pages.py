@@ -44,7 +44,7 @@ run, on a CPU, and no whole training run. A trainer may remove such rows before 
 Each project ran with its defaults, or with the settings that it documents for such rows. The pages of the
 cases name these settings. headrace was run in the same way.
 
-{missing}Some projects could not be run:
+{missing}Some projects were not run:
 
 | project | reason |
 |---|---|

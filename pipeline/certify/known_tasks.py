@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import fsum
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from .small_task import Family, Prompt, SmallTask, Trajectory
 NEVER = -1e9  # a log-probability whose exponential and whose entropy term are 0
 
 
+@dataclass(kw_only=True, eq=False)
 class OneTurn(SmallTask):
     """Each rollout has one turn, with a wrong answer (action 0) or a right answer (action 1).
 
@@ -32,40 +34,32 @@ class OneTurn(SmallTask):
         lengths: tokens of a wrong and of a right answer, ≥ 1.
         fails: probabilities that a rollout with a wrong, and with a right answer fails, in [0, 1).
         dies: probability that a rollout fails before it has an answer, in [0, 1).
-        sampler: see :class:`SmallTask`.
-        teacher: see :class:`SmallTask`.
-        reference: see :class:`SmallTask`.
+
+    Further options are those of :class:`SmallTask`.
 
     Example:
         >>> [trajectory.returns for trajectory in OneTurn(theta=[0.0]).prompts()[0].trajectories]
         [(0.0,), (1.0,)]
     """
 
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float],
-        shares: Sequence[float] | None = None,
-        rewards: Sequence[float] = (0.0, 1.0),
-        lengths: Sequence[int] = (1, 1),
-        fails: Sequence[float] = (0.0, 0.0),
-        dies: float = 0.0,
-        sampler: Sequence[float] | None = None,
-        teacher: Sequence[float] | None = None,
-        reference: Sequence[float] | None = None,
-    ):
-        super().__init__(theta=theta, sampler=sampler, teacher=teacher, reference=reference)
-        self.shares = [1 / len(self.theta)] * len(self.theta) if shares is None else list(shares)
-        self.rewards, self.lengths, self.fails = tuple(rewards), tuple(lengths), tuple(fails)
-        self.dies = dies
-        pairs = {name: (getattr(self, name), 2) for name in ("rewards", "lengths", "fails")}
-        self._check_lengths(shares=(self.shares, len(self.theta)), **pairs)
-        if abs(sum(self.shares) - 1) > 1e-9:
-            raise ValueError(f"shares must have the sum 1; got {self.shares}")
-        chances = (*self.fails, dies)
+    shares: Sequence[float] | None = None
+    rewards: Sequence[float] = (0.0, 1.0)
+    lengths: Sequence[int] = (1, 1)
+    fails: Sequence[float] = (0.0, 0.0)
+    dies: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = [1 / len(self.theta)] * len(self.theta) if self.shares is None else self.shares
+        self.shares = shares
+        self._check_lengths(shares=len(self.theta), rewards=2, lengths=2, fails=2)
+        if abs(sum(shares) - 1) > 1e-9:
+            raise ValueError(f"shares must have the sum 1; got {shares}")
+        chances = (*self.fails, self.dies)
         if min(self.lengths) < 1 or min(chances) < 0 or max(chances) >= 1:
             raise ValueError(
-                f"lengths must be ≥ 1, fails and dies in [0, 1); got {self.lengths}, {self.fails} and {dies}"
+                "lengths must be ≥ 1, fails and dies in [0, 1); got "
+                f"{self.lengths}, {self.fails} and {self.dies}"
             )
 
     def log_policy(self, theta: Tensor) -> Tensor:
@@ -75,7 +69,7 @@ class OneTurn(SmallTask):
     def prompts(self) -> Sequence[Prompt]:
         """Prompts with a wrong and a right answer, each graded or failed."""
         prompts = []
-        for number, share in enumerate(self.shares):
+        for number, share in enumerate(self.shares or ()):
             trajectories = []
             if self.dies:
                 trajectories.append(Trajectory(((),), (0.0,), chance=self.dies, status=Status.FAILED))
@@ -92,27 +86,15 @@ class OneTurn(SmallTask):
         return prompts
 
 
+@dataclass(kw_only=True, eq=False)
 class FailingRollouts(OneTurn):
-    """One turn with failing rollouts. The gate drops incomplete groups.
+    """:class:`OneTurn` with failing rollouts. The gate drops incomplete groups."""
 
-    Args:
-        theta: see :class:`OneTurn`.
-        fails: see :class:`OneTurn`.
-        dies: see :class:`OneTurn`.
-    """
-
+    theta: Sequence[float] = (1.0, -1.0)
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"gate.on_incomplete": "drop"})
 
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float] = (1.0, -1.0),
-        fails: Sequence[float] = (0.0, 0.0),
-        dies: float = 0.0,
-    ):
-        super().__init__(theta=theta, fails=fails, dies=dies)
 
-
+@dataclass(kw_only=True, eq=False)
 class SeveralRewards(SmallTask):
     """One of three actions, each with two rewards, (N, 2); the return is their weighted sum.
 
@@ -127,15 +109,12 @@ class SeveralRewards(SmallTask):
         (2, 9)
     """
 
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float] = (0.5, -0.4),
-        rewards: Sequence[Sequence[float]] = ((0.0, 0.0), (1.0, 0.0), (0.2, 1.0)),
-    ):
-        super().__init__(theta=theta)
-        self.rewards = [tuple(each) for each in rewards]
-        self._check_lengths(rewards=(self.rewards, len(self.theta) + 1))
+    theta: Sequence[float] = (0.5, -0.4)
+    rewards: Sequence[Sequence[float]] = ((0.0, 0.0), (1.0, 0.0), (0.2, 1.0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_lengths(rewards=len(self.theta) + 1)
 
     def log_policy(self, theta: Tensor) -> Tensor:
         """One decision among three actions."""
@@ -146,11 +125,12 @@ class SeveralRewards(SmallTask):
         return [
             Prompt(
                 1.0,
-                tuple(Trajectory((((0, action),),), returns) for action, returns in enumerate(self.rewards)),
+                tuple(Trajectory((((0, action),),), tuple(of)) for action, of in enumerate(self.rewards)),
             )
         ]
 
 
+@dataclass(kw_only=True, eq=False)
 class FanOut(SmallTask):
     """The policy answers at once, or in a second segment with a wrong or right answer.
 
@@ -166,10 +146,12 @@ class FanOut(SmallTask):
         [1, 2, 2]
     """
 
-    def __init__(self, *, theta: Sequence[float] = (0.2, -0.3), rewards: Sequence[float] = (0.1, 0.0, 1.0)):
-        super().__init__(theta=theta)
-        self.rewards = tuple(rewards)
-        self._check_lengths(theta=(self.theta, 2), rewards=(self.rewards, 3))
+    theta: Sequence[float] = (0.2, -0.3)
+    rewards: Sequence[float] = (0.1, 0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_lengths(theta=2, rewards=3)
 
     def prompts(self) -> Sequence[Prompt]:
         """One prompt with three trajectories."""
@@ -187,6 +169,7 @@ class FanOut(SmallTask):
         ]
 
 
+@dataclass(kw_only=True, eq=False)
 class Forks(SmallTask):
     """Two actions, the first of which is sampled once for two rollouts.
 
@@ -202,17 +185,13 @@ class Forks(SmallTask):
         64
     """
 
-    shared = 1
+    shared: ClassVar[int] = 1
+    theta: Sequence[float] = (0.2, 0.5, -0.4)
+    rewards: Sequence[float] = (0.0, 0.6, 0.3, 1.0)
 
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float] = (0.2, 0.5, -0.4),
-        rewards: Sequence[float] = (0.0, 0.6, 0.3, 1.0),
-    ):
-        super().__init__(theta=theta)
-        self.rewards = tuple(rewards)
-        self._check_lengths(theta=(self.theta, 3), rewards=(self.rewards, 4))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_lengths(theta=3, rewards=4)
 
     def prompts(self) -> Sequence[Prompt]:
         """One prompt with four leaves."""
@@ -235,6 +214,7 @@ class Forks(SmallTask):
         ]
 
 
+@dataclass(kw_only=True, eq=False)
 class StopOrContinue(SmallTask):
     """At each turn the policy stops or continues. Each turn and the end have a reward.
 
@@ -245,9 +225,8 @@ class StopOrContinue(SmallTask):
         theta: logits of continuing, one for each turn.
         turn: reward of each turn.
         ends: rewards of ending after 0, 1, … turns; one more than turns.
-        sampler: see :class:`SmallTask`.
-        teacher: see :class:`SmallTask`.
-        reference: see :class:`SmallTask`.
+
+    Further options are those of :class:`SmallTask`.
 
     Example:
         >>> trajectories = StopOrContinue().prompts()[0].trajectories
@@ -255,19 +234,13 @@ class StopOrContinue(SmallTask):
         [([(0, 0)], 0.0), ([(0, 1), (1, 0)], 0.8)]
     """
 
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float] = (0.3, -0.2, 0.4),
-        turn: float = 0.5,
-        ends: Sequence[float] = (0.0, 0.3, 1.0, 0.2),
-        sampler: Sequence[float] | None = None,
-        teacher: Sequence[float] | None = None,
-        reference: Sequence[float] | None = None,
-    ):
-        super().__init__(theta=theta, sampler=sampler, teacher=teacher, reference=reference)
-        self.turn, self.ends = turn, tuple(ends)
-        self._check_lengths(ends=(self.ends, len(self.theta) + 1))
+    theta: Sequence[float] = (0.3, -0.2, 0.4)
+    turn: float = 0.5
+    ends: Sequence[float] = (0.0, 0.3, 1.0, 0.2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_lengths(ends=len(self.theta) + 1)
 
     def prompts(self) -> Sequence[Prompt]:
         """One prompt, with a trajectory for each number of turns."""
@@ -285,24 +258,9 @@ class StopOrContinue(SmallTask):
 
 
 class TurnsAsRows(StopOrContinue):
-    """As :class:`StopOrContinue`, with one row for each turn, with its reward and its first state.
-
-    Args:
-        theta: see :class:`StopOrContinue`.
-        turn: see :class:`StopOrContinue`.
-        ends: see :class:`StopOrContinue`.
-    """
+    """As :class:`StopOrContinue`, with one row for each turn, with its reward and its first state."""
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"collapse.reward": "sum"})
-
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float] = (0.3, -0.2, 0.4),
-        turn: float = 0.5,
-        ends: Sequence[float] = (0.0, 0.3, 1.0, 0.2),
-    ):
-        super().__init__(theta=theta, turn=turn, ends=ends)
 
     def trajectory(self, turns: int) -> Trajectory:
         """The trajectory with this number of turns."""

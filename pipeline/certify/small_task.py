@@ -69,6 +69,7 @@ class Family(NamedTuple):
     probability: float
 
 
+@dataclass(kw_only=True, eq=False)
 class SmallTask:
     """A task of which all outcomes of a group can be enumerated.
 
@@ -93,35 +94,27 @@ class SmallTask:
         (4, 256)
     """
 
+    theta: Sequence[float]
+    sampler: Sequence[float] | None = None
+    teacher: Sequence[float] | None = None
+    reference: Sequence[float] | None = None
     settings: ClassVar[Mapping[str, Any]] = {}
     shared: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        *,
-        theta: Sequence[float],
-        sampler: Sequence[float] | None = None,
-        teacher: Sequence[float] | None = None,
-        reference: Sequence[float] | None = None,
-    ):
-        self.theta = tuple(theta)
-        self.sampler = self.theta if sampler is None else tuple(sampler)
-        self.teacher, self.reference = teacher, reference
+    def __post_init__(self) -> None:
+        self.sampler = self.theta if self.sampler is None else self.sampler
         for name in ("sampler", "teacher", "reference"):
-            given = getattr(self, name)
-            if given is not None and len(given) != len(self.theta):
-                raise ValueError(
-                    f"{name} must have as many parameters as theta, {len(theta)}; got {len(given)}"
-                )
+            if getattr(self, name) is not None:
+                self._check_lengths(**{name: len(self.theta)})
 
-    def _check_lengths(self, **lengths: tuple[Sequence[Any], int]) -> None:
-        """Check the lengths of options, given as (value, required length) by name.
+    def _check_lengths(self, **lengths: int) -> None:
+        """Check the lengths of options.
 
         Raises:
             ValueError: an option has another length.
         """
-        for name, (given, needed) in lengths.items():
-            if len(given) != needed:
+        for name, needed in lengths.items():
+            if len(given := getattr(self, name)) != needed:
                 raise ValueError(f"{name} must have {needed} entries; got {list(given)}")
 
     @abstractmethod
@@ -192,7 +185,7 @@ class SmallTask:
         Raises:
             ConfigError: the probabilities do not sum to 1: a trajectory is missing, or there twice.
         """
-        log_probs = self.log_probs(self.sampler).tolist()
+        log_probs = self.log_probs(self.sampler or self.theta).tolist()
         each = [
             trajectory.chance * exp(fsum(log_probs[d][a] for d, a in trajectory.actions))
             for trajectory in prompt.trajectories

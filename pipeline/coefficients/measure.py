@@ -8,17 +8,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from io import StringIO
+from itertools import product
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.transforms import group_relative_advantage
 from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.schema import MICROBATCH, ROW, TOKEN_WEIGHT, has_key
@@ -195,17 +194,16 @@ class XRay:
         return dict(sorted(found.items()))
 
     @property
-    def table(self) -> Table:
-        """The runs as a table for the terminal."""
-        table = Table("cut", "least weight", "greatest weight", title=self.verdict)
+    def table(self) -> FittedTable:
+        """The runs as a table for the terminal and for notebooks."""
+        numbers = (FittedColumn(name, right=True) for name in ("least weight", "greatest weight"))
+        table = FittedTable([FittedColumn("cut", gives="wrap"), *numbers], self.verdict)
         for where, (low, high) in self.spread.items():
-            table.add_row(where, f"{low:.6g}", f"{high:.6g}")
+            table.add(where, f"{low:.6g}", f"{high:.6g}")
         return table
 
     def _repr_html_(self) -> str:
-        console = Console(record=True, width=100, file=StringIO())
-        console.print(self.table)
-        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        return self.table._repr_html_()
 
     def __repr__(self) -> str:
         return f"XRay({self.verdict!r})"
@@ -277,53 +275,36 @@ def xray(
         if isinstance(values, str) or values is None or len(set(values)) != len(values) or not values:
             raise ValueError(f"{name} must be a list of distinct values, such as (1, 2); got {values!r}")
     groups = len(rewards) // at_least("group_size", group_size, 1)
+    at_least("cuts", min(cuts), 1)
+    at_least("ranks", min(ranks), 1)
     if max(ranks) > groups or max(cuts) * max(ranks) > len(lengths):
         raise ValueError(
             f"each rank needs a group, and each micro-batch a row; got ranks={ranks} and cuts={cuts} for "
             f"{groups} groups and {len(lengths)} rows. Set lengths, rewards and group_size"
         )
-    runs = [
-        _measure(
-            step,
-            pipeline,
-            at_least("cuts", cut, 1),
-            side,
-            at_least("ranks", count, 1),
-            shift,
-            gradients if max(ranks) > 1 else None,
-            prepare,
-            dtype,
-            {
-                "lengths": lengths,
-                "rewards": rewards,
-                "group_size": group_size,
-                "segments": segments,
-                "holes": holes,
-            },
-        )
-        for side in pad
-        for count in ranks
-        for shift in shifts
-        for cut in cuts
-    ]
+    runs = []
+    for side, count, shift, cut in product(pad, ranks, shifts, cuts):
+        options: Any = {"segments": segments, "holes": holes, "pad": side, "old_log_prob_shift": shift}
+        batch = xray_batch(lengths, rewards, group_size, **options)
+        if prepare is not None:
+            prepare(batch)
+        how = gradients if max(ranks) > 1 else None
+        runs.append(_measure(step, pipeline, batch, how, dtype, cut=cut, pad=side, ranks=count, shift=shift))
     return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), CLOSE_IN.get(dtype, 0.05))
 
 
 def _measure(
     step: Step,
     pipeline: Pipeline | None,
+    batch: TensorDictBase,
+    gradients: Gradients | None,
+    dtype: torch.dtype,
+    *,
     cut: int,
     pad: Pad | None,
     ranks: int,
     shift: float,
-    gradients: Gradients | None,
-    prepare: Callable[[TensorDictBase], object] | None,
-    dtype: torch.dtype,
-    options: dict[str, Any],
 ) -> Measured:
-    batch = xray_batch(**options, pad=pad, old_log_prob_shift=shift)
-    if prepare is not None:
-        prepare(batch)
     _, _, inside = tokens_of(batch)
     group = batch["group_id"].flatten()
     of_rank = group * ranks // (int(group.max()) + 1)

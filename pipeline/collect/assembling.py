@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from queue import Empty
 from signal import SIGTERM
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
@@ -287,27 +287,8 @@ def ended_workers(source: Any) -> list[str]:
 # -- limit the dispatch -------------------------------------------------------------------------------------
 
 
-class HasRoom(Protocol):
-    """An assembler that limits the dispatch: :class:`GroupAssembler` or :class:`RayAssembler`."""
-
-    group_key: NestedKey
-
-    @property
-    def pending(self) -> int:
-        """Number of groups that were dispatched and are not whole."""
-
-    def capacity(self, rollouts: int | None = None) -> int:
-        """Number of groups of `rollouts` rollouts that may be dispatched now."""
-
-    def announce(self, draws: TensorDictBase) -> None:
-        """Tell the assembler which groups were dispatched."""
-
-    def stalled(self, why: str) -> StalledError:
-        """Make an error that lists the waiting groups."""
-
-
 def paced(
-    draws: Iterable[TensorDictBase], assembler: HasRoom, *, patience: float | None = None
+    draws: Iterable[TensorDictBase], assembler: Any, *, patience: float | None = None
 ) -> Iterator[TensorDictBase]:
     """Yield draws while :meth:`GroupAssembler.capacity` allows, and announce their groups.
 
@@ -341,7 +322,7 @@ def paced(
 
 
 def _paced(
-    draws: Iterable[TensorDictBase], assembler: HasRoom, patience: float | None
+    draws: Iterable[TensorDictBase], assembler: Any, patience: float | None
 ) -> Iterator[TensorDictBase]:
     room = 0
 

@@ -228,13 +228,11 @@ class Informative(OverSource):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Restore the output of :meth:`own_state`."""
-        pieces = [RowPiece.from_plain(rows) for rows in state["rows"]]
-        piece_of = {arrival: piece for piece in pieces for arrival in piece.place}
+        piece = RowPiece.from_plain(state["rows"])
         self._waiting = {}
         for group, arrival in zip(state["group"].tolist(), state["arrival"].tolist(), strict=True):
-            self._waiting.setdefault(group, []).append((piece_of.pop(arrival), arrival))
-        let_go((piece, arrival) for arrival, piece in piece_of.items())
-        self._kinds = kinds_of(pieces[0].batch) if pieces else {}
+            self._waiting.setdefault(group, []).append((piece, arrival))
+        self._kinds = kinds_of(piece.batch)
         self._came, self._closed = state["came"], Intervals(state["closed"].get(0))
         self.counts, self.seen, self.found = dict(state["counts"]), state["seen"], state["found"]
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
-from uuid import uuid4
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -37,7 +36,13 @@ from .thin_rows import pack_thin, unpack_thin
 from .workers import WorkerWatch
 
 LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
+# Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
+MANY_CALLS = {"num_cpus": 0, "max_concurrency": 1_000_000}
 STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
+
+
+def _ray() -> Any:
+    return import_extra("ray", "ray", "RayAssembler")
 
 
 def _number(name: str, meaning: str) -> Any:
@@ -85,7 +90,7 @@ class RayAssembler:
     def __init__(
         self, *, max_ready: int | None = None, actor: Mapping[str, Any] | None = None, **options: Any
     ):
-        ray = import_extra("ray", "ray", type(self).__name__)
+        ray = _ray()
         if options.get("journal") is not None:
             raise ValueError(
                 "RayAssembler takes no journal, because its rows are in Ray's object store, which ends with "
@@ -94,9 +99,7 @@ class RayAssembler:
         self._local = GroupAssembler(**options)  # raises errors of options here, not in the actor
         self.group_key, groups = self._local.group_key, self._local.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
-        # Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
-        own = {"num_cpus": 0, "max_concurrency": 1_000_000}
-        remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
+        remote = ray.remote(**{**MANY_CALLS, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
         self._store: Any = None  # the RowStore of this process's node
 
@@ -109,19 +112,19 @@ class RayAssembler:
 
     def _keep(self, method: str, packed: Sequence[Any], *args: Any) -> Any:
         """Store rows on this node, and call a method of the actor with references to them."""
-        ray = import_extra("ray", "ray", type(self).__name__)
         if self._store is None:
-            self._store = self._ask("store", ray.get_runtime_context().get_node_id())
-        ticket = uuid4().bytes
-        answer = getattr(self._actor, method).remote(ticket, *args)
-        return self._get([self._store.keep.remote(self._actor, ticket, packed), answer])[1]
+            self._store = self._ask("store", _ray().get_runtime_context().get_node_id())
+        return self._get(self._store.keep.remote(self._actor, method, packed, *args))
 
     def _get(self, found: Any) -> Any:
-        ray = import_extra("ray", "ray", type(self).__name__)
+        ray = _ray()
         try:
             return ray.get(found)
         except ray.exceptions.RayTaskError as err:
-            raise err.cause from err
+            cause = err.cause
+            while isinstance(cause, ray.exceptions.RayTaskError):  # the actor's error, at the RowStore
+                cause = cause.cause
+            raise cause from err
 
     # -- for writers --------------------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class RayAssembler:
             if len(batch):
                 self._send("put", batch, patience)
             else:
-                self._ask("put", None, None, {}, patience)
+                self._ask("put", [], None, {}, patience)
 
     def _send(self, method: str, rows: TensorDictBase, *args: Any) -> Any:
         """Store rows on this node, and send the columns that the actor reads.
@@ -248,7 +251,7 @@ class RayAssembler:
         """Fetch the rows of groups from Ray's object store; None if all of them are lost."""
         if groups is None:
             return None
-        ray = import_extra("ray", "ray", type(self).__name__)
+        ray = _ray()
         try:
             stored = ray.get(groups.references)
         except ray.exceptions.ObjectLostError:
@@ -318,26 +321,23 @@ class RayAssembler:
         """
         state, groups = self._ask("state")
         if groups is not None:
-            ray = import_extra("ray", "ray", type(self).__name__)
-            rows = groups.join(ray.get(groups.references), self._local)
-            state["chunks"] = joined_plain([RowPiece(rows, state["chunks"][0]["arrival"].tolist())])
+            rows = groups.join(_ray().get(groups.references), self._local)
+            state["rows"] = joined_plain([RowPiece(rows, state["rows"]["arrival"].tolist())])
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`GroupAssembler.load_state_dict`."""
-        pieces = [RowPiece.from_plain(chunk) for chunk in state["chunks"]]
-        rest = {name: value for name, value in state.items() if name != "chunks"}
-        places = [(piece, arrival) for piece in pieces for arrival in piece.place]
+        piece = RowPiece.from_plain(state["rows"])
+        rest = {name: value for name, value in state.items() if name != "rows"}
         self._local._check_options(state)
-        if not places:
-            self._ask("load", None, None, {}, rest, [])
+        if piece.place:
+            self._send("load", piece.batch, rest, list(piece.place))
         else:
-            arrivals = [arrival for _, arrival in places]
-            self._send("load", gather(places, {}), rest, arrivals)
+            self._ask("load", [], None, {}, rest, [])
 
     def shutdown(self) -> None:
         """End the actor. Its rows are lost."""
-        import_extra("ray", "ray", type(self).__name__).kill(self._actor)
+        _ray().kill(self._actor)
 
 
 class RayBatches:
@@ -376,7 +376,7 @@ class Writers:
         """Check which writers have ended or died."""
         if self.are_over or not self.open:
             return
-        ray = import_extra("ray", "ray", "RayAssembler")
+        ray = _ray()
         ended, self.open = ray.wait(self.open, num_returns=len(self.open), timeout=0)
         for task in ended:
             try:
@@ -446,19 +446,20 @@ class TableAssembler(GroupAssembler):
 @cache
 def store_on(node: str) -> Any:
     """Start the actor that stores rows on a node, once for all assemblers of this process."""
-    ray = import_extra("ray", "ray", "RayAssembler")
+    ray = _ray()
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0, max_restarts=-1, scheduling_strategy=where)(RowStore).remote()
+    options = {"max_restarts": -1, "scheduling_strategy": where, **MANY_CALLS}
+    return ray.remote(**options)(RowStore).remote()
 
 
 class RowStore:
     """Runs in one actor per node and owns the rows that are stored there, so they outlive their writers."""
 
-    def keep(self, assembler: Any, ticket: bytes, packed: Sequence[Any]) -> None:
-        """Store rows, and give the assembler's actor references to them."""
-        ray = import_extra("ray", "ray", "RayAssembler")
+    async def keep(self, assembler: Any, method: str, packed: Sequence[Any], *args: Any) -> Any:
+        """Store rows, and call a method of the assembler's actor with references to them."""
         # The owner sends the references. If the writer did, its death would free the rows.
-        assembler.keep.remote(ticket, [ray.put(part) for part in packed])
+        references = [_ray().put(part) for part in packed]
+        return await getattr(assembler, method).remote(references, *args)
 
 
 class AssemblerActor:
@@ -471,7 +472,6 @@ class AssemblerActor:
 
     def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
         self.assembler, self.max_ready = TableAssembler(**options), max_ready
-        self.stored: dict[bytes, asyncio.Future[list[Any]]] = {}
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
@@ -488,16 +488,11 @@ class AssemblerActor:
         """The actor that stores rows on a node."""
         return store_on(node)
 
-    async def keep(self, ticket: bytes, parts: list[Any]) -> None:
-        """Receive the references of a ticket from a RowStore."""
-        self.stored.setdefault(ticket, asyncio.get_running_loop().create_future()).set_result(parts)
-
-    async def _stored(self, ticket: bytes | None, table: Any) -> tuple[TensorDict, list[Any]]:
-        """The table of rows, and the reference to the part of each row, after waiting for it."""
-        if ticket is None:
+    @staticmethod
+    def _stored(parts: Sequence[Any], table: Any) -> tuple[TensorDict, list[Any]]:
+        """The table of rows, and the reference to the part of each row."""
+        if not parts:
             return TensorDict({}, batch_size=[0]), []
-        parts = await self.stored.setdefault(ticket, asyncio.get_running_loop().create_future())
-        del self.stored[ticket]
         rows = unpack_thin(torch.from_numpy(table))
         return rows, [parts[part] for part in rows[STORED][:, 0].tolist()]
 
@@ -506,16 +501,16 @@ class AssemblerActor:
         if self.assembler.held:
             check_kinds(self.assembler._kinds, kinds)
 
-    async def put(self, ticket: bytes | None, table: Any, kinds: Kinds, patience: float | None) -> None:
+    async def put(self, parts: Sequence[Any], table: Any, kinds: Kinds, patience: float | None) -> None:
         """Put rows, after waiting for room.
 
         Args:
-            ticket: of the references to the rows; None without rows.
+            parts: references to the parts of the rows; empty without rows.
             table: the columns that are read, packed; None without rows.
             kinds: of all columns of the rows.
             patience: seconds to wait for room.
         """
-        rows, holds = await self._stored(ticket, table)
+        rows, holds = self._stored(parts, table)
         async with self.changed:
             if not await self._until(lambda: self.most is None or self.assembler.ready < self.most, patience):
                 raise self.assembler.stalled(f"The trainer has taken no batch for {patience:g} s")
@@ -599,14 +594,14 @@ class AssemblerActor:
 
     async def load(
         self,
-        ticket: bytes | None,
+        parts: Sequence[Any],
         table: Any,
         kinds: Kinds,
         state: Mapping[str, Any],
         arrivals: Sequence[int],
     ) -> None:
         """Restore a state, whose rows are stored again."""
-        rows, holds = await self._stored(ticket, table)
+        rows, holds = self._stored(parts, table)
         async with self.changed:
             self.changed.notify_all()
-            self.assembler._load(state, [RowPiece(rows, arrivals, holds)] if holds else [], kinds)
+            self.assembler._load(state, RowPiece(rows, arrivals, holds), kinds)

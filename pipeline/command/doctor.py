@@ -1,4 +1,4 @@
-"""``headrace doctor``: is what the command needs there, and does the pipeline give the right numbers here?"""
+"""``headrace doctor``: check the installation, and compute a batch with known results."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's: ok, a note, or something bad, which the exit status shows."""
+    """One line of the output: ok, a note, or bad. Bad lines make the exit status 1."""
 
     state: Literal["ok", "note", "bad"]
     what: str
 
 
 def examine(console: Console | None = None) -> int:
-    """Print a line for each finding and one in the end; the exit status, 1 where something is bad.
+    """Print a line for each finding and a last line; return the exit status, 1 if something is bad.
 
     Args:
         console: where to print; None: standard output.
@@ -59,7 +59,7 @@ def examine(console: Console | None = None) -> int:
 
 
 def _findings(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Those of a check; what breaks it is one."""
+    """The findings of a check. An exception in it becomes a finding."""
     try:
         yield from check()
     except Exception as err:
@@ -67,16 +67,16 @@ def _findings(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def tested() -> dict[str, str]:
-    """The versions that headrace is tested with, by package."""
+    """The tested versions, by package."""
     text = files("headrace.conf").joinpath("constraints.txt").read_text(encoding="utf-8")
     lines = (line for line in text.splitlines() if "==" in line and not line.startswith("#"))
     return dict(line.split("==", 1) for line in lines)
 
 
 def packages() -> Iterator[Finding]:
-    """Python, and what headrace cannot do without."""
+    """Check Python and the required packages."""
     known: dict[str, str] = {}
-    with suppress(OSError):  # without the list versions are said, and compared with nothing
+    with suppress(OSError):  # without the list, versions are shown and not compared
         known = tested()
     yield Finding("ok", f"python {platform.python_version()}, {platform.system()} {platform.machine()}")
     yield Finding("ok", f"headrace {version_of('headrace') or '(not installed, run from its folder)'}")
@@ -99,7 +99,7 @@ def packages() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """What some do without."""
+    """Check the optional packages."""
     for extra, package in EXTRAS.items():
         if found := version_of(package):
             yield Finding("ok", f"extra {extra}: {package} {found}")
@@ -110,7 +110,7 @@ def extras() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Where tensors can be."""
+    """Check the devices."""
     torch: Any = import_module("torch")
     yield Finding("ok", f"cpu: {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch")
     for index in range(torch.cuda.device_count()):
@@ -127,7 +127,7 @@ def devices() -> Iterator[Finding]:
 
 
 def distributed() -> Iterator[Finding]:
-    """What many ranks need."""
+    """Check torch.distributed."""
     dist: Any = import_module("torch.distributed")
     if dist.is_available():
         backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
@@ -137,7 +137,7 @@ def distributed() -> Iterator[Finding]:
 
 
 def output_folder() -> Iterator[Finding]:
-    """Whether files can be written here, where ``outputs/`` goes."""
+    """Check that files can be written to this folder, in which ``outputs/`` is made."""
     try:
         with tempfile.TemporaryFile(dir=Path.cwd()):
             yield Finding("ok", f"files can be written to {Path.cwd()}")
@@ -149,7 +149,7 @@ def output_folder() -> Iterator[Finding]:
 
 
 def golden_runs() -> Iterator[Finding]:
-    """A small batch through the recipe grpo, on the CPU and on each kind of device there is."""
+    """Run a small batch through the recipe grpo, on the CPU and on a GPU if there is one."""
     torch: Any = import_module("torch")
     for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
         try:
@@ -167,10 +167,10 @@ def golden_runs() -> Iterator[Finding]:
 
 
 def run_golden(device: str) -> list[float]:
-    """The advantages of the rows of a small batch that grpo trains, in order.
+    """The advantages of the trained rows of a small batch under grpo, in order.
 
     Args:
-        device: to run on.
+        device: device of the batch.
     """
     torch: Any = import_module("torch")
     from tensordict import TensorDict

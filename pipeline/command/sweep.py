@@ -1,6 +1,7 @@
-"""The end of a sweep, ``headrace -m``: a table with a line for each job, and why some failed.
+"""Print a table at the end of a sweep (``headrace -m``): a line for each job, and the errors of failed jobs.
 
-Each job leaves a file in its folder, whatever launched it and wherever; the table is made of those.
+Each job writes a file into its folder, with any launcher and on any machine. The table is made from these
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WINDOWS = (
     "reward: mean over the first and over the last quarter of the steps; of fewer than 12 steps, the first "
     "and the last. trained: share of the rows, all steps"
 )
-NUMBERS = {  # what the number of a task is; of a training there are more
+NUMBERS = {  # the name of each task's number; a training has several
     "train": "",
     "replay": "rows trained",
     "compare": "correlation",
@@ -45,7 +46,7 @@ class SweepTable(Callback):
         self.began = 0.0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember when: a folder may have jobs of an earlier sweep."""
+        """Note the time, because the folder may have jobs of an earlier sweep."""
         self.began = time.time()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -63,13 +64,13 @@ class SweepTable(Callback):
 
 
 def record_job(output: Path, *, began: float, **said: Any) -> None:
-    """Leave in the folder of a job what the table says of it.
+    """Write a file into the folder of a job, with what the table shows of it.
 
     Args:
-        output: the job's folder.
-        began: when, in seconds.
-        said: ``job``, its number in the sweep; its ``task`` and its ``words``; the ``number`` that the task
-            returned, None where it failed, and its ``failure``, empty where it did not.
+        output: folder of the job.
+        began: when the job began, in seconds.
+        said: ``job``: its number in the sweep. ``task`` and ``words``: its task and overrides. ``number``:
+            the number that the task returned; None if it failed. ``failure``: its error, or an empty string.
     """
     ended, found = time.time(), dict[str, Any]()
     csv_path = output / "metrics.csv"
@@ -91,11 +92,11 @@ def record_job(output: Path, *, began: float, **said: Any) -> None:
 
 
 def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Print a line for each job, with the words in which jobs differ, and below it why jobs failed.
+    """Print a line for each job, with the overrides in which jobs differ, and then the errors of failed jobs.
 
     Args:
-        jobs: what :func:`record_job` left.
-        folder: of the sweep.
+        jobs: the files of :func:`record_job`.
+        folder: folder of the sweep.
         console: where to print.
     """
     said = [dict(word.lstrip("+").partition("=")[::2] for word in job["words"]) for job in jobs]
@@ -122,7 +123,7 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
 
 
 def _cells(job: dict[str, Any], task: str) -> list[str]:
-    """What came out of a job; of one that failed, how far it came."""
+    """The results of a job; for a failed job, its progress."""
     if task != "train":
         name = "" if task else f"{NUMBERS.get(job['task']) or job['task']} "
         number = "–" if job["number"] is None else f"{name}{job['number']:,.4g}"

@@ -1,4 +1,4 @@
-"""The arguments of the command line before Hydra reads them: commands without a task, and mistakes."""
+"""Handle the arguments of the command line before Hydra: commands without a task, and mistakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATED = "outputs/DATE/TIME"  # the output folder, unless hydra.run.dir is set
 ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
-INSTEAD = {  # what flags of other commands are here
+INSTEAD = {  # what to use here instead of flags of other commands
     "resume": "no flag: the command resumes no run; in a loop of your own, use state_dict",
     "list": "headrace recipes",
     "verbose": "hydra.verbose=true",
@@ -92,10 +92,10 @@ def answer(words: Sequence[str]) -> int | None:
 
 
 def ready_words(words: Sequence[str]) -> list[str]:
-    """The arguments as Hydra reads them: flags first, ``~pipeline.stages.NAME`` as its value null.
+    """Return the arguments for Hydra: flags first, and ``~pipeline.stages.NAME`` as ``…=null``.
 
     Raises:
-        ConfigError: unknown flag, or an argument without a value; the message suggests what may be meant.
+        ConfigError: a flag is unknown, or an argument has no value. The message suggests what may be meant.
     """
     for at, word in enumerate(words):
         if word.startswith("-"):
@@ -144,12 +144,12 @@ def _has_several_values(word: str) -> bool:
 
 
 def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
-    """What is wrong with an argument without a value, and what may be meant.
+    """Return a message for an argument without a value, with what may be meant.
 
     Args:
-        word: without ``=``.
-        words: all, without flags.
-        at: its place among them.
+        word: the argument, without ``=``.
+        words: all arguments without flags.
+        at: index of the argument.
     """
     said = f"an option is NAME=VALUE; got {word!r}"
     before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
@@ -184,7 +184,7 @@ def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
 
 
 def _option_of(name: str, words: Sequence[str]) -> list[str]:
-    """The options, dotted, that a name without its place may mean; none where there is no such name."""
+    """The dotted options that a name alone may mean; empty if there is no such option."""
     task = [word for word in words if re.fullmatch(r"task=\w+", word)]
     try:
         config = compose_config("config", *task[-1:])
@@ -199,12 +199,12 @@ def _check_flag(word: str, words: Sequence[str], at: int) -> None:
     """Check that Hydra knows a flag.
 
     Args:
-        word: that begins with a dash.
-        words: all.
-        at: its place among them.
+        word: the flag, with its dashes.
+        words: all arguments.
+        at: index of the flag.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: Hydra does not know it.
     """
     known = list(get_args_parser()._option_string_actions)
     flag, equals, value = word.partition("=")
@@ -227,13 +227,13 @@ def help_text() -> str:
 
 
 def help_of_task(name: str) -> str:
-    """What a task does, and its options with their defaults, each as it is typed.
+    """The help of a task: what it does, and its options with their defaults, as they are typed.
 
     Args:
-        name: of the task.
+        name: name of the task.
 
     Raises:
-        ConfigError: there is no task of that name.
+        ConfigError: there is no such task.
     """
     path = CONF / "task" / f"{name}.yaml"
     if name not in TASKS or not path.exists():
@@ -259,7 +259,7 @@ def help_of_task(name: str) -> str:
 
 
 def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
-    """The options of a configuration file: the name in full, the default and the comment of each.
+    """The options of a configuration file: full name, default and comment of each.
 
     Args:
         text: YAML, with nodes as indented lines and values on one line.
@@ -286,14 +286,14 @@ def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
 
 
 def read_file(kind: str, name: str) -> str:
-    """The file of a recipe, or of a stage, criterion or term: its options, values and what they are.
+    """The text of the YAML file of a recipe, or of a stage, criterion or term.
 
     Args:
         kind: ``recipe`` or ``stage``.
-        name: of the file.
+        name: name of the file.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such file.
     """
     folders = ["pipeline"] if kind == "recipe" else ["stage", "criterion", "term"]
     found = {
@@ -307,7 +307,7 @@ def read_file(kind: str, name: str) -> str:
 
 
 def list_files(paths: Mapping[str, Path]) -> str:
-    """A line for each file: its name, and how the comment at its head begins."""
+    """A line for each file: its name, and the beginning of the comment at its head."""
     width = max(map(len, paths), default=0)
     room = min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4
     lines = []

@@ -229,8 +229,8 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     return dict(sorted(found.items(), key=lambda leaf: leaf[0].count(".")))
 
 
-def deeper(path: str, known: Mapping[str, Any], most: int = 3) -> list[str]:
-    """Return the full paths that an incomplete path may mean.
+def deeper(path: str, known: Mapping[str, Any]) -> list[str]:
+    """Return up to three full paths that an incomplete path may mean.
 
     They end in the same name, and contain the other names in the same order. Values that are interpolations
     come last.
@@ -238,7 +238,6 @@ def deeper(path: str, known: Mapping[str, Any], most: int = 3) -> list[str]:
     Args:
         path: the dotted path as it was typed.
         known: values by dotted path, from :func:`leaves`.
-        most: number of paths at most.
 
     Example:
         >>> deeper("gate.group_size", {"source.group_size": 1, "pipeline.stages.gate.group_size": 2})
@@ -252,4 +251,4 @@ def deeper(path: str, known: Mapping[str, Any], most: int = 3) -> list[str]:
         return last == name and all(place in ahead for place in places)
 
     found = [other for other in known if other != path and holds(other)]
-    return sorted(found, key=lambda other: "${" in str(known[other]))[:most]
+    return sorted(found, key=lambda other: "${" in str(known[other]))[:3]

@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -35,7 +35,7 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
     if not isinstance(config, DictConfig) or "_target_" not in config:
         raise ConfigError(f"{path} must be a node with a _target_; got {as_typed(config)}")
     plain = OmegaConf.to_container(config, resolve=True) if plain is None else plain
-    _check_values(path, plain)
+    _check_options(path, plain)
     try:
         return instantiate(config, _convert_="all", **given)
     except InstantiationException as err:
@@ -57,22 +57,31 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
         raise ConfigError(f"{' or '.join(culprits) or where}: {message}") from err
 
 
-def _check_values(path: str, plain: Any) -> None:
-    """Check the values of a node and of nested nodes against the annotations of their ``_target_``.
+def _check_options(path: str, plain: Any) -> None:
+    """Check the options of a node and of nested nodes: their names, and the types of their values.
 
     Raises:
-        ConfigError: a value does not fit; the message names the first one.
+        ConfigError: the ``_target_`` does not have an option, or a value does not fit its annotation. The
+            message names the first one.
     """
     if not isinstance(plain, dict):
         return
     known = {}
-    if isinstance(plain.get("_target_"), str):
-        known = annotations_of(_imported(path, plain["_target_"]))
+    if isinstance(target := plain.get("_target_"), str):
+        made_by = _imported(path, target)
+        known, parameters = annotations_of(made_by), inspect.signature(made_by).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values()) or "_args_" in plain
+        for option in plain:
+            if not takes_any and not option.startswith("_") and option not in parameters:
+                raise ConfigError(
+                    f"{path} ({target}) has no option {option!r}{suggest(option, parameters)}; "
+                    f"its options are {', '.join(parameters)}"
+                )
     for option, value in plain.items():
         if wanted := misfit(value, known.get(option, Any)):
             raise ConfigError(f"{path}.{option} must be {wanted}; got {as_typed(value)}")
     for option, value in plain.items():  # after those above, to which nested values may refer
-        _check_values(f"{path}.{option}", value)
+        _check_options(f"{path}.{option}", value)
 
 
 def _imported(where: str, target: str) -> Callable[..., Any]:
@@ -92,41 +101,6 @@ def _imported(where: str, target: str) -> Callable[..., Any]:
         raise ConfigError(f"{where}: _target_ {target!r} cannot be imported: {reason}") from err
     finally:
         log.disabled = before
-
-
-def check_stage(where: str, name: str, node: Any, siblings: Sequence[str]) -> None:
-    """Check that a node is a stage, and has no option that the stage's class does not have.
-
-    Args:
-        where: name of the node in messages.
-        name: name of the node.
-        node: the node as dictionaries and lists.
-        siblings: names of the other stages, for the hint.
-
-    Raises:
-        ConfigError: the node has no ``_target_``, or an unknown option, or the ``_target_`` cannot be
-            imported.
-    """
-    if not isinstance(node, dict):
-        raise ConfigError(
-            f"pipeline.stages.{name} must be a node with a _target_, or null; got {as_typed(node)}"
-        )
-    if "_target_" not in node:
-        raise ConfigError(f"{where} has no _target_{suggest(name, siblings)}; found {node!r}")
-    if node.get("_partial_") or "_args_" in node:
-        return
-    target = node["_target_"]
-    parameters = inspect.signature(_imported(where, target)).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for option, value in node.items():
-        if not option.startswith("_") and option not in parameters:
-            raise ConfigError(
-                f"{where} ({target}) has no option {option!r}{suggest(option, parameters)}; "
-                f"its options are {', '.join(parameters)}"
-            )
-        if isinstance(value, dict) and "_target_" in value:
-            check_stage(f"{where}, {option}", option, value, [])
 
 
 YAML = {bool: "true or false", str: "a word", type(None): "null"}

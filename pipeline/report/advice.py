@@ -116,6 +116,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     a bound                   the mean of the number over the last five steps is above its bound:
                               `advantage-all-zero` ½ of ``frac_reward_zero_std``, `rollouts-truncated` ¼,
                               `rollouts-failed`, `rollouts-empty` and `groups-incomplete` a tenth,
+                              `trained-without-reward` 0 rollouts,
                               `gradient-spikes` ½ of the gradient in one of four groups or more,
                               `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``

@@ -101,12 +101,8 @@ class ReportFolder:
         at_least("steps", steps, 2)
         within("every", every, 0)
         folder = Path(folder)
-        if dump is not None and existing == "raise" and (old := row_files(folder)):
-            raise FileExistsError(
-                f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the "
-                "first: take another folder (hydra.run.dir=FOLDER, with -m hydra.sweep.dir=FOLDER), remove "
-                "that one, or continue its run with ReportFolder(existing='resume')"
-            )
+        if dump is not None and existing == "raise":
+            refuse_rows(folder, "another folder", "continue its run with ReportFolder(existing='resume')")
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self.notices: list[str] = []
@@ -137,7 +133,10 @@ class ReportFolder:
 
         Raises:
             ConfigError: a setting that the class refuses.
+            FileExistsError: the folder has rows of another run.
         """
+        if config.report.dump is not None:
+            refuse_rows(folder, "another folder, hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER)")
         try:
             made = cls(
                 folder,
@@ -317,6 +316,23 @@ def row_files(folder: Path) -> list[Path]:
     """The files of rows that a run has written to its folder, by step."""
     files = (folder / "rollouts").glob("step_*")
     return sorted(file for file in files if STEP_FILE.fullmatch(file.name))
+
+
+def refuse_rows(folder: Path, *ways: str) -> None:
+    """Refuse a folder that has the rows of a run.
+
+    Args:
+        folder: of the run.
+        ways: what to take instead, and what else to do.
+
+    Raises:
+        FileExistsError: it has rows.
+    """
+    if old := row_files(folder):
+        raise FileExistsError(
+            f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the first: "
+            f"take {', or '.join([*ways, 'remove that one'])}"
+        )
 
 
 class Thinned(Generic[Item]):

@@ -44,6 +44,7 @@ def numbers_of(
     ``groups/equal_and_truncated``          share of groups of two or more whose rewards are all equal, and of
                                             whose rollouts at least half are truncated
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
+    ``rollouts/no_reward``                  number of rollouts that are trained without a reward
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
     ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
@@ -99,6 +100,8 @@ def numbers_of(
         _, of = np.unique(columns.get("rollout_id", columns["row"]), return_inverse=True)
         scored = np.bincount(of.reshape(-1), np.isfinite(columns["collected_reward"])) > 0
         numbers["rollouts/unrewarded"] = float(1 - scored.mean())
+    if "reward" in columns:
+        numbers["rollouts/no_reward"] = float((rollouts["trained"] & np.isnan(rollouts["reward"])).sum())
     if "status" in columns and len(rollouts["failed"]):
         names = ("truncated", "failed") if (columns["status"] >= 0).all() else ("failed",)
         numbers |= {f"rollouts/{name}": float(rollouts[name].mean()) for name in names}

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
+from headrace.pipeline.account_keys import TEXTS
 from headrace.pipeline.conversations import labels_of_ids, strings
 from headrace.pipeline.notebook import ColumnTable, shown_value
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.user_turn import last_user_turn
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import printable, suggest
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.options import takes_options
@@ -220,13 +221,13 @@ def make_report(
         numbers: of the trainer, which join those of the report: ``record.numbers`` of an
             :class:`OptimiserRecord`, or any by name, such as ``{"optimiser/lr": 1e-6}``. What is not known is
             left out.
-        texts: ``prompt``, ``response``, ``ground_truth`` or any other text of each of the N input rows, if
-            the rows of the run have none.
+        texts: ``prompt``, ``response`` and ``ground_truth`` of each of the N input rows, if the rows of the
+            run have none; ``other_columns``, a JSON object of anything else.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
-        ValueError: one of `numbers` is none, or has the name of another number of the report; a text is not
-            of all rows.
+        ValueError: one of `numbers` is none, or has the name of another number of the report; a name in
+            `texts` is unknown, or its texts are not of all rows.
 
     Example:
         >>> from tensordict import TensorDict
@@ -270,6 +271,10 @@ def make_report(
         }
         counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
         metrics |= counts.numbers(linear=linear_of(run.stages.values()), parameters=parameters)
+    if unknown := [name for name in texts or {} if name not in TEXTS]:
+        raise ValueError(
+            f"texts has no {unknown[0]!r}{suggest(unknown[0], TEXTS)}; its names are {', '.join(TEXTS)}"
+        )
     given = {name: [str(text) for text in each] for name, each in (texts or {}).items()}
     if wrong := {name: len(each) for name, each in given.items() if len(each) != len(columns["row"])}:
         raise ValueError(f"texts must have one text for each of {len(columns['row'])} rows; found {wrong}")

@@ -1,4 +1,4 @@
-"""A sample of a dump, in the terms that all formats share, and the samples of one step as a dense batch."""
+"""A sample of a dump in any format, and the dense batch of the samples of one step."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from headrace.transforms.tensordicts import as_texts
 
 from .record import SourceError, quote
 
-MAX_TOKENS = 2**24  # a length from a dump decides how much memory a batch takes
+MAX_TOKENS = 2**24  # of a sample: a wrong length in a dump must not take all memory
 MAX_ROWS = 2**22  # of a step
 MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
 Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
-UNPADDED, PADDING = 2**26, 64  # of rows × the longest: always allowed, and as a multiple of the tokens
+UNPADDED, PADDING = 2**26, 64  # rows × the longest: always allowed up to UNPADDED, or PADDING × the tokens
 
 
 @dataclass(slots=True)
 class Sample:
     """One sample: a rollout, or one of its segments.
 
-    Tokens are one sequence, prompt first. The response is its end, from the first token that the policy
-    produced on, including what tools wrote in between. Of a sample without `tokens`, `response_length`,
-    `loss_mask` and `log_probs` nobody knows how long it is (:mod:`~headrace.pipeline.sources.tokenizing`).
+    The tokens are one sequence, with the prompt first. The response is the rest, from the first token of the
+    policy on. It includes what tools wrote in between. The length of a sample is unknown without `tokens`,
+    `response_length`, `loss_mask` and `log_probs` (:mod:`~headrace.pipeline.sources.tokenizing`).
 
     Args:
         group: label of the group, unique within its step.
         rollout: label of the rollout, unique within its step; its segments share it.
-        group_label: text of the label, where `group` is a number that was made of it.
-        rollout_label: the same of the rollout.
-        reward: None where there is none.
+        group_label: the original label as text, if `group` is a number that was made from it.
+        rollout_label: the same for the rollout.
+        reward: None if there is none.
         rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
-        status: how the rollout ended; None where the dump does not say.
+        status: how the rollout ended; None if the dump does not have it.
         prompt: text.
         response: text.
-        response_parts: the same as the contents of messages, each with whether the policy wrote it; None
-            where the response is one text.
-        ground_truth: what the response is graded by, as text.
-        other_columns: what else the record has, as a JSON object; empty: nothing. None: what its format's
-            reader has not asked for.
+        response_parts: the contents of the response's messages, each with whether the policy wrote it; None
+            if the response is one text.
+        ground_truth: the text by which the response is graded.
+        other_columns: further columns of the record, as a JSON object; empty: none. None: all columns that
+            the reader of the format has not read.
         tokens: (L,) token ids of the whole sequence.
         loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
         response_length: R, in tokens.
         log_probs: (R,) log-probabilities of the policy that acted, over the response.
-        policy_version: of the policy that acted; the oldest, where it was updated on the way.
+        policy_version: version of the policy that acted; the oldest one if it was updated meanwhile.
         step: the training step.
-        advantage: as the framework computed it; NaN where it is not one number.
-        loss_weight: what each token of the row weighed when it was trained; NaN where it was not.
+        advantage: as the framework computed it; NaN if it is not one number.
+        loss_weight: weight of each token of the row in the training; NaN if the row was not trained.
         in_loss: False takes the whole sample out of the loss.
-        scored: False where the row was out of the training, and may have no reward.
+        scored: False if the row was not trained, so that it may lack a reward.
         expected_rollouts: rollouts that the group was dispatched with.
-        record: label of the record that the sample was in, unique within its step, in formats that have one:
-            a record that is there twice is an error.
-        place: of the sample in the order of arrival, where its dump has that order: the rollouts of one draw
-            of a prompt have consecutive ones. None: the dump does not have it.
+        record: label of the sample's record, in formats that have one. Two records of a step with the same
+            label are an error.
+        place: index of the sample in the order of arrival. Rollouts of one draw of a prompt have consecutive
+            indices. None: the dump does not have that order.
         where: ``file:line``, for messages.
 
     Example:
@@ -99,11 +99,11 @@ class Sample:
 
     @property
     def lost(self) -> bool:
-        """Whether the rollout failed or was aborted; its reward, if it has one, means nothing."""
+        """Whether the rollout failed or was aborted. Then its reward has no meaning."""
         return self.status in (Status.FAILED, Status.ABORTED)
 
     def extent(self) -> tuple[int, int] | None:
-        """How many tokens the row has, and how many of them are the response; None: not known."""
+        """The number of tokens of the row, and of its response; None: not known."""
         response = self.response_length
         for values in (self.log_probs, self.loss_mask):
             if response is None and values is not None:
@@ -114,10 +114,10 @@ class Sample:
         return length, length if response is None else response
 
     def check(self) -> Sample:
-        """The sample itself, if its fields agree.
+        """Check that the fields agree, and return the sample.
 
         Raises:
-            SourceError: lengths that do not fit one another, or no reward where there must be one.
+            SourceError: lengths contradict one another, or a required reward is missing.
         """
         length, response = self.extent() or (0, 0)
         if length > MAX_TOKENS:
@@ -152,9 +152,9 @@ class Sample:
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column is on all rows or on none. But a lost row, whose rollout failed or was aborted, may lack a value;
-    it has NaN, -1, no tokens or an empty text there. So may a row out of the training lack a reward. Tokens
-    are padded on the left, to the longest of T.
+    A column must be on all rows or on none. There are two exceptions. A lost row, whose rollout failed or was
+    aborted, may lack any value: it gets NaN, −1, no tokens or an empty text. A row that was not trained may
+    lack a reward. Tokens are padded on the left, to the length T of the longest row.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where
@@ -184,8 +184,8 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         samples: of one step, at least one.
 
     Raises:
-        SourceError: no samples; a column on some rows only; a rollout in two groups; more rollouts in a group
-            than expected; what :meth:`Sample.check` refuses. The message names the rows.
+        SourceError: there are no samples; a column is on some rows only; a rollout is in two groups; a group
+            has more rollouts than expected; or as :meth:`Sample.check`. The message names the rows.
 
     Example:
         >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
@@ -240,7 +240,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
 
 
 def label_text(label: Label) -> str:
-    r"""A label as text; the parts of a tuple are joined by ``/``, and one within a part is ``\/``.
+    r"""Write a label as text. The parts of a tuple are joined by ``/``; a slash in a part becomes ``\/``.
 
     >>> label_text("a/b"), label_text(("math", 7)), label_text(("a/b", "c")) == label_text(("a", "b/c"))
     ('a/b', 'math/7', False)
@@ -251,10 +251,10 @@ def label_text(label: Label) -> str:
 
 
 def label_ids(labels: Sequence[Label]) -> Tensor:
-    """Ids for the labels of a dump, which are the labels themselves where all of them are numbers.
+    """Make ids from the labels of a dump. If all labels are integers, the ids are the labels.
 
-    Others are numbered by :func:`~headrace.transforms.number_labels`, alike in every step; by first
-    appearance where two labels are written alike (7 and ``"7"``), or one is empty.
+    Otherwise :func:`~headrace.transforms.number_labels` numbers them, in the same way in every step. If two
+    labels have the same text (7 and ``"7"``), or one is empty, they are numbered by first appearance.
 
     Args:
         labels: N labels.
@@ -303,22 +303,22 @@ def check_groups(rows: Sequence[Sample]) -> None:
 
 
 def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tuple[list[Sample], Draws]:
-    """Tell the draws of a prompt apart that was drawn several times in one step.
+    """Split groups that contain several draws of one prompt.
 
-    A group that was made of its prompt has 16 rollouts where 8 were dispatched. Where the dump has the order
-    of arrival, each run of 8 consecutive places is one draw, and a group of its own: the first keeps its
-    label, to that of the others their number is added. Where it has not, or the runs are not of 8, the group
-    is left out.
+    Groups that are made from prompts are too large if a prompt was drawn twice in a step: 16 rollouts, for
+    example, where 8 were dispatched for each draw. If the dump has the order of arrival, each run of 8
+    consecutive places is one draw, and becomes a group. The first group keeps the label, and the others get
+    their number added to it. Without that order, or if a run does not have 8 places, the group is left out.
 
-    Where every group of the step is too large, so is none of them: `expected_rollouts` is wrong, and
-    :func:`to_batch` says so.
+    If every group of the step is too large, `expected_rollouts` is wrong. Then nothing is split, and
+    :func:`to_batch` raises an error.
 
     Args:
         samples: of one step.
-        leave_out: false keeps groups that cannot be told apart, as they are.
+        leave_out: False keeps groups that cannot be split as they are.
 
     Returns:
-        The samples that stay, in their order; and what has become of such groups.
+        The samples that stay, in order; and counts of the groups that were too large.
 
     Example:
         >>> rows = [Sample(("q",), i, 1.0, expected_rollouts=2, place=i) for i in range(4)]
@@ -361,23 +361,23 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
 
 
 class Draws(NamedTuple):
-    """Of a step, what became of the groups of prompts that were drawn several times."""
+    """The groups of a step whose prompt was drawn several times."""
 
     split: int = 0
-    """Groups that were told apart into their draws."""
+    """Number of groups that were split into their draws."""
     groups_left_out: int = 0
-    """Groups that could not be."""
+    """Number of groups that could not be split."""
     rows_left_out: int = 0
-    """Their rows."""
+    """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """The prompt of each of these groups, or its label where it has none, and how many rollouts it has."""
+    """The prompt of each of these groups, or else its label, and its number of rollouts."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:
-    """One field of all rows; `default` where a lost row has none. None if no row has it.
+    """A field of all rows, with `default` for lost rows without it. None if no row has it.
 
     Raises:
-        SourceError: some rows have it, and a row that is not lost has none.
+        SourceError: some rows have the field, and a row that is not lost lacks it.
     """
     values = [getattr(row, name) for row in rows]
     if all(value is None for value in values):
@@ -396,7 +396,7 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
 
 
 def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> float:
-    """The advantage of all tokens that train; NaN where they differ or there are none.
+    """The common advantage of all tokens that train; NaN if they differ or there are none.
 
     Example:
         >>> common_advantage([0.0, 0.5, 0.5], [0, 1, 1])
@@ -407,18 +407,17 @@ def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> floa
 
 
 def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
-    """Write the loss mask, and tokens and log-probabilities where rows have them, padded on the left.
+    """Write the loss mask, and tokens and log-probabilities if rows have them, padded on the left.
 
-    Where no row says how long it is, nothing stands for its length: ``("headrace", "no_lengths")``.
+    If no row has a length, write ``("headrace", "no_lengths")`` instead.
 
     Args:
         batch: TensorDict ``[N]``, to write to.
         rows: N samples, in the order of its rows.
 
     Raises:
-        SourceError: some rows have a length, and a row that is not lost has none;
-            rows × the longest is more than :data:`MAX_CELLS`, or with tokens than :data:`PADDING`
-            times those.
+        SourceError: some rows have a length, and a row that is not lost has none; or the padded batch would
+            have more than :data:`MAX_CELLS` tokens, or more than :data:`PADDING` times its tokens.
     """
     column(rows, "response_length", default=0)
     tokens = column(rows, "tokens", default=[])
@@ -436,35 +435,31 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
             f"a response's length must be on all samples of a step or on none; {len(lacking)} of {len(rows)} "
             f"have none: {listing(lacking)}"
         )
-    empty = [extent is None for extent in known]
     extents = [extent or (0, 0) for extent in known]
     width = max(1, *(length for length, _ in extents))
-    # How much memory padding takes is known before it is taken.
+    # Refuse before the memory is allocated.
     most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * sum(map(len, tokens))))
     if len(rows) * width > most:
         raise SourceError(
             f"a step has at most {most} tokens in rows × the longest, padding included; found {len(rows)} "
             f"rows and {width} tokens in the longest"
         )
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, (row, (_, response)) in enumerate(zip(rows, extents, strict=True)):
-        if row.in_loss and response:
-            put_right(mask[i], [1] * response if row.loss_mask is None else row.loss_mask)
-    batch["masks", "all_assistant_mask"] = mask
+    masks = [
+        ([1] * response if row.loss_mask is None else row.loss_mask) if row.in_loss and response else []
+        for row, (_, response) in zip(rows, extents, strict=True)
+    ]
+    batch["masks", "all_assistant_mask"] = padded_left(masks, width, 0, torch.bool)
     if tokens is not None:
-        full = torch.zeros(len(rows), width, dtype=torch.int64)
-        attention = torch.zeros(len(rows), width, dtype=torch.bool)
-        for i, ids in enumerate(tokens):
-            put_right(full[i], ids)
-            attention[i, width - len(ids) :] = True
-        batch["tokens", "full"], batch["masks", "all_attention_mask"] = full, attention
+        batch["tokens", "full"] = padded_left(tokens, width, 0, torch.int64)
+        lengths = torch.tensor([len(ids) for ids in tokens])
+        batch["masks", "all_attention_mask"] = torch.arange(width) >= width - lengths[:, None]
     if log_probs is not None:
-        padded = torch.full((len(rows), width), math.nan, dtype=FLOAT)
-        for i, values in enumerate(log_probs):
-            put_right(padded[i], [] if empty[i] else values)
-        batch["log_probs", "full"] = padded
+        batch["log_probs", "full"] = padded_left(log_probs, width, math.nan, FLOAT)
 
 
-def put_right(row: Tensor, values: Sequence[float]) -> None:
-    """Write values at the end of a (T,) row, in place."""
-    row[len(row) - len(values) :] = torch.tensor(values, dtype=row.dtype)
+def padded_left(rows: Sequence[Sequence[float]], width: int, filler: float, dtype: torch.dtype) -> Tensor:
+    """(N, width) the values of each row at its end."""
+    padded = torch.full((len(rows), width), filler, dtype=dtype)
+    for row, values in zip(padded, rows, strict=True):
+        row[width - len(values) :] = torch.tensor(values, dtype=dtype)
+    return padded

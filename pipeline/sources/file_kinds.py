@@ -1,8 +1,8 @@
-"""One pass over the files of a source, and how a file of each kind is read.
+"""Read the files of a dump: JSON Lines, Parquet, and files of ``torch.save``.
 
-JSON Lines, plain or gzipped, are read a line at a time, Parquet a few rows at a time. Files of ``torch.save``
-are loaded without running code and without more memory than they have bytes for: they are zip archives since
-torch 1.6, and the format before that is refused.
+JSON Lines, plain or gzipped, are read a line at a time. Parquet is read a few rows at a time. A file of
+``torch.save`` is loaded without running code, and without more memory than the file has bytes. Only the zip
+archives of torch 1.6 and later can be checked like that, so older files are refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .record import Record, Skipped, SourceError, as_whole, first_line, quote
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
 MAX_VALUES = 2**28  # of a table that is read as a whole
-# What plain data and tensors in a pickle call. Of what else torch holds for safe, much takes memory by a size
-# that is claimed: bytearray(2**40), torch.LongTensor(2**40), a hexadecimal encoding of an encoding.
+# The calls that plain data and tensors need in a pickle. torch allows more calls, and with some of them a
+# small file can claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
 CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
 ALLOWED = re.compile(
     rb"collections\nOrderedDict|(?:__builtin__|builtins)\n(?:set|complex)"
@@ -43,14 +43,14 @@ Decoded = TypeVar("Decoded")
 
 @dataclass(slots=True)
 class Reading:
-    """The options and the state of one pass over a source. Readers write `position`.
+    """The options and the state of one pass over the files of a dump. Readers update `position`.
 
     Args:
         reward_keys: the names of the rewards to read; empty: the format's own.
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
         group_size: rollouts that each group was dispatched with.
-        encode: from texts to token ids, for dumps that do not say how many tokens responses have.
-        skipped: counts malformed records, or raises for them.
+        encode: function from texts to token ids, for dumps without lengths in tokens.
+        skipped: handles malformed records.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
         position: bytes read of this file.
@@ -67,7 +67,7 @@ class Reading:
 
     @property
     def reward_key(self) -> str | None:
-        """The one reward's name, where the format reads one; None: the format's own."""
+        """The name of the reward, for formats that read one; None: the format's own."""
         return self.reward_keys[0] if self.reward_keys else None
 
     def restarted(self) -> Reading:
@@ -76,11 +76,11 @@ class Reading:
         return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
 
     def group_of_prompt(self, prompt: Any, where: str) -> Label:
-        """A group's label made of its prompt, for formats without a group's id. Equal prompts, equal labels.
+        """Make the label of a group from its prompt, for formats without ids of groups.
 
         Args:
-            prompt: as the dump has it: text, token ids or messages. Those are not compared by their text, in
-                which two messages may look like one.
+            prompt: as the dump has it: text, token ids or messages. Messages are compared as JSON, because
+                two messages may have the same text as one message.
             where: ``file:line``.
 
         Raises:
@@ -103,15 +103,16 @@ class Format:
     Args:
         read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
             ``(step, TensorDict)``.
-        files: glob patterns in a folder; the first that matches a file counts. Those of one place, with ``|``
-            between them, count together. One with ``.jsonl`` matches ``.jsonl.gz`` too.
-        keys: keys that the first record has, or columns of a table; empty: the suffix is enough.
-        options: of ``group_by``, ``group_size``, ``reward_key``, ``tokenizer``, those that it reads.
+        files: glob patterns in a folder. The first pattern that matches a file is used. Patterns that are
+            joined by ``|`` are used together. A pattern with ``.jsonl`` matches ``.jsonl.gz``, too.
+        keys: keys of the first record, or columns of a table, by which the format is recognised. Empty: it is
+            recognised by the suffix alone.
+        options: which of ``group_by``, ``group_size``, ``reward_key`` and ``tokenizer`` the format reads.
         reward_keys: whether `reward_key` may be ``one`` name or ``many``.
-        rewards: names that `reward_key` may have; empty: any.
-        ignored: names of files that are not read in a folder, as a regular expression.
-        unsaid: what a dump does not say: of which ``rollouts`` rows are (each is read as one), which tokens
-            are out of the loss (``masks``), how many ``tokens`` there are.
+        rewards: allowed values of `reward_key`; empty: any.
+        ignored: regular expression for the names of files in a folder that are not read.
+        unsaid: what the dump does not contain. ``rollouts``: the rollout of each row, so each row is read as
+            one rollout. ``masks``: which tokens are out of the loss. ``tokens``: the number of tokens.
     """
 
     read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
@@ -127,9 +128,9 @@ class Format:
 def parse_records(
     records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
-    """Turn records into samples; skip malformed records where that is allowed.
+    """Turn records into samples; skip malformed records if that is allowed.
 
-    A record is there once in a step: one with the label of another is no second segment of its rollout.
+    Two records of a step with the same label are an error: the second one is not another segment.
 
     Args:
         records: of one file.
@@ -137,7 +138,7 @@ def parse_records(
         parse: makes samples of a record.
 
     Raises:
-        SourceError: a record is malformed or there twice, and none may be skipped.
+        SourceError: a record is malformed or occurs twice, and records must not be skipped.
     """
     step: int | None = None
     places: dict[Label, str] = {}  # of the records of the step, by their labels

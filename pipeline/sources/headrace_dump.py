@@ -1,14 +1,17 @@
-"""Dumps of headrace itself: ``step_00000012.parquet`` or ``.jsonl``, a step a file, as ``write_dump`` writes.
+"""Read the dumps that ``write_dump`` writes: ``step_00000012.parquet`` or ``.jsonl``, one step a file.
 
-Schema: :func:`headrace.pipeline.report.report_table`, version 1. Rows that a step carried in from the one
-before are not read: they are in that step's file. A dump has the number of a row's tokens and not the tokens;
-so a row has a loss mask of that length, and no tokens; without that number a tokenizer makes them of the
-texts. A status that is null, or in no column, is not known. Its advantage and weight when it was trained are
-``logged_advantage`` and ``logged_weight``. Of a Parquet file its minibatch is ``logged_minibatch``: −1 where
-it was in none, and on all rows of a step that carried rows in, of whose minibatches some rows are not read.
+Schema: :func:`headrace.pipeline.report.report_table`, version 1.
 
-A row is named by its number in the step, ``row``: each number from 0 to the last is there once, those of
-carried rows included. Rows lost after the last cannot be known of.
+- ``row`` is the number of a row in its step. Each number from 0 to the last must occur once, so missing rows
+  are detected, except for rows after the last one.
+- Rows that were carried in from the previous step are not read, because they are in the file of that step.
+- A dump has the number of tokens of a row, but not the tokens. So a row gets a loss mask of that length, and
+  no tokens. Without the number, a tokenizer can make tokens of the texts.
+- A null status, or no column of statuses, means that the status is not known.
+- The advantage and the weight with which a row was trained become ``logged_advantage`` and
+  ``logged_weight``.
+- In a Parquet file, the minibatch of a row becomes ``logged_minibatch``. It is −1 for a row in no minibatch.
+  It is −1 for all rows of a step with carried rows, because some rows of its minibatches are not read.
 """
 
 from __future__ import annotations

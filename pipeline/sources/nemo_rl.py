@@ -1,19 +1,19 @@
 """Training data that NeMo RL logs: one ``train_data_step<N>.jsonl`` a step.
 
 Schema: NVIDIA-NeMo/RL, ``nemo_rl/algorithms/grpo.py`` (``grpo_train``), and ``log_batched_dict_as_jsonl``
-in ``nemo_rl/utils/logger.py``, read from forks that carry the main branch of late 2026; the wheel on PyPI
-is empty. Each line is one sample, sliced out of the batch: every value but ``idx`` is a list of one. Read
-are ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``rewards``
-(``filtered_rewards`` where dynamic sampling wrote it), ``advantages``, ``generation_logprobs`` and
-``content``. Releases that did not log those masks cannot be read. A ``content`` that is no string is
-ignored: that it always is one is not confirmed.
+in ``nemo_rl/utils/logger.py``. It was read in forks of the main branch of late 2026, because the wheel on
+PyPI is empty. Each line is one sample, sliced out of the batch: every value except ``idx`` is a list of one.
+The reader uses ``token_ids``, ``input_lengths``, ``token_loss_mask``, ``sample_loss_mask``, ``advantages``,
+``generation_logprobs``, ``content``, and ``filtered_rewards``, which dynamic sampling writes, or else
+``rewards``. Releases that do not log the masks cannot be read. A ``content`` that is no string is ignored.
 
-Rows are padded on the right; ``input_lengths`` is their length without the padding. The response begins at
-the first token that trains. Advantages are logged for each token: where they differ within a sample, its
-advantage is read as NaN. ``idx`` is the sample's number in the batch: there twice, it is an error. Groups
-are not dumped: set ``group_by="prompt"``, which compares the tokens before the response; ``idx`` has the
-order of arrival, in which the rollouts of one draw are next to one another. Statuses are not
-dumped: no rollout is known to have failed, or to have been cut off.
+- Rows are padded on the right. ``input_lengths`` is the length without padding.
+- The response begins at the first token that trains.
+- Advantages are logged per token. If they differ within a sample, its advantage is NaN.
+- ``idx`` is the number of the sample in the batch. Two samples with the same number are an error.
+- Groups are not logged: set ``group_by="prompt"``, which compares the tokens before the response. The order
+  of ``idx`` is that of arrival, in which the rollouts of one draw are next to one another.
+- Statuses are not logged, so failed and truncated rollouts are not known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A dump as an iterable of batches, a step at a time: the formats, their files, and one pass over these."""
+"""Open a dump, find its files and format, and read it as batches, one step at a time."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ def open_source(
     Args:
         path: a file, a folder or a glob pattern.
         format: a name in :data:`READERS`, or ``auto``: by the suffix and the keys of the first record.
-        skip_bad: skip malformed records, and steps that cannot be read, and count them, instead of raising.
-        reward_key: which reward to read, in formats with more than one; for TRL, a sequence of them.
-        group_by: ``prompt`` makes equal prompts of a step one group, in formats that keep no group's id;
-            ``uid`` reads verl's uid as the group's id, and each row as one rollout.
+        skip_bad: skip and count malformed records, and steps that cannot be read, instead of raising.
+        reward_key: name of the reward to read, in formats with several rewards; for TRL also several names.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats without ids of groups.
+            ``uid`` reads verl's uid as the id of the group, and each row as one rollout.
         group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
-            with more is an error, but where its prompt was drawn several times in the step
-            (:func:`~headrace.pipeline.sources.batch.separate_draws`).
-        tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved, for dumps of texts: it
-            makes tokens of them (:mod:`~headrace.pipeline.sources.tokenizing`). Nothing is downloaded. Where
-            the dump says how many tokens responses have, that counts.
-        regrade: grades each rollout by its texts (:func:`headrace.pipeline.sources.regrade`), in place of the
-            rewards that the dump has. The rows of a rollout share its reward.
+            with more rollouts is split if its prompt was drawn several times in the step
+            (:func:`~headrace.pipeline.sources.batch.separate_draws`). Otherwise it is an error.
+        tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved. It makes tokens of the
+            texts, if the dump has no lengths in tokens (:mod:`~headrace.pipeline.sources.tokenizing`).
+            Nothing is downloaded.
+        regrade: a function that grades each rollout by its texts (:func:`headrace.pipeline.sources.regrade`).
+            Its rewards replace those of the dump. The rows of a rollout share its reward.
 
     Returns:
         An iterable of ``(step, TensorDict [N])``, with the columns of :func:`to_batch`.
 
     Raises:
-        ValueError: an option with another value, or one that the format does not read.
-        SourceError: no file, or a format that is not clear.
+        ValueError: an option has an invalid value, or the format does not read it.
+        SourceError: there is no file, or the format cannot be recognised.
 
     Example:
         >>> import json, tempfile
@@ -118,14 +118,14 @@ class Source:
     """A dump that :func:`open_source` opened. Each ``iter()`` is a new pass over all files.
 
     Attributes:
-        format: the format's name.
-        files: in the order in which they are read.
-        total_bytes: of all files, on disk.
-        regraded: what another grader has changed in this pass; None where there is none.
-        draws: by step of this pass, what became of prompts that were drawn several times in it.
-        keeps_oversized: whether groups made of prompts stay where they are too large and no draws of a prompt
-            can be told apart. False: they are left out or refused. The audit keeps them, and reports them.
-        skipped_steps: of this pass, the steps that were skipped under `skip_bad`, and why.
+        format: name of the format.
+        files: the files, in the order of reading.
+        total_bytes: size of all files on disk.
+        regraded: the changes by `regrade` in this pass; None without it.
+        draws: the prompts of this pass that were drawn several times in a step, by step.
+        keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
+            left out or refused. The audit keeps and reports them.
+        skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
@@ -139,13 +139,13 @@ class Source:
 
     @property
     def unsaid(self) -> frozenset[str]:
-        """What the dump does not say: ``rollouts``, ``masks``, ``tokens`` (:class:`Format`)."""
+        """What the dump does not contain: ``rollouts``, ``masks``, ``tokens`` (:class:`Format`)."""
         each_row = {"rollouts"} if self.format == "verl" and self._options.group_by else set()
         return frozenset(READERS[self.format].unsaid) | each_row
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read in this pass, on disk; a ``.pt`` file counts when it has been read."""
+        """Bytes on disk that were read in this pass. A ``.pt`` file is counted when it has been read."""
         return self._pass.done_bytes + self._pass.position
 
     @property
@@ -167,8 +167,8 @@ class Source:
         """Yield ``(step, batch)``, steps ascending, one step in memory.
 
         Raises:
-            SourceError: a malformed record, or a step that cannot be read, where none may be skipped; and
-                what :meth:`outcomes` raises.
+            SourceError: a record is malformed, or a step cannot be read, without `skip_bad`; or as
+                :meth:`outcomes`.
         """
         for step, found in self.outcomes():
             if isinstance(found, SourceError):
@@ -179,16 +179,15 @@ class Source:
                 yield step, found
 
     def outcomes(self) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
-        """Yield each step with its batch, or with what is wrong with it: the steps behind it are read all the
-        same.
+        """Yield each step with its batch or its error. After an error, the next steps are read.
 
-        Wrong with a step are a malformed record, where none may be skipped; columns that do not agree; a
-        rollout in two groups; rewards of another grader that are not one for each rollout, or not finite. The
-        step is None where a file does not say of which one it is.
+        These are errors of a step: a malformed record without `skip_bad`, columns that do not agree, a
+        rollout in two groups, and rewards of `regrade` that are not finite or not one for each rollout. The
+        step is None if a file does not name it.
 
         Raises:
-            SourceError: a step that is smaller than the one before, or continues in another file; no records
-                at all.
+            SourceError: a step is smaller than the one before, or continues in another file; or there are no
+                records.
         """
         self.regraded = None if self._grade is None else Regraded()
         self._pass, self.draws = self._options.restarted(), {}
@@ -228,7 +227,7 @@ class Source:
             raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
 
     def _items(self, reading: Reading) -> Iterator[tuple[Any, Sample | TensorDictBase | SourceError, Path]]:
-        """Samples or batches, and what is wrong with others, each with its step and its file."""
+        """Samples, batches and errors, each with its step and its file."""
         for number, path in enumerate(self.files):
             reading.file = number
             last: int | None = None  # step of this file
@@ -247,7 +246,7 @@ class Source:
             reading.position = 0
 
     def _batch(self, step: int, rows: list[Any]) -> TensorDictBase:
-        """The batch of a step, graded anew where there is another grader."""
+        """The batch of a step, after `regrade`."""
         try:
             if isinstance(rows[0], Sample):
                 if self._options.group_by == "prompt":

@@ -5,11 +5,12 @@ Schema: allenai/open-instruct at 00feb3a, ``open_instruct/rl_utils.py`` (``Rollo
 ``response_tokens``, ``reward``, ``advantage``, ``finish_reason``, ``dataset``, ``ground_truth``,
 ``request_info``, ``logprobs``. A shard has about ten thousand rollouts, and a step is in one shard.
 
-``prompt_idx`` is ``sample_idx`` divided by the rollouts per prompt. Under ``mask_truncated_completions``
-rows are removed before that division, and rollouts of different prompts get one ``prompt_idx``; so samples
-of a group that differ in their prompt are an error. A ``finish_reason`` other than ``stop`` means
-truncated, which is open-instruct's own rule. A ``sample_idx`` is there once in a step. The mask of what
-tools wrote is not saved: all tokens of the response train.
+- ``prompt_idx`` is ``sample_idx`` divided by the rollouts per prompt. Under ``mask_truncated_completions``
+  rows are removed before that division, so rollouts of different prompts may get the same ``prompt_idx``.
+  Samples of a group with different prompts are therefore an error.
+- A ``finish_reason`` other than ``stop`` means truncated, which is open-instruct's own rule.
+- Two samples of a step with the same ``sample_idx`` are an error.
+- The mask of what tools wrote is not saved, so all tokens of the response train.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Episodes of prime-rl and verifiers: ``traces.jsonl``, an episode a line.
 
 Schema: verifiers 0.4.0, ``verifiers/v1/episode.py`` (``Episode``), ``trace.py`` (``Trace``, ``Branch``),
-``graph.py`` (``MessageNode``), as written by ``utils/trace_store.py``; prime-rl saves the same episodes
-(its pull requests 3329 and 3444). Read are ``group.id``, ``run.work`` (``step``, ``policy.start``), ``ok``,
-and of the trace ``id``, ``agent.trainable``, ``rewards``, ``ok``, ``stop_condition``, ``calls`` and
-``nodes``. Traces outside of an episode, and the rollouts of releases before episodes, are other formats and
-are not read.
+``graph.py`` (``MessageNode``), as written by ``utils/trace_store.py``. prime-rl saves the same episodes (its
+pull requests 3329 and 3444). The reader uses ``group.id``, ``run.work`` (``step``, ``policy.start``) and
+``ok``, and of the trace ``id``, ``agent.trainable``, ``rewards``, ``ok``, ``stop_condition``, ``calls`` and
+``nodes``. Traces outside of an episode, and rollouts of releases before episodes, are not read.
 
-An episode is a rollout of one trainable agent, and its ``id`` is there once in a step; one with several is
-refused, since how their rewards would be compared is not settled. Its samples are the branches of the graph
-of messages, from a root to a leaf, with the tokens that the policy sampled on each. A compaction from which
-the harness did not continue is out of the loss. The reward is the sum of score × weight, or that of
-`reward_key` alone; a reward that is null is missing. The step is that of a folder ``step_<N>`` above the
-file, else the one at which the episode was dispatched; annotations in other files are not read. Where an
-episode has no group, as in evaluations, ``group_by="prompt"`` groups by the task's ``key``.
+- An episode is a rollout of one trainable agent. Two episodes of a step with the same ``id`` are an error.
+  An episode with several trainable agents is refused, because it is not settled how their rewards compare.
+- The samples of an episode are the branches of its graph of messages, from a root to a leaf. Each has the
+  tokens that the policy sampled on it. A compaction from which the harness did not continue is out of the
+  loss.
+- The reward is the sum of score × weight, or that of `reward_key` alone. A null reward is missing.
+- The step is that of a folder ``step_<N>`` above the file. Without such a folder it is the step at which the
+  episode was dispatched. Annotations in other files are not read.
+- Episodes of evaluations have no group. For them ``group_by="prompt"`` groups by the ``key`` of the task.
 """
 
 from __future__ import annotations

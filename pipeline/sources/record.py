@@ -1,4 +1,4 @@
-"""One record of a dump, read field by field: a wrong type is an error with its place, in a few words."""
+"""Read a record of a dump field by field. A value of a wrong type raises an error with its place."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ MAX_MESSAGE = 2000  # characters, of four bytes at most
 
 
 class SourceError(ValueError):
-    r"""A dump that does not follow its format. The message begins with the file and the place in it.
+    r"""A dump does not follow its format. The message begins with the file and the place in it.
 
-    Names, keys and values in it come from files: what a terminal would obey is escaped, and of a long message
-    the middle is omitted. So a trace does not show the decoder's error either, for which this one is raised.
+    A message quotes names, keys and values of the file. Characters that a terminal would act on are escaped,
+    and the middle of a long message is omitted. The traceback does not show the decoder's error, whose text
+    is not escaped.
 
     Example:
         >>> print(SourceError("a.jsonl:3: found \x1b[2J"))
@@ -43,11 +44,11 @@ def _cut(text: str) -> str:
 
 
 class Skipped:
-    """What becomes of malformed records: they raise, are skipped and counted, or are kept for their step.
+    """Handles malformed records: raises their errors, counts them, or keeps them for :meth:`take`.
 
     Args:
-        allowed: True skips a malformed record, False raises for it.
-        deferred: where none is allowed, keep the errors for :meth:`take`, and raise nothing.
+        allowed: True skips malformed records and counts them. False raises their errors.
+        deferred: with ``allowed=False``, keep the errors for :meth:`take` instead of raising them.
 
     Example:
         >>> skipped = Skipped(allowed=True)
@@ -67,10 +68,10 @@ class Skipped:
 
         Args:
             error: of a record or a file.
-            step: that the record says it is of; None: not known.
+            step: the step that the record names; None: not known.
 
         Raises:
-            SourceError: nothing may be skipped.
+            SourceError: the error, if records must not be skipped.
         """
         if not self.allowed and not self.deferred:
             raise error
@@ -81,13 +82,14 @@ class Skipped:
             self.messages.append(str(error))
 
     def take(self, last: int | None, following: int | None) -> list[tuple[int | None, SourceError]]:
-        """The errors since the last call, one for each step, with the steps that their records name.
+        """The first error of each step since the last call, with the step that its record names.
 
-        A record between two steps that names none may be of either, and so both have its error.
+        A record that names no step may belong to the step before it or to the step after it. So its error is
+        returned for both.
 
         Args:
-            last: step of the record before them; None: there is none.
-            following: step of the record after them; None: there is none.
+            last: step of the previous good record; None: there is none.
+            following: step of the next good record; None: there is none.
         """
         kept, self._kept = self._kept, {}
         unnamed = kept.pop(None, None)
@@ -99,13 +101,13 @@ class Skipped:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage of its own with a number for each item, in the memory of the CPU."""
+    """Whether a tensor is dense and on the CPU, with one stored number for each item."""
     here = tensor.layout is torch.strided and tensor.device.type == "cpu"
     return here and not tensor.is_nested and not tensor.is_quantized
 
 
 class _Short(reprlib.Repr):
-    """Reprs of a few characters, made without writing out the whole value."""
+    """Makes short reprs without formatting the whole value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ _short = _Short()
 
 
 def quote(value: Any) -> str:
-    """A value in at most 200 characters, of whatever type and size it is: dumps may hold huge values.
+    """Format a value of any type and size in at most 200 characters.
 
     >>> quote(list(range(1000)))
     '[0, 1, 2, 3, ...]'
@@ -139,7 +141,7 @@ def quote(value: Any) -> str:
 
 
 def quote_some(values: Collection[Any], most: int = 8) -> str:
-    """The first of many values, quoted, and how many more there are.
+    """Quote the first values, and count the others.
 
     >>> quote_some({"reward": 1, "step": 2}), quote_some(range(300_000), most=2)
     ("'reward', 'step'", '0, 1 and 299998 more')
@@ -150,7 +152,7 @@ def quote_some(values: Collection[Any], most: int = 8) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, in at most 200 characters; without a message, its type.
+    """The first 200 characters of the first line of a message; the type of an error without a message.
 
     >>> first_line(ValueError("no footer\\nat byte 12")), first_line(KeyError())
     ('no footer', 'KeyError')
@@ -166,7 +168,7 @@ MAX_OTHER = 1000  # characters of a text that is only shown
 
 
 def as_text(value: Any) -> str | None:
-    """A string that UTF-8 can hold, else None."""
+    """The value if it is a string that can be encoded in UTF-8, else None."""
     if type(value) is not str:
         return None
     try:
@@ -177,14 +179,14 @@ def as_text(value: Any) -> str | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A float, else None."""
+    """The value as a float if it is a finite float32 number, else None."""
     if type(value) not in (int, float) or not -FLOAT32_MAX <= value <= FLOAT32_MAX:
         return None
     return float(value)
 
 
 def as_whole(value: Any) -> int | None:
-    """An integer ≥ 0 that int64 holds, else None."""
+    """The value if it is an integer ≥ 0 that fits into int64, else None."""
     return value if type(value) is int and 0 <= value < INT64 else None
 
 
@@ -214,7 +216,7 @@ def as_bits(value: Any) -> list[int] | None:
 
 
 def as_number_or_gap(value: Any) -> float | None:
-    """A float, NaN for null or NaN, else None: how a table says that a reward was not given."""
+    """As :func:`as_number`, with NaN for null and NaN. Tables have these where a reward is missing."""
     if value is None or (type(value) is float and math.isnan(value)):
         return math.nan
     return as_number(value)
@@ -231,7 +233,7 @@ def _as_list(value: Any) -> list[Any] | None:
 
 
 def _reader(convert: Callable[[Any], Any], what: str) -> Callable[..., Any]:
-    """A method of a record that reads a value which `convert` knows, and refuses others."""
+    """Make a method of :class:`Record` that reads a value. It raises where `convert` returns None."""
 
     def read(record: Record, key: str, *, optional: bool = False) -> Any:
         value = record.get(key, optional=optional)
@@ -248,8 +250,8 @@ def _reader(convert: Callable[[Any], Any], what: str) -> Callable[..., Any]:
 class Record:
     """One record of a dump, with its place.
 
-    Every getter raises :class:`SourceError` where the key is not there or its value is of another type; under
-    ``optional=True`` an absent key or a null is None. A bool is never a number.
+    Each method that reads a value raises :class:`SourceError` if the key is missing or the value has another
+    type. With ``optional=True`` it returns None for a missing key or a null. A bool is not a number.
 
     Args:
         data: what was read.
@@ -268,7 +270,7 @@ class Record:
         self.read: set[str] = set()  # the keys that were asked for
 
     def fail(self, required: str, found: Any) -> SourceError:
-        """The error to raise: its place, what is required and what was found."""
+        """Make an error with the place, what is required and what was found."""
         return SourceError(f"{self.where}: {required}; found {quote(found)}")
 
     def get(self, key: str, *, optional: bool = False) -> Any:
@@ -302,11 +304,9 @@ class Record:
             raise self.fail(f"{key!r} must be true or false", value)
         return value
 
-    def choice(self, key: str, known: Mapping[str, T], *, default: str | None = None) -> T:
-        """The value of a word in `known`; `default` is the word where the key is absent or null."""
-        word = self.text(key, optional=default is not None)
-        if word is None and default is not None:
-            word = default
+    def choice(self, key: str, known: Mapping[str, T]) -> T:
+        """The value of a word in `known`."""
+        word = self.text(key)
         if word not in known:
             raise self.fail(f"{key!r} must be one of {', '.join(known)}", word)
         return known[word]
@@ -330,7 +330,7 @@ class Record:
         return [Record(value, f"{self.where}, {key}[{i}]", self.line) for i, value in enumerate(values)]
 
     def other_columns(self) -> str:
-        """What nobody has read: texts, numbers and truth values by their keys, as JSON; empty: nothing.
+        """The texts, numbers and booleans whose keys were not read, as a JSON object; empty if none.
 
         Example:
             >>> record = Record({"score": 1, "acc": True, "pred": "4", "ids": [1, 2]}, "1.jsonl:1")
@@ -368,7 +368,7 @@ def read_text(record: Record, key: str, *, optional: bool = False) -> str | None
 
 
 def read_parts(record: Record, key: str) -> list[tuple[bool, str]] | None:
-    """The contents of messages, each with whether an assistant wrote it; None where they are a string.
+    """The contents of messages, each with whether an assistant wrote it; None if the value is a string.
 
     Raises:
         SourceError: the value is neither.
@@ -384,7 +384,7 @@ def read_parts(record: Record, key: str) -> list[tuple[bool, str]] | None:
 
 
 def read_json(record: Record, key: str) -> str | None:
-    """A string as it is, any other value as JSON; None where there is none.
+    """A string as it is, any other value as JSON; None if there is no value.
 
     Raises:
         SourceError: a string that is no valid Unicode, or a value that JSON cannot hold.

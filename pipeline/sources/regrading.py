@@ -1,4 +1,4 @@
-"""Rewards given anew: a callable grades the texts of a dump."""
+"""Replace the rewards of a dump: a callable grades its texts."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from headrace.transforms.tensordicts import listed, shallow_copy
 from .record import SourceError, first_line, quote
 
 Grade = Callable[..., Any]
-STALE = ("logged_advantage", "reward_names")  # of the rewards that were there before
+STALE = ("logged_advantage", "reward_names")  # columns that belong to the old rewards
 
 
 class Regraded(NamedTuple):
-    """What another grader has changed; those of several steps add up by :meth:`with_step`."""
+    """The changes by another grader. :meth:`with_step` adds those of a further step."""
 
     rollouts: int = 0
-    """That were graded."""
+    """Number of graded rollouts."""
     changed: int = 0
-    """That have another reward than before."""
+    """Number of rollouts whose reward has changed."""
     known: int = 0
-    """That had a reward before."""
+    """Number of rollouts that had a reward before."""
     before: float = 0.0
-    """Sum of the rewards before, over the known; of several their sum."""
+    """Sum of the old rewards of the latter, over all reward columns."""
     after: float = 0.0
-    """Sum of the new ones over the same rollouts."""
+    """Sum of the new rewards of the same rollouts."""
     groups: int = 0
-    """Of two graded rollouts or more."""
+    """Number of groups with at least two graded rollouts."""
     gained: int = 0
-    """Groups whose rewards differ now, and did not."""
+    """Number of groups whose rewards were equal and now differ."""
     lost: int = 0
-    """Groups whose rewards differed, and no longer do."""
+    """Number of groups whose rewards differed and are now equal."""
 
     def with_step(self, step: Regraded) -> Regraded:
-        """This and another step."""
+        """The sum with those of another step."""
         return Regraded(*(a + b for a, b in zip(self, step, strict=True)))  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -56,25 +56,27 @@ class Regraded(NamedTuple):
 
 
 def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regraded]:
-    """Grade the rollouts of a batch that :func:`open_source` has read, each once, by their texts.
+    """Grade each rollout of a batch from :func:`open_source` once, by its texts.
 
-    A rollout of several rows is one text: their responses in the order of the rows, a line break between
-    them, after the prompt of the first. Each of its rows gets its reward. Rollouts that failed or were
+    The response of a rollout with several rows is the responses of its rows, in order, joined by line breaks.
+    Its prompt is that of its first row. Each of its rows gets the new reward. Rollouts that failed or were
     aborted are not graded.
 
     Args:
-        batch: TensorDict ``[N]``, which is left alone.
-        grade: takes two lists of R strings, prompts (empty where the dump has none) and responses, and
-            returns R rewards, or R lists of K. A parameter ``columns``, if it has one, is a dict of lists of
-            R: ``group`` and ``rollout`` (their labels), ``reward`` (as it was), and where the dump has one
-            ``ground_truth`` (text).
+        batch: TensorDict ``[N]``; it is not changed.
+        grade: a function of two lists of R strings, the prompts (empty strings if the dump has none) and the
+            responses. It returns R rewards, or R lists of K rewards. If it has a parameter ``columns``, it
+            gets a dict of lists of R: ``group`` and ``rollout`` (labels), ``reward`` (the old one), and
+            ``ground_truth`` (text) if the dump has it.
 
     Returns:
-        The batch with the new rewards, (N, K) float64, without logged advantages, which were of the old ones;
-        and what has changed.
+        - The batch with the new rewards, (N, K) float64, and without the logged advantages, which belong to
+          the old rewards.
+        - The changes.
 
     Raises:
-        SourceError: the batch has no texts; not one reward for each rollout; a reward that is not finite.
+        SourceError: the batch has no texts; there is not one reward for each rollout; or a reward is not
+            finite.
 
     Example:
         >>> from headrace.pipeline.sources import Sample, to_batch
@@ -107,7 +109,7 @@ def regrade(batch: TensorDictBase, grade: Grade) -> tuple[TensorDictBase, Regrad
 
 
 def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor, old: Tensor) -> Tensor:
-    """(R, K) float64 what the grader gives the rollouts that begin at the rows `heads` (R,)."""
+    """(R, K) float64, the new rewards of the rollouts whose first rows are `heads` (R,)."""
     responses: dict[int, list[str]] = {}
     for head, text in zip(rollout.tolist(), listed(batch.get("response_text")), strict=True):
         responses.setdefault(head, []).append(text)

@@ -1,33 +1,32 @@
 """Debug rollouts of slime and miles: one ``.pt`` file a training step.
 
 Schema: THUDM/slime at 4c4adbb, ``slime/observability/rollout_data_utils.py`` (``save_debug_rollout_data``),
-and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3; radixark/miles at 002ce70,
+and ``Sample.to_dict`` in ``slime/utils/types.py`` at 0d234f3. radixark/miles at 002ce70,
 ``miles/utils/types.py``, has the same fields. ``--save-debug-rollout-data data_{rollout_id}.pt`` writes::
 
     {"rollout_id": training step,
      "samples": [{"group_index", "index", "rollout_id", "tokens", "response_length", "loss_mask", "reward",
                   "status", "weight_versions", "rollout_log_probs", "remove_sample", ...}]}
 
-A sample that is there twice cannot be told from two segments that are alike, and is not looked for.
+Two things are called ``rollout_id``. That of the file is the step. That of a sample is the rollout, which all
+its segments share. If a sample has none, its ``index`` is the rollout (slime's customization guide). If other
+samples have one, such a rollout is written as ``index/7``. A sample that occurs twice cannot be told from two
+equal segments, so duplicates are not detected. In a folder, evaluations are ignored: files with
+``eval_<n>`` in the name.
 
 That file is written before advantages are computed. ``--dump-details DIR`` writes it to
-``DIR/rollout_data/``, and what was trained to ``DIR/train_data/``, under the same name
+``DIR/rollout_data/``, and the trained data to ``DIR/train_data/``, under the same name
 (``slime/observability/train_data_utils.py`` at 624b824, ``format_version`` 2)::
 
     {"format_version": 2, "samples": [{"rollout_position", "advantages", "loss_masks", ...}]}
 
-Where that is there, a sample's advantage is the one number that ``advantages`` has on its tokens in the loss;
-``rollout_position`` is its place in the first file.
+``rollout_position`` is the index of a sample in the first file. If the second file exists, the advantage of a
+sample is the common value of ``advantages`` on its tokens in the loss.
 
-Two things are called ``rollout_id``: that of the file is the step, that of a sample is the rollout. Samples
-of one rollout share the latter; where it is not set, ``index`` is the rollout (slime's customization
-guide), written ``index/7`` where other samples have a ``rollout_id``. Evaluations, ``eval_<n>`` in the file's
-name, are ignored in a folder.
-
-The file is loaded with ``weights_only=True``: nothing in it is executed. That refuses dumps with NumPy
-arrays in them (routed experts of a mixture model), or bytes. Nor does a small file become a large batch: a
-compressed one is refused, which ``torch.save`` never writes, and so are an expanded tensor and samples by the
-thousand that share their tokens.
+Files are loaded with ``weights_only=True``, so no code in them is run. Dumps with NumPy arrays (routed
+experts of a mixture model) or bytes are refused by that. A small file must not become a large batch: so
+compressed files, which ``torch.save`` never writes, expanded tensors, and thousands of samples that share
+their tokens are refused.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Schema: tinker-cookbook 0.6.1, ``tinker_cookbook/rl/rollout_logging.py`` (``seri
 schema_version 1): ``iteration``, ``group_idx``, ``traj_idx``, ``sampling_client_step``, ``total_reward``,
 ``final_reward``, ``steps`` with ``ac_len`` and ``episode_done`` each, and more. A file is one iteration.
 
-Neither tokens nor texts are kept. The response has as many tokens as its actions together, all of which
-train; what the environment wrote between them is not counted. A trajectory whose last step did not end the
-episode was truncated. A ``traj_idx`` is there once in a group.
+Tokens and texts are not saved. The length of the response is that of its actions together, which all train.
+The tokens of the environment between the actions are not counted. If its last step did not end the episode,
+a trajectory was truncated. Two trajectories of a group with the same ``traj_idx`` are an error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tokens of a dump of texts, by the tokenizer of its model: ``source.tokenizer``.
+"""Encode the texts of a dump with the tokenizer of its model (``source.tokenizer``).
 
-The response is encoded by itself, behind its prompt, without special tokens. A framework that decoded what it
-had sampled may have left special tokens out, and a text may have more than one encoding: so lengths may be a
-few tokens off. Of messages their contents are encoded one by one: what an assistant wrote is in the loss,
-what a tool or user wrote in between is not, and what a chat template puts around them is not there.
+Prompt and response are encoded separately, without special tokens. The result may differ from the sampled
+tokens by a few: frameworks may drop special tokens when they decode, and a text may have several encodings.
+The contents of messages are encoded one by one. Those of an assistant are in the loss, those of tools and
+users are not. The tokens of a chat template around the contents are missing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FILE = "tokenizer.json"
 
 
 def load_tokenizer(path: str | Path) -> Encode:
-    """A function from texts to their token ids. Nothing is downloaded, and no code of the folder is run.
+    """Load a function from texts to token ids. It downloads nothing, and runs no code of the folder.
 
     Args:
         path: a ``tokenizer.json``, or a folder that ``transformers`` has saved.
 
     Raises:
-        ValueError: there is no such file or folder, a package is missing, or it cannot be read.
+        ValueError: there is no such file or folder, it cannot be read, or a package is missing.
     """
     place = Path(path).expanduser()
     file = place / FILE if (place / FILE).is_file() else place
@@ -62,14 +62,14 @@ def load_tokenizer(path: str | Path) -> Encode:
 
 
 def add_tokens(samples: Sequence[Sample], encode: Encode) -> None:
-    """Give samples of texts their tokens, in place. Those that have tokens, or their number, are left alone.
+    """Write the tokens of samples, in place. Does nothing if a sample has tokens or a length already.
 
     Args:
         samples: of one step.
-        encode: from texts to token ids (:func:`load_tokenizer`).
+        encode: function from texts to token ids (:func:`load_tokenizer`).
 
     Raises:
-        SourceError: a sample has neither tokens nor a text.
+        SourceError: a sample has no response as text.
 
     Example:
         >>> sample = Sample("a", 0, 1.0, prompt="1+1?", response="two")
@@ -96,7 +96,7 @@ def add_tokens(samples: Sequence[Sample], encode: Encode) -> None:
 
 
 def _joined(parts: Iterable[tuple[bool, list[int]]]) -> tuple[list[int], list[int]]:
-    """The tokens of a response, and for each 1 where the policy wrote it."""
+    """The tokens of a response, and for each token 1 if the policy wrote it, else 0."""
     tokens: list[int] = []
     mask: list[int] = []
     for trains, ids in parts:

@@ -4,14 +4,15 @@ Schema: trl 1.16.0, ``trl/trainer/grpo_trainer.py`` (``log``), ``log_completions
 ``step``, ``prompt``, ``completion``, one for each reward function, what reward functions logged themselves
 (``log_extra``), and ``advantage`` last. Prompts and completions are strings or chat messages.
 
-Nothing marks the columns of rewards: columns of numbers between ``completion`` and ``advantage`` are taken
-for them. Where reward functions logged other numbers too, name the rewards with ``reward_key``. The reward
-of a function that gave none is NaN; a row without any reward (TRL: unscorable) failed. Whether others were
-cut off is not dumped, and tokens are not. Groups are not
-dumped: set ``group_by="prompt"``. A file holds the last generated batch; where TRL logs more often than it
-generates, two files hold the same rollouts. Nothing names a row: one that is there twice looks like two
-rollouts that are alike, which ``group_size`` may find out. Rows are in the order in which prompts were
-repeated, before TRL shuffles them: the rollouts of one draw lie next to one another.
+- Columns of rewards are not marked. Columns of numbers between ``completion`` and ``advantage`` are read as
+  rewards. If reward functions logged other numbers, too, name the rewards with ``reward_key``.
+- The reward of a function that gave none is NaN. A row without any reward (TRL: unscorable) failed.
+  Truncated rollouts are not known, and tokens are not logged.
+- Groups are not logged: set ``group_by="prompt"``. Rows are in the order in which prompts were repeated,
+  before TRL shuffles them. So the rollouts of one draw are next to one another.
+- A file holds the last generated batch. If TRL logs more often than it generates, two files hold the same
+  rollouts. Rows have no names, so a row that occurs twice looks like two equal rollouts. ``group_size`` may
+  detect it.
 """
 
 from __future__ import annotations

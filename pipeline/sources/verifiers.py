@@ -3,16 +3,15 @@
 Schema: verifiers 0.1.8.post2, ``verifiers/utils/eval_utils.py`` (``make_dataset``), and 0.1.14,
 ``verifiers/utils/save_utils.py`` (``state_to_output``): ``example_id``, ``prompt``, ``completion`` (strings
 or chat messages), ``reward``, ``task``, and from 0.1.9 on ``is_completed``, ``is_truncated``, ``error``,
-with the metrics beside them. Later releases (0.4.0) save episodes, in ``traces.jsonl``: read them as the
-format ``prime_rl``.
+with the metrics beside them. Later releases (0.4.0) save episodes in ``traces.jsonl``, which the format
+``prime_rl`` reads.
 
-A group is an example, or where ``task`` is set an example of that task: an evaluation draws each once. A
-rollout with an ``error`` failed, one that ``is_truncated`` was truncated; releases that do not write that
-leave it open. Steps are not saved: a file is
-one step, numbered in the order of the files. Tokens are not saved.
-
-Nothing names a rollout. But its times are measured, ``timing`` or ``generation_ms``: two lines that are
-equal in these and in everything else are one rollout that is there twice, an error.
+- A group is an example of a task. An evaluation draws each example once.
+- A rollout with an ``error`` failed. One with ``is_truncated`` was truncated. In releases that do not write
+  these, statuses are not known.
+- Steps are not saved. Each file is one step, numbered in the order of the files. Tokens are not saved.
+- Rollouts have no names, but their times are measured (``timing`` or ``generation_ms``). Two lines that are
+  equal in everything, times included, are one rollout that was written twice. They are an error.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Rollouts of verl, ``trainer.rollout_data_dir``: one ``<step>.jsonl`` a step.
 
 Schema: verl 0.9.1, ``_write_generations`` in ``verl/trainer/ppo/ray_trainer.py`` and
-``verl/trainer/ppo/v1/trainer_base.py``; each line has ``input``, ``output``, ``gts``, ``score``, ``step``
-and what the reward function added. The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}``
-(``v1/replay_buffer.py``): prompt, rollout, segment. It is split from the right, since a uid may have
-underscores. The other trainer writes no uid: set ``group_by="prompt"``. Where ``uid`` is the group's id,
-the same on each of its rows, set ``group_by="uid"``: each row is then a rollout.
+``verl/trainer/ppo/v1/trainer_base.py``. Each line has ``input``, ``output``, ``gts``, ``score``, ``step``
+and what the reward function added.
 
-A key names one row: there twice, it is an error. Without keys a row that is there twice looks like two
-rollouts that are alike, which ``group_size`` may find out.
-
-``v1`` and a trainer without ``trainer.balance_batch`` write the rollouts of one draw next to one another;
-under ``balance_batch`` rows are permuted before they are dumped. So a prompt that was drawn twice, under
-``group_by="prompt"``, is split where its rows lie in runs of ``group_size``, and else left out.
-
-A score of ``NaN`` is an error. Neither statuses nor tokens are dumped: no rollout is known to have failed, or
-to have been cut off, and how long a response is needs a tokenizer.
+- The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}`` (``v1/replay_buffer.py``): prompt,
+  rollout, segment. It is split from the right, because a uid may have underscores. Two rows with the same
+  key are an error.
+- The other trainer writes no uid: set ``group_by="prompt"``. Without keys, a row that occurs twice looks like
+  two equal rollouts. ``group_size`` may detect it.
+- If ``uid`` is the id of the group, set ``group_by="uid"``. Then each row is a rollout.
+- ``v1``, and a trainer without ``trainer.balance_batch``, write the rollouts of one draw next to one another.
+  Under ``balance_batch`` rows are permuted before they are dumped. So with ``group_by="prompt"`` a prompt
+  that was drawn twice is split into its draws if its rows are in runs of ``group_size``. Otherwise it is left
+  out.
+- A score of ``NaN`` is an error. Statuses and tokens are not dumped. So failed and truncated rollouts are not
+  known, and the length of a response needs a tokenizer.
 """
 
 from __future__ import annotations

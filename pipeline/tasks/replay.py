@@ -1,8 +1,9 @@
-"""The task ``replay``: rollouts of a dump through a recipe.
+"""The task ``replay``: run the rollouts of a dump through a recipe.
 
-A step that fails, since its records are malformed or a stage refuses it, ends nothing: it is in no number,
-and the terminal, the top of the page and the exit status say so. A column that is missing from the start on,
-and the first three steps if all of them fail, end the replay: then it is the recipe, and not a step.
+If a step fails, because its records are malformed or a stage refuses them, the replay continues. No number
+includes the step. The terminal, the top of the page and the exit status show that it failed. The replay ends
+if a column is missing at the first step, or if the first three steps all fail: then the recipe does not fit
+the dump.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from headrace.transforms.errors import listing
 from .logged import LoggedAdvantages
 from .source import NAMED_DRAWS, each_outcome, open_configured, report_of, said_of_draws
 
-GIVE_UP = 3  # steps: where so many fail and none has passed, the others would, too
-NAMED = 20  # failed steps whose reason is said
+GIVE_UP = 3  # failed steps, without one that passed, after which the replay ends
+NAMED = 20  # failed steps whose reason is shown
 
 
 class StepsFailed(RuntimeError):
-    """Steps of a dump failed; the others were replayed, and the page is written."""
+    """Some steps of a dump failed. The others were replayed, and the page is written."""
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -119,7 +120,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
 
 
 def said_of(failed: Sequence[FailedStep], passed: int, draws: Mapping[int, Draws]) -> list[str]:
-    """Which steps failed and why, and what became of prompts that were drawn several times; a sentence each.
+    """Sentences about failed steps, with the reasons, and about prompts that were drawn several times.
 
     Example:
         >>> said_of([FailedStep(7, "group 3 has 7 of 8")], 49, {})[0]
@@ -137,7 +138,7 @@ def said_of(failed: Sequence[FailedStep], passed: int, draws: Mapping[int, Draws
 
 
 def said_of_dump(folder: ReportFolder) -> list[str]:
-    """What the dump does not have, a sentence each."""
+    """Sentences about what the dump does not contain."""
     said = []
     if LENGTH in folder.unsaid:
         said.append(

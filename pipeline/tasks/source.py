@@ -1,4 +1,4 @@
-"""What a task reads: a source, with a progress bar and the step of an error, and recipes by their names."""
+"""What tasks share: open and read a dump with a progress bar, report on a step, and compose recipes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from headrace.transforms import BatchError
 STARTS = ("pipeline.", "hydra.searchpath=")
 TRIED = 20  # steps that are run to learn which options the dump needs
 MOST_ASKED = 4  # options that stages ask for
-NAMED_DRAWS = 6  # steps that are named, and shown, since a prompt was drawn several times
+NAMED_DRAWS = 6  # steps in which a prompt was drawn several times, and that are named and shown
 
 
 def open_configured(config: DictConfig) -> Source:
     """Open the dump that ``source:`` of a composed configuration describes.
 
     Raises:
-        ConfigError: no path, or an option with a wrong name or value; a grader that cannot be imported.
-        SourceError: no file, or a format that is not clear.
+        ConfigError: there is no path; an option has a wrong name or value; or a grader cannot be imported.
+        SourceError: there is no file, or the format cannot be recognised.
     """
     options = OmegaConf.to_container(config.source, resolve=True)
     if not isinstance(options, dict) or not options.get("path"):
@@ -63,13 +63,13 @@ def open_configured(config: DictConfig) -> Source:
 
 
 def grader_of(node: Any) -> Callable[..., Any]:
-    """The grader that ``source.regrade`` names.
+    """Import the grader that ``source.regrade`` names.
 
     Args:
         node: the name of a callable, ``my.module.grade``, or a node with a ``_target_``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it cannot be imported, or is not callable.
     """
     try:
         if isinstance(node, str):
@@ -89,14 +89,14 @@ def grader_of(node: Any) -> Callable[..., Any]:
 
 
 def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
-    """Yield ``(step, batch)`` under a progress bar; at the end print what was skipped, split or left out.
+    """Yield ``(step, batch)`` under a progress bar. At the end print what was skipped, split or left out.
 
     Args:
-        source: of the batches.
+        source: the dump.
         console: where to show the bar.
 
     Raises:
-        SourceError: a step that cannot be read, where none may be skipped.
+        SourceError: a step cannot be read, and steps must not be skipped.
     """
     for step, found in each_outcome(source, console):
         if isinstance(found, SourceError):
@@ -112,14 +112,14 @@ def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDic
 def each_outcome(
     source: Source, console: Console
 ) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
-    """Yield each step with its batch, or with what is wrong with it (:meth:`Source.outcomes`), likewise.
+    """Yield each step with its batch or its error (:meth:`Source.outcomes`) under a progress bar.
 
     Args:
-        source: of the batches.
+        source: the dump.
         console: where to show the bar.
 
     Raises:
-        SourceError: steps that do not ascend, or none at all.
+        SourceError: steps do not ascend, or there are none.
     """
     columns = (
         TextColumn("reading"),
@@ -141,7 +141,7 @@ def each_outcome(
 
 
 def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
-    """Say what happened to prompts that were drawn several times in one step, by step; a sentence each."""
+    """Sentences about prompts that were drawn several times in one step."""
     said = []
     split = sum(each.split for each in draws.values())
     left_out = sum(each.groups_left_out for each in draws.values())
@@ -176,10 +176,10 @@ def report_of(
     """Run a pipeline over the batch of a step, and report on it.
 
     Args:
-        pipeline: of the recipe.
-        step: its number.
-        batch: of the step.
-        config: composed; ``report.solved`` is read.
+        pipeline: the pipeline of the recipe.
+        step: number of the step.
+        batch: rows of the step.
+        config: the composed configuration, of which ``report.solved`` is read.
         more: options of :func:`make_report`.
 
     Raises:
@@ -193,15 +193,15 @@ def report_of(
 
 
 def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
-    """Of an error for lack of options that the dump needs, one that has the whole command.
+    """Return a better error if the dump needs options that the command lacks.
 
-    The options are how groups are made, their size, which is the one that most groups of the first step have,
-    and what the stages ask for at the first steps. Other errors, and those that name the only option that is
-    needed, come back as they are.
+    It has the whole command: how groups are made, the size that most groups of the first step have, and what
+    the stages ask for at the first steps. Any other error is returned unchanged, and so is one that names the
+    only option that is needed.
 
     Args:
-        err: of a task that reads a dump.
-        config: composed.
+        err: the error of a task that reads a dump.
+        config: the composed configuration.
         words: overrides of the command line.
     """
     no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
@@ -336,10 +336,10 @@ def _refused(
 
 
 def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
-    """The sizes of groups that ``certify.group_sizes``, or ``plan.group_sizes``, names.
+    """Read ``certify.group_sizes`` or ``plan.group_sizes``.
 
     Raises:
-        ConfigError: there is none, or one that is no integer ≥ 1.
+        ConfigError: there is no size, or one is no integer ≥ 1.
     """
     given = OmegaConf.select(config, path)
     sizes = list(given) if OmegaConf.is_list(given) else [given]
@@ -352,9 +352,9 @@ def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictCo
     """The composed ``pipeline`` node of each recipe, by name.
 
     Args:
-        names: of recipes.
-        words: overrides of the command line; those of ``pipeline``, and where recipes are searched, apply to
-            every recipe.
+        names: names of recipes.
+        words: overrides of the command line. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
+            recipe.
 
     Raises:
         ConfigError: an unknown recipe or option.

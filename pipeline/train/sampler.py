@@ -191,7 +191,6 @@ class RepeatSampler(Sampler[int]):
         Raises:
             ValueError: the state is of a sampler with other options, so that ids would repeat.
         """
-        state = {"rank": 0, "ranks": 1} | state  # states of older versions lack these
         other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
         if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:
             raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); got {state}")

@@ -51,7 +51,23 @@ class Grouped:
     def __init__(self, reward: Tensor, ids: Ids, length: Tensor | None = None):
         self.number, self.end = ids.count, ids.count.cumsum(0)
         self.count, self.start = ids.count.double(), self.end - ids.count
-        self.reward, self.order = sorted_in_groups(reward, ids, self.start)
+        largest = int(ids.count.max()) if ids.n else 0
+        if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
+            reward, by_reward = reward.sort(stable=True)
+            by_group = ids.of[by_reward].argsort(stable=True)
+            self.reward, self.order = reward[by_group], by_reward[by_group]
+        else:  # a table with a row for each group
+            by_group = None if ids.ascending else ids.of.argsort(stable=True)
+            reward = reward if by_group is None else reward[by_group]
+            if largest * ids.n == len(reward):
+                table, order = reward.view(ids.n, largest).sort(1)
+                self.reward, order = table.view(-1), (order + self.start[:, None]).view(-1)
+            else:
+                inside = torch.arange(largest, device=reward.device) < ids.count[:, None]
+                table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward)
+                table, order = table.sort(dim=1, stable=True)
+                self.reward, order = table[inside], (order + self.start[:, None])[inside]
+            self.order = order if by_group is None else by_group[order]
         self.of = ids.of if ids.ascending else ids.of[self.order]
         self.length = None if length is None else length[self.order]
 
@@ -142,29 +158,6 @@ class Grouped:
         table = values.new_zeros(len(self.count), int(self.number.max()))
         table[self.of, self.place] = values
         return table.cumsum(1)[self.of, self.place]
-
-
-def sorted_in_groups(reward: Tensor, ids: Ids, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort (V,) rewards by group and then by reward: (V,) sorted rewards, (V,) int64 their original indices.
-
-    `start` is (P,) int64, the index of the first sorted reward of each group.
-    """
-    largest = int(ids.count.max()) if ids.n else 0
-    if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
-        reward, by_reward = reward.sort(stable=True)
-        by_group = ids.of[by_reward].argsort(stable=True)
-        return reward[by_group], by_reward[by_group]
-    by_group = None if ids.ascending else ids.of.argsort(stable=True)
-    reward = reward if by_group is None else reward[by_group]
-    if largest * ids.n == len(reward):
-        table, order = reward.view(ids.n, largest).sort(1)
-        reward, order = table.view(-1), (order + start[:, None]).view(-1)
-    else:
-        inside = torch.arange(largest, device=start.device) < ids.count[:, None]
-        table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward)
-        table, order = table.sort(dim=1, stable=True)
-        reward, order = table[inside], (order + start[:, None])[inside]
-    return reward, order if by_group is None else by_group[order]
 
 
 # R − b, (V,). All but the last two give exactly 0 in a group with equal rewards.
@@ -351,8 +344,3 @@ def check_clip(clip: Clip | None) -> None:
 def largest_to_square(terms: int, dtype: torch.dtype) -> float:
     """The bound below which `terms` squared differences of numbers can be summed without overflow."""
     return float((torch.finfo(dtype).max / max(terms, 1)) ** 0.5 / 16)
-
-
-def largest_that_fits(rollouts: int, dtype: torch.dtype) -> float:
-    """The largest reward whose differences fit into `dtype`, and whose squares fit into float64."""
-    return min(torch.finfo(dtype).max / 2, largest_to_square(rollouts, torch.float64))

@@ -249,7 +249,8 @@ class TreeAdvantage(
             `tokens_key` to avoid it.
         missing: what happens to a missing reward (NaN): ``raise`` an error, or ``skip``, which takes the
             rollout out of all means. Rollouts that were forked from it, or from an excluded one, still share
-            its tokens.
+            its tokens. ``mask`` is ``raise`` after ``FanOutCollapse(missing="mask")``, which masks the
+            rollout.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:

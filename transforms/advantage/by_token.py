@@ -124,10 +124,6 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        if not callable(term):
-            raise ValueError(
-                f"term must be a callable from a batch and (N, T) bool to (N, T) numbers; got {term!r}"
-            )
         self._term_keys = [nested_key(key) for key in getattr(term, "in_keys", ())]
         reads = [self.advantage_key, self.loss_mask_key, REWARD, *self._term_keys]
         super().__init__(reads, [self.advantage_key])

@@ -193,7 +193,7 @@ class TurnAdvantage(
             ``token``, (N, T), which are added up over the tokens of a turn.
         outcome: ``last`` adds the reward of the rollout at its last turn; ``none`` does not.
         missing: what happens to a missing outcome (NaN): ``raise`` an error, or ``skip``, which excludes the
-            rollout.
+            rollout. ``mask`` is ``raise`` after ``FanOutCollapse(missing="mask")``, which masks the rollout.
         names: other names of columns, such as `turn_index_key` (:class:`ColumnNames`).
 
     Raises:
@@ -226,7 +226,7 @@ class TurnAdvantage(
         self.outcome = outcome
         self.missing = missing
         rows_are_turns = self.turn_index_key is None
-        if rows_are_turns and (turn_rewards, outcome, missing) != ("none", "last", "raise"):
+        if rows_are_turns and (turn_rewards, outcome, missing == "skip") != ("none", "last", False):
             raise ValueError(
                 "if rows are turns (turn_index_key=None) each has its own reward: leave turn_rewards="
                 f"'none', outcome='last', missing='raise'; got {turn_rewards!r}, {outcome!r}, {missing!r}"

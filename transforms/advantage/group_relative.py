@@ -30,7 +30,7 @@ from .baselines import (
     Scale,
     Singleton,
     advantage_in_groups,
-    largest_that_fits,
+    largest_to_square,
 )
 from .reshape_formula import reshaped
 
@@ -215,8 +215,9 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dty
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
     dtype = dtype if dtype.is_floating_point else torch.float64
-    rows.require(
-        reward.abs() <= largest_that_fits(len(reward), dtype),
+    rows.require_size(
+        reward,
+        min(torch.finfo(dtype).max / 2, largest_to_square(len(reward), torch.float64)),
         f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
@@ -228,8 +229,9 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
     Raises:
         BatchError: an advantage is too large or NaN; the message lists the rows.
     """
-    rows.require(
-        credit.abs() <= torch.finfo(dtype).max,
+    rows.require_size(
+        credit,
+        torch.finfo(dtype).max,
         f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
         "of a larger dtype",
         lambda row: f"{float(credit[row]):g} at row {rows.at(row)}",
@@ -268,7 +270,8 @@ class GroupRelativeAdvantage(
         weights: weights of the rewards for ``decoupled``, equal to those of FanOutCollapse; None: all 1.
         missing: what happens to a missing reward (NaN). ``raise`` an error; or ``skip`` it, which excludes it
             from the statistics, under ``decoupled`` from those of its column. A rollout without any reward
-            gets the advantage 0.
+            gets the advantage 0. ``mask`` is ``skip`` after ``FanOutCollapse(missing="mask")``; a rollout
+            without any reward that is not masked is an error.
         without_ids: how groups are made if no row has a group id. ``raise`` an error. ``chunks``: each
             `group_size` consecutive rollouts are a group, and the last group may be smaller.
             ``rigid_or_global``: chunks if there are exactly `group_size` × `groups_per_batch` rollouts, else
@@ -375,9 +378,13 @@ class GroupRelativeAdvantage(
                     f"{int((rollouts.labels == rows.statistics.rollouts.labels[row]).sum())} rows"
                 ),
             )
-        rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
         if self.several == "decoupled" or self.weights is not None:
+            rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
             self._require_weighed(rows, reward, rewards)
+        if self.missing == "mask":
+            counted = rows.statistics
+            own = reward if counted is rows else reward[rows.counted]
+            counted.require_rewards(own, siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
@@ -409,7 +416,7 @@ class GroupRelativeAdvantage(
                 view.metric("unscorable", scored.isnan().sum())
 
     def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
-        """(M,) the advantage of (M,) rewards. Under ``skip`` missing rewards are excluded and get 0."""
+        """(M,) the advantage of (M,) rewards. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
             return advantage_of(rows, reward, formula, low=self.dtype, length=length)

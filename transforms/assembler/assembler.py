@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -575,8 +574,8 @@ class GroupAssembler(
             return self._state(self._now())
 
     def _state(self, now: float) -> dict[str, Any]:
-        state, chunks = self._stream.to_plain(now)
-        return {"options": dict(self._options), "version": self.version, "state": state, "chunks": chunks}
+        state, rows = self._stream.to_plain(now)
+        return {"options": dict(self._options), "version": self.version, "state": state, "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -585,8 +584,8 @@ class GroupAssembler(
             ValueError: the state is of an assembler with other columns, or this one has continued from a
                 journal.
         """
-        pieces = [RowPiece.from_plain(rows) for rows in state["chunks"]]
-        self._load(state, pieces, kinds_of(pieces[0].batch) if pieces else {})
+        piece = RowPiece.from_plain(state["rows"])
+        self._load(state, piece, kinds_of(piece.batch))
 
     def _check_options(self, state: Mapping[str, Any]) -> None:
         if state["options"] | {"in_order": self.in_order} != self._options | {"in_order": self.in_order}:
@@ -595,7 +594,7 @@ class GroupAssembler(
                 f"one with {state['options']}"
             )
 
-    def _load(self, state: Mapping[str, Any], pieces: Sequence[RowPiece], kinds: Kinds) -> None:
+    def _load(self, state: Mapping[str, Any], piece: RowPiece, kinds: Kinds) -> None:
         """Restore a state with these rows; `kinds` are those of their columns."""
         self._check_options(state)
         with self._lock:
@@ -605,14 +604,14 @@ class GroupAssembler(
                     f"this assembler continues from its journal {self.journal}, which is at least as new as "
                     "the state: do not load the state; or set journal to a new path, and load the state then"
                 )
-            self._go_on(state, self._now(), pieces, kinds)
+            self._go_on(state, self._now(), piece, kinds)
             if self._journal is not None:
                 self._journal.begin_anew(self)
 
-    def _go_on(self, state: Mapping[str, Any], now: float, pieces: Sequence[RowPiece], kinds: Kinds) -> None:
-        found = find_columns(pieces[0], self._options) if pieces else None
-        read = (arriving_rows(piece, found or {}, self.group_size)[0] for piece in pieces)
-        rows, by_segment = chain.from_iterable(read), self.segment_key is not None
+    def _go_on(self, state: Mapping[str, Any], now: float, piece: RowPiece, kinds: Kinds) -> None:
+        found = find_columns(piece, self._options) if piece.place else None
+        rows = () if found is None else arriving_rows(piece, found, self.group_size)[0]
+        by_segment = self.segment_key is not None
         self._stream = Stream.from_plain(state["state"], rows, now, by_segment=by_segment)
         self._kinds, self._found = kinds, found
         self.version = state["version"]

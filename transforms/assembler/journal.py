@@ -237,8 +237,8 @@ class Journal:
         elif event == "reject":
             assembler.reject(details["rejected"])
         elif event == "state":
-            pieces = [RowPiece.from_plain(rows) for rows in details["state"]["chunks"]]
-            assembler._go_on(details["state"], 0.0, pieces, kinds_of(pieces[0].batch) if pieces else {})
+            piece = RowPiece.from_plain(details["state"]["rows"])
+            assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
             self._entries = assembler.held
         elif event == "open":
             self._take_back(assembler)

@@ -88,25 +88,27 @@ class RowPiece:
         return self.batch if len(self.place) == len(self.batch) else self.take(self.place)
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> RowPiece:
+    def from_plain(cls, plain: dict[str, Any] | None) -> RowPiece:
         """Restore the output of :func:`joined_plain`."""
+        if plain is None:
+            return cls(TensorDict({}, batch_size=[0]), ())
         rows: Any = from_plain(plain["rows"])
         return cls(rows, plain["arrival"].tolist())
 
 
-def joined_plain(pieces: Collection[RowPiece]) -> list[dict[str, Any]]:
-    """Copy the rows of pieces into one dict of tensors and lists. Returns an empty list without pieces.
+def joined_plain(pieces: Collection[RowPiece]) -> dict[str, Any] | None:
+    """Copy the rows of pieces into one dict of tensors and lists. Returns None without pieces.
 
     They are joined because thousands of small tensors take long to save and load.
     """
     if not pieces:
-        return []
+        return None
     parts = [piece.rows() for piece in pieces]
     rows = _joined(parts)
     if len(parts) == 1 or isinstance(rows, LazyStackedTensorDict):
         rows = rows.clone()
     arrivals = chain.from_iterable(piece.place for piece in pieces)
-    return [{"arrival": numbers_column(arrivals), "rows": to_plain(rows)}]
+    return {"arrival": numbers_column(arrivals), "rows": to_plain(rows)}
 
 
 def numbers_column(values: Iterable[int]) -> Tensor:

@@ -373,7 +373,7 @@ class Stream:
 
     # -- as dicts, tensors and lists ------------------------------------------------------------------------
 
-    def to_plain(self, now: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def to_plain(self, now: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """The state and the rows. Times are saved as ages, because another process has another clock."""
         groups = [*self.waiting.values(), *self.whole_groups()]
         state: dict[str, Any] = {name: copy(getattr(self, name)) for name in TOTALS} | {
@@ -399,11 +399,10 @@ class Stream:
         for name in CLOSED:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
-        stream.counts |= dict(zip(REASONS, state["counts"], strict=True))
-        columns = state["groups"]
-        lines = zip(*(column.tolist() for column in columns.values()), strict=True)
-        made = (Group(**dict(zip(columns, line, strict=True))) for line in lines)
-        groups = {group.key: group for group in made}
+        stream.counts = dict(zip(REASONS, state["counts"], strict=True))
+        names, columns = state["groups"].keys(), [column.tolist() for column in state["groups"].values()]
+        lines = (dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
+        groups = {group.key: group for group in (Group(**line) for line in lines)}
         for row in rows:
             key = row.partition, row.group
             rollouts = groups[key].rollouts

@@ -76,8 +76,6 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        if not callable(criterion):
-            raise ValueError(f"criterion must be a callable from a batch to (N, T) bool; got {criterion!r}")
         credit = [self.advantage_key] if denominator == "all" else []
         reads = [*getattr(criterion, "in_keys", ()), self.loss_mask_key, *credit]
         super().__init__(reads, credit or [LENGTH])

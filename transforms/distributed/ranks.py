@@ -72,9 +72,9 @@ class Ranks:
             self.refused = True
             raise
 
-    def gather_objects(self, value: Any, about: str = "") -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Exchange small picklable objects; the result is sorted by rank. A barrier and two collectives."""
-        self.meet(about)
+        self.meet()
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found

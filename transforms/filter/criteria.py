@@ -94,9 +94,8 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
         reward, groups = rows.reward, rows.groups
-        missing = reward.isnan()
-        highest = groups.max(reward.masked_fill(missing, -INF))
-        lowest = groups.min(reward.masked_fill(missing, INF))
+        highest = groups.max(reward.nan_to_num(-INF, INF, -INF))  # a missing reward is neither
+        lowest = groups.min(reward.nan_to_num(INF, INF, -INF))
         differ = groups.spread(highest - lowest > self.tol)  # −∞ if no rollout of the group has a reward
         # Excluded rows stay: they are not in the maximum and minimum, and have a reason already.
         return differ if rows.counted is None else differ | ~rows.counted

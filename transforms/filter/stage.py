@@ -76,8 +76,6 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        if not callable(criterion) and not hasattr(criterion, "decide"):
-            raise ValueError(f"criterion must be a callable from a batch to (N,) bool; got {criterion!r}")
         own: Unit = unit if unit is not None else getattr(criterion, "unit", "sample")
         reads = unit_keys(own, self.rollout_key, self.group_key)
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
@@ -86,7 +84,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         self._unit = own
         function = getattr(criterion, "func", criterion)  # the function inside a functools.partial
         name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
-        self.reasons, self.effects = (str(name),), (EFFECTS[action],)
+        self.reasons = {str(name): EFFECTS[action]}
 
     @property
     def before_baseline(self) -> bool:  # type: ignore[override]
@@ -128,7 +126,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
                 f"{self.criterion!r} returned {found}"
             )
-        keep = keep.reshape(-1)
+        keep = keep.flatten()
         if rows.counted is not None:
             keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
         if self._unit != "sample":
@@ -142,4 +140,5 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             kept = int(own.sum())
             view.metric("kept", kept)
             view.metric("fraction_kept", kept / max(len(own), 1))
-        rows.leave(~keep, self.reasons[0], self.effects[0])
+        [(reason, effect)] = self.reasons.items()
+        rows.leave(~keep, reason, effect)

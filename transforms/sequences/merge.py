@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.table import Effect
 from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
 from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
@@ -196,8 +197,7 @@ class MergeTurns(
         [[0, 1, 0, 1]]
     """
 
-    reasons = ("merged",)
-    effects = ("dropped",)
+    reasons: Mapping[str, Effect] = {"merged": "dropped"}
 
     def __init__(
         self,
@@ -229,7 +229,8 @@ class MergeTurns(
             lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
-        rows.require_turns(turn)
+        if turn is not None:
+            rows.require_turns(turn)
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken, source, to = merge_turns(
@@ -288,7 +289,7 @@ class MergeTurns(
         stays = rows.of_rank(target) == rows.table.live
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
-        rows.merge(target, self.reasons[0])
+        rows.merge(target)
 
         # 4. Move token columns to the rows that are kept.
         kept = stays.nonzero().flatten().to(device)

@@ -217,11 +217,29 @@ class GatheredRows:
         order, padding, places = plan.of_rank(steps.rank)
         at = order if steps.places is None else steps.places.index_select(0, order)  # rows of the batch
         self.in_order = steps.in_order and not self.late and self._is_in_order(at)
-        self.masked = self._find_masked(steps, order, padding)
 
-        # Columns with one number per row: order, send to the device together, and split by minibatch.
-        ordered = self._ordered(columns, order, padding, steps.loss_columns.weight)
-        ordered |= zip(PLACES, places.clone().unbind(), strict=False)  # the plan keeps its own
+        # 1. Columns with one number per row: order, send to the device together, and split by minibatch.
+        given: dict[Any, tuple[Tensor, torch.dtype, int]] = dict(columns)
+        for number, late_change in enumerate(self.late):
+            for name, values in late_change.numbers.items():
+                given[Late, number, name] = values, values.dtype, values.ndim
+        mask, log_prob, weight = steps.loss_columns
+        ordered = dict[Any, Tensor]()
+        for key, (values, dtype, ndim) in given.items():
+            if key in PLACES:
+                continue
+            # For many rows `gather` is ten times faster than `index_select`.
+            values = values.gather(0, order) if values.ndim == 1 else values.index_select(0, order)
+            if padding is not None and key in (ROW, IN_LOSS, weight):
+                values[padding] = -1 if key == ROW else 0
+            values = values.to(dtype)
+            missing = ndim - values.ndim
+            ordered[key] = values.view(*values.shape, *[1] * missing) if missing else values
+        if padding is not None:
+            ordered[PADDING] = padding.clone()
+        in_loss = ordered.get(IN_LOSS)
+        names = PLACES if plan.has_ranks else PLACES[:2]
+        ordered |= zip(names, places.clone().unbind(), strict=False)  # the plan keeps its own
         there, *parts = send_packed([at, *ordered.values()], self.device)
         self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
         self.of_late = [
@@ -229,7 +247,20 @@ class GatheredRows:
             for number, late in enumerate(self.late)
         ]
 
-        # All other columns: gather a small batch now, a larger one by minibatch.
+        # 2. Columns of the batch in which rows are masked: (M,) bool, which rows, and the masked value.
+        how: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
+        out = padding if in_loss is None or bool(in_loss.all()) else ~in_loss
+        if out is not None:
+            how |= dict.fromkeys([*steps.table.masked_columns, mask, log_prob], (out, None))
+        if padding is not None:
+            how |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
+        self.masked: dict[NestedKey, tuple[Tensor, float]] = {}
+        for column, (flags, value) in how.items():
+            if column is not None and (found := parts_of(batch, column)):
+                masking = 0 if found[0].dtype is torch.bool else float("nan")
+                self.masked[column] = flags, masking if value is None else value
+
+        # 3. All other columns: gather a small batch now, a larger one by minibatch.
         at_once = not (self.is_ragged or self.in_order or self.late) and _bytes_of(batch) < SMALL
         if at_once:
             batch = take_rows(batch, there)
@@ -268,50 +299,6 @@ class GatheredRows:
         follows = at[1:] == at[:-1] + 1
         follows[[span.start - 1 for span in self.spans if 0 < span.start < len(at)]] = True
         return bool(follows.all())
-
-    def _find_masked(
-        self, steps: OptimiserSteps, order: Tensor, padding: Tensor | None
-    ) -> dict[NestedKey, tuple[Tensor, float]]:
-        """By column of the batch: the masked positions, (M,) bool, and the value to write there."""
-        table, (mask, log_prob, weight) = steps.table, steps.loss_columns
-        how: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
-        out = padding
-        if table.masks_rows and not bool(table.in_loss.all()):
-            out = ~table.in_loss.index_select(0, order)
-            out = out if padding is None else out | padding
-        if out is not None:
-            how |= dict.fromkeys([*table.masked_columns, mask, log_prob], (out, None))
-        if padding is not None:
-            how |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
-        found: dict[NestedKey, tuple[Tensor, float]] = {}
-        for key, (flags, value) in how.items():
-            if key is not None and (parts := parts_of(self.batch, key)):
-                masking = 0 if parts[0].dtype is torch.bool else float("nan")
-                found[key] = flags, masking if value is None else value
-        return found
-
-    def _ordered(
-        self, columns: Columns, order: Tensor, padding: Tensor | None, weight: NestedKey
-    ) -> dict[Any, Tensor]:
-        """The columns that stages wrote, and the numbers of late changes, in training order: (M, ...)."""
-        given: dict[Any, tuple[Tensor, torch.dtype, int]] = dict(columns)
-        for number, late in enumerate(self.late):
-            for name, values in late.numbers.items():
-                given[Late, number, name] = values, values.dtype, values.ndim
-        ordered = dict[Any, Tensor]()
-        for key, (values, dtype, ndim) in given.items():
-            if key in PLACES:
-                continue
-            # For many rows `gather` is ten times faster than `index_select`.
-            values = values.gather(0, order) if values.ndim == 1 else values.index_select(0, order)
-            if padding is not None and key in (ROW, IN_LOSS, weight):
-                values[padding] = -1 if key == ROW else 0
-            values = values.to(dtype)
-            missing = ndim - values.ndim
-            ordered[key] = values.view(*values.shape, *[1] * missing) if missing else values
-        if padding is not None:
-            ordered[PADDING] = padding.clone()
-        return ordered
 
     def _plan(self, batch: TensorDictBase, order: Tensor | None) -> Branch:
         """Choose how each column is gathered; `order`: rows in training order, None: already in order."""

@@ -88,6 +88,7 @@ class CutOptions:
         """Whether any option depends on the lengths of rows."""
         return self.max_tokens is not None or self.balance != "none" or self.tree != "none"
 
+    @cached_property
     def plain(self) -> dict[str, Any]:
         """All options that decide a plan, by name: all but the process group."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "process_group"}
@@ -259,14 +260,16 @@ class Plan:
     @cached_property
     def numbers(self) -> Tensor:
         """(3, M) int64: the minibatch, micro-batch and rank of each row in the order."""
-        places, counts = list[tuple[int, int, int]](), list[int]()
+        places: tuple[list[int], ...] = ([], [], [])
+        counts: list[int] = []
         for k, ranks in enumerate(self.sizes):
             for r, passes in enumerate(ranks):
                 for m, size in enumerate(passes):
-                    places.append((k, m, r))
+                    for column, number in zip(places, (k, m, r), strict=True):
+                        column.append(number)
                     counts.append(size)
-        table = torch.tensor(places, dtype=torch.int64).view(-1, 3).T
-        return table.repeat_interleave(torch.tensor(counts, dtype=torch.int64), dim=1)
+        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        return torch.tensor(places, dtype=torch.int64).index_select(1, of)
 
     def passes(self, rank: int | None) -> list[list[int]]:
         """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
@@ -279,14 +282,13 @@ class Plan:
         Returns:
             - (M,) int64, row numbers in training order.
             - (M,) bool, True at padding; None without any.
-            - (3, M) int64: minibatch, micro-batch and rank; (2, M), without the rank, if there is only one.
+            - (3, M) int64: minibatch, micro-batch and rank.
         """
-        numbers = self.numbers if self.has_ranks else self.numbers[:2]
         if rank is None:
-            return self.order, self.padding, numbers
+            return self.order, self.padding, self.numbers
         own = (self.numbers[2] == rank).nonzero().flatten()
         padding = None if self.padding is None else self.padding.index_select(0, own)
-        return self.order.index_select(0, own), padding, numbers.index_select(1, own)
+        return self.order.index_select(0, own), padding, self.numbers.index_select(1, own)
 
     @property
     def has_ranks(self) -> bool:
@@ -460,7 +462,19 @@ def draw_plans(
     orders = []
     for rank, part in enumerate(parts):
         with _rank_in_errors(rank, len(parts)):
-            orders.append(_draw_orders(part, len(lengths), labels, cut, calls, epochs))
+            (rows, units), own = part, list[Cut]()
+            for call in range(calls, calls + epochs):
+                generator = torch.Generator().manual_seed(stream_seed("split", cut.seed, call))
+                how = cut.minibatches, cut.minibatch_size, cut.remainder, cut.shuffle
+                order = cut_order(len(rows), units, *how, generator)
+                if len(rows) < len(lengths):
+                    numbers = rows.index_select(0, order.order), rows.index_select(0, order.left)
+                    order = Cut(numbers[0], order.sizes, numbers[1])
+                own.append(order)
+                if cut.remainder == "carry" and call == calls and len(order.left):
+                    rows = order.order.sort().values
+                    units = None if labels is None else Ids(labels.index_select(0, rows))
+            orders.append(own)
     if cut.max_tokens is not None and cut.remainder == "drop":
         orders = fit_budget(orders, labels, lengths, cut)
     assigned = [[assign_minibatches(order, lengths, cut, forest) for order in own] for own in orders]
@@ -488,24 +502,6 @@ def _rank_in_errors(rank: int, ranks: int) -> Iterator[None]:
         if ranks > 1:
             err.args = (f"{err} (These are the rows of rank {rank}.)",)
         raise
-
-
-def _draw_orders(
-    part: Part, size: int, labels: Tensor | None, cut: CutOptions, calls: int, epochs: int
-) -> list[Cut]:
-    (rows, units), orders = part, list[Cut]()
-    for call in range(calls, calls + epochs):
-        generator = torch.Generator().manual_seed(stream_seed("split", cut.seed, call))
-        how = cut.minibatches, cut.minibatch_size, cut.remainder, cut.shuffle
-        order = cut_order(len(rows), units, *how, generator)
-        if len(rows) < size:
-            numbers = rows.index_select(0, order.order), rows.index_select(0, order.left)
-            order = Cut(numbers[0], order.sizes, numbers[1])
-        orders.append(order)
-        if cut.remainder == "carry" and call == calls and len(order.left):
-            rows = order.order.sort().values
-            units = None if labels is None else Ids(labels.index_select(0, rows))
-    return orders
 
 
 def _agree_on_counts(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutOptions) -> list[list[int]]:

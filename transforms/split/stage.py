@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,8 +158,7 @@ class ShuffleSplit(
     """
 
     # `trained_before` is not listed: it is in the ledger only if a batch comes again after a restart.
-    reasons = ("remainder", "carried")
-    effects: tuple[Effect, ...] = ("dropped", "carried")
+    reasons: Mapping[str, Effect] = {"remainder": "dropped", "carried": "carried"}
     within_groups = True
     stateful = True
 
@@ -278,7 +277,7 @@ class ShuffleSplit(
 
         # 4. Carry or drop the leftover rows.
         trained, kept, carries = None, None, cut.remainder == "carry"
-        for reason, effect in zip(self.reasons, self.effects, strict=True):
+        for reason, effect in self.reasons.items():
             rows.name_reason(reason, effect)
         if any(len(plan.left) for plans in by_rank for plan in plans):
             trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
@@ -326,7 +325,7 @@ class ShuffleSplit(
 
     def _begin(self, table: Table, own: Tensor, epochs: int) -> Progress:
         """Start to count the minibatches of a batch; `own`: (n,) the table rows of this rank."""
-        cut_by = self.cut.plain() | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
+        cut_by = self.cut.plain | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         fresh = _fresh(table, own)
         batch = KnownBatch(len(fresh), identifying_columns(table, fresh, self.reward_key))
         return Progress(self.state, batch, cut_by)
