@@ -77,7 +77,7 @@ function causeOf(page, name) {
   return h("p", { class: "because" }, "Look at the cause first: ", h("button", { type: "button", class: "link", on: { click: open } }, title));
 }
 
-const fits = ({ when, unless }, cause) => (!when || when === cause) && (!unless || unless !== cause);
+const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!remedy.unless || remedy.unless !== cause);
 
 function adviceLine(page, verdict, advisory, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
