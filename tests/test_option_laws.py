@@ -64,14 +64,18 @@ def numeric_options():
 
 def call(thing, **given):
     """With what it needs besides; of that no value is looked at before the numbers are."""
-    needed = {}
+    first, needed = [], {}
     for name, parameter in inspect.signature(thing).parameters.items():
         named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if named and parameter.default is parameter.empty:
             words = str(parameter.annotation)
             by_type = {"int": 1, "float": 1, "Sequence": [], "str": "x", "Iterable": [], "Literal": "drop"}
-            needed[name] = next((by_type[kind] for kind in by_type if words.startswith(kind)), repr)
-    return thing(**needed | given)
+            value = next((by_type[kind] for kind in by_type if words.startswith(kind)), repr)
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                first.append(value)
+            else:
+                needed[name] = value
+    return thing(*first, **needed | given)
 
 
 def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default():
