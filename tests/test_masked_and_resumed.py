@@ -30,7 +30,6 @@ from headrace.transforms import (
 )
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
-SEVERAL = {"microbatches": 2, "remainder": "pad"}
 
 
 # -- the documented loss -------------------------------------------------------------------------------------
