@@ -167,7 +167,7 @@ class FanOutCollapse(
         self.reward = reward
         self.missing = missing
         if missing == "mask":
-            self.reasons, self.effects = ("no_reward",), ("excluded",)
+            self.reasons = {"no_reward": "excluded"}
         self.columns, self.weights = at_least("columns", columns, 1), weights
         factors_of(weights, columns)  # checks the number of weights
 
