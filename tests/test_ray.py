@@ -276,7 +276,7 @@ def ragged(rows: TensorDict, tokens: int = 8) -> TensorDictBase:
     return lazy_stack(singles)
 
 
-@pytest.mark.parametrize(("seed", "kind"), enumerate(["dense", "ragged", "labels"]))
+@pytest.mark.parametrize(("seed", "kind"), [(0, "dense"), (1, "ragged"), (2, "labels")])
 def test_rows_left_in_the_store_equal_those_sent_through_one_process(seed, kind):
     draw = random.Random(seed)
     versions = {"max_staleness": 1, "on_stale": "mask", "version_key": ("next", "policy_version")}
