@@ -266,7 +266,7 @@ def test_the_page_shows_the_rollout_without_reward_and_why_it_left(make_batch):
     report = make_report(run)
     assert report.numbers["rollouts/no_reward"] == 0
     assert report.numbers["reward/all/mean"] == 0.5
-    assert report.advisories == []
+    assert [advisory.name for advisory in report.advisories] == ["rewards-missing"]
     assert run.metrics[f"out/{REASON}"] == 1
     step = page_data([report], title="")["steps"][0]
     assert step["rows"]["reward"] == [1, 0, None]

@@ -129,7 +129,7 @@ _short = _Short()
 
 
 def quote(value: Any) -> str:
-    """Format a value of any type and size in at most 200 characters.
+    """Shorten the repr of a value of any type and size to at most 200 characters.
 
     >>> quote(list(range(1000)))
     '[0, 1, 2, 3, ...]'
