@@ -20,14 +20,14 @@ from headrace.transforms.entry import label_key, labels_said
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
-from headrace.transforms.rows import column_keys
+from headrace.transforms.rows import column_keys, stage_parts
 from headrace.transforms.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
 from .halves import before_the_cut, part_of
 from .ledger import Ledger
-from .load import load_pipeline
+from .load import load_pipeline, objects_in
 from .pipeline import Pipeline
 from .run import Run
 from .wording import suggest
@@ -190,8 +190,8 @@ class Decider:
             for role, key in usual.items()
             if role not in COUNTS.values() and keys[role] is not None
         }
-        parts = [self.pipeline, *self.pipeline.stages.values()]
-        parts += [part.criterion for part in parts if hasattr(part, "criterion")]
+        stages = [self.pipeline, *self.pipeline.stages.values()]
+        parts = [part for stage in stages for part in stage_parts(stage)]
         self._ids = {key for part in parts for role, key in column_keys(part).items() if role in IDS}
 
     @cached_property
@@ -427,7 +427,8 @@ def decide(
         >>> found.advantage.tolist(), found.reason[2]
         ([0.5, -0.5, 0.0, 0.0], 'filter/zero_variance')
     """
-    known = f"{recipe!r} {overrides!r} {sorted(options.items())!r}"
+    # With the ids of objects, which may look alike. A cached recipe holds its own, so no id is used again.
+    known = f"{recipe!r} {overrides!r} {sorted(options.items())!r} {[*map(id, objects_in(options))]}"
     with _lock:
         if (decider := _composed.pop(known, None)) is None:
             decider = Decider(recipe, *overrides, **options)
@@ -448,8 +449,8 @@ def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:
     found = [
         key
         for stage in pipeline.stages.values()
-        for part in (stage, getattr(stage, "term", None), getattr(stage, "criterion", None))
-        for role, key in ([] if part is None else column_keys(part).items())
+        for part in stage_parts(stage)
+        for role, key in column_keys(part).items()
         if role in roles and key in {*getattr(stage, "in_keys", ()), *getattr(part, "in_keys", ())}
     ]
     return list(dict.fromkeys(found))

@@ -29,7 +29,7 @@ from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.gate import Empty, take_empty_out
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import Rows, column_keys, few
+from headrace.transforms.rows import Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Table, TokenCount, Tokens, Written
@@ -242,9 +242,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
         keys = [*map(nested_key, usual), *REFERENCE]
         for stage in (self, *self.stages.values()):
-            for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
-                named = {} if part is None else column_keys(part)
-                keys += [key for role, key in named.items() if role in OF_TOKENS]
+            for part in stage_parts(stage):
+                keys += [key for role, key in column_keys(part).items() if role in OF_TOKENS]
         others = [key for key in dict.fromkeys(keys) if key is not None]
         return Tokens(self.loss_mask_key, self.log_prob_key, others)
 

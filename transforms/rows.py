@@ -1028,6 +1028,12 @@ class Rows:
         )
 
 
+def stage_parts(stage: Any) -> list[Any]:
+    """A stage, and its criteria and its token term, if it has them."""
+    parts = (getattr(stage, option, None) for option in ("criterion", "also", "term"))
+    return [stage, *(part for part in parts if part is not None)]
+
+
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
     attributes, names = vars(stage), dict[str, NestedKey | None]()
