@@ -74,7 +74,8 @@ These rules hold for all recipes:
 - If baseline or scale use the group, a group with equal rewards has an advantage of exactly 0. The
   exception is `asymre`, where it is −delta.
 - No recipe gives NaN.
-- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another.
+- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another. headrace's `weighted_loss` sums
+  the losses of all tokens, each times its loss weight.
 
 The texts use these symbols:
 
