@@ -520,10 +520,10 @@ is refused with an error.
         | whole("tokens", "3 0 3 3 3"),
         [[1.5, None, -0.5, -0.5, -0.5]],
         """
-Some trainers call a rollout a session, and it may have several outputs. Each output is a row. Here
-the last output of a session was truncated, and is masked. A trainer reads the advantage of the
-session at this last output, where it is 0. Then the first output does not train, although this
-session is the only success of the group.
+Some trainers call a rollout a session. A session may have several outputs, and each output is a row.
+Here the last output of a session was truncated, and is masked. A trainer reads the advantage of the
+session at this output, where it is 0. Then the first output does not train, although the session is
+the only success of the group.
 """,
         """
 The session is rollout 0, and its two outputs are the first two rows. It counts once in the group. The

@@ -140,7 +140,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
     accepted = [answer["found"]] if case.asks == "paths" else case.accepted
     found = answer["other" if case.asks == "paths" else "found"]
     says = (
-        f"{FIRST[peer]} was compared with {answer['path']}."
+        f"{FIRST.get(peer, peer)} was compared with {answer['path']}."
         if case.asks == "paths"
         else SETTINGS.get((peer, case.name), "")
     )
