@@ -585,6 +585,8 @@ class Rows:
         self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
     ) -> None:
         """:meth:`require` (M,) values of at most this size, and no NaN."""
+        if not len(values):
+            return
         low, high = values.aminmax()
         if not -most <= float(low) <= float(high) <= most:
             self.require(values.abs() <= most, message, describe)

@@ -36,7 +36,7 @@ from .logged import tolerance
 ROWS, MASKED = "each row counts as a rollout", "rollouts out of the loss count"
 BOTH = f"{ROWS}, and {MASKED}"
 NO_ADVANTAGES = "the dump has no advantages"
-NO_TOKENS = "the dump has no tokens: source.tokenizer=PATH makes them of its texts"
+NO_TOKENS = "the dump has no tokens: set source.tokenizer=PATH to make them from its texts"
 UNKNOWN_SIZE = "the size of groups is not known; set it, as source.group_size=8"
 
 

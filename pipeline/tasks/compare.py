@@ -37,7 +37,7 @@ SHARE = (
 )
 NO_SHARES = (
     "Shares of the gradient are not known: the dump has no tokens. "
-    "source.tokenizer=PATH makes them of its texts."
+    "Set source.tokenizer=PATH to make tokens from its texts."
 )
 
 

@@ -148,24 +148,24 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
     rows = sum(each.rows_left_out for each in draws.values())
     if draws:
         prompts = [
-            f"Step {step}: {quote(last_user_turn(prompt))}, {rollouts} rollouts"
+            f"step {step}, {quote(last_user_turn(prompt))}, {rollouts} rollouts"
             for step, each in draws.items()
             for prompt, rollouts in each.drawn
         ]
-        said.append(
-            f"Prompts that were drawn several times in one step: {len(prompts):,}. "
-            f"{'. '.join(prompts[:NAMED_DRAWS])}{', and others' if len(prompts) > NAMED_DRAWS else ''}."
-        )
+        drawn = "1 prompt was" if len(prompts) == 1 else f"{len(prompts):,} prompts were"
+        named = "; ".join(prompts[:NAMED_DRAWS])
+        others = ", and others" if len(prompts) > NAMED_DRAWS else ""
+        said.append(f"{drawn} drawn several times in one step: {named}{others}.")
     if split:
         said.append(
-            f"Split into their draws, by the order of the dump: {split:,} of these groups. That is right "
-            "where the trainer dumps rollouts in the order in which it drew their prompts: verl does with "
-            "trainer.balance_batch=False."
+            f"{split:,} of these groups {'was' if split == 1 else 'were'} split into the draws, by the "
+            "order of the dump. This is right if the trainer dumps rollouts in the order in which it drew "
+            "their prompts. verl does so with trainer.balance_batch=False."
         )
     if left_out:
         said.append(
-            f"Left out: {left_out:,} of these groups, {rows:,} rows. The order that tells the draws apart is "
-            "not in the dump."
+            f"{left_out:,} of these groups, {rows:,} rows, {'was' if left_out == 1 else 'were'} left out: "
+            "the dump does not have the order of the draws."
         )
     return said
 

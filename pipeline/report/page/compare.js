@@ -2,7 +2,7 @@
 // recipe.
 import { byId, h, message, plainTable, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
-import { count, extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
+import { count, extent, isNumber, number, plural, scale, shortId, ticks } from "./numbers.js";
 import { drawShares } from "./shares.js";
 import { tip } from "./tip.js";
 
@@ -44,7 +44,7 @@ function scatter(pairs, width, named) {
       const point = mark(kind, x(a), y(b));
       return tip(point, () => [
         `row ${row.row}`,
-        `group ${row.group}, rollout ${row.rollout}`,
+        `group ${shortId(row.group)}, rollout ${shortId(row.rollout)}`,
         `${named.x} ${number(a)}`,
         `${named.y} ${number(b)}`,
       ]);
@@ -88,8 +88,8 @@ function furthest(pairs, named) {
     ["row", "group", "rollout", named.x, named.y],
     some.map(({ row, a, b }) => [
       String(row.row),
-      String(row.group),
-      String(row.rollout),
+      shortId(row.group),
+      shortId(row.rollout),
       number(a),
       number(b),
     ]),

@@ -37,6 +37,10 @@ export function number(n) {
 // Three significant digits, for a glance.
 export const short = (value) => number(isNumber(value) ? Number(value.toPrecision(3)) : value);
 
+// The beginning of a text: a hash is told by 16 characters.
+export const beginning = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+export const shortId = (id) => beginning(String(id), 16);
+
 // A share, likewise.
 export const inPercent = (share) => (isNumber(share) ? `${short(100 * share)} %` : NONE);
 

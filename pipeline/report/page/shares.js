@@ -1,6 +1,6 @@
 // Which groups the gradient comes from, under either of two recipes.
 import { h, plainTable } from "./dom.js";
-import { count, isNumber, number, sum } from "./numbers.js";
+import { beginning, count, isNumber, number, sum } from "./numbers.js";
 
 const MOST_GROUPS = 10;
 
@@ -45,7 +45,7 @@ export function drawShares(page, model, step) {
           "Shares of the gradient by group",
           ["group", first, second, "difference, in points"],
           some.map(({ group, one, other }) => [
-            String(group.id),
+            beginning(group.label?.replace(/\s+/g, " ") ?? String(group.id), 48),
             perCent(one),
             perCent(other),
             points(other - one),

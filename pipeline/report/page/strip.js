@@ -3,7 +3,7 @@ import { h, message, s } from "./dom.js";
 import { drawDot, radius, stack } from "./dots.js";
 import { legend, swatch } from "./legend.js";
 import { chosen, ofExpected, whyNone } from "./model.js";
-import { extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
+import { beginning, extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
 import { walk } from "./walk.js";
 
 function groupName(group, room) {
@@ -12,7 +12,7 @@ function groupName(group, room) {
   // A long id, such as a hash, would leave no room for the prompt.
   const named = label ? (id.length > letters / 2 ? label : `${id}  ${label}`) : `group ${id}`;
   const text = named.length > letters && !label ? id : named;
-  return text.length > letters ? `${text.slice(0, Math.max(1, letters - 1))}…` : text;
+  return beginning(text, Math.max(2, letters));
 }
 
 function drawLine({ group, rollouts }, frame, y) {

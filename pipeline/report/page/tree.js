@@ -2,7 +2,7 @@
 import { drawGroup } from "./cards.js";
 import { byId, h, lazily, message, moreButton, reducedMotion } from "./dom.js";
 import { chosen, ofExpected, whyNone } from "./model.js";
-import { count, isNumber, number } from "./numbers.js";
+import { count, isNumber, number, shortId } from "./numbers.js";
 
 const PAGE = 25;
 let treeShown = PAGE;
@@ -19,7 +19,7 @@ function groupNode({ group, rollouts }) {
     .filter(Boolean)
     .join(" · ");
   const name = [
-    h("span", { class: "name" }, `group ${group.id}`),
+    h("span", { class: "name", title: group.id }, `group ${group.label ? shortId(group.id) : group.id}`),
     group.label ? h("span", { class: "prompt" }, group.label) : null,
     h("span", { class: "facts" }, facts),
   ];

@@ -1,6 +1,6 @@
 // Rows of a step as a table, some at a time. What is in a row becomes text nodes only.
 import { h, message } from "./dom.js";
-import { NONE, count, isNumber, number } from "./numbers.js";
+import { NONE, count, isNumber, number, shortId } from "./numbers.js";
 import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
 
 const COUNT = 50; // rows at a time
@@ -24,8 +24,6 @@ function shownValue(name, value) {
 }
 
 // The name of a group or rollout as people know it: its label where there is one.
-const ID = 16; // characters of an id in the table: a hash is told by its beginning
-const shortId = (text) => (text.length > ID ? `${text.slice(0, ID - 1)}…` : text);
 const labelled = { group_id: "group_label", rollout_id: "rollout_label" };
 
 // `run`: its place; `wanted`: what is asked of the rows; `state`: for links; `without`: columns that are left out.
