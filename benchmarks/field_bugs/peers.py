@@ -737,7 +737,7 @@ PEERS = {
         agentlightning_weights,
     ),
 }
-PEERS["headrace"].other = ("the same rows as a TensorDict that is written to a replay buffer", headrace_batch)
+PEERS["headrace"].other = ("a pipeline that gets the same rows as a TensorDict", headrace_batch)
 PEERS["torchrl"].other = ("a run without `trajectory_return`", mc_advantage)
 vectorised = "compute_grpo_vectorized_outcome_advantage"
 PEERS["verl"].other = (f"`{vectorised}`", lambda case: verl_estimator(case, vectorised))
