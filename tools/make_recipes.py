@@ -58,7 +58,7 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 | group | the std of the rewards of the group |
 | running | a mean of earlier batches, which the stage `running` subtracts |
 | none | nothing is subtracted, or the divisor is 1 |
-| others | The text of the recipe has the equation. |
+| any other name | The text of the recipe has the equation. |
 
 The loss is a mean over tokens, rollouts or groups. `constant` means that the divisor is fixed.
 
