@@ -513,6 +513,11 @@ def test_each_step_without_rewards_is_named_however_long_ago():
     (found,) = advise(history[-1][1], history)
     assert (found.name, found.steps) == ("rewards-missing", (1,))
     assert found.text == "50 % of the rollouts have no reward at step 1."
+    history = steps_of("rollouts/unrewarded", [0.0, 0.15, 0.23, 0.15])  # no two steps have 23 %
+    (found,) = advise(history[-1][1], history)
+    assert found.text == (
+        "Up to 23 % of the rollouts have no reward (step 2). It is above 10 % at steps 1, 2 and 3."
+    )
     assert names(history[-1][1], steps_of("rollouts/unrewarded", [0.1] * 20)) == []
 
 

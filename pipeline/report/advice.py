@@ -280,8 +280,10 @@ def _at_each(rule: Bound, history: History) -> Advisory | None:
     found = {step: value for step, value in found.items() if rule.fires(value)}
     if not found:
         return None
-    where = said_at([*found], len(history))
-    text = rule.says.format(share=percent(max(found.values())), value=f"{max(found.values()):.3g}")
+    where, most = said_at([*found], len(history)), max(found, key=lambda step: found[step])
+    text = rule.says.format(share=percent(found[most]), value=f"{found[most]:.3g}")
+    if len(set(found.values())) > 1:
+        text = f"Up to {text} (step {most:,}).{BEYOND}{rule.words}"
     return Advisory(rule.name, f"{text} {where}".strip() + ".", rule.number, tuple(found))
 
 
