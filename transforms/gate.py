@@ -265,7 +265,7 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
 
 
 def shared_ids(rows: Rows, presence: Presence) -> str:
-    """A hint that rollout ids may be repeated by mistake: a group lacks ids, and two of its rows share one."""
+    """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share one."""
     groups, rollouts = rows.groups, rows.rollouts
     ids = torch.bincount(groups.of[rollouts.everyone.first], minlength=groups.n)
     size = torch.bincount(groups.of, minlength=groups.n)

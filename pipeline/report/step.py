@@ -316,9 +316,8 @@ def _options(run: Run) -> dict[str, dict[str, Any]]:
         name: {option: getattr(stage, option) for option in options_of(type(stage)) if hasattr(stage, option)}
         for name, stage in stages
     }
-    shared = {"loss_mask_key": run.keys.loss_mask}
-    shared |= {"empty": stage.empty for _, stage in stages if hasattr(stage, "empty")}
-    return {"": shared} | found
+    shared = {name: own[name] for own in found.values() for name in ("empty",) if name in own}
+    return {"": shared | {"loss_mask_key": run.keys.loss_mask}} | found
 
 
 def _texts(

@@ -30,9 +30,7 @@ PROMPT = 40  # letters of it at most
 ADVISED = 3  # advisories; the page has all
 
 
-def show_report(
-    report: StepReport, *, groups: int = GROUPS, configs: Sequence[DictConfig] = ()
-) -> Group:
+def show_report(report: StepReport, *, groups: int = GROUPS, configs: Sequence[DictConfig] = ()) -> Group:
     """A report as Rich prints it, readable at 80 columns. Texts of the batch are not read as markup.
 
     Args:
