@@ -76,7 +76,7 @@ CASES = [
         ],
         """
 A trainer makes a group of every four rows. But prompt a has five rollouts and prompt b has three.
-So the fifth rollout of a is compared with those of b. It failed, so the successes of b look better.
+So the fifth rollout of a, a failure, is compared with those of b. The successes of b look better.
 """,
         """
 Each rollout is compared with the rollouts of its own prompt:
@@ -87,7 +87,8 @@ Each rollout is compared with the rollouts of its own prompt:
   and the failure −1.155.
 
 Another result is also correct. A trainer with groups of exactly four may take the first four
-rollouts of a, and keep the other rows for later. The mean of 1, 0, 0, 0 is 0.25 and the std 0.5.
+rollouts of a, and keep the other rows for later. The mean of 1, 0, 0, 0 is 0.25 and the std 0.5. So
+the success gets 1.5, and the others −0.5.
 """,
         [
             Thread(
@@ -111,13 +112,16 @@ rollouts of a, and keep the other rows for later. The mean of 1, 0, 0, 0 is 0.25
         [[1.5] * 5 + [-0.5] * 3 + [0.866, 0.866, -0.866, -0.866]],
         """
 One rollout became five rows, for example because it has five turns. If rows are counted, its reward
-counts five times in the baseline of its group. The success then gets 0.725 instead of 1.5.
+counts five times in the baseline of its group.
 """,
         """
 Group a has four rollouts with the rewards 1, 0, 0, 0. The mean is 0.25 and the std 0.5. All five
 rows of the first rollout get 0.75 / 0.5 = 1.5, and the others get −0.5.
 
 Group b has the rewards 1, 1, 0, 0. The mean is 0.5 and the std 0.577.
+
+With the bug, group a counts as eight rollouts, five of them with the reward 1. The mean is 0.625 and
+the std 0.518. The first rollout then gets (1 − 0.625) / 0.518 = 0.725 instead of 1.5.
 """,
         [
             Thread(
@@ -133,7 +137,10 @@ Group b has the rewards 1, 1, 0, 0. The mean is 0.5 and the std 0.577.
                 "Rollouts with more turns have more weight in mean and std.",
             ),
             Thread(
-                "microsoft/agent-lightning", 489, "2026-02-13", "Six turns of four rollouts are one group."
+                "microsoft/agent-lightning",
+                489,
+                "2026-02-13",
+                "A question: four rollouts have six turns. May these six rows be one group?",
             ),
         ],
     ),
@@ -372,7 +379,10 @@ Group b is not affected. The mean of 1, 1, 0, 0 is 0.5 and the std 0.577.
 """,
         [
             Thread(
-                "huggingface/trl", 7176, "2026-09-10", "Groups older than `max_staleness` are never trained."
+                "huggingface/trl",
+                7176,
+                "2026-09-10",
+                "Another problem: rollouts that will be dropped as stale are still generated to the end.",
             ),
             Thread(
                 "PrimeIntellect-ai/prime-rl",
@@ -451,8 +461,8 @@ There are two correct results:
         ],
         """
 A grader failed, so one row has no reward. The NaN spreads to the other rollouts of the group, and
-through the gradient to all parameters. Other trainers use 0 as the reward. An ungraded response
-then becomes less likely.
+through the gradient to all parameters. Some trainers replace the NaN by the reward 0. The response
+that was not graded then becomes less likely.
 """,
         """
 There are three correct results for group a:
@@ -511,13 +521,14 @@ is refused with an error.
         | whole("tokens", "3 0 3 3 3"),
         [[1.5, None, -0.5, -0.5, -0.5]],
         """
-A session has two outputs, and the last one was truncated and is masked. A trainer reads the
-advantage of the session at its last output, where it is 0. Then the first output does not train,
-although it is the only success of the group.
+Some trainers call a rollout a session. A session may have several outputs, and each output is a row.
+Here the last output of a session was truncated, and is masked. A trainer reads the advantage of the
+session at this output, where it is 0. Then the first output does not train, although the session is
+the only success of the group.
 """,
         """
-The session is rollout 0, and its two outputs are two rows. It counts once and has one reward. The rewards
-of the group are 1, 0, 0, 0. The mean is 0.25 and the std 0.5. So the first output gets 1.5.
+The session is rollout 0, and its two outputs are the first two rows. It counts once in the group. The
+rewards of the group are 1, 0, 0, 0. The mean is 0.25 and the std 0.5. So the first output gets 1.5.
 """,
         [
             Thread(
@@ -550,7 +561,7 @@ The prompt 2+2 was dispatched twice, as two groups. A trainer that groups by the
 compares the four rollouts with each other.
 """,
         """
-The rollouts of the two groups arrive alternately:
+Each rollout is compared only with the rollouts of its own group:
 
 - Group a has the rewards 0 and 1. The mean is 0.5 and the std 0.707. So they get −0.707 and 0.707.
 - Group b has the rewards 10 and 10. They are equal, so both get 0.
@@ -558,7 +569,12 @@ The rollouts of the two groups arrive alternately:
 With the bug, 0 is compared with 10.
 """,
         [
-            Thread("NVIDIA-NeMo/RL", 3882, "2026-08-27", "Different prompts can have the same text tokens."),
+            Thread(
+                "NVIDIA-NeMo/RL",
+                3882,
+                "2026-08-27",
+                "Prompts with different images can have the same tokens. They became one group.",
+            ),
             Thread("huggingface/trl", 3045, "2025-03-10", "A batch can contain equal prompts."),
         ],
     ),

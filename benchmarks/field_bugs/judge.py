@@ -10,7 +10,8 @@ NEAR = 0.002  # relative: what peers add to the std moves an advantage by up to 
 CUT = 200  # characters of an error message that are kept, behind its class
 Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
 
-POSITIONS = "It documents that it takes {} rows of each prompt, one prompt after the other. It takes no ids."
+POSITIONS = "It documents that it takes {} rows of each prompt, one prompt after the other. It takes no ids. "
+POSITIONS += "So the first four rows become one group, and the next four another."
 LONE = "{} gives a group of one the mean 0 and the std 1. So the advantage is the reward."
 TOKEN_MEAN = (
     "It documents that {}. But the code counts only the tokens of one micro-batch on one rank. "
@@ -59,6 +60,16 @@ SETTINGS = {
         "torchrl",
         "prompt-drawn-twice",
     ): 'Run with `prompt_key="group_id"`. The default is the text of the prompt.',
+}
+# Of two functions for advantages, the one that the other cases call.
+FIRST = {
+    "headrace": "`headrace.decide`",
+    "torchrl": '`MCAdvantage` with `trajectory_return="max"`',
+    "verl": "`compute_grpo_outcome_advantage`",
+    "verl v1": "`compute_advantage_for_multi_trajectories`",
+    "ms-swift": "`compute_advantages`",
+    "trinity-rft": "`GRPOGroupedAdvantage`",
+    "rlinf": "`grpo`",
 }
 # What a wrong answer relies on beside the threads of its case.
 WRONG = {
@@ -128,7 +139,11 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return "refused", f"Raised `{answer['refused'].strip()}{' …' * cut}`."
     accepted = [answer["found"]] if case.asks == "paths" else case.accepted
     found = answer["other" if case.asks == "paths" else "found"]
-    says = f"Compared with {answer['path']}." if case.asks == "paths" else SETTINGS.get((peer, case.name), "")
+    says = (
+        f"{FIRST.get(peer, peer)} was compared with {answer['path']}."
+        if case.asks == "paths"
+        else SETTINGS.get((peer, case.name), "")
+    )
     if any(near(found, expected) for expected in accepted):
         return "right", says
     if (peer, case.name) in DESIGN:

@@ -25,7 +25,7 @@ threads that report the bug.
 | refused | The code raised an error. The page of the case quotes it. |
 | **wrong** | The result is another number, which the table shows. The page of the case says why. |
 | by design | The result is another number, and the project documents it. |
-| – | The project has no code for such rows, or the code could not be run. |
+| not run | The project has no code for such rows, or the code could not be run. |
 
 The number after "wrong" or "by design" is the advantage that differs most from the correct one. In the two
 cases with denominators, the two numbers are the weights of a token in different rows.
@@ -81,13 +81,13 @@ NAMES = {"micro": "micro-batch", "tokens": "tokens in the loss", "version": "pol
 def cell(peer: str, case: Case, result: dict[str, Any]) -> str:
     """A verdict, with the number if it is not right."""
     if "cases" not in result:
-        return "–"
+        return "not run"
     answer = result["cases"][case.name]
     verdict, _ = judge(peer, case, answer)
     if verdict in ("wrong", "by design"):
         marked = f"**{verdict}**" if verdict == "wrong" else verdict
         return marked if case.asks == "paths" else f"{marked} {number(case, answer)}"
-    return {"not seen": "–"}.get(verdict, verdict)
+    return {"not seen": "not run"}.get(verdict, verdict)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -140,15 +140,18 @@ def page(case: Case, results: dict[str, Any]) -> str:
     head = [*(NAMES.get(name, name) for name in names), *accepted]
     columns = [*(case.rows[name] for name in names), *accepted.values()]
     lines = ["| " + " | ".join(shown(value, 6) for value in row) + " |" for row in zip(*columns, strict=True)]
-    found = []
+    found, all_values = [], []
     for name, result in results.items():
         if "cases" not in result:
             continue
         answer = result["cases"][case.name]
         verdict, says = judge(name, case, answer)
         values = ", ".join(map(shown, answer["found"])) if "found" in answer else ""
-        said = {"not seen": "–", "wrong": "**wrong**"}.get(verdict, verdict)
+        said = {"not seen": "not run", "wrong": "**wrong**"}.get(verdict, verdict)
+        all_values.append(values)
         found.append(f"| {name} | {said} | {values} | {says.replace('|', '/')} |")
+    none = any(None in each for each in case.accepted) or any("–" in shown_in for shown_in in all_values)
+    zero = ", or – if the row does not train. 0 and – count as equal, because neither makes a gradient."
     absent = " – means that the row must not train." if any(None in each for each in case.accepted) else ""
     return "\n".join(
         [
@@ -171,7 +174,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
             "## What each project does",
             "",
             "[Bugs of the field](../field-bugs.md) explains the verdicts. "
-            f"The results are the {asked} of each row, or – if the row does not train.",
+            f"The results are the {asked} of each row{zero if none else '.'}",
             "",
             "| project | verdict | result | notes |",
             "|---|---|---|---|",

@@ -46,7 +46,7 @@ NOT_SEEN = {
         ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf"),
         "its advantage function does not know which rows were rejected",
     ),
-    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, one after the other"},
+    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, never more or fewer"},
     "fan-out": {
         "trl": "a completion is one row, with any number of turns",
         "verl": "agent loops with several outputs only run in the v1 trainer",
@@ -737,7 +737,7 @@ PEERS = {
         agentlightning_weights,
     ),
 }
-PEERS["headrace"].other = ("the same rows as a TensorDict that is written to a replay buffer", headrace_batch)
+PEERS["headrace"].other = ("a pipeline that gets the same rows as a TensorDict", headrace_batch)
 PEERS["torchrl"].other = ("a run without `trajectory_return`", mc_advantage)
 vectorised = "compute_grpo_vectorized_outcome_advantage"
 PEERS["verl"].other = (f"`{vectorised}`", lambda case: verl_estimator(case, vectorised))
