@@ -144,6 +144,17 @@ class Decision:
             return self.run.rows_of_steps()
         return [self.keep.nonzero().flatten()] if bool(self.keep.any()) else []
 
+    @cached_property
+    def microbatches(self) -> list[list[Tensor]]:
+        """For each of :attr:`steps`, the indices of the rows of each micro-batch."""
+        if not (self.run.has_steps and self.steps):
+            return [[rows] for rows in self.steps]
+        places = self.run.places[0]
+        number = self.run.of_rank(places["microbatch"])
+        if "rank" in places:
+            number = number + self.run.of_rank(places["rank"]) * (number.max() + 1)
+        return [[rows[number[rows] == each] for each in number[rows].unique()] for rows in self.steps]
+
     @property
     def ledger(self) -> Ledger | None:
         """The outcome of each row, with its ids; None if there were no rows."""
@@ -328,6 +339,7 @@ class Decider:
             of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}
             readable = [
                 *COUNTS,
+                *(name for name in ("status",) if self.reads(name)),  # which has no default key
                 *(n for n, key in self._keys.items() if self.reads(n) and key not in of_tokens),
             ]
             raise ValueError(

@@ -264,6 +264,26 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
     return f"{text} ({', '.join(how)})"
 
 
+def shared_ids(rows: Rows, presence: Presence) -> str:
+    """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share one."""
+    groups, rollouts = rows.groups, rows.rollouts
+    ids = torch.bincount(groups.of[rollouts.everyone.first], minlength=groups.n)
+    size = torch.bincount(groups.of, minlength=groups.n)
+    suspect = groups.spread((ids < presence.expected) & (ids < size)).nonzero().flatten()
+    of = rollouts.of[suspect]
+    twice = suspect[torch.bincount(of, minlength=rollouts.n)[of] > 1]
+    if not len(twice):
+        return ""
+    row = int(twice[0])
+    group = int(groups.of[row])
+    own = [rows.at(each) for each in (rollouts.of == rollouts.of[row]).nonzero().flatten().tolist()]
+    return (
+        f"Are rollout ids repeated? Group {rows.name('group', row)} has {int(size[group])} rows, but "
+        f"{int(ids[group])} rollout id{'s' * (int(ids[group]) > 1)}: rows {few(own)} have the id "
+        f"{rows.name('rollout', row)}. "
+    )
+
+
 @runtime_checkable
 class KnowsDraws(Protocol):
     """An object that knows which groups were dispatched together, such as a RepeatSampler."""
@@ -396,7 +416,8 @@ class CompletenessGate(
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
             firsts = groups.first[incomplete].sort().values.tolist()
             found = [describe_group(rows, row, status, presence) for row in firsts]
-            self._refuse(found, without_rows, self._doubt(presence.have, incomplete))
+            hint = "" if ends is not None else shared_ids(rows, presence)  # ends would differ, too
+            self._refuse(found, without_rows, hint + self._doubt(presence.have, incomplete))
         dropped = incomplete
         if self.on_incomplete == "keep":
             dropped = (presence.have < (self.min_rollouts or 1)) | (
@@ -454,7 +475,8 @@ class CompletenessGate(
         if self.group_size is None or len(sizes) != 1 or short <= max(1, len(have) / 2):
             return ""
         return (
-            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have {sizes[0]} rollouts. "
+            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have {sizes[0]} "
+            f"rollout{'s' * (sizes[0] != 1)}. "
         )
 
     def _refuse(self, incomplete: list[str], without_rows: list[int], hint: str = "") -> None:

@@ -64,7 +64,7 @@ class ReportFolder:
         failed: the steps that :meth:`fail` was told of.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
         configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
-            not have. Empty, the page shows all remedies.
+            not have. Empty, the run is one in Python, and options are those of its stages.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step

@@ -94,7 +94,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         folder.notices = [*said_of(failed, len(history), source.draws), *said_of_dump(folder)]
     page = folder.close()
     if report is not None and len(history) == 1:
-        console.print(show_report(report))
+        console.print(show_report(report, configs=folder.configs))
     elif history:
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}

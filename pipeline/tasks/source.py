@@ -292,7 +292,8 @@ def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -
         nodes = [copy.deepcopy(config.pipeline)]
         for path, _, value in (word.lstrip("+").partition("=") for word in words):
             if path.startswith("pipeline.") and not path.endswith("_key"):
-                OmegaConf.update(nodes[0], path.removeprefix("pipeline."), OmegaConf.create({"": value})[""])
+                parsed = OmegaConf.from_dotlist([f"value={value}"]).value  # a number is no text
+                OmegaConf.update(nodes[0], path.removeprefix("pipeline."), parsed)
     try:
         steps = list(islice(_good_steps(source), TRIED))
         for _ in range(MOST_ASKED):
