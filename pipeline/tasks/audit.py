@@ -22,7 +22,7 @@ from headrace.pipeline.wording import printable
 
 from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
-from .source import each_step, open_configured, said_of_draws
+from .source import each_step, open_configured, print_files, said_of_draws
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
@@ -147,7 +147,7 @@ def audit(
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
-    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    print_files(console, output)
     if found and config.audit.strict:
         raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
     return found

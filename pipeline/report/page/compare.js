@@ -143,13 +143,12 @@ export function drawCompare({ page, step, model, width }) {
   return [drawn, ...(named.other ? drawShares(page, model, step) : [])];
 }
 
-const OF_ONE_RECIPE = ["funnel", "groups", "tape", "lengths", "lag", "curves", "numbers"];
-
-// A page of two recipes says which of them each panel shows.
+// A page of two recipes begins with how they differ. Its other panels name the recipe that they show (`.of-step`).
 export function nameRecipes(page) {
   if (!page.versus) return;
   const [first, second] = page.versus;
-  for (const name of OF_ONE_RECIPE) byId(`${name}-title`).append(h("span", { class: "of-recipe" }, `under ${first}`));
+  byId("compare").parentElement.prepend(byId("compare"));
+  byId("curves-title").append(h("span", { class: "of-recipe" }, `under ${first}`));
   byId("recipe-title").textContent = `Recipe ${first}`;
   byId("compare-title").textContent = `${first} against ${second}`;
   byId("compare").querySelector(".about").textContent =
