@@ -269,6 +269,16 @@ def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
     assert found(checks) == {name: groups for name, groups in truth.items() if groups}
 
 
+def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
+    rows = [dumps.verl_row(f"a_{i}_0", float(i)) for i in range(4)]
+    path = dumps.write_lines(tmp_path / "7.jsonl", rows)
+    text, _ = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
+    assert " ".join(text.split()).startswith(said)
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(said) < page.index("<table")
+
+
 def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
     """A rollout of several rows and a masked one, with baseline leave_one_out and scale none."""
     rows = Rows()
