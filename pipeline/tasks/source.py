@@ -135,7 +135,9 @@ def each_outcome(
     if source.regraded is not None:
         console.print(Text(str(source.regraded)), soft_wrap=True)
     if source.skipped:
-        console.print(f"[yellow]{source.skipped} malformed records were skipped[/]", highlight=False)
+        count = source.skipped
+        skipped = "1 malformed record was" if count == 1 else f"{count:,} malformed records were"
+        console.print(f"[yellow]{skipped} skipped[/]", highlight=False)
         for message in source.messages:
             console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
 
