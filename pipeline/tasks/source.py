@@ -135,9 +135,24 @@ def each_outcome(
     if source.regraded is not None:
         console.print(Text(str(source.regraded)), soft_wrap=True)
     if source.skipped:
-        console.print(f"[yellow]{source.skipped} malformed records were skipped[/]", highlight=False)
+        count = source.skipped
+        skipped = "1 malformed record was" if count == 1 else f"{count:,} malformed records were"
+        console.print(f"[yellow]{skipped} skipped[/]", highlight=False)
         for message in source.messages:
             console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
+
+
+def print_files(console: Console, folder: Path, *more: str) -> None:
+    """Print where a task wrote its files, and the address of its page if it has one.
+
+    Args:
+        console: where to print.
+        folder: of the task.
+        more: further lines.
+    """
+    page = folder / "report.html"
+    at = [f"the page: {page.resolve().as_uri()}"] if page.exists() else []
+    console.print(Text("\n".join(map(printable, [f"written to {folder}", *at, *more]))), soft_wrap=True)
 
 
 def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
