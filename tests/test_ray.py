@@ -527,28 +527,19 @@ def test_the_example_trains_on_what_two_writers_collect():
 def test_ranks_that_take_from_one_assembler_train_as_one_process():
     example = importlib.import_module("ray_ranks_grpo")
     ranks = example.main(batches=4)
-    steps = list(zip(*(trained for trained, _ in ranks), strict=True))  # as many on each rank
-    pipeline = composed("pipeline=grpo", "pipeline.stages.collapse.reward=sum")
-    seen = []
-    for parts in steps:
-        rows = torch.cat([part for part in parts if len(part)])
-        own = [set(part["group_id"].tolist()) for part in parts if len(part)]
-        assert not set.intersection(*own) or len(own) == 1  # no group is split
-        seen += rows["group_id"].unique().tolist()
-        given = rows.exclude("advantage", "loss_weight", "headrace")
-        one = pipeline.run(given).batch
+    pipeline, seen = composed("pipeline=grpo", "pipeline.stages.collapse.reward=sum"), []
+    for parts in zip(*(trained for trained, _ in ranks), strict=True):  # as many steps on each rank
+        parts = [part for part in parts if len(part)]
+        seen += [group for part in parts for group in part["group_id"].unique().tolist()]
+        together = torch.cat(parts)
+        one = pipeline.run(together.exclude("advantage", "loss_weight", "headrace")).batch
+        assert len(one) == len(together)
         for key in ("advantage", "loss_weight"):
-            expected = by_row(one, key)
-            assert expected == by_row(rows, key)  # bit by bit
-    assert sorted(seen) == sorted(set(seen))
-    assert len(seen) == 4 * example.PROMPTS // 2  # two writers, four half batches
+            assert torch.equal(one[key], together[key][one["headrace", "row"]])  # bit by bit
+    assert sorted(seen) == sorted(set(seen))  # each group on one rank, once
+    assert len(seen) == 4 * example.PROMPTS  # two writers, four batches of half as many groups as a step has
     for name, weight in ranks[0][1].items():
         assert torch.equal(weight, ranks[1][1][name])
-
-
-def by_row(rows: TensorDictBase, key: str) -> dict[tuple[int, int], list[float]]:
-    ids = zip(rows["rollout_id"].tolist(), rows["turn"].reshape(-1).tolist(), strict=True)
-    return dict(zip(ids, rows[key].reshape(len(rows), -1).tolist(), strict=True))
 
 
 @pytest.mark.llm
