@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from composed import composed
@@ -117,6 +117,26 @@ def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
     monkeypatch.setattr(make_recipes, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"^bare.yaml: its first line must be a comment with the equation"):
         make_recipes.comment_of(tmp_path / "bare.yaml")
+
+
+def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import generate
+
+    node, page = tmp_path / "clip_reward.yaml", tmp_path / "recipes.md"
+    stages = SimpleNamespace(files=lambda: {node: "high: 1"})
+    recipes = SimpleNamespace(files=lambda: {page: node.read_text()})  # an error if there is no such stage
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "MAKERS", ("stages", "recipes"))
+    monkeypatch.setattr(generate, "import_module", {"stages": stages, "recipes": recipes}.get)
+    with pytest.raises(SystemExit, match=r"^out of date: clip_reward.yaml\. Run `make generate`$"):
+        generate.check()
+    generate.generate()
+    assert page.read_text() == "high: 1"
+    assert capsys.readouterr().out == "wrote clip_reward.yaml\nwrote recipes.md\n"
+    generate.check()
+    generate.generate()
+    assert capsys.readouterr().out == "up to date\n"
 
 
 @pytest.mark.slow
