@@ -14,6 +14,7 @@ from test_contract import NEEDED, STAGES
 
 import headrace.pipeline
 import headrace.transforms
+from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.sources import READERS
 from headrace.transforms import BatchTransform
 
@@ -117,6 +118,13 @@ def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
     monkeypatch.setattr(make_recipes, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match=r"^bare.yaml: its first line must be a comment with the equation"):
         make_recipes.comment_of(tmp_path / "bare.yaml")
+
+    def refuse(word: str) -> None:
+        raise ConfigError("unknown stage 'clip'")
+
+    monkeypatch.setattr(make_recipes, "load_pipeline", refuse)
+    with pytest.raises(SystemExit, match=r"^bare.yaml: unknown stage 'clip'$"):
+        make_recipes.table(tmp_path)
 
 
 def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, tmp_path, capsys):
