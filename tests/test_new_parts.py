@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 from composed import composed
@@ -16,7 +17,7 @@ import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.sources import READERS
-from headrace.transforms import BatchTransform
+from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_relative_advantage
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,6 +33,34 @@ def lacking_stages() -> list[str]:
     return [f"{name}: a line of STAGES and of NEEDED in tests/test_contract.py" for name in untried] + [
         f"{name}: a line of NEEDED in tests/test_contract.py, the columns that it requires"
         for name in STAGES.keys() - NEEDED
+    ]
+
+
+def lacking_pages_and_tests() -> list[str]:
+    """Stages, criteria and token terms without a word on a page, or without a test of their numbers."""
+    kinds = (BatchTransform, Criterion, TokenTerm)
+    parts = [
+        name
+        for name in headrace.transforms.__all__
+        if isinstance(part := getattr(headrace.transforms, name), type) and issubclass(part, kinds)
+        if part not in kinds
+    ]
+    contracts = ("test_contract.py", "test_criteria.py")
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py") if path.name not in contracts)
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    unsaid = [f"{name}: a word of docs/glossary.md" for name in parts if f"`{name}`" not in glossary]
+    tested = set(re.findall(r"\w+", tests))
+    return unsaid + [f"{name}: a test of its numbers" for name in parts if name not in tested]
+
+
+def lacking_equations() -> list[str]:
+    """Baselines and scales without a line in the table of their function, as ``mean  b_i = ...``."""
+    table, hints = group_relative_advantage.__doc__ or "", get_type_hints(group_relative_advantage)
+    return [
+        f"{name}: its equation, {symbol} = ..., in the docstring of group_relative_advantage"
+        for option, symbol in (("baseline", "b"), ("scale", "s"))
+        for name in get_args(hints[option])
+        if not re.search(rf"^ *(?:{option} +)?{name} +{symbol}\w* = ", table, re.MULTILINE)
     ]
 
 
@@ -85,12 +114,13 @@ def holds(path: Path, text: str) -> bool:
     return path.exists() and path.read_text() == text
 
 
-def test_every_table_lists_a_new_stage_or_reader(monkeypatch):
+def test_every_table_lists_a_new_part(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_listings
     import make_stages
 
     lacking = outdated(make_listings, make_stages) + lacking_stages() + lacking_readers()
+    lacking += lacking_pages_and_tests() + lacking_equations()
     assert not lacking, "to be added:\n" + "\n".join(lacking)
 
 
