@@ -12,6 +12,7 @@ import pytest
 from composed import composed
 from recipes import ADVANTAGES, CHAINS, NAMES
 from test_contract import NEEDED, STAGES
+from test_criteria import CRITERIA
 
 import headrace.pipeline
 import headrace.transforms
@@ -22,29 +23,36 @@ from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_rela
 ROOT = Path(__file__).parent.parent
 
 
-def lacking_stages() -> list[str]:
-    parts = {
+def classes_of(kind: type) -> set[type]:
+    """The public classes of a kind."""
+    return {
         thing
         for module in (headrace.transforms, headrace.pipeline)
         for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, BatchTransform) and thing is not BatchTransform
+        if isinstance(thing, type) and issubclass(thing, kind) and thing is not kind
     }
-    untried = sorted(part.__name__ for part in parts - {type(make()) for make in STAGES.values()})
-    return [f"{name}: a line of STAGES and of NEEDED in tests/test_contract.py" for name in untried] + [
-        f"{name}: a line of NEEDED in tests/test_contract.py, the columns that it requires"
-        for name in STAGES.keys() - NEEDED
-    ]
+
+
+def lacking_stages() -> list[str]:
+    stages = {type(make()) for make in STAGES.values()}
+    untried = sorted(part.__name__ for part in classes_of(BatchTransform) - stages)
+    criteria = {type(make()).__name__ for make in CRITERIA.values()}
+    unjudged = sorted({part.__name__ for part in classes_of(Criterion)} - criteria)
+    return (
+        [f"{name}: a line of STAGES and of NEEDED in tests/test_contract.py" for name in untried]
+        + [f"{name}: a line of CRITERIA in tests/test_criteria.py" for name in unjudged]
+        + [
+            f"{name}: a line of NEEDED in tests/test_contract.py, the columns that it requires"
+            for name in STAGES.keys() - NEEDED
+        ]
+    )
 
 
 def lacking_pages_and_tests() -> list[str]:
     """Stages, criteria and token terms without a word on a page, or without a test of their numbers."""
-    kinds = (BatchTransform, Criterion, TokenTerm)
-    parts = [
-        name
-        for name in headrace.transforms.__all__
-        if isinstance(part := getattr(headrace.transforms, name), type) and issubclass(part, kinds)
-        if part not in kinds
-    ]
+    parts = sorted(
+        part.__name__ for kind in (BatchTransform, Criterion, TokenTerm) for part in classes_of(kind)
+    )
     contracts = ("test_contract.py", "test_criteria.py")
     tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py") if path.name not in contracts)
     glossary = (ROOT / "docs" / "glossary.md").read_text()
