@@ -58,7 +58,7 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 | group | the std of the rewards of the group |
 | running | a mean of earlier batches, which the stage `running` subtracts |
 | none | nothing is subtracted, or the divisor is 1 |
-| others | The text of the recipe has the equation. |
+| any other name | The text of the recipe has the equation. |
 
 The loss is a mean over tokens, rollouts or groups. `constant` means that the divisor is fixed.
 
@@ -74,7 +74,8 @@ These rules hold for all recipes:
 - If baseline or scale use the group, a group with equal rewards has an advantage of exactly 0. The
   exception is `asymre`, where it is −delta.
 - No recipe gives NaN.
-- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another.
+- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another. headrace's `weighted_loss` sums
+  the losses of all tokens, each times its loss weight.
 
 The texts use these symbols:
 
