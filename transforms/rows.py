@@ -7,14 +7,14 @@ A run reads the table once. Each stage reads and changes the table. Rows are gat
         stage.decide(rows.seen_by(stage))   # require, leave, write columns
     batch = rows.write()                # the batch with all decisions
 
-A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``) and one row of
-each rollout in the statistics (``rows.voters``). It acts through these methods:
+A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row of each
+rollout in the statistics (``rows.voters``), and numbers that were computed from tokens (``rows.measured``).
+It acts through these methods:
 
 - ``require`` refuses the batch and lists the row ids;
 - ``leave`` takes rows out and records the reason;
 - ``put`` writes a column;
-- ``metric`` records a number of the batch;
-- ``measure`` reads a number per row that was computed from tokens.
+- ``metric`` records a number of the batch.
 
 A view does not change when rows leave. The next stage gets a new view without these rows.
 
