@@ -14,7 +14,7 @@ each rollout in the statistics (``rows.voters``). It acts through these methods:
 - ``leave`` takes rows out and records the reason;
 - ``put`` writes a column;
 - ``metric`` records a number of the batch;
-- ``measure`` reads a number per row that was computed from tokens.
+- ``measured`` reads numbers per row that were computed from tokens.
 
 A view does not change when rows leave. The next stage gets a new view without these rows.
 
@@ -75,7 +75,19 @@ DESCRIBED = 100  # most rows that an error describes
 class Rows:
     """A view of the table: the rows that a stage sees, with columns under the names that the stage uses.
 
-    In this class M is the number of rows of the view, N of the whole table, and B of this rank's batch.
+    M is the number of rows of this view. To convert values of other rows to them and back, use:
+
+    ======================================================= ======================= =====================
+    of                                                      to the M rows           from the M rows
+    ======================================================= ======================= =====================
+    the N rows of the table (:attr:`on_arrival`)            :meth:`from_arrival`    :meth:`to_arrival`
+    the S rows that are not excluded (:attr:`statistics`)   :meth:`from_statistics` :meth:`to_statistics`
+    the V first rows of their rollouts (:attr:`voters`)     :meth:`from_voters`     :meth:`to_voters`
+    the B rows of this rank's batch, on their device        :meth:`measured`        :meth:`there`
+    ======================================================= ======================= =====================
+
+    :meth:`measured` returns numbers that were computed from tokens. :meth:`measure` and :meth:`reduce` also
+    keep them as a column of the table. :meth:`measured_when_read` is for metrics only, and may never run.
 
     Args:
         table: the table, which all views share.
@@ -206,7 +218,7 @@ class Rows:
         return role[0] if type(role) is tuple and len(role) == 1 else role
 
     def has(self, role: Any) -> bool:
-        """Whether the table has this column. Reads the column from the batch if needed."""
+        """Whether the table or the batch has this column. If only the batch has it, this reads the device."""
         key, table = self.key(role), self.table
         if table.late and table.is_late(key):
             table.settle()
@@ -358,7 +370,7 @@ class Rows:
 
     @cached_property
     def counted(self) -> Tensor | None:
-        """(M,) bool: rows that are in the statistics; None: all rows."""
+        """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
         return None if self.table.counted is None else self.from_arrival(self.table.counted)
 
     @property
@@ -396,8 +408,20 @@ class Rows:
 
     @cached_property
     def statistics(self) -> Rows:
-        """A view without the excluded rows."""
+        """A view of the rows that are in the statistics, which are those that are not excluded."""
         return self if self.counted is None else self.where(self.counted)
+
+    def to_statistics(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (S, ...) values of :attr:`statistics`."""
+        return values if self.statistics is self else values[self.counted]
+
+    def from_statistics(self, values: Tensor) -> Tensor:
+        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
+        if self.statistics is self:
+            return values
+        column = values.new_zeros(len(self), *values.shape[1:])
+        column[self.counted] = values
+        return column
 
     @property
     def on_arrival(self) -> Rows:
@@ -420,6 +444,10 @@ class Rows:
         has_one_each = self.counted is None and self.rollouts.n == len(self)
         return self if has_one_each else self.where(self.rollouts.is_first)
 
+    def to_voters(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (V, ...) values of :attr:`voters`."""
+        return values if self.voters is self else values[self.rollouts.is_first]
+
     def from_voters(self, values: Tensor) -> Tensor:
         """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.
 
@@ -429,7 +457,7 @@ class Rows:
             return values
         of = self.rollouts.of
         per_rollout = values.new_zeros(self.rollouts.n, *values.shape[1:])
-        per_rollout[of[self.rollouts.is_first]] = values
+        per_rollout[self.to_voters(of)] = values
         column = per_rollout.index_select(0, of)
         if self.counted is not None:
             column[~self.counted] = 0
@@ -448,14 +476,6 @@ class Rows:
             if key in self.table.columns:
                 return as_ids(self.from_arrival(self.table.columns[key]), "status")
         return None
-
-    def from_statistics(self, values: Tensor) -> Tensor:
-        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
-        if self.statistics is self:
-            return values
-        column = values.new_zeros(len(self), *values.shape[1:])
-        column[self.counted] = values
-        return column
 
     @property
     def reward(self) -> Tensor:
