@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from math import isfinite
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -68,6 +68,7 @@ from .tensordicts import (
     write_column,
 )
 
+Empty = Literal["exclude", "count", "raise"]
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # names of the id columns in messages
 DESCRIBED = 100  # most rows that an error describes
 
@@ -509,15 +510,6 @@ class Rows:
         """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
         return self._as_arrived(self.count("loss_mask"))
 
-    @property
-    def arrived_tokens(self) -> Tensor | None:
-        """(M,) int64: tokens in the loss mask with a finite log-probability on arrival; None: not known."""
-        count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
-        if count not in self.table.columns:
-            self.table.load(tokens=[count])
-        tokens = self.table.columns.get(count)
-        return None if tokens is None else self._as_arrived(self.from_arrival(tokens))
-
     def _as_arrived(self, tokens: Tensor) -> Tensor:
         """(M,) token counts. Rows that a stage has masked get the count that they had before."""
         if LENGTH not in self.table.columns:
@@ -767,6 +759,36 @@ class Rows:
             table.gone = True
             table.index = table.here.nonzero().flatten()
             table.ids.clear()
+
+    def take_empty_out(self, empty: Empty) -> None:
+        """Exclude the rollouts of which no row arrived with a finite log-probability in the loss mask.
+
+        If the batch does not say which tokens train, no rollout is empty.
+
+        Raises:
+            BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
+        """
+        table, count = self.table, TokenCount(self.key("loss_mask"), self.key("log_prob"))
+        if empty == "count":
+            return
+        table.load(tokens=[count])
+        if count not in table.columns:
+            return
+        nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
+        if bool(nothing.any()):
+            if self.has("rollout"):  # else each row is a rollout
+                rollouts = self.ids("rollout", checked=False).everyone
+                nothing = rollouts.spread(rollouts.all(nothing))
+            nothing = nothing & self.from_arrival(table.here)
+        if empty == "raise":
+            self.require(
+                ~nothing,
+                "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
+                "change the baseline of its group, but the rollout would not train. Was its response cut off "
+                "or masked? Set empty='exclude' to leave it out of the statistics",
+                lambda row: f"rollout {self.name('rollout', row)}",
+            )
+        self.leave(nothing, "empty", "excluded", mask_tokens=False)
 
     def merge(self, into: Tensor, reason: str = "merged") -> None:
         """Merge rows into other rows: the tokens move there, and the merged rows leave.

@@ -8,6 +8,7 @@ an earlier batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -457,6 +458,14 @@ class Table:
             counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
             found[COUNTED] = (counted, torch.bool, 1)
         return found
+
+    @contextmanager
+    def restoring_columns(self) -> Iterator[None]:
+        """Undo at the end what is done inside to `columns`, `written` and `late`."""
+        before = self.columns, self.written, self.late
+        self.columns, self.written, self.late = dict(self.columns), dict(self.written), list(self.late)
+        yield
+        self.columns, self.written, self.late = before
 
     def settle(self) -> None:
         """Make all `late` changes now, because a stage reads one of the columns."""
