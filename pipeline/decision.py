@@ -25,7 +25,7 @@ from headrace.transforms.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
-from .halves import before_the_cut, part_of
+from .halves import before_the_split, part_of
 from .ledger import Ledger
 from .load import load_pipeline, objects_in
 from .pipeline import Pipeline
@@ -529,7 +529,7 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> RowAdvantages:
         >>> found.advantage.flatten().tolist(), found.in_loss.flatten().tolist()
         ([-1.0, 0.0, 1.0, 0.0], [True, False, True, False])
     """
-    decision, device = Decider(before_the_cut(pipeline)).decide(batch), device_of(batch)
+    decision, device = Decider(before_the_split(pipeline)).decide(batch), device_of(batch)
     advantage, in_loss = [
         (each.unsqueeze(1) if each.ndim == 1 else each).to(device)
         for each in (decision.advantage, decision.in_loss)

@@ -15,13 +15,12 @@ from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .options import above_zero, at_least, takes_options
-from .rows import Rows, few
+from .rows import Empty, Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
 from .table import Effect
 
 OnIncomplete = Literal["raise", "drop", "keep"]
-Empty = Literal["exclude", "count", "raise"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
     "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set on_incomplete='drop', "
@@ -208,36 +207,6 @@ def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> lis
             "Does the batch mix rows of two steps?"
         )
     return [g for g in dispatched if g not in seen]
-
-
-def take_empty_out(rows: Rows, empty: Empty) -> None:
-    """Exclude the rollouts of which no row arrived with a token in the loss.
-
-    If the batch does not say which tokens train, no rollout is empty.
-
-    Raises:
-        BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
-    """
-    if empty == "count":
-        return
-    tokens = rows.arrived_tokens
-    if tokens is None:
-        return
-    nothing = tokens == 0
-    if bool(nothing.any()):
-        if rows.has("rollout"):  # else each row is a rollout
-            rollouts = rows.ids("rollout", checked=False).everyone
-            nothing = rollouts.spread(rollouts.all(nothing))
-        nothing = nothing & rows.from_arrival(rows.table.here)
-    if empty == "raise":
-        rows.require(
-            ~nothing,
-            "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
-            "change the baseline of its group, but the rollout would not train. Was its response cut off or "
-            "masked? Set empty='exclude' to leave it out of the statistics",
-            lambda row: f"rollout {rows.name('rollout', row)}",
-        )
-    rows.leave(nothing, "empty", "excluded", mask_tokens=False)
 
 
 def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presence) -> str:
@@ -431,7 +400,7 @@ class CompletenessGate(
         rows.leave(groups.spread(dropped) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")
-        take_empty_out(rows, self.empty)
+        rows.take_empty_out(self.empty)
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))

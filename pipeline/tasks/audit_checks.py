@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
-from headrace.pipeline.order import place_of_cut
+from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
@@ -78,7 +78,7 @@ class DeclaredRecipe:
     """
 
     def __init__(self, pipeline: Pipeline):
-        cut, stages = place_of_cut(pipeline.stages), pipeline.stages
+        cut, stages = index_of_split(pipeline.stages), pipeline.stages
         writes = {name: getattr(stage, "out_keys", ()) for name, stage in stages.items()}
         gates = [stages[name] for name, keys in writes.items() if FINISHED in keys]
         weights = [stages[name] for name, keys in writes.items() if {STEP_WEIGHT, FOLDED_WEIGHT} & {*keys}]
