@@ -20,6 +20,7 @@ from headrace.pipeline import ConfigError, Pipeline, build_pipeline, make_report
 from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.chances import chance_of_equal, chances_of_sizes, different_values, pools_of
 from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
+from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -303,3 +304,25 @@ def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
     wrong = configured(tmp_path, "pipeline.stages.gate.on_incomplete=raise")
     with pytest.raises(BatchError, match="step 0: stage 'gate'"):
         told(wrong, tmp_path)
+
+
+def test_a_step_that_lacks_a_skipped_record_is_skipped_and_says_so(tmp_path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for step in (1, 2):
+        rows = [
+            json.dumps({"input": "a", "output": "b", "score": k % 2, "step": step, "uid": f"{k // 2}_{k}_0"})
+            for k in range(4)
+        ]
+        rows[3] = rows[3][:9] if step == 2 else rows[3]
+        (dump / f"{step}.jsonl").write_text("\n".join(rows))
+    words = ("pipeline.stages.gate.on_incomplete=raise", "source.skip_bad=true")
+    _, text = told(configured(dump, *words), tmp_path)
+    assert "skipped: step 2: stage 'gate'" in text
+    assert re.search(r"A malformed record was skipped here: \S+2\.jsonl:4", text)
+    assert json.loads((tmp_path / "plan.json").read_text())["groups"] == 2
+    gate = "pipeline.stages.gate.group_size=2"
+    config = configure("config", "task=replay", f"source.path={dump}", gate, words[1])
+    console = Console(width=400, record=True, file=io.StringIO())
+    replay(config, tmp_path / "replayed", console)
+    assert re.search(r"A malformed record was skipped here: \S+2\.jsonl:4", console.export_text())

@@ -22,10 +22,11 @@ from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
+from headrace.transforms import BatchError
 from headrace.transforms.schema import has_key
 
 from .chances import chances_of_sizes, pools_of
-from .source import each_step, open_configured, report_of, sizes_of_groups
+from .source import each_step, open_configured, report_of, sizes_of_groups, with_skipped_records
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
@@ -105,15 +106,25 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
             rollouts with rewards.
         SourceError: a file cannot be read.
-        BatchError: a stage refused a step's batch.
+        BatchError: a stage refused a step's batch; with ``source.skip_bad``, the batches of all steps.
     """
     console = console or Console()
     sizes = sizes_of_groups(config, "plan.group_sizes")
     steps, tokens, pipeline = [], SharedTokens({}, {}), build_pipeline(config.pipeline)
-    for step, batch in each_step(open_configured(config), console):
-        steps.append(groups_seen(report_of(pipeline, step, batch, config)))
+    source, refused = open_configured(config), None
+    for step, batch in each_step(source, console):
+        try:
+            steps.append(groups_seen(report_of(pipeline, step, batch, config)))
+        except BatchError as err:
+            refused = with_skipped_records(err, source)
+            if not source.skips:
+                raise
+            console.print(Text(f"skipped: {printable(str(refused))}", style="yellow"), soft_wrap=True)
+            continue
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
         tokens += count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
+    if refused is not None and not steps:
+        raise refused
     start = np.cumsum([0, *(len(one.equal) for one in steps)])
     group = np.concatenate([one.group + first for one, first in zip(steps, start[:-1], strict=True)])
     seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
