@@ -76,7 +76,7 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     if not of_peers and "prompt" in report.texts:
         for k, row in enumerate(groups["row"][at].tolist()):
             said = "\0".join(text[row] for text in texts).encode("utf-8", "surrogatepass")
-            prompt[k] = int.from_bytes(blake2b(said, digest_size=8).digest()) >> 1
+            prompt[k] = int.from_bytes(blake2b(said, digest_size=8).digest(), "big") >> 1
     return GroupsSeen(
         equal=groups["zero_variance"][at],
         prompt=prompt,
