@@ -321,8 +321,8 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     """
     if not Path(path).exists() and not glob.has_magic(str(path)):
         beside = Path(path).parent
-        names = [str(each) for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
-        raise SourceError(f"{path}: there is no such file or folder{suggest(str(path), names)}")
+        names = [each.name for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
+        raise SourceError(f"{path}: there is no such file or folder{suggest(Path(path).name, names)}")
     if not Path(path).exists() and not glob.glob(str(path), recursive=True):
         raise SourceError(f"{path}: no file matches this pattern")
     fitting, seen = [], ""
