@@ -16,7 +16,7 @@ from test_criteria import CRITERIA
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.pipeline.composing import ConfigError
+from headrace.pipeline import ConfigError
 from headrace.pipeline.sources import READERS
 from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_relative_advantage
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from headrace.pipeline import Pipeline, load_pipeline
-from headrace.pipeline.composing import ConfigError, recipes
+from headrace.pipeline import ConfigError, Pipeline, load_pipeline
+from headrace.pipeline.composing import recipes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
