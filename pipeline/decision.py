@@ -25,7 +25,7 @@ from headrace.transforms.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
-from .halves import before_the_cut, part_of
+from .halves import before_the_split, part_of
 from .ledger import Ledger
 from .load import load_pipeline, objects_in
 from .pipeline import Pipeline
@@ -143,6 +143,17 @@ class Decision:
         if self.run.has_steps:
             return self.run.rows_of_steps()
         return [self.keep.nonzero().flatten()] if bool(self.keep.any()) else []
+
+    @cached_property
+    def microbatches(self) -> list[list[Tensor]]:
+        """For each of :attr:`steps`, the indices of the rows of each micro-batch."""
+        if not (self.run.has_steps and self.steps):
+            return [[rows] for rows in self.steps]
+        places = self.run.places[0]
+        number = self.run.of_rank(places["microbatch"])
+        if "rank" in places:
+            number = number + self.run.of_rank(places["rank"]) * (number.max() + 1)
+        return [[rows[number[rows] == each] for each in number[rows].unique()] for rows in self.steps]
 
     @property
     def ledger(self) -> Ledger | None:
@@ -328,6 +339,7 @@ class Decider:
             of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}
             readable = [
                 *COUNTS,
+                *(name for name in ("status",) if self.reads(name)),  # which has no default key
                 *(n for n, key in self._keys.items() if self.reads(n) and key not in of_tokens),
             ]
             raise ValueError(
@@ -517,7 +529,7 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> RowAdvantages:
         >>> found.advantage.flatten().tolist(), found.in_loss.flatten().tolist()
         ([-1.0, 0.0, 1.0, 0.0], [True, False, True, False])
     """
-    decision, device = Decider(before_the_cut(pipeline)).decide(batch), device_of(batch)
+    decision, device = Decider(before_the_split(pipeline)).decide(batch), device_of(batch)
     advantage, in_loss = [
         (each.unsqueeze(1) if each.ndim == 1 else each).to(device)
         for each in (decision.advantage, decision.in_loss)

@@ -14,8 +14,9 @@ from tensordict import NestedKey
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.distributed import DecideOn, SharedIds
-from headrace.transforms.gate import Empty, OnIncomplete
+from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.rewards import Missing
+from headrace.transforms.rows import Empty
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, for_hydra

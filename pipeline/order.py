@@ -167,7 +167,7 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
         )
 
 
-def place_of_cut(stages: Mapping[str, Any]) -> int | None:
+def index_of_split(stages: Mapping[str, Any]) -> int | None:
     """The index of the first stage that cuts the batch into minibatches; None if no stage does."""
     return next(
         (at for at, stage in enumerate(stages.values()) if MINIBATCH in getattr(stage, "out_keys", ())), None

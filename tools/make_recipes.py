@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from headrace.pipeline import Pipeline, load_pipeline
-from headrace.pipeline.composing import recipes
+from headrace.pipeline.composing import ConfigError, recipes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
@@ -231,7 +231,11 @@ def unusual(part: Any, scale: str, alone: str) -> list[str]:
 
 
 def table(folder: Path, prefix: str = "") -> str:
-    """A table of all recipes of a folder, followed by their comments."""
+    """A table of all recipes of a folder, followed by their comments.
+
+    Raises:
+        SystemExit: a recipe cannot be loaded, or has no comment; the message names its file.
+    """
     lines = [
         "| recipe | baseline | scale | mean of the loss | further stages | other options |",
         "|---|---|---|---|---|---|",
@@ -239,7 +243,10 @@ def table(folder: Path, prefix: str = "") -> str:
     notes = []
     for path in sorted(folder.glob("*.yaml")):
         name = prefix + path.stem
-        lines.append(row(name, load_pipeline(f"pipeline={name}")))
+        try:
+            lines.append(row(name, load_pipeline(f"pipeline={name}")))
+        except ConfigError as err:
+            sys.exit(f"{path.relative_to(ROOT)}: {err}")
         notes.append(f"**`{name}`** – {comment_of(path)}\n")
     return "\n".join([*lines, "", *notes])
 
