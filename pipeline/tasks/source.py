@@ -266,7 +266,7 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
         config: the composed configuration.
         words: overrides of the command line.
     """
-    if isinstance(err, IncompleteGroupsError) or "was dispatched with" in str(err):
+    if isinstance(err, IncompleteGroupsError) or "dispatched" in str(err):
         gate = OmegaConf.select(config, "pipeline.stages.gate.group_size")
         of_source = OmegaConf.select(config, "source.group_size")
         option = "source" if of_source else "pipeline.stages.gate"
