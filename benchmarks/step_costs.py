@@ -47,9 +47,7 @@ def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
         plain = ShuffleSplit(minibatches=MINIBATCHES)
         held = ShuffleSplit(minibatches=MINIBATCHES, max_tokens=budget, balance=balance)
         times = measure({"plain": partial(plain, batch), "held": partial(held, batch)}, rounds)
-        name = (
-            f"split of {rows:,} rows with max_tokens and balance={balance}, over one without max_tokens"
-        )
+        name = f"split of {rows:,} rows with max_tokens and balance={balance}, over one without max_tokens"
         cells = [Cell(median_ms(times, "plain"), ".1f"), Cell(ratio(times, "held", "plain"), ".1f", 3.0)]
         found.append(Row(name, cells))
     return found

@@ -58,7 +58,7 @@ PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pip
 PUBLIC += ("adapters", "adapters.openrlhf", "adapters.slime")
 PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
 PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
-PUBLIC += ("pipeline.tasks.audit",)
+PUBLIC += ("pipeline.tasks.audit", "pipeline.tasks.chances")
 # What else is imported, and where: the unit tests of inner modules.
 INNER = {
     "scaling.py": {"transforms.distributed"},

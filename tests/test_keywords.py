@@ -142,7 +142,7 @@ def test_rows_is_a_keyword():
         ),
         (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
         (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),
-        (["grpo"], {"seed": object()}, "stages.split.seed must be a value that YAML has; got <object"),
+        (["grpo"], {"seed": object()}, "seed must be a value that YAML has, or a callable; got <object"),
         (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is set twice, by seed=1 and by"),
         (["grpo", "~pipeline.stages.split"], {"seed": 1}, "twice, by seed=1 and by .*split=null"),
         (["pipeline.stages.split={seed: 4}"], {"seed": 1}, "twice, by seed=1 and by .*split={"),

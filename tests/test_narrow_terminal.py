@@ -124,21 +124,19 @@ def test_certificates_break_no_word(width):
 @WIDTHS
 def test_a_plan_breaks_no_word(width):
     rewards = np.tile(np.repeat([0.0, 1.0, 0.0, 1.0], [8, 3, 5, 8]), (500, 1)).reshape(1500, 8) * 0.123456
-    low, high = rewards.min(1), rewards.max(1)
     seen = GroupsSeen(
-        mean=rewards.mean(1),
-        spread=rewards.std(1, ddof=1),
-        low=low,
-        high=high,
-        solved=(rewards > 0).mean(1),
-        equal=low == high,
-        count=np.tile([8, 3, 5, 8], 500),
-        group=np.repeat(np.arange(1500), [1, 2, 1] * 500),
+        equal=rewards.min(1) == rewards.max(1),
+        prompt=np.arange(1500) // 2,
+        step=np.arange(1500) % 2,
+        group=np.repeat(np.arange(1500), 8),
         rewards=rewards.ravel(),
+        values=rewards.reshape(-1, 1),
         compared=np.array([1500]),
     )
     text = printed(width, show_group_sizes, seen, [2, 4, 8, 16, 32, 64], 1.0)
-    assert_whole(text, "rollouts per informative group", "1,500", "0.25 to 0.5", "solve rate, at 0.123456")
+    assert_whole(
+        text, "prompts for 1,500 informative groups", "500", "0.25 to 0.5", "solve rate, at 0.123456"
+    )
 
 
 @WIDTHS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import re
 from collections import Counter
 
@@ -17,7 +18,9 @@ from rich.console import Console
 
 from headrace.pipeline import ConfigError, Pipeline, build_pipeline, make_report, write_dump
 from headrace.pipeline.sources import open_source
-from headrace.pipeline.tasks.group_sizes import chance_of_equal, different_values, tabulate_group_sizes
+from headrace.pipeline.tasks.chances import chance_of_equal, chances_of_sizes, different_values, pools_of
+from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
+from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError
 
 pytestmark = pytest.mark.slow
@@ -40,12 +43,9 @@ def configured(dump, *words):
 def test_the_chance_equals_that_over_all_draws(rewards, size):
     counts = Counter(rewards)
     [chance] = chance_of_equal(np.array([*counts.values()]), np.zeros(len(counts), int), size)
-    if size <= len(rewards):
-        draws = list(itertools.combinations(rewards, size))
-    else:
-        draws = list(itertools.product(rewards, repeat=min(size, 4)))
-        size = min(size, 4)
-        [chance] = [sum((n / len(rewards)) ** size for n in counts.values())]
+    draws = list(itertools.combinations(rewards, min(size, len(rewards))))
+    if size == 1:
+        assert chance == 1
     assert chance == pytest.approx(np.mean([len(set(draw)) == 1 for draw in draws]))
 
 
@@ -61,6 +61,122 @@ def test_a_constant_reward_that_some_lack_is_uninformative():
     assert (group.tolist(), count.tolist()) == ([0, 1], [2, 2])
     group, count = different_values(values, np.zeros(4, int))
     assert sorted(count.tolist()) == [1, 1, 2]
+
+
+# -- pooled over steps -------------------------------------------------------------------------------
+
+SIZES = np.array([2, 4, 8, 16, 32, 64])
+
+
+def simulated(rates, draws, size, seed):
+    """(R, 1) rewards 0 or 1, the group of each rollout and the prompt and step of each group.
+
+    Args:
+        rates: (steps, prompts) solve rates; each prompt is drawn in the first `draws` steps.
+        draws: of each prompt.
+        size: rollouts of a group.
+        seed: of the rewards.
+    """
+    rng = np.random.default_rng(seed)
+    pairs = [(step, prompt) for prompt, n in enumerate(draws) for step in range(n)]
+    step, prompt = np.array(pairs).T
+    group = np.repeat(np.arange(len(step)), size)
+    rate = np.asarray(rates)[step, prompt]
+    return (rng.random(len(group)) < rate[group]).astype(float)[:, None], group, prompt, step
+
+
+def truth(rate, size):
+    return float(np.mean(rate**size + (1 - rate) ** size))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(2, 4), st.integers(0, 9))
+def test_no_chance_rises_with_the_group_size(draws, size, seed):
+    rates = np.random.default_rng(seed).random((max(draws), len(draws)))
+    values, group, prompt, step = simulated(rates, draws, size, seed)
+    pool, _ = pools_of(prompt, step, values[:, 0], group)
+    found = chances_of_sizes(values, group, pool, np.arange(1, 20))
+    assert (np.diff(found.lower) <= 0).all()
+    assert (np.diff(found.upper) <= 0).all()
+    assert ((found.lower >= 0) & (found.lower <= found.upper) & (found.upper <= 1)).all()
+    assert (found.lower == found.upper)[:size].all()
+
+
+def test_up_to_its_own_size_a_group_is_not_pooled():
+    values, group, prompt, _ = simulated(np.full((3, 4), 0.4), [3] * 4, 5, 1)
+    alone = chances_of_sizes(values, group, np.arange(12), np.arange(1, 6))
+    pooled = chances_of_sizes(values, group, prompt, np.arange(1, 6))
+    assert (alone.each == pooled.each).all()
+    draws = values.reshape(12, 5)
+    for size, found in zip(range(1, 6), alone.each, strict=True):
+        subsets = [[len(set(one)) == 1 for one in itertools.combinations(row, size)] for row in draws]
+        assert found == pytest.approx(np.mean(subsets, 1))
+
+
+RATES = np.random.default_rng(5).beta(0.2, 0.3, 400)  # many prompts that are nearly always or never solved
+
+
+def test_the_pooled_chance_equals_that_of_a_simulation():
+    values, group, prompt, step = simulated(np.tile(RATES, (8, 1)), [8] * 400, 8, 2)
+    pool, width = pools_of(prompt, step, values[:, 0], group)
+    assert width == 8
+    found = chances_of_sizes(values, group, pool, SIZES)
+    assert (found.lower == found.upper).all()
+    drawn = np.random.default_rng(3).random((200, 400, 64)) < RATES[:, None]
+    for k, size in enumerate(SIZES):
+        solved = drawn[..., :size].sum(2)
+        simulation = ((solved == 0) | (solved == size)).mean()
+        assert simulation == pytest.approx(truth(RATES, size), abs=0.01)
+        assert abs(found.upper[k] - simulation) < 3 * found.error[k] + 0.01
+
+
+def test_the_estimate_from_few_rollouts_has_no_bias():
+    """Two groups of two, over 400 repetitions: the chance at 4 is that of 4 rollouts, 0.3⁴ + 0.7⁴."""
+    repeated = [simulated(np.full((2, 5), 0.3), [2] * 5, 2, seed) for seed in range(400)]
+    found = [
+        chances_of_sizes(values, group, prompt, np.array([4])).each.mean()
+        for values, group, prompt, _ in repeated
+    ]
+    assert np.mean(found) == pytest.approx(0.3**4 + 0.7**4, abs=3 * np.std(found) / 20)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rate", [RATES, np.full(400, 0.02), np.linspace(0, 1, 400)])
+def test_bounds_contain_the_truth(rate, seed):
+    values, group, _, _ = simulated(rate[None], [1] * 400, 8, seed)
+    found = chances_of_sizes(values, group, np.arange(400), SIZES)
+    for k, size in enumerate(SIZES):
+        slack = 3 * found.error[k]
+        assert found.lower[k] - slack <= truth(rate, size) <= found.upper[k] + slack
+    assert found.lower[-1] < found.upper[-1]
+
+
+def test_groups_that_are_equal_by_chance_give_no_high_lower_bound():
+    """0 of 8 solved does not say that 0 of 64 would be."""
+    found = chances_of_sizes(np.zeros((8, 1)), np.zeros(8, int), np.zeros(1, int), np.array([8, 64]))
+    assert found.upper.tolist() == [1, 1]
+    assert found.lower[1] < 1e-4
+
+
+def test_a_policy_that_learns_is_pooled_over_fewer_steps():
+    """Pooled over all steps, rates of 0 and 1 would look like ½."""
+    learns = np.where(np.arange(8) < 4, 0.05, 0.95)[:, None].repeat(100, 1)
+    values, group, prompt, step = simulated(learns, [8] * 100, 8, 4)
+    pool, width = pools_of(prompt, step, values[:, 0], group)
+    assert width == 4
+    found, all_steps = (chances_of_sizes(values, group, by, np.array([16])) for by in (pool, prompt))
+    assert abs(found.upper[0] - truth(learns, 16)) < 3 * found.error[0]
+    assert all_steps.upper[0] < 0.01 < truth(learns, 16)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_constant_policy_is_pooled_over_all_steps(seed):
+    values, group, prompt, step = simulated(np.tile(RATES, (6, 1)), [6] * 400, 4, seed)
+    assert pools_of(prompt, step, values[:, 0], group)[1] == 6
+
+
+def test_prompts_without_texts_are_not_pooled():
+    pool, _ = pools_of(np.array([-1, -1, 3, 3]), np.array([0, 0, 0, 1]), np.ones(8), np.arange(8) // 2)
+    assert len(set(pool.tolist())) == 3
 
 
 # -- the same as a replay ----------------------------------------------------------------------------
@@ -110,14 +226,43 @@ def test_the_share_equals_frac_reward_zero_std_of_a_replay(recipe, make_batch, t
 
 
 def test_the_plan_by_hand(make_batch, tmp_path):
-    """Solve rates 0, ½ and 1 in groups of two; of four, half of 2⁻³ by the shares seen."""
+    """Solve rates 0, ½ and 1 in groups of two. Three informative groups of a third: nine prompts."""
     write_dump(make_report(Pipeline({}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))), tmp_path)
     share, text = told(configured(tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
     assert share == pytest.approx(2 / 3)
     assert re.search(r"solve rate, at 1 +groups +G=2 +G=4\*", text)
-    assert re.search(r"0\.25 to 0\.5 +1 +0% +12%", text)
-    assert re.search(r"all +3 +67% +71%", text)
-    assert re.search(r"rollouts per informative group +6 +14", text)
+    assert re.search(r"0\.25 to 0\.5 +1 +0% +≤0%", text)
+    assert re.search(r"all +3 +67% +12–67%", text)  # 67 % × 3 / 4 = ½ at least, to the power of 4 − 1
+    assert re.search(r"prompts for 3 informative groups +9 +≤9", text)
+    assert re.search(r"their rollouts +18 +≤36", text)
+    assert "* bounds: a prompt has too few rollouts for an estimate." in text
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    assert planned["sizes"]["4"]["chance_of_equal"] == pytest.approx([1 / 8, 2 / 3])
+    assert planned["sizes"]["2"]["prompts"] == [9, 9]
+    assert planned["sizes"]["4"]["rollouts"] == [16, 36]
+    assert [each["groups"] for each in planned["ranges"]] == [1, 1, 1]
+    assert "tokens" in planned
+
+
+def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
+    """Solved 2 of 2, then 0 of 2: its four rollouts are not equal. Another ground truth: another prompt."""
+    for step, rewards in enumerate(([1, 1], [0, 0]), start=1):
+        rows = [
+            {"input": "1+1", "output": "2", "gts": truth, "score": float(reward), "step": step}
+            for truth in ("2", "two")
+            for reward in (rewards if truth == "2" else [1, 0])
+        ]
+        rows = [row | {"uid": f"{step}{row['gts']}_{k}_0"} for k, row in enumerate(rows)]
+        (tmp_path / f"{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, text = told(configured(tmp_path, "source.group_by=null", "plan.group_sizes=[2,4]"), tmp_path / "out")
+    planned = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert (planned["groups"], planned["prompts"], planned["pooled_steps"]) == (4, 2, 2)
+    assert planned["sizes"]["4"]["chance_of_equal"] == [0, 0]
+    assert planned["sizes"]["2"]["chance_of_equal"] == [0.5, 0.5]
+    assert (
+        "At 4 rollouts per prompt, 0% of the groups are uninformative instead of 50%: for 2 informative "
+        "groups per step, take 2 prompts (8 rollouts) instead of 4 (8)."
+    ) in " ".join(text.split())
 
 
 def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
@@ -159,3 +304,25 @@ def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
     wrong = configured(tmp_path, "pipeline.stages.gate.on_incomplete=raise")
     with pytest.raises(BatchError, match="step 0: stage 'gate'"):
         told(wrong, tmp_path)
+
+
+def test_a_step_that_lacks_a_skipped_record_is_skipped_and_says_so(tmp_path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for step in (1, 2):
+        rows = [
+            json.dumps({"input": "a", "output": "b", "score": k % 2, "step": step, "uid": f"{k // 2}_{k}_0"})
+            for k in range(4)
+        ]
+        rows[3] = rows[3][:9] if step == 2 else rows[3]
+        (dump / f"{step}.jsonl").write_text("\n".join(rows))
+    words = ("pipeline.stages.gate.on_incomplete=raise", "source.skip_bad=true")
+    _, text = told(configured(dump, *words), tmp_path)
+    assert "skipped: step 2: stage 'gate'" in text
+    assert re.search(r"A malformed record was skipped here: \S+2\.jsonl:4", text)
+    assert json.loads((tmp_path / "plan.json").read_text())["groups"] == 2
+    gate = "pipeline.stages.gate.group_size=2"
+    config = configure("config", "task=replay", f"source.path={dump}", gate, words[1])
+    console = Console(width=400, record=True, file=io.StringIO())
+    replay(config, tmp_path / "replayed", console)
+    assert re.search(r"A malformed record was skipped here: \S+2\.jsonl:4", console.export_text())

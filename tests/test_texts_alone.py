@@ -256,6 +256,18 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
         list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
 
 
+@pytest.mark.parametrize("task", ["replay", "plan", "compare"])
+@pytest.mark.parametrize("option", ["source", "pipeline.stages.gate"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_task_says_that_a_group_size_is_wrong(task, option, size, tmp_path):
+    dump = verl_steps(tmp_path / "dump", 3)
+    words = [f"task={task}", f"source.path={dump}", "source.group_by=prompt", f"{option}.group_size={size}"]
+    recipes = "pipelines=[as/verl,grpo]" if task == "compare" else "pipeline=as/verl"
+    done = headrace_here(tmp_path, *words, recipes, check=False)
+    said = " ".join(done.stderr.split())
+    assert f"{option}.group_size={size} is probably wrong: 9 of 9 groups have 2 rollouts. Set {option}" in said
+
+
 def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):
     words = [f"source.path={verl_steps(tmp_path / 'dump', 4, drawn_twice)}", "pipeline=as/verl", *TWO]
     for task in ("replay", "audit", "plan", "compare"):

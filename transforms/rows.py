@@ -14,8 +14,7 @@ It acts through these methods:
 - ``require`` refuses the batch and lists the row ids;
 - ``leave`` takes rows out and records the reason;
 - ``put`` writes a column;
-- ``metric`` records a number of the batch;
-- ``measured`` reads numbers per row that were computed from tokens.
+- ``metric`` records a number of the batch.
 
 A view does not change when rows leave. The next stage gets a new view without these rows.
 

@@ -580,7 +580,7 @@ def in_python(words: str) -> str:
         return ", ".join(f'"{word}"' for word in typed)
     recipe = [f"'{word.partition('=')[2]}'" for word in typed if word.startswith("pipeline=")]
     rest = OmegaConf.from_dotlist([word for word in typed if not word.startswith("pipeline=")])
-    options = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
+    options: Any = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
     return ", ".join([*recipe, *(f"{name}={value!r}" for name, value in options.items())]).replace("'", '"')
 
 

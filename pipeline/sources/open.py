@@ -129,6 +129,7 @@ class Source:
         keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
             left out or refused. The audit keeps and reports them.
         skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
+        skipped_beside: errors of skipped records in or beside the last step, in its file.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
@@ -137,6 +138,7 @@ class Source:
         self.draws: dict[int, Draws] = {}
         self.keeps_oversized = False
         self.skipped_steps: list[tuple[int | None, str]] = []
+        self.skipped_beside: list[str] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
 
@@ -195,7 +197,7 @@ class Source:
         self.regraded = None if self._grade is None else Regraded()
         self._pass, self.draws = self._options.restarted(), {}
         self.skipped_steps = []
-        last, file, bad = -1, self.files[0], False
+        last, file, bad, noted = -1, self.files[0], False, [0, 0]  # messages before the last two steps
         for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
             rows: list[Any] = []  # samples, or the batch that a file is
             fault: SourceError | None = None
@@ -222,6 +224,9 @@ class Source:
                     fault = err
             rows = []
             bad = bad or fault is not None
+            messages = self._pass.skipped.messages
+            self.skipped_beside = [each for each in messages[noted.pop(0) :] if each.startswith(f"{file}:")]
+            noted.append(len(messages))
             yield step, found if fault is None else fault
             last = last if step is None else max(step, last)
         if last < 0 and not bad:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
@@ -22,7 +22,7 @@ from headrace.pipeline.wording import printable
 
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
-from .source import each_step, open_configured, print_files, said_of_draws
+from .source import each_step, open_configured, print_files, refuse_wrong_size, said_of_draws
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
@@ -180,27 +180,6 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
         return said
     why = "This dump cannot show whether the advantages were right, because it has none."
     return " ".join(filter(None, [why, SAVES.get(format), said]))
-
-
-def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
-    """Refuse a size that most groups do not have, where these have one other: the size is wrong, not they.
-
-    Args:
-        size: as it was set; None: it was not.
-        sizes: of groups, and how many have each.
-        option: the path before ``group_size``.
-
-    Raises:
-        ConfigError: more than half of the groups have one other size.
-    """
-    if size is None or not sizes:
-        return
-    other, count = sizes.most_common(1)[0]
-    if other != size and 1 < count > sizes.total() / 2:
-        raise ConfigError(
-            f"{option}.group_size={size} is probably wrong: {count:,} of {sizes.total():,} groups have "
-            f"{other} rollouts. Set {option}.group_size={other}"
-        )
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:

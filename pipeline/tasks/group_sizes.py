@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import pairwise
+from math import ceil, inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
@@ -16,51 +17,19 @@ from rich.text import Text
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.report.groups import compared_values, differs, has_reward
+from headrace.pipeline.report.groups import compared_values, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
+from headrace.transforms import BatchError
 from headrace.transforms.schema import has_key
 
-from .source import each_step, open_configured, report_of, sizes_of_groups
+from .chances import chances_of_sizes, pools_of
+from .source import each_step, open_configured, report_of, sizes_of_groups, with_skipped_records
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
-
-
-def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np.ndarray:
-    """Estimate the probability that G rollouts of a prompt have equal rewards, from a group of n.
-
-    With n_v rollouts that have the reward v::
-
-        G ≤ n   Σ_v C(n_v, G) / C(n, G)      unbiased: G of the n rollouts without replacement
-        G > n   Σ_v (n_v / n)^G              biased upwards, since n rollouts may miss rewards
-
-    Args:
-        count: (C,) n_v ≥ 1, one entry for each reward of each group.
-        group: (C,) the group of each entry, from 0.
-        group_size: G ≥ 1.
-
-    Returns:
-        (groups,) float, in [0, 1]; exactly 1 for G = 1.
-
-    Example:
-        >>> three_solved_of_four = np.array([3, 1]), np.array([0, 0])
-        >>> chance_of_equal(*three_solved_of_four, 2), chance_of_equal(*three_solved_of_four, 8).round(3)
-        (array([0.5]), array([0.1]))
-    """
-    if group_size == 1:  # a rounded sum of shares may not be exactly 1
-        return np.ones(len(np.bincount(group)))
-    rollouts = np.bincount(group, count)[group]
-    chance = (count / rollouts) ** group_size
-    drawn = rollouts >= group_size
-    left, among = count[drawn].astype(float), rollouts[drawn].astype(float)
-    product = np.ones(len(left))
-    for taken in range(group_size if len(left) else 0):
-        product *= np.maximum(left - taken, 0) / (among - taken)
-    chance[drawn] = product
-    return np.bincount(group, chance)
 
 
 class GroupsSeen(NamedTuple):
@@ -69,24 +38,18 @@ class GroupsSeen(NamedTuple):
     `equal` groups are those of TRL's ``frac_reward_zero_std``: all compared rewards of the group are equal.
     """
 
-    mean: np.ndarray
-    """(G,) mean reward."""
-    spread: np.ndarray
-    """(G,) std of the rewards, with divisor n − 1."""
-    low: np.ndarray
-    """(G,) least reward."""
-    high: np.ndarray
-    """(G,) greatest reward."""
-    solved: np.ndarray
-    """(G,) share of rollouts with a reward of at least `solved`."""
     equal: np.ndarray
-    """(G,) bool, all compared rewards are equal."""
-    count: np.ndarray
-    """(C,) number of rollouts, for each distinct reward of each group."""
+    """(P,) bool, all compared rewards are equal."""
+    prompt: np.ndarray
+    """(P,) a number of the prompt and its ground truth; -1: the dump has no texts."""
+    step: np.ndarray
+    """(P,) the step."""
     group: np.ndarray
-    """(C,) the group of each entry, from 0 to G − 1."""
+    """(R,) the group of each rollout, from 0 to P − 1."""
     rewards: np.ndarray
     """(R,) rewards of all rollouts."""
+    values: np.ndarray
+    """(R, K) compared rewards, NaN for missing ones."""
     compared: np.ndarray
     """(steps,) number of groups with at least two rollouts, with or without rewards."""
 
@@ -97,6 +60,8 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     Raises:
         ConfigError: the batch has no groups.
     """
+    of_peers = "peers" in report.columns  # groups are parts of a prompt's group, such as roles
+    texts = [report.texts[name] for name in ("prompt", "ground_truth") if name in report.texts]
     report = report.as_compared
     groups, each = report.groups, report.rollouts
     if not groups:
@@ -105,49 +70,22 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     ids, index, number = np.unique(each["group"][scored], return_inverse=True, return_counts=True)
     several, index = number > 1, index.reshape(-1)
     rows = scored[several[index]]
-    group = (np.cumsum(several) - 1)[index[several[index]]]
-    values = compared_values(report.columns, each, each_reward=report.each_reward)[rows]
-    owner, count = different_values(values, group)
-    reward = each["reward"][rows]
     by_id = np.argsort(groups["id"])
     at = by_id[np.searchsorted(groups["id"][by_id], ids[several])]
+    prompt = np.full(len(at), -1)
+    if not of_peers and "prompt" in report.texts:
+        for k, row in enumerate(groups["row"][at].tolist()):
+            said = "\0".join(text[row] for text in texts).encode("utf-8", "surrogatepass")
+            prompt[k] = int.from_bytes(blake2b(said, digest_size=8).digest(), "big") >> 1
     return GroupsSeen(
-        mean=groups["reward_mean"][at],
-        spread=groups["reward_std"][at],
-        low=groups["reward_min"][at],
-        high=groups["reward_max"][at],
-        solved=np.bincount(group, reward >= report.solved) / number[several],
         equal=groups["zero_variance"][at],
-        count=count,
-        group=owner,
-        rewards=reward,
+        prompt=prompt,
+        step=np.full(len(at), report.step),
+        group=(np.cumsum(several) - 1)[index[several[index]]],
+        rewards=each["reward"][rows],
+        values=compared_values(report.columns, each, each_reward=report.each_reward)[rows],
         compared=np.array([(groups["rollouts"] > 1).sum()]),
     )
-
-
-def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Count the distinct rows of values in each group.
-
-    A column that is constant within a group does not distinguish its rollouts, even if some values are
-    missing.
-
-    Args:
-        values: (R, K), NaN for missing values.
-        group: (R,) group of each row, from 0.
-
-    Returns:
-        (C,) groups, and (C,) numbers of rollouts with equal values.
-
-    Example:
-        >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))
-        (array([0, 0]), array([1, 2]))
-    """
-    parts, numbers = [group.astype(float)[:, None]], torch.from_numpy(group)
-    for column, there in zip(values.T, np.isfinite(values).T, strict=True):
-        apart = differs(numbers, torch.from_numpy(column), torch.from_numpy(there)).numpy()[group]
-        parts.append(np.stack([np.where(there & apart, column, 0.0), there & apart], 1))
-    rows, count = np.unique(np.concatenate(parts, 1), axis=0, return_counts=True)
-    return rows[:, 0].astype(int), count
 
 
 def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -168,15 +106,25 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
             rollouts with rewards.
         SourceError: a file cannot be read.
-        BatchError: a stage refused a step's batch.
+        BatchError: a stage refused a step's batch; with ``source.skip_bad``, the batches of all steps.
     """
     console = console or Console()
     sizes = sizes_of_groups(config, "plan.group_sizes")
     steps, tokens, pipeline = [], SharedTokens({}, {}), build_pipeline(config.pipeline)
-    for step, batch in each_step(open_configured(config), console):
-        steps.append(groups_seen(report_of(pipeline, step, batch, config)))
+    source, refused = open_configured(config), None
+    for step, batch in each_step(source, console):
+        try:
+            steps.append(groups_seen(report_of(pipeline, step, batch, config)))
+        except BatchError as err:
+            refused = with_skipped_records(err, source)
+            if not source.skips:
+                raise
+            console.print(Text(f"skipped: {printable(str(refused))}", style="yellow"), soft_wrap=True)
+            continue
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
         tokens += count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
+    if refused is not None and not steps:
+        raise refused
     start = np.cumsum([0, *(len(one.equal) for one in steps)])
     group = np.concatenate([one.group + first for one, first in zip(steps, start[:-1], strict=True)])
     seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
@@ -184,20 +132,21 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         raise ConfigError(
             "task=plan needs groups with at least two rollouts with rewards; found none in the dump"
         )
-    show_group_sizes(seen, sizes, config.report.solved, console)
-    share = float(seen.equal.sum() / seen.compared.sum())
-    if words := tree_words(tokens.numbers(linear=linear_of(pipeline.stages.values()))):
+    found = show_group_sizes(seen, sizes, config.report.solved, console)
+    numbers = tokens.numbers(linear=linear_of(pipeline.stages.values()))
+    if words := tree_words(numbers):
         console.print(words, highlight=False)
-    chances = {str(size): float(chance_of_equal(seen.count, seen.group, size).mean()) for size in sizes}
-    found = {"groups": len(seen.equal), "uninformative": share, "chance_of_equal": chances}
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    write_whole(output / "plan.json", lambda file: file.write_text(json_text(found, indent=1)))
+    written = json_text(found | {"tokens": numbers}, indent=1)
+    write_whole(output / "plan.json", lambda file: file.write_text(written))
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
-    return share
+    return float(found["uninformative"])
 
 
-def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console) -> None:
+def show_group_sizes(
+    seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console
+) -> dict[str, Any]:
     """Print a table with a line for each range of solve rates or of spreads, and a column for each size.
 
     Args:
@@ -205,51 +154,157 @@ def show_group_sizes(seen: GroupsSeen, sizes: Sequence[int], solved: float, cons
         sizes: group sizes.
         solved: least reward of a solved rollout.
         console: where to print.
+
+    Returns:
+        All numbers, as ``plan.json`` has them.
     """
-    rollouts = np.bincount(seen.group, seen.count)
-    chances = {size: chance_of_equal(seen.count, seen.group, size) for size in sizes}
-    name, lines = lines_of(seen, solved)
+    # 1. The chances at each size and at the usual size of the dump.
+    pool, width = pools_of(seen.prompt, seen.step, seen.rewards, seen.group)
+    rollouts = np.bincount(seen.group)
+    usual = int(np.bincount(rollouts).argmax())
+    tried = sorted({*sizes, usual})
+    chances = chances_of_sizes(seen.values, seen.group, pool, np.array(tried))
+    wanted = max(round(float(seen.compared.mean())), 1)
+    share = float(seen.equal.sum() / seen.compared.sum())
+    prompts = [
+        [_prompts(wanted, bound) for bound in pair] for pair in zip(chances.lower, chances.upper, strict=True)
+    ]
+    of = {size: k for k, size in enumerate(tried)}
+
+    # 2. The table.
+    name, lines = lines_of(seen, pool, solved)
     columns = [
-        FittedColumn(f"G={size}" + ("*" if (rollouts < size).any() else ""), right=True) for size in sizes
+        FittedColumn(
+            f"G={size}" + "*" * bool((rollouts < size).any()), right=True, leaves=tried.index(size) + 1
+        )
+        for size in sizes
     ]
     head = [FittedColumn(name, gives="wrap"), FittedColumn("groups", right=True)]
-    title = "the chance that all rewards of a group are equal, by group size G"
-    table = FittedTable([*head, *columns], title)
+    table = FittedTable(
+        [*head, *columns], "the chance that all rewards of a group are equal, by group size G"
+    )
+    by_line = []
     for label, inside in lines:
         if inside.any():
-            cells = [f"{chances[size][inside].mean():.0%}" for size in sizes]
+            line = np.minimum.accumulate(chances.each[:, inside].mean(1))
+            exact = chances.known[:, inside].all(1)
+            cells = [f"{'' if exact[of[size]] else '≤'}{line[of[size]]:.0%}" for size in sizes]
             table.add(label, f"{inside.sum():,}", *cells)
-    shares = [float(chances[size].mean()) for size in sizes]
-    table.add("all", f"{len(rollouts):,}", *(f"{share:.0%}" for share in shares), style="bold")
-    pairs = zip(sizes, shares, strict=True)
-    needed = [f"{size / (1 - share):,.0f}" if share < 1 else "∞" for size, share in pairs]
-    table.add("rollouts per informative group", "", *needed)
+            each = {str(size): {"at_most": line[k], "estimated": bool(exact[k])} for size, k in of.items()}
+            by_line.append({"range": label, "groups": int(inside.sum()), "chance_of_equal": each})
+    shares = [_range(f"{chances.lower[k]:.0%}", f"{chances.upper[k]:.0%}") for k in range(len(tried))]
+    needed = [_range(*(f"{count:,.0f}" for count in pair)) for pair in prompts]
+    cost = [
+        _range(*(f"{count * size:,.0f}" for count in pair)) for size, pair in zip(tried, prompts, strict=True)
+    ]
+    table.add("all", f"{len(rollouts):,}", *(shares[of[size]] for size in sizes), style="bold")
+    enough = [_at_most(*pair) for pair in prompts]
+    spent = [_at_most(*(count * size for count in pair)) for size, pair in zip(tried, prompts, strict=True)]
+    table.add(f"prompts for {wanted:,} informative groups", "", *(enough[of[size]] for size in sizes))
+    table.add("their rollouts", "", *(spent[of[size]] for size in sizes))
     console.print(table)
+
+    # 3. What the estimates are made of, and the conclusion.
+    span, pooled = len(np.unique(seen.step)), len(np.unique(pool)) < len(pool)
     if (rollouts < max(sizes)).any():
-        words = "* estimated from the shares of the rewards seen, for groups with fewer than G rollouts"
-        console.print(
-            f"{words}. The estimate is too high: few rollouts may miss some rewards.", highlight=False
-        )
+        console.print(Text(_said_of_pools(span, width, pooled, bool(chances.known.all()))))
     console.print(
-        f"{seen.equal.sum() / seen.compared.sum():.0%} of the groups in the dump are uninformative under "
+        f"{share:.0%} of the groups in the dump are uninformative under "
         f"this recipe, with {rollouts.mean():.1f} rollouts each.",
         highlight=False,
     )
+    larger, smaller = [size for size in tried if size > usual], [size for size in tried if size < usual]
+    if other := min(larger, default=max(smaller, default=None)):
+        k, now = of[other], of[usual]
+        console.print(
+            Text(
+                f"At {other} rollouts per prompt, {shares[k]} of the groups are uninformative instead of "
+                f"{shares[now]}: for {wanted:,} informative groups per step, take {needed[k]} prompts "
+                f"({cost[k]} rollouts) instead of {needed[now]} ({cost[now]}).",
+                "bold",
+            )
+        )
+    return {
+        "groups": len(seen.equal),
+        "uninformative": share,
+        "group_size": usual,
+        "informative_groups": wanted,
+        "steps": span,
+        "pooled_steps": width if pooled else 1,
+        "prompts": len(np.unique(pool)),
+        "sizes": {
+            str(size): {
+                "chance_of_equal": [chances.lower[k], chances.upper[k]],
+                "standard_error": chances.error[k],
+                "groups_estimated": int(chances.known[k].sum()),
+                "prompts": [None if count == inf else int(count) for count in prompts[k]],
+                "rollouts": [None if count == inf else int(count) * size for count in prompts[k]],
+            }
+            for size, k in of.items()
+        },
+        "quantity": name,
+        "ranges": by_line,
+    }
 
 
-def lines_of(seen: GroupsSeen, solved: float) -> tuple[str, list[tuple[str, np.ndarray]]]:
-    """Return the name of the quantity in the table's first column, and for each line a label and (G,) bool.
+def _prompts(wanted: int, share: float) -> float:
+    """Prompts of which `wanted` have informative groups, on average, if a share is uninformative."""
+    return ceil(wanted / (1 - share) - 1e-9) if share < 1 else inf
 
-    The quantity is the solve rate if rewards have two values, where the greater one is solved, or if at least
-    a tenth of the rollouts are on each side of `solved`. Else it is the rewards' standard deviation.
+
+def _at_most(low: float, high: float) -> str:
+    """The greater of two counts as text, marked as a bound if they differ.
+
+    >>> _at_most(24, 24), _at_most(2200, 3300), _at_most(9, inf)
+    ('24', '≤3,300', '∞')
     """
-    values, rate = np.unique(seen.rewards), seen.solved
+    return "∞" if high == inf else f"{'≤' * (low < high)}{high:,.0f}"
+
+
+def _range(low: str, high: str) -> str:
+    """Two bounds as text; one if they read alike.
+
+    >>> _range("27%", "51%"), _range("24", "24"), _range("9", "inf"), _range("inf", "inf")
+    ('27–51%', '24', '≥9', '∞')
+    """
+    if low == high:
+        return low.replace("inf", "∞")
+    return f"≥{low}" if high == "inf" else f"{low.removesuffix('%')}–{high}"
+
+
+def _said_of_pools(steps: int, width: int, pooled: bool, known: bool) -> str:
+    """What the columns with a star are made of."""
+    if not pooled:
+        said = "* bounds: a prompt has too few rollouts for an estimate."
+    elif width == 1:
+        said = "* from all rollouts of a prompt in one step."
+    elif width == steps:
+        said = (
+            f"* from all rollouts of a prompt in the {steps:,} steps, as if of one policy: its rewards do "
+            "not differ more between steps than by chance."
+        )
+    else:
+        said = (
+            f"* from all rollouts of a prompt in {width:,} consecutive steps, as if of one policy. Over more "
+            "steps, its rewards change by more than chance."
+        )
+    return said if known or not pooled else f"{said} Bounds where these are fewer than G."
+
+
+def lines_of(seen: GroupsSeen, pool: np.ndarray, solved: float) -> tuple[str, list[tuple[str, np.ndarray]]]:
+    """Return the name of the quantity in the table's first column, and for each line a label and (P,) bool.
+
+    The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
+    or if at least a tenth of the rollouts are on each side of `solved`. Else it is the standard deviation of
+    its rewards. A prompt has the rollouts of its pool.
+    """
+    values, of = np.unique(seen.rewards), pool[seen.group]
+    number = np.bincount(of)
     if len(values) == 2:
-        solved, rollouts = values[1], np.bincount(seen.group, seen.count)
-        # The mean is rounded: recover the exact number of solved rollouts.
-        rate = np.round((seen.mean - values[0]) / (solved - values[0]) * rollouts) / rollouts
-    reached = float(np.mean(seen.rewards >= solved))
-    if len(values) == 2 or PARTS <= reached <= 1 - PARTS:
+        solved = values[1]
+    reached = seen.rewards >= solved
+    rate = (np.bincount(of, reached) / number)[pool]
+    if len(values) == 2 or PARTS <= reached.mean() <= 1 - PARTS:
         lines = [
             (f"{low:g}", rate == low)
             if low == high
@@ -257,7 +312,10 @@ def lines_of(seen: GroupsSeen, solved: float) -> tuple[str, list[tuple[str, np.n
             for low, high in RATES
         ]
         return f"solve rate, at {solved:g}", lines
-    spread = np.where(seen.low == seen.high, 0.0, seen.spread)
+    mean = (np.bincount(of, seen.rewards) / number)[of]
+    apart = np.bincount(of, seen.rewards != seen.rewards[np.unique(of, return_index=True)[1]][of]) > 0
+    squares = np.bincount(of, (seen.rewards - mean) ** 2)
+    spread = np.where(apart, np.sqrt(squares / np.maximum(number - 1, 1)), 0.0)[pool]
     positive = spread[spread > 0]
     ends = np.unique([0.0, *(np.quantile(positive, (0.25, 0.5, 0.75, 1)) if len(positive) else ())])
     lines = [(f"{a:.3g} to {b:.3g}", (spread > a) & (spread <= b)) for a, b in pairwise(ends)]

@@ -30,7 +30,15 @@ from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.errors import listing
 
 from .logged import LoggedAdvantages
-from .source import NAMED_DRAWS, each_outcome, open_configured, print_files, report_of, said_of_draws
+from .source import (
+    NAMED_DRAWS,
+    each_outcome,
+    open_configured,
+    print_files,
+    report_of,
+    said_of_draws,
+    with_skipped_records,
+)
 
 GIVE_UP = 3  # failed steps, without one that passed, after which the replay ends
 NAMED = 20  # failed steps whose reason is shown
@@ -79,6 +87,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 rows = None
                 if isinstance(err, BatchError) and not isinstance(found, SourceError):
                     rows = refused_report(found, step or 0, err)
+                    err = with_skipped_records(err, source)
                 folder.fail(step, in_words_to_type(str(err)).removeprefix(f"step {step}: "), rows)
                 folder.notices = said_of(failed, len(history), source.draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import islice
@@ -26,7 +27,7 @@ from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.sources.batch import Draws
 from headrace.pipeline.sources.record import quote
 from headrace.pipeline.wording import in_words_to_type, printable, word_to_set
-from headrace.transforms import BatchError
+from headrace.transforms import BatchError, IncompleteGroupsError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
 TRIED = 20  # steps that are run to learn which options the dump needs
@@ -207,10 +208,56 @@ def report_of(
     return make_report(run, step=step, solved=config.report.solved, **more)
 
 
+def with_skipped_records(err: BatchError, source: Source) -> BatchError:
+    """The error of a step with the records that were skipped beside it: a group may lack their rollouts.
+
+    Args:
+        err: of the last step of the source.
+        source: the dump.
+    """
+    if not source.skips or not source.skipped_beside:
+        return err
+    more = len(source.skipped_beside) - 1
+    also = f" (and {more:,} more)" * (more > 0)
+    return type(err)(f"{err}. A malformed record was skipped here: {source.skipped_beside[0]}{also}")
+
+
+def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
+    """Refuse a size that most groups do not have, where these have one other: the size is wrong, not they.
+
+    Args:
+        size: as it was set; None: it was not.
+        sizes: of groups, and how many have each.
+        option: the path before ``group_size``.
+
+    Raises:
+        ConfigError: more than half of the groups have one other size.
+    """
+    if size is None or not sizes:
+        return
+    other, count = sizes.most_common(1)[0]
+    if other != size and 1 < count > sizes.total() / 2:
+        raise ConfigError(
+            f"{option}.group_size={size} is probably wrong: {count:,} of {sizes.total():,} groups have "
+            f"{other} rollouts. Set {option}.group_size={other}"
+        )
+
+
+def sizes_in_dump(config: DictConfig) -> Counter[int]:
+    """How many groups have each number of rollouts, in the first steps of a dump."""
+    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by")}
+    sizes = Counter[int]()
+    for _, batch in islice(_good_steps(open_source(config.source.path, **options)), TRIED):
+        pairs = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
+        sizes.update(pairs[:, 0].unique(return_counts=True)[1].tolist())
+    return sizes
+
+
 def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
     """Return a better error if the dump needs options that the command lacks.
 
-    It has the whole command: how groups are made, the size that most groups of the first step have, and what
+    If a group is too large or incomplete, it says whether ``group_size`` is wrong. Else it has the whole
+    command: how groups are made, the size that most groups of the first step have, and what
     the stages ask for at the first steps. Any other error is returned unchanged, and so is one that names the
     only option that is needed.
 
@@ -219,6 +266,16 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
         config: the composed configuration.
         words: overrides of the command line.
     """
+    if isinstance(err, IncompleteGroupsError) or "dispatched" in str(err):
+        gate = OmegaConf.select(config, "pipeline.stages.gate.group_size")
+        of_source = OmegaConf.select(config, "source.group_size")
+        option = "source" if of_source else "pipeline.stages.gate"
+        try:
+            refuse_wrong_size(of_source or gate, sizes_in_dump(config), option)
+        except ConfigError as better:
+            return better
+        except (SourceError, ValueError):
+            pass
     no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
     stage_asks = isinstance(err, BatchError) and word_to_set(str(err)) is not None
     if not (no_group or no_size or stage_asks) or config.get("source") is None:
