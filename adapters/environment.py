@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.pipeline import Decider, Decision, Pipeline, advantages_of, load_pipeline
 from headrace.pipeline.decision import refuse_state
-from headrace.pipeline.halves import before_the_cut, part_of
+from headrace.pipeline.halves import before_the_split, part_of
 from headrace.transforms import MissingKeyError, TokenAdvantage
 
 from .before_rollouts import require_columns, scale_words
@@ -160,7 +160,7 @@ def _composed(recipe: str, words: tuple[str, ...], part: Part) -> Decider:
     refuse_state(whole)
     if part == "whole":
         return Decider(whole)
-    first = before_the_cut(whole)
+    first = before_the_split(whole)
     if part == "advantages":
         return Decider(first)
     by_token = token_stages(first)

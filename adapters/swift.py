@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.pipeline import Decider, Pipeline
-from headrace.pipeline.halves import before_the_cut
+from headrace.pipeline.halves import before_the_split
 from headrace.transforms import Status
 
 from .attaching import log_run
@@ -33,7 +33,7 @@ class RecipeAdvantages:
             raise ValueError("a recipe takes rewards without a KL term: set kl_in_reward=false")
         size = self.num_generations if self.model.training else self.num_generations_eval
         prompts = gather_object([sample.prompt_id for sample in samples])
-        decider = Decider(before_the_cut(self.pipeline))
+        decider = Decider(before_the_split(self.pipeline))
         columns = {
             "group_id": prompts,
             "rollout_id": gather_object([sample.request_id for sample in samples]),

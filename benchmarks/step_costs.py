@@ -47,7 +47,9 @@ def split_under_a_budget(rounds: int, *, quick: bool) -> list[Row]:
         plain = ShuffleSplit(minibatches=MINIBATCHES)
         held = ShuffleSplit(minibatches=MINIBATCHES, max_tokens=budget, balance=balance)
         times = measure({"plain": partial(plain, batch), "held": partial(held, batch)}, rounds)
-        name = f"split of {rows:,} rows with max_tokens and balance={balance}, over one without"
+        name = (
+            f"split of {rows:,} rows with max_tokens and balance={balance}, over one without max_tokens"
+        )
         cells = [Cell(median_ms(times, "plain"), ".1f"), Cell(ratio(times, "held", "plain"), ".1f", 3.0)]
         found.append(Row(name, cells))
     return found
@@ -59,7 +61,7 @@ def more_bins_than_first_fit(*, quick: bool) -> list[Row]:
     for _ in range(draws):
         lengths = torch.randint(50, 91, (20,), generator=generator)
         more += len(assign_rows(lengths, max_tokens=300)[0]) > len(plain_first_fit(lengths.tolist(), 300))
-    name = f"batches, of {draws}, that get more micro-batches than by first-fit bin packing"
+    name = f"how many of {draws} batches get more micro-batches than by first-fit bin packing"
     return [Row(name, [Cell(None), Cell(more, "d", 0)])]
 
 
@@ -117,7 +119,7 @@ def reports(rounds: int, *, quick: bool) -> list[Row]:
             f"make_report(run), {rows} rows, in ms", [Cell(None), Cell(median_ms(times, "make"), ".2f", 1.0)]
         ),
         Row(
-            f"run.report(), {rows} rows, next to one table printed by Rich, in ms",
+            f"run.report(), {rows} rows, in ms; the formula prints one table with Rich",
             [Cell(median_ms(times, "table"), ".1f"), Cell(median_ms(times, "print"), ".1f", 9.0)],
         ),
     ]

@@ -17,11 +17,11 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-AROUND = """The formula is plain torch code for the same work. If a line has no such code, its cell is "not
-measured". The last column has the time of headrace:
+AROUND = """The formula is plain torch code for the same work, or what the line names after "over". If a line
+has no such code, its cell is "not measured". The last column is about headrace:
 
-- If the name of the line ends with "over …", the time is divided by that of the formula.
-- If the name ends with "in …", the time is in this unit."""
+- If the name of the line has "over X", the number is the time of headrace, divided by that of X.
+- If the name has "in ms", the number is in ms, and so on."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
@@ -31,7 +31,7 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     head = ["measure", "formula, ms", "headrace"]
     yield Table("Sequences and trees", AROUND, head, sequence_stages(options.rounds, options.quick))
     note = "The columns are those of the table above."
-    yield Table("A step around its tokens", note, head, step_costs(options.rounds, options.quick))
+    yield Table("Other parts of a step", note, head, step_costs(options.rounds, options.quick))
 
 
 if __name__ == "__main__":

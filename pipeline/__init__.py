@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .collect.group_unit import GroupUnit
     from .collect.in_place import GroupReplayBuffer, QueuedGroups
     from .collect.informing import informative
+    from .collect.lockstep import on_every_rank
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
     from .collect.queue_sampler import group_sampler, group_tags
@@ -83,6 +84,7 @@ __all__ = [
     "load_pipeline",
     "log_report",
     "make_report",
+    "on_every_rank",
     "optimise",
     "paced",
     "page_data",

@@ -10,6 +10,7 @@ from tensordict import NestedKey
 
 from headrace.transforms.entry import label_key
 from headrace.transforms.options import nested_key
+from headrace.transforms.rows import stage_parts
 from headrace.transforms.schema import REWARD
 from headrace.transforms.table import TokenCount
 
@@ -123,8 +124,7 @@ class Asked(NamedTuple):
             stages: the stages in order, and the pipeline itself.
             keys: the columns of the report.
         """
-        parts = list(stages)
-        parts += [part.criterion for part in parts if hasattr(part, "criterion")]
+        parts = [part for stage in stages for part in stage_parts(stage)]
         names = ("loss_mask_key", "log_prob_key", "tokens_key", "length_key")
         tokens = {nested_key(getattr(part, name, None)) for part in parts for name in names}
         read = [key for part in parts for key in getattr(part, "in_keys", ())]
@@ -141,7 +141,7 @@ class Asked(NamedTuple):
 
 def keys_of_stages(stages: Iterable[Any]) -> dict[str, NestedKey]:
     """The keys of :data:`OPTIONS`: of the first stage that writes the column, else of the first reader."""
-    stages, keys = [each for stage in stages for each in (stage, getattr(stage, "criterion", None))], {}
+    stages, keys = [part for stage in stages for part in stage_parts(stage)], {}
     for name, option in OPTIONS.items():
         using = [stage for stage in stages if getattr(stage, option, None) is not None]
         writing = [stage for stage in using if getattr(stage, option) in getattr(stage, "out_keys", ())]

@@ -20,14 +20,14 @@ from headrace.transforms.entry import label_key, labels_said
 from headrace.transforms.errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
-from headrace.transforms.rows import column_keys
+from headrace.transforms.rows import column_keys, stage_parts
 from headrace.transforms.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
 
 from .composing.recipe_names import Recipe
-from .halves import before_the_cut, part_of
+from .halves import before_the_split, part_of
 from .ledger import Ledger
-from .load import load_pipeline
+from .load import load_pipeline, objects_in
 from .pipeline import Pipeline
 from .run import Run
 from .wording import suggest
@@ -144,6 +144,17 @@ class Decision:
             return self.run.rows_of_steps()
         return [self.keep.nonzero().flatten()] if bool(self.keep.any()) else []
 
+    @cached_property
+    def microbatches(self) -> list[list[Tensor]]:
+        """For each of :attr:`steps`, the indices of the rows of each micro-batch."""
+        if not (self.run.has_steps and self.steps):
+            return [[rows] for rows in self.steps]
+        places = self.run.places[0]
+        number = self.run.of_rank(places["microbatch"])
+        if "rank" in places:
+            number = number + self.run.of_rank(places["rank"]) * (number.max() + 1)
+        return [[rows[number[rows] == each] for each in number[rows].unique()] for rows in self.steps]
+
     @property
     def ledger(self) -> Ledger | None:
         """The outcome of each row, with its ids; None if there were no rows."""
@@ -190,8 +201,8 @@ class Decider:
             for role, key in usual.items()
             if role not in COUNTS.values() and keys[role] is not None
         }
-        parts = [self.pipeline, *self.pipeline.stages.values()]
-        parts += [part.criterion for part in parts if hasattr(part, "criterion")]
+        stages = [self.pipeline, *self.pipeline.stages.values()]
+        parts = [part for stage in stages for part in stage_parts(stage)]
         self._ids = {key for part in parts for role, key in column_keys(part).items() if role in IDS}
 
     @cached_property
@@ -328,6 +339,7 @@ class Decider:
             of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}
             readable = [
                 *COUNTS,
+                *(name for name in ("status",) if self.reads(name)),  # which has no default key
                 *(n for n, key in self._keys.items() if self.reads(n) and key not in of_tokens),
             ]
             raise ValueError(
@@ -427,7 +439,8 @@ def decide(
         >>> found.advantage.tolist(), found.reason[2]
         ([0.5, -0.5, 0.0, 0.0], 'filter/zero_variance')
     """
-    known = f"{recipe!r} {overrides!r} {sorted(options.items())!r}"
+    # With the ids of objects, which may look alike. A cached recipe holds its own, so no id is used again.
+    known = f"{recipe!r} {overrides!r} {sorted(options.items())!r} {[*map(id, objects_in(options))]}"
     with _lock:
         if (decider := _composed.pop(known, None)) is None:
             decider = Decider(recipe, *overrides, **options)
@@ -448,8 +461,8 @@ def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:
     found = [
         key
         for stage in pipeline.stages.values()
-        for part in (stage, getattr(stage, "term", None), getattr(stage, "criterion", None))
-        for role, key in ([] if part is None else column_keys(part).items())
+        for part in stage_parts(stage)
+        for role, key in column_keys(part).items()
         if role in roles and key in {*getattr(stage, "in_keys", ()), *getattr(part, "in_keys", ())}
     ]
     return list(dict.fromkeys(found))
@@ -516,7 +529,7 @@ def advantages_of(pipeline: Pipeline, batch: TensorDictBase) -> RowAdvantages:
         >>> found.advantage.flatten().tolist(), found.in_loss.flatten().tolist()
         ([-1.0, 0.0, 1.0, 0.0], [True, False, True, False])
     """
-    decision, device = Decider(before_the_cut(pipeline)).decide(batch), device_of(batch)
+    decision, device = Decider(before_the_split(pipeline)).decide(batch), device_of(batch)
     advantage, in_loss = [
         (each.unsqueeze(1) if each.ndim == 1 else each).to(device)
         for each in (decision.advantage, decision.in_loss)

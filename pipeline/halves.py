@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from headrace.transforms.errors import BatchError, ProcessedTwiceError
 from headrace.transforms.schema import PROCESSED, has_key
 
-from .order import place_of_cut
+from .order import index_of_split
 
 Half = Literal["first", "second"]
 
@@ -20,13 +20,13 @@ ON_THE_WAY_IN = (
 )
 
 
-def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
+def make_halves(pipeline: Any) -> tuple[Any, Any]:
     """Return a pipeline of the stages before the split, and one of the other stages.
 
     Raises:
         ValueError: the pipeline has no split, or is a half itself.
     """
-    at = place_of_cut(pipeline.stages)
+    at = index_of_split(pipeline.stages)
     if at is None or pipeline._half is not None:
         raise ValueError(
             f"halves() needs a whole pipeline with a ShuffleSplit, where it divides; got {pipeline!r}"
@@ -35,9 +35,9 @@ def cut_in_two(pipeline: Any) -> tuple[Any, Any]:
     return first, part_of(pipeline, pipeline.order[at:], "second")
 
 
-def before_the_cut(pipeline: Any) -> Any:
+def before_the_split(pipeline: Any) -> Any:
     """Return the stages before the split, for a trainer that makes minibatches and loss weights itself."""
-    return pipeline if place_of_cut(pipeline.stages) is None else cut_in_two(pipeline)[0]
+    return pipeline if index_of_split(pipeline.stages) is None else make_halves(pipeline)[0]
 
 
 def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:

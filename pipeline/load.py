@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Literal, NoReturn
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from tensordict import NestedKey
 
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.distributed import DecideOn, SharedIds
-from headrace.transforms.gate import Empty, OnIncomplete
+from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.rewards import Missing
+from headrace.transforms.rows import Empty
 from headrace.transforms.weight import Mean
 
-from .composing import ConfigError, compose_config, explain_composition, without_stage
-from .composing.nodes import as_typed, build_node
+from .composing import ConfigError, compose_config, explain_composition, for_hydra
+from .composing.nodes import as_typed, build_node, name_parts
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
@@ -32,7 +33,7 @@ def load_pipeline(
     /,
     *overrides: str,
     rows: Literal["llm"] | None = None,
-    stages: Mapping[str, Mapping[str, Any] | None] | None = None,
+    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None] | None = None,
     group_size: int | EllipsisType | None = ...,
     on_incomplete: OnIncomplete | EllipsisType = ...,
     min_rollouts: int | EllipsisType | None = ...,
@@ -74,7 +75,9 @@ def load_pipeline(
             ``"hydra.searchpath=[pkg://my.conf]"``.
         rows: ``llm`` for the rows of TorchRL's LLMCollector.
         stages: any other options, by stage: ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. None
-            removes the stage. A mapping with a ``_target_`` adds or replaces a whole stage.
+            removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A
+            criterion or a token term is an object, a name (``{"filter": {"also": "not_truncated"}}``), or a
+            mapping with a ``_target_``, which replaces the whole of it.
         group_size: option of the gate.
         on_incomplete: option of the gate.
         min_rollouts: option of the gate.
@@ -147,7 +150,7 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
         group = word.partition("=")[0]
         if again := [other for other in others if other.startswith(f"{group}=")]:
             raise ConfigError(f"{group} is set twice, by {word} and by {again[0]}: set it once")
-    return [*chosen, *map(without_stage, others)]
+    return [*chosen, *(ready for word in others for ready in for_hydra(word))]
 
 
 def _is_override(word: str) -> bool:
@@ -160,6 +163,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     Raises:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have.
     """
+    config = name_parts(config)
     try:
         masked = config.get("masked_log_prob")
         if masked != masked:  # Hydra parses the word nan as a number
@@ -173,7 +177,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     if not isinstance(stages, dict):
         raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")
     for name, node in stages.items():
-        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+        if not (node is None or callable(node) or (isinstance(node, dict) and "_target_" in node)):
             meant = suggest(name, [other for other in stages if other != name])
             raise ConfigError(
                 f"pipeline.stages.{name} must be a node with a _target_, or null{meant}; got {as_typed(node)}"
@@ -194,14 +198,17 @@ KEYWORDS |= {"loss_unit": "stages.weight.unit"}
 
 
 def settings_of(
-    overrides: Sequence[str], given: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any] | None]
+    overrides: Sequence[str],
+    given: Mapping[str, Any],
+    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None],
 ) -> dict[str, Any]:
     """Return what the keywords of :func:`load_pipeline` set, by dotted key below ``pipeline``.
 
     Args:
         overrides: the overrides of the same call, which must not set the same keys.
         given: values by keyword.
-        stages: options by stage. None removes the stage. A mapping with a ``_target_`` is a whole stage.
+        stages: options by stage. None removes the stage. An object, or a mapping with a ``_target_``, is a
+            whole stage.
 
     Raises:
         ConfigError: a key, or a part of it, is set twice.
@@ -212,13 +219,13 @@ def settings_of(
     """
     found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
-        if not (options is None or isinstance(options, Mapping)):
+        if not (options is None or isinstance(options, Mapping) or callable(options)):
             raise ConfigError(
-                f"stages[{name!r}] must be a mapping of options, with '_target_' for a whole stage, or None; "
-                f"got {options!r}"
+                f"stages[{name!r}] must be a mapping of options, a whole stage (an object, or a mapping with "
+                f"'_target_'), or None; got {options!r}"
             )
-        whole = options is None or "_target_" in options
-        for key, value in {"": options}.items() if whole else (options or {}).items():
+        by_option = options if isinstance(options, Mapping) and "_target_" not in options else {"": options}
+        for key, value in by_option.items():
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")
             found.append((f"stages.{name}.{key}".rstrip("."), value, source))
     known: dict[str, str] = {}
@@ -243,7 +250,12 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         _, _, rest = key.partition("stages.")
         name, _, option = rest.partition(".")
         present = [stage for stage, node in pipeline.stages.items() if node is not None]
-        own = isinstance(value, Mapping) and "_target_" in value and not option
+        found = list(objects_in(value))
+        for each in found:
+            if isinstance(each, type):
+                raise ConfigError(f"pipeline.{key}: {each.__name__} is a class; give {each.__name__}(...)")
+        whole = callable(value) or (isinstance(value, Mapping) and "_target_" in value)
+        own = whole and not option
         known = name in pipeline.stages if value is None and not option else name in present
         if rest and not (known or own):
             raise ConfigError(
@@ -251,9 +263,27 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                 f"its stages are {', '.join(present)}"
             )
         try:
-            with open_dict(pipeline):  # an unknown option is refused later, when the stage is constructed
-                if own:
-                    pipeline.stages[name] = None  # without this, options of the recipe's stage would remain
-                OmegaConf.update(pipeline, key, value, merge=True)
+            with (
+                open_dict(pipeline),
+                flag_override(pipeline, "allow_objects", bool(found)),
+            ):  # an unknown option is refused later, when the stage is constructed
+                # Only options are merged: what a whole part does not set is not that of the recipe's part.
+                OmegaConf.update(pipeline, key, None if whole else value, merge=True)
+                if whole:
+                    OmegaConf.update(pipeline, key, value)
         except OmegaConfBaseException as err:
-            raise ConfigError(f"pipeline.{key} must be a value that YAML has; got {value!r}: {err}") from err
+            raise ConfigError(
+                f"pipeline.{key} must be a value that YAML has, or a callable; got {value!r}: {err}"
+            ) from err
+
+
+def objects_in(value: Any) -> Iterator[Any]:
+    """The callables in nested mappings and lists."""
+    if callable(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from objects_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from objects_in(inner)

@@ -10,7 +10,7 @@ from torch import nn
 from headrace.pipeline.wording import suggest
 from headrace.transforms.columns import COLUMNS
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import column_keys
+from headrace.transforms.rows import column_keys, stage_parts
 from headrace.transforms.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
 
 
@@ -78,8 +78,8 @@ def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], ow
                 f"{own[f'{role}_key']!r}. Set one of them"
             )
     for name, stage in stages.items():
-        for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
-            keys: dict[str, Any] = {} if part is None else column_keys(part)
+        for part in stage_parts(stage):
+            keys: dict[str, Any] = column_keys(part)
             reads = set() if keys else set(getattr(part, "in_keys", ()))  # a stage without <role>_key
             keys |= {role: COLUMNS[role].default for role in renamed if COLUMNS[role].default in reads}
             for role, key in renamed.items():
@@ -167,7 +167,7 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
         )
 
 
-def place_of_cut(stages: Mapping[str, Any]) -> int | None:
+def index_of_split(stages: Mapping[str, Any]) -> int | None:
     """The index of the first stage that cuts the batch into minibatches; None if no stage does."""
     return next(
         (at for at, stage in enumerate(stages.values()) if MINIBATCH in getattr(stage, "out_keys", ())), None

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,19 @@ from headrace.transforms.distributed import (
 )
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.gate import Empty, take_empty_out
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import Rows, column_keys, few
+from headrace.transforms.rows import Empty, Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
+from headrace.transforms.split.stage import Permuted, ShuffleSplit
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
-from .halves import Half, check_half, check_place, cut_in_two
+from .halves import Half, check_half, check_place, make_halves
 from .notebook import StageListing
 from .one_decides import Epoch, check_by_table, hand_out_passes, take_passes
-from .order import arrange, check_column_names, check_order, place_of_cut
+from .order import arrange, check_column_names, check_order, index_of_split
 from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
 from .stage import as_module, with_stage
 from .wording import printable
@@ -139,7 +139,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if decide_on == "first_rank":
             check_by_table(arranged)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
-        self.order, self._cut_at = list(arranged), place_of_cut(arranged)
+        self.order, self._split_index = list(arranged), index_of_split(arranged)
         self._takes_empty_out = not any(hasattr(stage, "empty") for stage in arranged.values())
         self.columns, own = dict(columns or {}), self._columns
         self.name_columns({f"{role}_key": key for role, key in self.columns.items() if role in own} | names)
@@ -204,7 +204,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         Raises:
             ValueError: the pipeline has no split, or is a half itself.
         """
-        return cut_in_two(self)
+        return make_halves(self)
 
     @property
     def is_second_half(self) -> bool:
@@ -242,9 +242,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
         keys = [*map(nested_key, usual), *REFERENCE]
         for stage in (self, *self.stages.values()):
-            for part in (stage, getattr(stage, "criterion", None), getattr(stage, "term", None)):
-                named = {} if part is None else column_keys(part)
-                keys += [key for role, key in named.items() if role in OF_TOKENS]
+            for part in stage_parts(stage):
+                keys += [key for role, key in column_keys(part).items() if role in OF_TOKENS]
         others = [key for key in dict.fromkeys(keys) if key is not None]
         return Tokens(self.loss_mask_key, self.log_prob_key, others)
 
@@ -286,27 +285,26 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, held: ExitStack, *, whole: bool
-    ) -> tuple[Run, Any]:
+    ) -> tuple[Run, Permuted | None]:
         """Run the stages. The split stays locked until `held` closes: it may carry rows to the next batch."""
-        table, keys, at = rows.table, self._keys, self._cut_at
+        table, keys, at = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        if table.decides:
+        if table.decides:  # else the first rank does all this, and hands out the results
             if self._takes_empty_out and self._half != "second":
-                take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
+                rows.seen_by(self, "pipeline").take_empty_out(self.empty)
             for name in list(stages)[:at]:
                 self._stage(name, stages[name], rows)
             note_advantage(rows, keys)
         if table.ranks is not None:
             hand_out(table)
-        passes, permuted, carried, name = list[Epoch](), None, None, ""
+        passes, permuted, carried = list[Epoch](), None, None
         if at is not None:
-            name = list(stages)[at]
-            split: Any = stages[name]
+            split = cast(ShuffleSplit, stages[self.order[at]])
             held.enter_context(split.lock)
             carried = split.carried_rows()
-            passes, permuted = self._cut(stages, rows, at, epochs, carried)
+            passes, permuted = self._run_epochs(stages, rows, at, epochs, carried)
         if table.carried is not None:
             note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
@@ -315,65 +313,63 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         processed = torch.full((table.size,), self._half != "first")
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
         steps = None
-        if permuted is not None:
+        if at is not None and permuted is not None:
             for each in passes:
                 each.columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(name, permuted.split, table):
+            with self._named(self.order[at], permuted.split, table):
                 steps = permuted.steps([each[1:] for each in passes])
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
         return run, permuted
 
-    def _cut(
+    def _run_epochs(
         self,
         stages: dict[str, nn.Module],
         rows: Rows,
         at: int,
         epochs: int,
         carried: TensorDictBase | None,
-    ) -> tuple[list[Epoch], Any]:
-        """Cut each epoch into minibatches, and run the stages after the split on each epoch."""
-        table, names, passes = rows.table, list(stages), list[Epoch]()
-        split: Any = stages[names[at]]
+    ) -> tuple[list[Epoch], Permuted | None]:
+        """Run the split once, and the stages after it on each epoch."""
+        table, (name, *later), passes = rows.table, self.order[at:], list[Epoch]()
+        split = cast(ShuffleSplit, stages[name])
         if table.left == 0 and table.ranks is None:
-            name_reasons(rows, names[at], split)
+            name_reasons(rows, name, split)
             return [], None
-        with self._named(names[at], split, table):
+        with self._named(name, split, table):
             # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
-            if self._half != "second" and split.take_out_trained(rows.seen_by(split, names[at])):
+            if self._half != "second" and split.take_out_trained(rows.seen_by(split, name)):
                 return [], None
             if carried is not None or table.ranks is not None:
                 table.extend(carried, split.remainder)
-            seen = rows.seen_by(split, names[at])
+            seen = rows.seen_by(split, name)
             if not table.decides:
                 return take_passes(seen, split)
             permuted = split.permute(seen, epochs)
-        before = table.columns, table.written, table.late
-        whole = table.batch, table.live, table.kept
+        as_split = table.batch, table.live, table.kept
         for each in permuted.passes:
-            table.columns, table.written, table.late = dict(before[0]), dict(before[1]), list(before[2])
-            table.batch, table.live, table.kept = whole
-            for key in PLACES:
-                table.columns.pop(key, None)
-                table.written.pop(key, None)
-                if key[-1] in each:
-                    table.columns[key], table.written[key] = each[key[-1]], Written(torch.int64, 1)
-            for name in names[at + 1 :]:
-                self._stage(name, stages[name], rows, after_cut=True)
-            places = dict(each)
-            table.load([self._keys.weight], most=AHEAD)
-            weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
-            weight = table.columns.get(weight_key)
-            if weight is not None and weight.ndim == 1:  # in the precision of the loss
-                places["loss_weight"] = weight.to(rows.dtype(weight_key)).double()
-            passes.append(Epoch(places, table.written_columns(), table.late, table.batch))
-        table.columns, table.written, table.late = before
+            table.batch, table.live, table.kept = as_split
+            with table.restoring_columns():
+                for key in PLACES:
+                    table.columns.pop(key, None)
+                    table.written.pop(key, None)
+                    if key[-1] in each:
+                        table.columns[key], table.written[key] = each[key[-1]], Written(torch.int64, 1)
+                for name in later:
+                    self._stage(name, stages[name], rows, after_split=True)
+                places = dict(each)
+                table.load([self._keys.weight], most=AHEAD)
+                weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
+                weight = table.columns.get(weight_key)
+                if weight is not None and weight.ndim == 1:  # in the precision of the loss
+                    places["loss_weight"] = weight.to(rows.dtype(weight_key)).double()
+                passes.append(Epoch(places, table.written_columns(), table.late, table.batch))
         if table.ranks is not None:
             hand_out_passes(table, passes, permuted.of_ranks)
         return passes, permuted
 
-    def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_cut: bool = False) -> None:
+    def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""
         table, start = rows.table, perf_counter()
         if table.left == 0:
@@ -385,7 +381,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 stage.work_on(rows.seen_by(stage, name))
             else:
                 self._foreign(name, stage, rows)
-            if after_cut and table.left < before:
+            if after_split and table.left < before:
                 raise BatchError(
                     f"a stage after the split must keep all {before} rows of the minibatches; it kept "
                     f"{table.left}. Put it before the split"

@@ -17,13 +17,14 @@ from policies import with_old
 from processes import run_processes
 from tensordict import TensorDict, lazy_stack
 
-from headrace.pipeline import Pipeline, StageError
+from headrace.pipeline import Pipeline, StageError, on_every_rank
 from headrace.transforms import (
     BatchError,
     LossWeight,
     RewardsVary,
     SampleFilter,
     ShuffleSplit,
+    StalledError,
     split_microbatches,
     take_rows,
 )
@@ -347,3 +348,26 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     torch.save((told, draws), Path(folder) / f"{rank}.pt")
     dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
     dist.destroy_process_group()
+
+
+def take_in_step(rank: int, world: int, folder: str, lengths: Sequence[int], fails: int | None) -> None:
+    """How many rows each batch of this rank has, of all ranks, and the error that ends it."""
+    join(rank, world, folder)
+
+    def source():
+        for step in range(lengths[rank]):
+            yield batch_of([1.0, 2.0], [step] * 2, [2 * step, 2 * step + 1])
+        if rank == fails:
+            raise StalledError("writer 3 is lost")
+
+    words = ("pipeline.process_group=world", "pipeline.shared_ids=different")
+    pipeline = composed("pipeline=grpo", "pipeline.stages.gate.group_size=2", *words)
+    taken, error = [], ""
+    try:
+        for batch in on_every_rank(source(), patience=60):
+            rows = len(pipeline.run(batch).batch)
+            taken.append((len(batch), rows))
+    except Exception as err:
+        error = f"{type(err).__name__}: {err}"
+    torch.save((taken, error), Path(folder) / f"{rank}.pt")
+    dist.barrier()

@@ -15,9 +15,19 @@ from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import decide, load_pipeline
 from headrace.pipeline import Pipeline, build_pipeline, make_report
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.report import Advisory, advise, show_advisories, symptoms, unchecked, verdict
+from headrace.pipeline.report import (
+    Advice,
+    Advisory,
+    advise,
+    page_data,
+    show_advisories,
+    symptoms,
+    unchecked,
+    verdict,
+)
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
@@ -342,10 +352,48 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
         )
         here = [line for line in words if not any(word.startswith(("task=", "pipeline=")) for word in line)]
         assert here
-        no_filter = ["pipeline.stages.filter=null"]
-        assert (no_filter in words) == (config.pipeline.stages.filter is not None)
         assert (["pipeline.stages.filter.action=drop"] in words) == bool(config.pipeline.stages.get("filter"))
         compose_config("config", *typed, *sorted({word for line in here for word in line}))
+
+
+ROWS = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], "reward": [1.0] * 4, "tokens": [2] * 4}
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "as/verl", "dapo"])
+def test_the_options_on_a_page_of_python_are_arguments_that_change_the_run(recipe):
+    """What the run has already is not shown: it masks missing rewards, and drops or has no groups alike."""
+    options = {"group_size": 2, "missing": "mask", "minibatches": 1}
+    options |= {"stages": {"filter": {"action": "drop"}}} if recipe == "grpo" else {}
+    before = make_report(decide(ROWS, recipe, **options))
+    found = [Advisory(name, "It is so.", "", ()) for name in symptoms()]
+    advice = [Advice("", found, [])]
+    shown = page_data([before], title="", advice=advice)["symptoms"]
+    words = [one["words"] for symptom in shown for one in symptom["remedies"] if one["words"]]
+    assert len(words) > 9
+    for each in words:
+        if not each.startswith("headrace "):
+            named = re.match(r'"\w+"', each)
+            after = eval(f"load_pipeline({each})" if named else f"load_pipeline(recipe, {each})")
+            assert repr(after) != repr(load_pipeline(recipe, **options)), each
+    assert not any("missing" in each or '"action": "drop"' in each for each in words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "cause", "remedy"),
+    [
+        ({}, {"group_size": 3, "on_incomplete": "drop"}, "incomplete", "min_rollouts"),
+        ({}, {"group_size": 2}, "equal_rewards", "Sample prompts"),
+        ({"tokens": [0] * 4}, {"group_size": 2}, "no_tokens", ""),
+    ],
+)
+def test_the_remedy_for_nothing_trained_is_against_what_took_most_rows(changes, options, cause, remedy):
+    report = make_report(decide(ROWS | changes, "grpo", minibatches=1, **options))
+    found = report.advisories[0]
+    assert (found.name, found.cause) == ("nothing-trains", cause)
+    later = [(0, report.numbers), (1, {"rows/trained": 1.0})]
+    assert advise(later[1][1], later)[0].cause == cause
+    (line,) = show_advisories([found._replace(text="It is so.")])
+    assert remedy in line.plain.replace("pipeline.loss_mask_key", "")
 
 
 @pytest.mark.parametrize(
@@ -465,6 +513,11 @@ def test_each_step_without_rewards_is_named_however_long_ago():
     (found,) = advise(history[-1][1], history)
     assert (found.name, found.steps) == ("rewards-missing", (1,))
     assert found.text == "50 % of the rollouts have no reward at step 1."
+    history = steps_of("rollouts/unrewarded", [0.0, 0.15, 0.23, 0.15])  # no two steps have 23 %
+    (found,) = advise(history[-1][1], history)
+    assert found.text == (
+        "Up to 23 % of the rollouts have no reward (step 2). It is above 10 % at steps 1, 2 and 3."
+    )
     assert names(history[-1][1], steps_of("rollouts/unrewarded", [0.1] * 20)) == []
 
 

@@ -130,6 +130,19 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
 
 
+def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
+    """Its label is a hash, which nobody can look up in the dump; audit.json has it beside the sentence."""
+    asked = ["2+2?"] * 4 + ["3+3?"] * 4 + ["4+4?"] * 3
+    rows = [
+        dumps.verl_row(None, float(i), prompt=f"user\n{each}\nassistant\n") for i, each in enumerate(asked)
+    ]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    words = ("source.group_by=prompt", "source.group_size=4", "source.format=verl")
+    text, checks = told(path, tmp_path, "pipeline=as/verl", *words)
+    assert "group of '4+4?' has 3 of 4 rollouts" in text
+    assert checks["incomplete"]["findings"][0]["group"].startswith("prompt/")
+
+
 @pytest.mark.parametrize("words", [("source.group_size=3",), ("pipeline.stages.gate.group_size=5",)])
 def test_a_group_size_that_most_groups_lack_is_refused_once(words, tmp_path):
     """Two of three groups have four rollouts: the option is wrong. Of groups of 3, 4 and 5 nobody knows."""
@@ -267,6 +280,16 @@ def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
     _, checks = told(path, tmp_path, *AS_SLIME)
     assert found(checks) == {name: groups for name, groups in truth.items() if groups}
+
+
+def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
+    rows = [dumps.verl_row(f"a_{i}_0", float(i)) for i in range(4)]
+    path = dumps.write_lines(tmp_path / "7.jsonl", rows)
+    text, _ = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
+    assert " ".join(text.split()).startswith(said)
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(said) < page.index("<table")
 
 
 def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):

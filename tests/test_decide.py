@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 import headrace
 from headrace import Decider, Decision, Pipeline, decide, load_pipeline
-from headrace.transforms import BatchError, MissingKeyError
+from headrace.transforms import BatchError, MissingKeyError, split_microbatches
 
 MASK = ("masks", "all_assistant_mask")
 TOKENS = {  # recipes that read more of a token than whether it is in the loss
@@ -160,10 +160,30 @@ def test_rows_with_tokens_are_decided_as_their_columns():
 
 
 @pytest.mark.parametrize(
+    "options", [{"microbatches": 2}, {"max_tokens": 16}, {"microbatches": 2, "ranks": 2}, {}]
+)
+def test_micro_batches_have_the_rows_of_those_that_a_pipeline_gathers(options):
+    whole, words = columns_of(2), {"group_size": 4, "minibatches": 2} | options
+    columns = read_by("grpo", whole)
+    found = decide(columns, "grpo", **words)
+    pipeline = load_pipeline("grpo", **words)
+    gathered = [[*split_microbatches(step)] for step in pipeline.minibatches(batch_of(whole | columns))]
+    rows = [[part["headrace", "row"].flatten().tolist() for part in step] for step in gathered]
+    assert [[part.tolist() for part in step] for step in found.microbatches] == rows
+    assert decide({name: values[:0] for name, values in columns.items()}, **words).microbatches == []
+
+
+@pytest.mark.parametrize(
     ("recipe", "change", "error", "says"),
     [
         ("rae", {}, ValueError, r"stages running have a state.*headrace.Decider\(recipe, \*\*options\)"),
         ("grpo", {"rewards": [1.0] * 4}, ValueError, "does not read the columns rewards"),
+        (
+            "grpo",
+            {"statuss": [0] * 4},
+            ValueError,
+            r"statuss \(did you mean 'status'\?\).*rollout_id, status,",
+        ),
         ("grpo", {"reward": [1.0] * 3}, BatchError, "one entry for each row.*'reward': 3"),
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),

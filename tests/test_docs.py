@@ -105,13 +105,16 @@ def test_a_decision_is_short_and_has_its_price():
         assert len(section.splitlines()) <= 15, section
 
 
-def test_the_recipe_in_contributing_gives_its_numbers(tmp_path):
+def test_the_recipes_in_contributing_load_and_the_first_gives_its_numbers(tmp_path):
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    recipe = re.search(r"```yaml\n# conf/(\S+)\n(.*?)```", page, re.DOTALL)
-    assert recipe
-    path = tmp_path / recipe[1]
-    path.parent.mkdir()
-    path.write_text(recipe[2])
+    recipe, other = re.findall(r"```yaml\n# conf/(\S+)\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "pipeline").mkdir()
+    for name, text in (recipe, other):
+        (tmp_path / name).write_text(text)
+    path = tmp_path / recipe[0]
+    shaped = load_pipeline(f"pipeline={Path(other[0]).stem}", f"hydra.searchpath=[file://{tmp_path}]")
+    assert "NotTruncated" in str(shaped.stages["filter"])
+    assert "high=1.0" in str(shaped.stages["shaped"])
     batch = TensorDict(
         {
             "group_id": [0] * 8 + [1] * 8,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from busy import reported, stages
 
-from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline import Pipeline, load_pipeline, make_report, write_dump
 from headrace.pipeline.report import Comparison, ReportFolder, page_data
 from headrace.pipeline.sources import SourceError, open_source
 from headrace.transforms import (
@@ -44,6 +44,14 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
     assert second.funnel == first.funnel
     for name in ("reason", "advantage", "loss_weight", "minibatch"):
         assert second.columns[name] == pytest.approx(first.columns[name], nan_ok=True), name
+
+
+def test_a_dump_has_the_number_of_rollouts_that_the_gate_was_told(make_batch, tmp_path):
+    batch = make_batch([0.0, 1, 2], [0, 0, 1])
+    run = load_pipeline("grpo", group_size=2, on_incomplete="drop", minibatches=1).run(batch)
+    write_dump(make_report(run), tmp_path)
+    ((_, again),) = open_source(tmp_path)
+    assert again["expected_rollouts"].tolist() == [2, 2, 2]
 
 
 def test_a_dump_records_its_origin(make_batch, tmp_path):

@@ -5,40 +5,82 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 from composed import composed
 from recipes import ADVANTAGES, CHAINS, NAMES
 from test_contract import NEEDED, STAGES
+from test_criteria import CRITERIA
 
 import headrace.pipeline
 import headrace.transforms
+from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.sources import READERS
-from headrace.transforms import BatchTransform
+from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_relative_advantage
 
 ROOT = Path(__file__).parent.parent
 
 
-def lacking_stages() -> list[str]:
-    parts = {
+def classes_of(kind: type) -> set[type]:
+    """The public classes of a kind."""
+    return {
         thing
         for module in (headrace.transforms, headrace.pipeline)
         for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, BatchTransform) and thing is not BatchTransform
+        if isinstance(thing, type) and issubclass(thing, kind) and thing is not kind
     }
-    untried = sorted(part.__name__ for part in parts - {type(make()) for make in STAGES.values()})
-    return [f"{name}: a line of STAGES and of NEEDED in tests/test_contract.py" for name in untried] + [
-        f"{name}: a line of NEEDED in tests/test_contract.py, the columns that it requires"
-        for name in STAGES.keys() - NEEDED
+
+
+def lacking_stages() -> list[str]:
+    stages = {type(make()) for make in STAGES.values()}
+    untried = sorted(part.__name__ for part in classes_of(BatchTransform) - stages)
+    criteria = {type(make()).__name__ for make in CRITERIA.values()}
+    unjudged = sorted({part.__name__ for part in classes_of(Criterion)} - criteria)
+    return (
+        [f"{name}: a line of STAGES and of NEEDED in tests/test_contract.py" for name in untried]
+        + [f"{name}: a line of CRITERIA in tests/test_criteria.py" for name in unjudged]
+        + [
+            f"{name}: a line of NEEDED in tests/test_contract.py, the columns that it requires"
+            for name in STAGES.keys() - NEEDED
+        ]
+    )
+
+
+def lacking_pages_and_tests() -> list[str]:
+    """Stages, criteria and token terms without a word on a page, or without a test of their numbers."""
+    parts = sorted(
+        part.__name__ for kind in (BatchTransform, Criterion, TokenTerm) for part in classes_of(kind)
+    )
+    contracts = ("test_contract.py", "test_criteria.py")
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py") if path.name not in contracts)
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    unsaid = [f"{name}: a word of docs/glossary.md" for name in parts if f"`{name}`" not in glossary]
+    tested = set(re.findall(r"\w+", tests))
+    return unsaid + [f"{name}: a test of its numbers" for name in parts if name not in tested]
+
+
+def lacking_equations() -> list[str]:
+    """Baselines and scales without a line in the table of their function, as ``mean  b_i = ...``."""
+    table, hints = group_relative_advantage.__doc__ or "", get_type_hints(group_relative_advantage)
+    return [
+        f"{name}: its equation, {symbol} = ..., in the docstring of group_relative_advantage"
+        for option, symbol in (("baseline", "b"), ("scale", "s"))
+        for name in get_args(hints[option])
+        if not re.search(rf"^ *(?:{option} +)?{name} +{symbol}\w* = ", table, re.MULTILINE)
     ]
+
+
+def uncertified() -> list[str]:
+    certified = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
+    missing = set(NAMES) - {each["recipe"] for each in certified}
+    return [f"{name}: its certificates. Run `make certificates`" for name in sorted(missing)]
 
 
 def lacking_recipes() -> list[str]:
     """Recipes whose stages differ in numbers alone share the tests of one of them."""
-    certified = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
-    missing = set(NAMES) - {each["recipe"] for each in certified}
-    lacking = [f"{name}: its certificates. Run `make certificates`" for name in sorted(missing)]
+    lacking: list[str] = []
     chains: dict[object, list[str]] = {}
     measures: dict[object, list[str]] = {}
     for name in NAMES:
@@ -60,7 +102,9 @@ def lacking_recipes() -> list[str]:
 
 
 def lacking_readers() -> list[str]:
-    """A reader takes a Reading; modules without one help others."""
+    """A reader takes a Reading; modules without one help others. Each has a sound dump."""
+    audits = (ROOT / "tests" / "test_audit.py").read_text()  # whose import takes long
+    sound = re.findall(r'^    "(\w+)": ', audits.split("\nSOUND = {")[1].split("\n}")[0], re.MULTILINE)
     helpers = {"file_kinds.py", "open.py", "__init__.py"}
     names = [
         path.name
@@ -68,7 +112,10 @@ def lacking_readers() -> list[str]:
         if path.name not in helpers and re.search(r"\b(Reading|Format)\b", path.read_text())
         if path.stem.removesuffix("_dump") not in READERS
     ]
-    return [f"pipeline/sources/{name} has no FORMAT, so it is no reader" for name in names]
+    return [f"pipeline/sources/{name} has no FORMAT, so it is no reader" for name in names] + [
+        f"{name}: a sound dump in SOUND of tests/test_audit.py"
+        for name in sorted(READERS.keys() - set(sound))
+    ]
 
 
 def outdated(*makers: ModuleType) -> list[str]:
@@ -84,12 +131,13 @@ def holds(path: Path, text: str) -> bool:
     return path.exists() and path.read_text() == text
 
 
-def test_every_table_lists_a_new_stage_or_reader(monkeypatch):
+def test_every_table_lists_a_new_part(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import make_listings
     import make_stages
 
     lacking = outdated(make_listings, make_stages) + lacking_stages() + lacking_readers()
+    lacking += lacking_pages_and_tests() + lacking_equations() + uncertified()
     assert not lacking, "to be added:\n" + "\n".join(lacking)
 
 
@@ -118,6 +166,33 @@ def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match=r"^bare.yaml: its first line must be a comment with the equation"):
         make_recipes.comment_of(tmp_path / "bare.yaml")
 
+    def refuse(word: str) -> None:
+        raise ConfigError("unknown stage 'clip'")
+
+    monkeypatch.setattr(make_recipes, "load_pipeline", refuse)
+    with pytest.raises(SystemExit, match=r"^bare.yaml: unknown stage 'clip'$"):
+        make_recipes.table(tmp_path)
+
+
+def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import generate
+
+    node, page = tmp_path / "clip_reward.yaml", tmp_path / "recipes.md"
+    stages = SimpleNamespace(files=lambda: {node: "high: 1"})
+    recipes = SimpleNamespace(files=lambda: {page: node.read_text()})  # an error if there is no such stage
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    monkeypatch.setattr(generate, "MAKERS", ("stages", "recipes"))
+    monkeypatch.setattr(generate, "import_module", {"stages": stages, "recipes": recipes}.get)
+    with pytest.raises(SystemExit, match=r"^out of date: clip_reward.yaml\. Run `make generate`$"):
+        generate.check()
+    generate.generate()
+    assert page.read_text() == "high: 1"
+    assert capsys.readouterr().out == "wrote clip_reward.yaml\nwrote recipes.md\n"
+    generate.check()
+    generate.generate()
+    assert capsys.readouterr().out == "up to date\n"
+
 
 @pytest.mark.slow
 def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
@@ -141,13 +216,11 @@ def test_a_stage_that_cannot_be_imported_is_not_listed(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_table_lists_a_new_recipe_or_dump(monkeypatch):
+def test_every_table_lists_a_new_recipe(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     monkeypatch.setattr("headrace.pipeline.load_pipeline", composed)  # of which tests compose most as well
     import make_recipes
     import make_symptoms
-    from test_audit import SOUND
 
-    undumped = [f"{name}: a sound dump in SOUND of tests/test_audit.py" for name in READERS.keys() - SOUND]
-    lacking = outdated(make_recipes, make_symptoms) + lacking_recipes() + undumped
+    lacking = outdated(make_recipes, make_symptoms) + lacking_recipes()
     assert not lacking, "to be added:\n" + "\n".join(lacking)

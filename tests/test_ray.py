@@ -524,6 +524,24 @@ def test_the_example_trains_on_what_two_writers_collect():
     assert all(0 < reward < 1 for reward in rewards)
 
 
+def test_ranks_that_take_from_one_assembler_train_as_one_process():
+    example = importlib.import_module("ray_ranks_grpo")
+    ranks = example.main(batches=4)
+    pipeline, seen = composed("pipeline=grpo", "pipeline.stages.collapse.reward=sum"), []
+    for parts in zip(*(trained for trained, _ in ranks), strict=True):  # as many steps on each rank
+        parts = [part for part in parts if len(part)]
+        seen += [group for part in parts for group in part["group_id"].unique().tolist()]
+        together = torch.cat(parts)
+        one = pipeline.run(together.exclude("advantage", "loss_weight", "headrace")).batch
+        assert len(one) == len(together)
+        for key in ("advantage", "loss_weight"):
+            assert torch.equal(one[key], together[key][one["headrace", "row"]])  # bit by bit
+    assert sorted(seen) == sorted(set(seen))  # each group on one rank, once
+    assert len(seen) == 4 * example.PROMPTS  # two writers, four batches of half as many groups as a step has
+    for name, weight in ranks[0][1].items():
+        assert torch.equal(weight, ranks[1][1][name])
+
+
 @pytest.mark.llm
 def test_torchrls_recipe_on_ray_trains_with_only_the_marked_lines():
     pytest.importorskip("transformers", reason="the extra `llm` is not installed")

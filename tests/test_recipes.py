@@ -116,9 +116,7 @@ def test_a_stage_can_be_added_in_the_middle_with_a_nested_key():
 
 def test_any_callable_can_be_a_target(make_batch):
     pipeline = load_pipeline(
-        GATE,
-        "~pipeline.stages.filter.criterion",
-        "+pipeline.stages.filter.criterion={_target_: test_recipes.not_five, _partial_: true}",
+        GATE, "pipeline.stages.filter.criterion={_target_: test_recipes.not_five, _partial_: true}"
     )
     pipeline(make_batch([1.0, 3, 5, 5], [0, 0, 1, 1]))
     assert pipeline.metrics["out/filter/not_five"] == 2

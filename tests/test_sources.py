@@ -487,6 +487,10 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
         ("9" * 5000, "must be one JSON object"),
         ("3", "must be one JSON object; found 3"),
         ('{"input": "x"', "is the file cut off"),
+        (
+            '{"input": "x\n"}',
+            "found Invalid control character at column",
+        ),
         ("", "an empty file"),
         ('{"input": "\\ud800", "output": "", "score": 1, "step": 1}', "a string of valid Unicode"),
         (
@@ -545,7 +549,7 @@ def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
     ):
         open_source(path)
     for format in ("verl", "auto"):
-        with pytest.raises(SourceError, match="nothing: there is no such file or folder"):
+        with pytest.raises(SourceError, match=r"nothing: there is no such file or folder$"):
             open_source(tmp_path / "nothing", format)
     with pytest.raises(SourceError, match="is required; found none"):
         open_source(f"{tmp_path}/*.nothing", "verl")

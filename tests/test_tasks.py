@@ -93,6 +93,9 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
+    assert '"notices":["grpo and dr_grpo give gradients of the same direction' in page
+    assert '"verdict":""' in page  # that of one recipe is no answer
+    assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
         told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
 

@@ -7,21 +7,19 @@ python tools/generate.py --check  # names it, and exits with 1
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import make_listings
 
 ROOT = Path(__file__).parent.parent
+# Each reads what those before it write: the YAML is of listed stages, and a recipe finds a stage by its YAML.
+MAKERS = ("make_listings", "make_stages", "make_recipes", "make_symptoms")
 
 
-def outdated() -> dict[Path, str]:
-    """The files that are not what they should be, each with what it should hold."""
-    import make_recipes
-    import make_stages
-    import make_symptoms
-
-    modules = (make_listings, make_stages, make_recipes, make_symptoms)
-    found = {path: text for module in modules for path, text in module.files().items()}
+def outdated(maker: str) -> dict[Path, str]:
+    """The files of a maker that are not what they should be, each with what it should hold."""
+    found: dict[Path, str] = import_module(maker).files()
     return {path: text for path, text in found.items() if not path.exists() or path.read_text() != text}
 
 
@@ -30,14 +28,33 @@ def write(files: dict[Path, str]) -> None:
     for path, text in files.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-        print(f"wrote {path.relative_to(ROOT)}")
+        print(f"wrote {path.relative_to(ROOT)}", flush=True)
+
+
+def check() -> None:
+    """Name the files of the first maker that has some out of date.
+
+    Raises:
+        SystemExit: there are some.
+    """
+    for maker in MAKERS:
+        if found := outdated(maker):
+            names = ", ".join(str(path.relative_to(ROOT)) for path in found)
+            sys.exit(f"out of date: {names}. Run `make generate`")
+
+
+def generate() -> None:
+    """Write the files of one maker after the other."""
+    some = False
+    for maker in MAKERS:
+        found = outdated(maker)
+        if found and maker == "make_listings":
+            make_listings.write(found)  # takes them back if the package cannot be imported with them
+        write(found)
+        some = some or bool(found)
+    if not some:
+        print("up to date")
 
 
 if __name__ == "__main__":
-    if "--check" not in sys.argv:
-        listings = make_listings.files()
-        make_listings.write(listings)  # first, since the others import what is listed
-        write(listings | outdated())
-    elif found := outdated():
-        names = ", ".join(str(path.relative_to(ROOT)) for path in found)
-        sys.exit(f"out of date: {names}. Run `make generate`")
+    check() if "--check" in sys.argv else generate()

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from headrace.pipeline import Pipeline, load_pipeline
-from headrace.pipeline.composing import recipes
+from headrace.pipeline.composing import ConfigError, recipes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
@@ -58,7 +58,7 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 | group | the std of the rewards of the group |
 | running | a mean of earlier batches, which the stage `running` subtracts |
 | none | nothing is subtracted, or the divisor is 1 |
-| others | The text of the recipe has the equation. |
+| any other name | The text of the recipe has the equation. |
 
 The loss is a mean over tokens, rollouts or groups. `constant` means that the divisor is fixed.
 
@@ -74,7 +74,8 @@ These rules hold for all recipes:
 - If baseline or scale use the group, a group with equal rewards has an advantage of exactly 0. The
   exception is `asymre`, where it is −delta.
 - No recipe gives NaN.
-- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another.
+- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another. headrace's `weighted_loss` sums
+  the losses of all tokens, each times its loss weight.
 
 The texts use these symbols:
 
@@ -230,7 +231,11 @@ def unusual(part: Any, scale: str, alone: str) -> list[str]:
 
 
 def table(folder: Path, prefix: str = "") -> str:
-    """A table of all recipes of a folder, followed by their comments."""
+    """A table of all recipes of a folder, followed by their comments.
+
+    Raises:
+        SystemExit: a recipe cannot be loaded, or has no comment; the message names its file.
+    """
     lines = [
         "| recipe | baseline | scale | mean of the loss | further stages | other options |",
         "|---|---|---|---|---|---|",
@@ -238,7 +243,10 @@ def table(folder: Path, prefix: str = "") -> str:
     notes = []
     for path in sorted(folder.glob("*.yaml")):
         name = prefix + path.stem
-        lines.append(row(name, load_pipeline(f"pipeline={name}")))
+        try:
+            lines.append(row(name, load_pipeline(f"pipeline={name}")))
+        except ConfigError as err:
+            sys.exit(f"{path.relative_to(ROOT)}: {err}")
         notes.append(f"**`{name}`** – {comment_of(path)}\n")
     return "\n".join([*lines, "", *notes])
 

@@ -74,8 +74,13 @@ def node(cls: type, levels: int) -> str:
         elif usual and role in getattr(cls, "_columns", {}) and (cls, option) not in OWN:
             value = f"${{{'.' * levels}columns.{role}}}"
         what = described[option] if option in described else COLUMNS[role].holds
-        comment = ", ".join(literals(hints[option])) or first_sentence(what)
+        words = ", ".join(literals(hints[option]))
+        comment = words or first_sentence(what)
         line = f"{option}: {value}"
+        if len(f"{line} # {words}") > WIDTH:  # all that a user may choose from, so on lines of their own
+            lines += textwrap.wrap(words, WIDTH, initial_indent="# ", subsequent_indent="# ")
+            lines.append(line)
+            continue
         lines.append(f"{line} # {textwrap.shorten(comment, WIDTH - len(line) - 3, placeholder=' …')}")
     return "\n".join(lines) + "\n"
 

@@ -15,13 +15,12 @@ from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .options import above_zero, at_least, takes_options
-from .rows import Rows, few
+from .rows import Empty, Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
 from .stage import BatchTransform
 from .table import Effect
 
 OnIncomplete = Literal["raise", "drop", "keep"]
-Empty = Literal["exclude", "count", "raise"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
     "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set on_incomplete='drop', "
@@ -210,36 +209,6 @@ def missing_groups(groups: Tensor, expected_groups: Iterable[int] | None) -> lis
     return [g for g in dispatched if g not in seen]
 
 
-def take_empty_out(rows: Rows, empty: Empty) -> None:
-    """Exclude the rollouts of which no row arrived with a token in the loss.
-
-    If the batch does not say which tokens train, no rollout is empty.
-
-    Raises:
-        BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
-    """
-    if empty == "count":
-        return
-    tokens = rows.arrived_tokens
-    if tokens is None:
-        return
-    nothing = tokens == 0
-    if bool(nothing.any()):
-        if rows.has("rollout"):  # else each row is a rollout
-            rollouts = rows.ids("rollout", checked=False).everyone
-            nothing = rollouts.spread(rollouts.all(nothing))
-        nothing = nothing & rows.from_arrival(rows.table.here)
-    if empty == "raise":
-        rows.require(
-            ~nothing,
-            "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
-            "change the baseline of its group, but the rollout would not train. Was its response cut off or "
-            "masked? Set empty='exclude' to leave it out of the statistics",
-            lambda row: f"rollout {rows.name('rollout', row)}",
-        )
-    rows.leave(nothing, "empty", "excluded", mask_tokens=False)
-
-
 def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presence) -> str:
     """Describe the group of a row: the number of its rollouts, and how they ended."""
     groups, rollouts = rows.groups, rows.rollouts
@@ -262,6 +231,26 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
             f"{len(unfinished)} unfinished: {few(rollouts.labels[rollouts.first[unfinished]].sort().values)}"
         )
     return f"{text} ({', '.join(how)})"
+
+
+def shared_ids(rows: Rows, presence: Presence) -> str:
+    """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share one."""
+    groups, rollouts = rows.groups, rows.rollouts
+    ids = torch.bincount(groups.of[rollouts.everyone.first], minlength=groups.n)
+    size = torch.bincount(groups.of, minlength=groups.n)
+    suspect = groups.spread((ids < presence.expected) & (ids < size)).nonzero().flatten()
+    of = rollouts.of[suspect]
+    twice = suspect[torch.bincount(of, minlength=rollouts.n)[of] > 1]
+    if not len(twice):
+        return ""
+    row = int(twice[0])
+    group = int(groups.of[row])
+    own = [rows.at(each) for each in (rollouts.of == rollouts.of[row]).nonzero().flatten().tolist()]
+    return (
+        f"Are rollout ids repeated? Group {rows.name('group', row)} has {int(size[group])} rows, but "
+        f"{int(ids[group])} rollout id{'s' * (int(ids[group]) > 1)}: rows {few(own)} have the id "
+        f"{rows.name('rollout', row)}. "
+    )
 
 
 @runtime_checkable
@@ -396,7 +385,8 @@ class CompletenessGate(
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
             firsts = groups.first[incomplete].sort().values.tolist()
             found = [describe_group(rows, row, status, presence) for row in firsts]
-            self._refuse(found, without_rows, self._doubt(presence.have, incomplete))
+            hint = "" if ends is not None else shared_ids(rows, presence)  # ends would differ, too
+            self._refuse(found, without_rows, hint + self._doubt(presence.have, incomplete))
         dropped = incomplete
         if self.on_incomplete == "keep":
             dropped = (presence.have < (self.min_rollouts or 1)) | (
@@ -410,7 +400,7 @@ class CompletenessGate(
         rows.leave(groups.spread(dropped) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")
-        take_empty_out(rows, self.empty)
+        rows.take_empty_out(self.empty)
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))
@@ -454,7 +444,8 @@ class CompletenessGate(
         if self.group_size is None or len(sizes) != 1 or short <= max(1, len(have) / 2):
             return ""
         return (
-            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have {sizes[0]} rollouts. "
+            f"Is group_size={self.group_size} wrong? {short} of {len(have)} groups have {sizes[0]} "
+            f"rollout{'s' * (sizes[0] != 1)}. "
         )
 
     def _refuse(self, incomplete: list[str], without_rows: list[int], hint: str = "") -> None:

@@ -7,14 +7,15 @@ A run reads the table once. Each stage reads and changes the table. Rows are gat
         stage.decide(rows.seen_by(stage))   # require, leave, write columns
     batch = rows.write()                # the batch with all decisions
 
-A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``) and one row of
-each rollout in the statistics (``rows.voters``). It acts through these methods:
+A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row of each
+rollout in the statistics (``rows.voters``), and numbers that were computed from tokens (``rows.measured``).
+It acts through these methods:
 
 - ``require`` refuses the batch and lists the row ids;
 - ``leave`` takes rows out and records the reason;
 - ``put`` writes a column;
 - ``metric`` records a number of the batch;
-- ``measure`` reads a number per row that was computed from tokens.
+- ``measured`` reads numbers per row that were computed from tokens.
 
 A view does not change when rows leave. The next stage gets a new view without these rows.
 
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from math import isfinite
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -68,6 +69,7 @@ from .tensordicts import (
     write_column,
 )
 
+Empty = Literal["exclude", "count", "raise"]
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # names of the id columns in messages
 DESCRIBED = 100  # most rows that an error describes
 
@@ -75,7 +77,19 @@ DESCRIBED = 100  # most rows that an error describes
 class Rows:
     """A view of the table: the rows that a stage sees, with columns under the names that the stage uses.
 
-    In this class M is the number of rows of the view, N of the whole table, and B of this rank's batch.
+    M is the number of rows of this view. To convert values of other rows to them and back, use:
+
+    ======================================================= ======================= =====================
+    of                                                      to the M rows           from the M rows
+    ======================================================= ======================= =====================
+    the N rows of the table (:attr:`on_arrival`)            :meth:`from_arrival`    :meth:`to_arrival`
+    the S rows that are not excluded (:attr:`statistics`)   :meth:`from_statistics` :meth:`to_statistics`
+    the V first rows of their rollouts (:attr:`voters`)     :meth:`from_voters`     :meth:`to_voters`
+    the B rows of this rank's batch, on their device        :meth:`measured`        :meth:`there`
+    ======================================================= ======================= =====================
+
+    :meth:`measured` returns numbers that were computed from tokens. :meth:`measure` and :meth:`reduce` also
+    keep them as a column of the table. :meth:`measured_when_read` is for metrics only, and may never run.
 
     Args:
         table: the table, which all views share.
@@ -206,7 +220,7 @@ class Rows:
         return role[0] if type(role) is tuple and len(role) == 1 else role
 
     def has(self, role: Any) -> bool:
-        """Whether the table has this column. Reads the column from the batch if needed."""
+        """Whether the table or the batch has this column. If only the batch has it, this reads the device."""
         key, table = self.key(role), self.table
         if table.late and table.is_late(key):
             table.settle()
@@ -358,7 +372,7 @@ class Rows:
 
     @cached_property
     def counted(self) -> Tensor | None:
-        """(M,) bool: rows that are in the statistics; None: all rows."""
+        """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
         return None if self.table.counted is None else self.from_arrival(self.table.counted)
 
     @property
@@ -396,8 +410,20 @@ class Rows:
 
     @cached_property
     def statistics(self) -> Rows:
-        """A view without the excluded rows."""
+        """A view of the rows that are in the statistics, which are those that are not excluded."""
         return self if self.counted is None else self.where(self.counted)
+
+    def to_statistics(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (S, ...) values of :attr:`statistics`."""
+        return values if self.statistics is self else values[self.counted]
+
+    def from_statistics(self, values: Tensor) -> Tensor:
+        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
+        if self.statistics is self:
+            return values
+        column = values.new_zeros(len(self), *values.shape[1:])
+        column[self.counted] = values
+        return column
 
     @property
     def on_arrival(self) -> Rows:
@@ -420,6 +446,10 @@ class Rows:
         has_one_each = self.counted is None and self.rollouts.n == len(self)
         return self if has_one_each else self.where(self.rollouts.is_first)
 
+    def to_voters(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (V, ...) values of :attr:`voters`."""
+        return values if self.voters is self else values[self.rollouts.is_first]
+
     def from_voters(self, values: Tensor) -> Tensor:
         """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.
 
@@ -429,7 +459,7 @@ class Rows:
             return values
         of = self.rollouts.of
         per_rollout = values.new_zeros(self.rollouts.n, *values.shape[1:])
-        per_rollout[of[self.rollouts.is_first]] = values
+        per_rollout[self.to_voters(of)] = values
         column = per_rollout.index_select(0, of)
         if self.counted is not None:
             column[~self.counted] = 0
@@ -448,14 +478,6 @@ class Rows:
             if key in self.table.columns:
                 return as_ids(self.from_arrival(self.table.columns[key]), "status")
         return None
-
-    def from_statistics(self, values: Tensor) -> Tensor:
-        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
-        if self.statistics is self:
-            return values
-        column = values.new_zeros(len(self), *values.shape[1:])
-        column[self.counted] = values
-        return column
 
     @property
     def reward(self) -> Tensor:
@@ -488,15 +510,6 @@ class Rows:
     def lengths(self) -> Tensor:
         """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
         return self._as_arrived(self.count("loss_mask"))
-
-    @property
-    def arrived_tokens(self) -> Tensor | None:
-        """(M,) int64: tokens in the loss mask with a finite log-probability on arrival; None: not known."""
-        count = TokenCount(self.key("loss_mask"), self.key("log_prob"))
-        if count not in self.table.columns:
-            self.table.load(tokens=[count])
-        tokens = self.table.columns.get(count)
-        return None if tokens is None else self._as_arrived(self.from_arrival(tokens))
 
     def _as_arrived(self, tokens: Tensor) -> Tensor:
         """(M,) token counts. Rows that a stage has masked get the count that they had before."""
@@ -747,6 +760,36 @@ class Rows:
             table.gone = True
             table.index = table.here.nonzero().flatten()
             table.ids.clear()
+
+    def take_empty_out(self, empty: Empty) -> None:
+        """Exclude the rollouts of which no row arrived with a finite log-probability in the loss mask.
+
+        If the batch does not say which tokens train, no rollout is empty.
+
+        Raises:
+            BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
+        """
+        table, count = self.table, TokenCount(self.key("loss_mask"), self.key("log_prob"))
+        if empty == "count":
+            return
+        table.load(tokens=[count])
+        if count not in table.columns:
+            return
+        nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
+        if bool(nothing.any()):
+            if self.has("rollout"):  # else each row is a rollout
+                rollouts = self.ids("rollout", checked=False).everyone
+                nothing = rollouts.spread(rollouts.all(nothing))
+            nothing = nothing & self.from_arrival(table.here)
+        if empty == "raise":
+            self.require(
+                ~nothing,
+                "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
+                "change the baseline of its group, but the rollout would not train. Was its response cut off "
+                "or masked? Set empty='exclude' to leave it out of the statistics",
+                lambda row: f"rollout {self.name('rollout', row)}",
+            )
+        self.leave(nothing, "empty", "excluded", mask_tokens=False)
 
     def merge(self, into: Tensor, reason: str = "merged") -> None:
         """Merge rows into other rows: the tokens move there, and the merged rows leave.
@@ -1026,6 +1069,12 @@ class Rows:
             f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
             f"If it goes by another name, set {option}{who_stamps(option)}"
         )
+
+
+def stage_parts(stage: Any) -> list[Any]:
+    """A stage, and its criteria and its token term, if it has them."""
+    parts = (getattr(stage, option, None) for option in ("criterion", "also", "term"))
+    return [stage, *(part for part in parts if part is not None)]
 
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:

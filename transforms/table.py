@@ -8,6 +8,7 @@ an earlier batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -166,7 +167,7 @@ class Table:
         unread: metrics that are computed when they are read.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
-        decides: this rank decides, not another rank for it.
+        decides: False if the first rank decides for this one, which then takes over its results.
         starts: table index of the first row of each rank, and N.
         own: slice of this rank's rows.
         numbers_of_rank: (n,) int64, table indices of this rank's rows as they arrived, then of rows carried
@@ -227,11 +228,11 @@ class Table:
 
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 table indices."""
-        at = self.places(numbers)
+        at = self.batch_rows(numbers)
         return take_rows(self.batch, at.to(device_of(self.batch)), on_cpu=at)
 
-    def places(self, numbers: Tensor) -> Tensor:
-        """(n,) int64: indices in this rank's batch, by (n,) table indices."""
+    def batch_rows(self, numbers: Tensor) -> Tensor:
+        """(n,) int64: rows of this rank's batch, by (n,) table indices."""
         if len(self.live) == self.size:
             return numbers
         at = torch.full((self.size,), -1).index_copy_(0, self.live, torch.arange(len(self.live)))
@@ -457,6 +458,14 @@ class Table:
             counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
             found[COUNTED] = (counted, torch.bool, 1)
         return found
+
+    @contextmanager
+    def restoring_columns(self) -> Iterator[None]:
+        """Undo at the end what is done inside to `columns`, `written` and `late`."""
+        before = self.columns, self.written, self.late
+        self.columns, self.written, self.late = dict(self.columns), dict(self.written), list(self.late)
+        yield
+        self.columns, self.written, self.late = before
 
     def settle(self) -> None:
         """Make all `late` changes now, because a stage reads one of the columns."""

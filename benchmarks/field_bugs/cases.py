@@ -76,7 +76,7 @@ CASES = [
         ],
         """
 A trainer makes a group of every four rows. But prompt a has five rollouts and prompt b has three.
-So the fifth rollout of a is compared with those of b. It failed, so the successes of b look better.
+So the fifth rollout of a, a failure, is compared with those of b. The successes of b look better.
 """,
         """
 Each rollout is compared with the rollouts of its own prompt:
@@ -87,7 +87,8 @@ Each rollout is compared with the rollouts of its own prompt:
   and the failure −1.155.
 
 Another result is also correct. A trainer with groups of exactly four may take the first four
-rollouts of a, and keep the other rows for later. The mean of 1, 0, 0, 0 is 0.25 and the std 0.5.
+rollouts of a, and keep the other rows for later. The mean of 1, 0, 0, 0 is 0.25 and the std 0.5. So
+the success gets 1.5, and the others −0.5.
 """,
         [
             Thread(

@@ -46,7 +46,7 @@ NOT_SEEN = {
         ("torchrl", "twinkle-kit", "ms-swift", "openrlhf", "trinity-rft", "rlinf"),
         "its advantage function does not know which rows were rejected",
     ),
-    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, one after the other"},
+    "uneven-groups": {"trl": "its sampler gives each prompt `num_generations` rows, never more or fewer"},
     "fan-out": {
         "trl": "a completion is one row, with any number of turns",
         "verl": "agent loops with several outputs only run in the v1 trainer",

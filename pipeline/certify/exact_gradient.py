@@ -21,6 +21,7 @@ from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import stage_parts
 from headrace.transforms.schema import MINIBATCH, TOKEN_WEIGHT, has_key
 
 from .small_task import Prompt, SmallTask
@@ -280,7 +281,7 @@ def _keep_within(stages: list[nn.Module]) -> bool:
     for stage in stages:
         if not getattr(stage, "within_groups", False):
             return False
-        for part in (stage, getattr(stage, "criterion", None)):
+        for part in stage_parts(stage):
             for option in ("group_key", "rollout_key"):
                 if getattr(part, option, None) not in within:
                     return False

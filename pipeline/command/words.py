@@ -22,9 +22,9 @@ from headrace.pipeline.composing import (
     TASKS,
     ConfigError,
     compose_config,
+    for_hydra,
     options_meant,
     recipes,
-    without_stage,
 )
 from headrace.pipeline.installed import PACKAGES, versions
 from headrace.pipeline.wording import suggest
@@ -92,7 +92,7 @@ def answer(words: Sequence[str]) -> int | None:
 
 
 def ready_words(words: Sequence[str]) -> list[str]:
-    """Return the arguments for Hydra: flags first, and ``~pipeline.stages.NAME`` as ``…=null``.
+    """Return the arguments for Hydra: flags first, and :func:`for_hydra` of the others.
 
     Raises:
         ConfigError: a flag is unknown, or an argument has no value. The message suggests what may be meant.
@@ -130,7 +130,7 @@ def ready_words(words: Sequence[str]) -> list[str]:
     flags = [word for word in words if word not in read.overrides]
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
         values = [f"xray.{word}" if word.startswith("source=") else word for word in values]
-    return [*flags, *map(without_stage, values)]
+    return [*flags, *(ready for word in values for ready in for_hydra(word))]
 
 
 def _has_several_values(word: str) -> bool:

@@ -5,10 +5,10 @@ from .compose import (
     ConfigError,
     compose_config,
     explain_composition,
+    for_hydra,
     options_meant,
     recipes,
     refuse_parts_of_no_stage,
-    without_stage,
 )
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "ConfigError",
     "compose_config",
     "explain_composition",
+    "for_hydra",
     "options_meant",
     "recipes",
     "refuse_parts_of_no_stage",
-    "without_stage",
 ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,17 +38,26 @@ class ConfigError(ValueError):
     """A configuration that is invalid, or that has an unknown name; the message has a hint."""
 
 
-def without_stage(word: str) -> str:
-    """Turn ``~pipeline.stages.NAME`` into ``pipeline.stages.NAME=null``.
+def for_hydra(word: str) -> list[str]:
+    """Return the overrides by which Hydra does what an override of headrace means.
 
-    A recipe's `order` may then still name the stage.
+    ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A node
+    with a ``_target_`` replaces the recipe's node, and is not merged with it.
 
     Example:
-        >>> without_stage("~pipeline.stages.filter"), without_stage("pipeline=grpo")
-        ('pipeline.stages.filter=null', 'pipeline=grpo')
+        >>> for_hydra("~pipeline.stages.filter"), for_hydra("pipeline=grpo")
+        (['pipeline.stages.filter=null'], ['pipeline=grpo'])
+        >>> for_hydra("pipeline.stages.filter={_target_: my.Filter}")
+        ['pipeline.stages.filter=null', 'pipeline.stages.filter={_target_: my.Filter}']
     """
-    found = re.fullmatch(r"~(pipeline\.stages\.\w+)", word)
-    return f"{found[1]}=null" if found else word
+    if found := re.fullmatch(r"~(pipeline\.stages\.\w+)", word):
+        return [f"{found[1]}=null"]
+    if found := re.match(r"(pipeline\.stages\.[\w.]+)=\{.*_target_", word, re.DOTALL):
+        with suppress(HydraException):  # which Hydra raises again, with its place
+            value = OverridesParser.create().parse_override(word).value()
+            if isinstance(value, dict) and "_target_" in value:
+                return [f"{found[1]}=null", word]
+    return [word]
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:

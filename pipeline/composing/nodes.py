@@ -8,11 +8,13 @@ import re
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
+from importlib import resources
 from typing import Any, Literal, Union, get_args, get_origin
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from headrace.pipeline.wording import suggest
 from headrace.transforms.options import annotations_of, described, fits
@@ -55,6 +57,41 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
                     instantiate(others, _convert_="all", **given)
                     culprits.append(f"{where}.{name}={as_typed(plain[name])}")
         raise ConfigError(f"{' or '.join(culprits) or where}: {message}") from err
+
+
+# The options of a stage that are parts of their own, and the folder of conf/ that has nodes for them.
+PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
+
+
+def name_parts(pipeline: Any) -> Any:
+    """A copy of a ``pipeline`` node where names such as ``criterion: not_truncated`` are the nodes they name.
+
+    Raises:
+        ConfigError: there is no criterion, or no term, of this name.
+    """
+    if not isinstance(pipeline, DictConfig) or not isinstance(pipeline.get("stages"), DictConfig):
+        return pipeline
+    parent, pipeline = pipeline._get_parent(), deepcopy(pipeline)
+    pipeline._set_parent(parent)
+    for name, stage in pipeline.stages.items():
+        for option in PARTS.keys() & set(stage if isinstance(stage, DictConfig) else ()):
+            if isinstance(part := stage._get_node(option)._value(), str) and part.isidentifier():
+                where = f"pipeline.stages.{name}.{option}"
+                with open_dict(pipeline):
+                    stage[option] = _node_named(part, PARTS[option], where)
+    return pipeline
+
+
+def _node_named(name: str, folder: str, where: str) -> DictConfig:
+    """The node of ``conf/<folder>/<name>.yaml``."""
+    files = resources.files("headrace.conf").joinpath(folder)
+    known = sorted(file.name.removesuffix(".yaml") for file in files.iterdir())
+    if name not in known:
+        raise ConfigError(
+            f"{where}: unknown {folder} {name!r}{suggest(name, known)}; choose from {', '.join(known)}, or "
+            "give an object, or a node with a _target_"
+        )
+    return DictConfig(OmegaConf.create(files.joinpath(f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def _check_options(path: str, plain: Any) -> None:

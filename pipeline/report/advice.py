@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,6 +17,13 @@ REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
 PYTHON = "In Python"  # begins a remedy for who has a loop of their own
+LEFT = {  # why most rows left, where none was trained: by the number that counts them
+    "out/gate/incomplete": "incomplete",
+    "out/filter/zero_variance": "equal_rewards",
+    "out/split/remainder": "remainder",
+    "out/gate/empty": "no_tokens",
+    "out/pipeline/no_loss_tokens": "no_tokens",
+}
 BEYOND = " It is "  # begins the sentence that says at which steps
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
@@ -35,7 +42,8 @@ class Advisory(NamedTuple):
     steps: tuple[int, ...]
     """At which the number was beyond the bound, by itself."""
     cause: str = ""
-    """``solve_none`` or ``solve_all``, where that is why: the remedies for the other one are left out."""
+    """Why, where that is known: ``solve_none`` or ``solve_all``; where nothing trains, why most rows left
+    (``incomplete``, ``equal_rewards``, ``remainder``, ``no_tokens``). Remedies for others are left out."""
     because: str = ""
     """The symptom that causes it, which comes before it; empty: none of those that are found."""
 
@@ -103,7 +111,7 @@ def numbers_read() -> list[str]:
     ]
     causes = [number for node in _symptom_nodes().values() for number in node.get("because", {}).values()]
     judged = [*(rule.number for rule in bounds()), *(number for number in causes if number)]
-    return [*counts, REWARD, "reward/all/min", "reward/all/max", LENGTH, *judged]
+    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", LENGTH, *judged]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
@@ -140,9 +148,19 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     found = []
     if steps := [step for step, each in history if each.get("rows/trained") == 0]:
         words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
-        found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps))]
+        found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps), _why_left(history))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
     return _causes_first([*found, *_least(numbers), *_trends(history)], history)
+
+
+def _why_left(history: History) -> str:
+    """Why most rows left at the steps that trained none; empty: for another reason, or nobody knows."""
+    left: dict[str, float] = {}
+    for _, each in history:
+        if each.get("rows/trained") == 0:
+            for number, why in LEFT.items():
+                left[why] = left.get(why, 0.0) + each.get(number, 0.0)
+    return max(left, key=lambda why: left[why]) if any(left.values()) else ""
 
 
 def _causes_first(found: Sequence[Advisory], history: History) -> list[Advisory]:
@@ -262,8 +280,10 @@ def _at_each(rule: Bound, history: History) -> Advisory | None:
     found = {step: value for step, value in found.items() if rule.fires(value)}
     if not found:
         return None
-    where = said_at([*found], len(history))
-    text = rule.says.format(share=percent(max(found.values())), value=f"{max(found.values()):.3g}")
+    where, most = said_at([*found], len(history)), max(found, key=lambda step: found[step])
+    text = rule.says.format(share=percent(found[most]), value=f"{found[most]:.3g}")
+    if len(set(found.values())) > 1:
+        text = f"Up to {text} (step {most:,}).{BEYOND}{rule.words}"
     return Advisory(rule.name, f"{text} {where}".strip() + ".", rule.number, tuple(found))
 
 
@@ -445,7 +465,7 @@ class Remedy(NamedTuple):
     elsewhere: str = ""
     """Where to do it, if the task or its recipe does not have these options."""
     when: str = ""
-    """The cause that it is against, ``solve_none`` or ``solve_all``; empty: any."""
+    """The cause that it is against; empty: any."""
     unless: str = ""
     """The cause that it does not help against."""
 
@@ -456,18 +476,21 @@ class Remedy(NamedTuple):
     def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
         """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
 
-        A remedy that all of them follow already is left out, and so is one in Python. Options that one of
-        them does not have are not shown: what to do elsewhere is said in words.
+        A remedy that all of them follow already is left out, and so is one in Python, except for a run in
+        Python: there, options are those of Python (:func:`in_python`). Options that one of them does not have
+        are not shown: what to do elsewhere is said in words.
 
         Args:
-            configs: composed, one for each recipe; empty: every option is shown.
+            configs: composed, one for each recipe, or that of a run in Python (:func:`config_of`); empty:
+                every option is shown.
         """
+        python = any("task" not in config for config in configs)
         if configs and all(follows(config, self.words) for config in configs):
             return None
-        if configs and self.text.startswith(PYTHON):
+        if configs and not python and self.text.startswith(PYTHON):
             return None
         if all(has_options(config, self.words) for config in configs):
-            return self
+            return self._replace(words=in_python(self.words)) if python else self
         if not self.elsewhere:
             return None
         return self._replace(text=f"{self.text}: {self.elsewhere}", words="", elsewhere="")
@@ -507,13 +530,58 @@ def has_options(config: DictConfig, words: str) -> bool:
     if "task" in paths:
         return True
     if "pipeline" in paths:
-        return config.task != "compare" and all(path.partition(".")[0] == "pipeline" for path in paths)
+        return config.get("task") != "compare" and all(path.partition(".")[0] == "pipeline" for path in paths)
     chosen = [path.partition("@")[2] for path in paths if "@" in path]
     return all(
         _has(config, path.partition("@")[2] or path)
         or (path.startswith("+") and any(path[1:].startswith(f"{each}.") for each in chosen))
         for path in paths
     )
+
+
+def config_of(options: Mapping[str, Mapping[str, Any]]) -> list[DictConfig]:
+    """The configuration of a run in Python, which has no task, for :meth:`Remedy.under`.
+
+    Args:
+        options: by stage, those of the pipeline under the name ``""``; empty: nobody knows them.
+
+    Returns:
+        One, or none if the options are not known.
+
+    Example:
+        >>> follows(config_of({"filter": {"action": "drop"}})[0], "pipeline.stages.filter.action=drop")
+        True
+    """
+    plain = {
+        stage: {name: value if _is_plain(value) else {} for name, value in own.items()}
+        for stage, own in options.items()
+    }
+    of_pipeline = plain.pop("", {})
+    return [OmegaConf.create({"pipeline": of_pipeline | {"stages": plain}})] if options else []
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def in_python(words: str) -> str:
+    """Overrides as arguments of :func:`headrace.decide` and :func:`headrace.load_pipeline`.
+
+    Example:
+        >>> in_python("pipeline=dapo pipeline.stages.overlong.cache=1024")
+        '"dapo", stages={"overlong": {"cache": 1024}}'
+    """
+    typed = words.split()
+    if not typed or typed[0].startswith("task="):
+        return f"headrace {words}" if typed else ""
+    if any("@" in word or word.startswith("+") for word in typed):
+        return ", ".join(f'"{word}"' for word in typed)
+    recipe = [f"'{word.partition('=')[2]}'" for word in typed if word.startswith("pipeline=")]
+    rest = OmegaConf.from_dotlist([word for word in typed if not word.startswith("pipeline=")])
+    options = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
+    return ", ".join([*recipe, *(f"{name}={value!r}" for name, value in options.items())]).replace("'", '"')
 
 
 def follows(config: DictConfig, words: str) -> bool:

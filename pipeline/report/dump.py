@@ -68,10 +68,13 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
         [4, 5]
     """
     columns: dict[str, Any] = {"step": pa.array(np.full(len(report), report.step))}
+    found = dict(report.columns)
+    if report.group_size is not None and "group_id" in found:  # without it, a replay asks for the size again
+        found.setdefault("expected_rollouts", np.full(len(report), report.group_size))
     order = ("row", "group_id", "rollout_id", *FLOATS, "tokens", "policy_version", "expected_rollouts")
     for name in (*order, "minibatch", "microbatch", "rank", "carried_in"):
-        if (source := REPORT_COLUMNS.get(name, name)) in report.columns:
-            values = report.columns[source]
+        if (source := REPORT_COLUMNS.get(name, name)) in found:
+            values = found[source]
             columns[name] = pa.array(values, mask=~np.isfinite(values) if name in FLOATS else values < 0)
     if "rewards" in report.columns:
         rewards = report.columns["rewards"]

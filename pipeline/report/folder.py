@@ -20,7 +20,7 @@ from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import at_least, takes_options, within
 
-from .advice import NAMED, Advice, Advisory, advice_at, broken_by, numbers_read
+from .advice import NAMED, Advice, Advisory, History, advice_at, broken_by, numbers_read
 from .dump import write_dump, write_whole
 from .html import write_page
 from .over_steps import totals_over
@@ -58,13 +58,14 @@ class ReportFolder:
         config: the resolved configuration, as YAML, for the page and the files' metadata.
         words: overrides that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
+            The page then says how they differ, and gives no advice.
 
     Attributes:
         notices: sentences that the page has above all else, about steps that failed say; to be set.
         failed: the steps that :meth:`fail` was told of.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
         configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
-            not have. Empty, the page shows all remedies.
+            not have. Empty, the run is one in Python, and options are those of its stages.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
@@ -275,7 +276,7 @@ class ReportFolder:
     def _write(self, *, live: float | None) -> None:
         shown = self._shown()
         self._advice = {
-            place: self._advice.get(place) or advice_at(report.numbers, self._read[: place + 1])
+            place: self._advice.get(place) or self._advice_at(report, self._read[: place + 1])
             for place, report in shown.items()
         }
         data = page_data(
@@ -309,7 +310,11 @@ class ReportFolder:
         if not self._read:
             return Advice("No step was recorded.", [], [])
         _, report = self._kept.all()[-1]
-        return advice_at(report.numbers, self._read)
+        return self._advice_at(report, self._read)
+
+    def _advice_at(self, report: StepReport, history: History) -> Advice:
+        """The advice at a step; none on a page of two recipes, whose question is how they differ."""
+        return advice_at(report.numbers, history) if self.versus is None else Advice("", [], [])
 
 
 def row_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import takes_options
 
-from .advice import Advice, History, advice_at, symptoms
+from .advice import Advice, History, advice_at, config_of, symptoms
 from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
@@ -56,7 +56,7 @@ def page_data(
         totals: over all steps of the run (:func:`totals_over`); None: those of the history.
         recorded: steps of the run; None: those of the history.
         configs: of the task, one for each recipe, so that remedies are options that it has
-            (:meth:`Remedy.under`); empty: all are shown.
+            (:meth:`Remedy.under`); empty: of the run in Python that made the last report.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -69,6 +69,7 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
+    configs = configs or (config_of(reports[-1].options) if reports else ())
     fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {

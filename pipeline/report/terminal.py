@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, reason_words
 
-from .advice import BEYOND, Advisory, remedy_of
+from .advice import BEYOND, Advisory, config_of, remedy_of
 from .funnel import funnel_table
 from .shared_tokens import tree_words
 from .step import StepReport, make_report
@@ -30,12 +30,13 @@ PROMPT = 40  # letters of it at most
 ADVISED = 3  # advisories; the page has all
 
 
-def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
+def show_report(report: StepReport, *, groups: int = GROUPS, configs: Sequence[DictConfig] = ()) -> Group:
     """A report as Rich prints it, readable at 80 columns. Texts of the batch are not read as markup.
 
     Args:
         report: of a batch.
         groups: lines of the group table at most. Groups that lost rollouts come first.
+        configs: as for :func:`show_advisories`; empty: of the run in Python that made the report.
 
     Example:
         >>> import torch
@@ -56,7 +57,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS) -> Group:
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
     blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
-    return Group(*blocks, *show_advisories(report.advisories))
+    return Group(*blocks, *show_advisories(report.advisories, configs=configs or config_of(report.options)))
 
 
 def show_advisories(

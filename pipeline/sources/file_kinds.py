@@ -229,9 +229,8 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
         raise SourceError(f"{where}: a line must be UTF-8; found {err.reason} at byte {err.start}") from None
     except json.JSONDecodeError as err:
         cut = "" if line.endswith(b"\n") else ", on a last line without an end: is the file cut off?"
-        raise SourceError(
-            f"{where}: a line must be one JSON object; found {err.msg} at column {err.colno}{cut}"
-        ) from None
+        fault = f"{err.msg.removesuffix(' at')} at column {err.colno}"
+        raise SourceError(f"{where}: a line must be one JSON object; found {fault}{cut}") from None
     except (ValueError, RecursionError) as err:  # a hook's, or Python's limits on digits and nesting
         raise SourceError(f"{where}: a line must be one JSON object; found {err}") from None
     if not isinstance(value, dict):

@@ -96,7 +96,10 @@ def open_source(
     for option, value in given.items():
         if value is not None and option not in kind.options:
             known = ", ".join(kind.options) or "none"
-            raise ValueError(f"the format {name} does not read {option}; it reads {known}")
+            raise ValueError(
+                f"the format {name} does not read {option}; it reads {known}. Leave {option} out, or, if you "
+                "write the reader, add it to `options` of its FORMAT"
+            )
     keys = (reward_key,) if isinstance(reward_key, str) else tuple(reward_key or ())
     if len(keys) > 1 and kind.reward_keys == "one":
         raise ValueError(f"the format {name} takes one reward_key; got {list(keys)}")
@@ -323,8 +326,8 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     """
     if not Path(path).exists() and not glob.has_magic(str(path)):
         beside = Path(path).parent
-        names = [str(each) for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
-        raise SourceError(f"{path}: there is no such file or folder{suggest(str(path), names)}")
+        names = [each.name for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
+        raise SourceError(f"{path}: there is no such file or folder{suggest(Path(path).name, names)}")
     if not Path(path).exists() and not glob.glob(str(path), recursive=True):
         raise SourceError(f"{path}: no file matches this pattern")
     fitting, seen = [], ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -20,13 +20,18 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
-from .audit_checks import CHECKS, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
+from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .logged import MOST, LoggedRows, explain_logged
-from .source import each_step, open_configured, refuse_wrong_size, said_of_draws
+from .source import each_step, open_configured, print_files, refuse_wrong_size, said_of_draws
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
 REASONS = 2  # reasons for "not checked" that are printed for a check
+# How a dump of a format gets the advantages of its trainer.
+SAVES = {
+    "slime": "Train with --dump-details, which saves them.",
+    "verl": "verl saves none. In the next run, let headrace compute them: see docs/coming-from/verl.md.",
+}
 SHARE = (
     "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows. The share "
     "of a check is the mean over all steps. A check that is not checked has not passed."
@@ -136,21 +141,45 @@ def audit(
     }
     notices = said_of_draws(source.draws)
     checked = [each.plain(steps) for each in results.values()]
-    report = head | {"findings": found, "notices": notices, "checks": checked}
+    verdict = verdict_of(results, source.format)
+    report = head | {"verdict": verdict, "findings": found, "notices": notices, "checks": checked}
     write_whole(output / "audit.json", lambda file: file.write_text(json_text(report, indent=1)))
     title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
     tables = [_summary(results, steps, title)]
     if config.report.html:
         found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
-        page = _page(title, [*tables, *found_by], [*notices, *_lines_below(results)])
+        page = _page(title, verdict, [*tables, *found_by], [*notices, *_lines_below(results)])
         write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
+    console.print(Text(f"\n{verdict}", style="bold"))
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
-    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    print_files(console, output)
     if found and config.audit.strict:
         raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
     return found
+
+
+def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
+    """What the audit found, in a sentence; and where no step has advantages, how to get them.
+
+    Args:
+        results: by check.
+        format: of the dump.
+
+    Example:
+        >>> verdict_of({"advantages": CheckResult("advantages", "other advantages")}, "trl")
+        '1 check: 1 passed.'
+    """
+    states = Counter(each.state for each in results.values())
+    said = ", ".join(
+        f"{states[state]} {state}" for state in ("found", "passed", "not checked") if states[state]
+    )
+    said = f"{len(results)} check{'s' * (len(results) > 1)}: {said}."
+    if NO_ADVANTAGES not in results["advantages"].lacking:
+        return said
+    why = "This dump cannot show whether the advantages were right, because it has none."
+    return " ".join(filter(None, [why, SAVES.get(format), said]))
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
@@ -215,10 +244,11 @@ def _lines_below(results: dict[str, CheckResult]) -> list[str]:
     return [*lines, SHARE]
 
 
-def _page(title: str, tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
+def _page(title: str, verdict: str, tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
     """Return the page as one HTML file, which loads nothing and runs no script."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    body = "".join(table._repr_html_() for table in tables)
+    body = f"<p><strong>{escape(printable(verdict))}</strong></p>"
+    body += "".join(table._repr_html_() for table in tables)
     body += "".join(f"<p>{escape(printable(line))}</p>" for line in lines)
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
     head += f"<title>audit of {escape(printable(title))}</title>"

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
-from headrace.pipeline.order import place_of_cut
+from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
+from headrace.pipeline.sources.record import quote
+from headrace.pipeline.user_turn import last_user_turn
 from headrace.transforms import BatchError, Ids, Status, loss_weight
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
@@ -76,7 +78,7 @@ class DeclaredRecipe:
     """
 
     def __init__(self, pipeline: Pipeline):
-        cut, stages = place_of_cut(pipeline.stages), pipeline.stages
+        cut, stages = index_of_split(pipeline.stages), pipeline.stages
         writes = {name: getattr(stage, "out_keys", ()) for name, stage in stages.items()}
         gates = [stages[name] for name, keys in writes.items() if FINISHED in keys]
         weights = [stages[name] for name, keys in writes.items() if {STEP_WEIGHT, FOLDED_WEIGHT} & {*keys}]
@@ -377,6 +379,13 @@ class AuditedStep:
         label = self.group_names[int(at[0])] if group else None
         return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
+    def called(self, rows: Tensor) -> str:
+        """A group as sentences call it: by its label, or if this was made from the prompt, by the prompt."""
+        row = int(rows.nonzero()[0])
+        if self.by_prompt and self.prompts is not None:
+            return f"of {quote(last_user_turn(self.prompts[row]))}"
+        return self.group_names[row]
+
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""
         return list(dict.fromkeys(self.rollout_names[row] for row in rows.nonzero().flatten().tolist()))
@@ -392,10 +401,10 @@ class AuditedStep:
         return listing(pairs, most=3)
 
     def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
-        """The groups of these rows, in order: the label, and (N,) bool, the rows of each."""
+        """The groups of these rows, in order: how each is called, and (N,) bool, its rows."""
         found = dict.fromkeys(self.groups.of[rows].tolist())
         each = [rows & (self.groups.of == group) for group in found]
-        return [(self.group_names[int(own.nonzero()[0])], own) for own in each]
+        return [(self.called(own), own) for own in each]
 
 
 # -- the checks ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
-from .source import recipe_nodes, sizes_of_groups
+from .source import print_files, recipe_nodes, sizes_of_groups
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -91,7 +91,7 @@ def certify(
         page = page_data([], title=f"certificates of {', '.join(nodes)}")
         write_page(page | {"certificates": [on_page(each) for each in found]}, output / "report.html")
     show_certificates(found, console)
-    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    print_files(console, output)
     return max(each.advantage.relative_bias or 0.0 for each in certificates)
 
 

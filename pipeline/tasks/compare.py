@@ -24,7 +24,7 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
-from .source import each_step, open_configured, recipe_nodes, report_of
+from .source import each_step, open_configured, print_files, recipe_nodes, report_of
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
@@ -80,7 +80,6 @@ def compare(
         every=config.report.every,
         versus=names,
     )
-    folder.configs = [OmegaConf.create({**config, "pipeline": node}) for node in nodes]
     with folder:
         for step, batch in each_step(source, console):
             first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
@@ -89,6 +88,7 @@ def compare(
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
+            folder.notices = [comparison.said]
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
@@ -96,7 +96,7 @@ def compare(
     result = {"pipelines": names, **numbers, "shares": shares, "movers": movers}
     write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
     show_comparison(comparison, console)
-    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    print_files(console, output)
     return comparison.numbers["correlation"]
 
 

@@ -20,6 +20,8 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
+from .source import print_files
+
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
 # but their losses do not, so they are installed without dependencies.
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
@@ -80,7 +82,7 @@ def measure_trainer(
         page = xray_page(f"The weight of each token: {title}", found)
         write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
     show_settings(title, found, console)
-    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    print_files(console, output)
     return max(max(abs(share - 1) for share in each.over_documented()) for each in found)
 
 

@@ -30,7 +30,15 @@ from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.errors import listing
 
 from .logged import LoggedAdvantages
-from .source import NAMED_DRAWS, each_outcome, open_configured, report_of, said_of_draws, with_skipped_records
+from .source import (
+    NAMED_DRAWS,
+    each_outcome,
+    open_configured,
+    print_files,
+    report_of,
+    said_of_draws,
+    with_skipped_records,
+)
 
 GIVE_UP = 3  # failed steps, without one that passed, after which the replay ends
 NAMED = 20  # failed steps whose reason is shown
@@ -93,9 +101,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         if first is not None and not history:
             raise first
         folder.notices = [*said_of(failed, len(history), source.draws), *said_of_dump(folder)]
-    page = folder.close()
+    folder.close()
     if report is not None and len(history) == 1:
-        console.print(show_report(report))
+        console.print(show_report(report, configs=folder.configs))
     elif history:
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
@@ -109,12 +117,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(Text(printable(notice), style="red" if failed and notice == folder.notices[0] else ""))
     if words := logged.words():
         console.print(Text(words))
-    written = [f"written to {output}"]
-    if page is not None:
-        written.append(f"the page: {page.resolve().as_uri()}")
-    if (output / "rollouts").is_dir():
-        written.append(f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}")
-    console.print(Text("\n".join(map(printable, written))), soft_wrap=True)
+    stored = [f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}"]
+    print_files(console, output, *(stored if (output / "rollouts").is_dir() else []))
     if failed and not source.skips:
         raise StepsFailed(f"{len(failed):,} of {len(failed) + len(history):,} steps failed")
     return sum(numbers["rows/trained"] for numbers in history)

@@ -136,9 +136,24 @@ def each_outcome(
     if source.regraded is not None:
         console.print(Text(str(source.regraded)), soft_wrap=True)
     if source.skipped:
-        console.print(f"[yellow]{source.skipped} malformed records were skipped[/]", highlight=False)
+        count = source.skipped
+        skipped = "1 malformed record was" if count == 1 else f"{count:,} malformed records were"
+        console.print(f"[yellow]{skipped} skipped[/]", highlight=False)
         for message in source.messages:
             console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
+
+
+def print_files(console: Console, folder: Path, *more: str) -> None:
+    """Print where a task wrote its files, and the address of its page if it has one.
+
+    Args:
+        console: where to print.
+        folder: of the task.
+        more: further lines.
+    """
+    page = folder / "report.html"
+    at = [f"the page: {page.resolve().as_uri()}"] if page.exists() else []
+    console.print(Text("\n".join(map(printable, [f"written to {folder}", *at, *more]))), soft_wrap=True)
 
 
 def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
@@ -349,7 +364,8 @@ def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -
         nodes = [copy.deepcopy(config.pipeline)]
         for path, _, value in (word.lstrip("+").partition("=") for word in words):
             if path.startswith("pipeline.") and not path.endswith("_key"):
-                OmegaConf.update(nodes[0], path.removeprefix("pipeline."), OmegaConf.create({"": value})[""])
+                parsed = OmegaConf.from_dotlist([f"value={value}"]).value  # a number is no text
+                OmegaConf.update(nodes[0], path.removeprefix("pipeline."), parsed)
     try:
         steps = list(islice(_good_steps(source), TRIED))
         for _ in range(MOST_ASKED):

@@ -327,9 +327,8 @@ class TurnAdvantage(
         """Compute the advantage if rows are turns. An excluded row still counts as a turn."""
         reward, dtype = rows.number("reward").double(), dtype_of_reward(rows)
         _, place = places_on_arrival(rows)
-        place, some = rows.from_arrival(place), rows.statistics
-        if some is not rows:
-            reward, place = reward[rows.counted], place[rows.counted]
+        some, reward = rows.statistics, rows.to_statistics(reward)
+        place = rows.to_statistics(rows.from_arrival(place))
         credit = torch.zeros_like(reward)
         if len(some):
             has_turn = place[:, None] == torch.arange(int(place.max()) + 1)

@@ -170,14 +170,12 @@ def advantage_of(
     Raises:
         BatchError: as :func:`group_relative_advantage`.
     """
-    counted = rows.statistics
-    chosen = reward if counted is rows else reward[rows.counted]
-    counted.require_identity()
-    counted.require_rewards(chosen, siblings_agree=True)
-    if len(counted) == 0:
+    statistics = rows.statistics
+    statistics.require_identity()
+    statistics.require_rewards(rows.to_statistics(reward), siblings_agree=True)
+    if len(statistics) == 0:
         return torch.zeros_like(reward)
-    voters = rows.voters
-    per_rollout = reward if voters is rows else reward[rows.rollouts.is_first]
+    voters, per_rollout = rows.voters, rows.to_voters(reward)
     groups = voters.groups
     if formula.least_group > 1:
         needs = "at least two rollouts; found one in {found}. Gate incomplete groups, or set singleton='zero'"
@@ -194,7 +192,7 @@ def advantage_of(
     if advantage is None:
         tokens = None
         if length is not None:
-            tokens = rows.rollouts.sum(length)[rows.rollouts.of[rows.rollouts.is_first]]
+            tokens = rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
         g = Grouped(per_rollout, groups, tokens)
         advantage = g.unsorted(advantage_in_groups(g, formula))
     return rows.from_voters(advantage)
@@ -366,25 +364,23 @@ class GroupRelativeAdvantage(
         # 1. One reward for each rollout, on all its rows.
         if self.without_ids != "raise":
             self._make_groups(rows)
-        reward = rows.reward
+        reward, statistics = rows.reward, rows.statistics
         if not rows.has(REWARD):
             rollouts = rows.rollouts
-            rows.statistics.require(
-                rows.statistics.rollouts.is_first,
+            statistics.require(
+                statistics.rollouts.is_first,
                 "each rollout must be one row; found {found}. Its reward would be counted once per row: put "
                 "FanOutCollapse before GroupRelativeAdvantage",
                 lambda row: (
-                    f"rollout {rows.statistics.name('rollout', row)} in "
-                    f"{int((rollouts.labels == rows.statistics.rollouts.labels[row]).sum())} rows"
+                    f"rollout {statistics.name('rollout', row)} in "
+                    f"{int((rollouts.labels == statistics.rollouts.labels[row]).sum())} rows"
                 ),
             )
         if self.several == "decoupled" or self.weights is not None:
             rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
             self._require_weighed(rows, reward, rewards)
         if self.missing == "mask":
-            counted = rows.statistics
-            own = reward if counted is rows else reward[rows.counted]
-            counted.require_rewards(own, siblings_agree=False)
+            statistics.require_rewards(rows.to_statistics(reward), siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":

@@ -166,9 +166,8 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         if self.baseline_key is not None:
             keys = rows.integers("baseline", str(self.baseline_key))
         # A rollout has one reward, finite or missing, and one key ≥ 0.
-        some, key, paid = rows.statistics, keys, reward.nan_to_num(0.0, torch.inf, -torch.inf)
-        if rows.counted is not None:
-            key, paid = keys[rows.counted], paid[rows.counted]
+        some, key = rows.statistics, rows.to_statistics(keys)
+        paid = rows.to_statistics(reward.nan_to_num(0.0, torch.inf, -torch.inf))
         some.require_rewards(paid, siblings_agree=True)
         some.require_set(key, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
         some.require(

@@ -66,7 +66,7 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     if by != "variance":
         return place < k
     # 2. Cumulative sums of the sorted rewards and of their squares. The largest reward is subtracted first,
-    # so    that small differences between large rewards are not rounded away.
+    # so that small differences between large rewards are not rounded away.
     table = reward.new_zeros(groups.n, int(groups.count.max()) + 1)
     table[groups.of, place + 1] = reward - groups.spread(groups.max(reward))
     sums, squares = table.cumsum(1), table.square().cumsum(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -46,6 +46,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
 
     Args:
         criterion: a :class:`Criterion`, or a callable from a batch to (N,) bool, True where the row stays.
+        also: a second criterion, with its own reason and unit. Both judge the same rows. A row that fails
+            both has the reason of the first.
         unit: what stays or leaves together. If one row of a ``rollout`` or ``group`` fails, all its rows
             leave. None: the criterion's own unit (``group`` for RewardsVary), else ``sample``.
         action: ``mask``, ``exclude`` or ``drop``.
@@ -70,75 +72,94 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         self,
         *,
         criterion: Callable[[TensorDictBase], Tensor],
+        also: Callable[[TensorDictBase], Tensor] | None = None,
         unit: Unit | None = None,
         action: Action = "mask",
         on_batch: Callable[[TensorDictBase, Tensor], None] | None = None,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        own: Unit = unit if unit is not None else getattr(criterion, "unit", "sample")
-        reads = unit_keys(own, self.rollout_key, self.group_key)
+        self._criteria = [criterion] if also is None else [criterion, also]
+        self._units = [unit or cast(Unit, getattr(each, "unit", "sample")) for each in self._criteria]
+        reads = [key for own in self._units for key in unit_keys(own, self.rollout_key, self.group_key)]
+        reads += [key for each in self._criteria for key in getattr(each, "in_keys", ())]
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
-        super().__init__([*getattr(criterion, "in_keys", ()), *reads], writes[action])
-        self.criterion, self.unit, self.action, self.on_batch = criterion, unit, action, on_batch
-        self._unit = own
-        function = getattr(criterion, "func", criterion)  # the function inside a functools.partial
-        name = getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__)
-        self.reasons = {str(name): EFFECTS[action]}
+        super().__init__(list(dict.fromkeys(reads)), writes[action])
+        self.criterion, self.also, self.unit = criterion, also, unit
+        self.action, self.on_batch = action, on_batch
+        self._reasons = list(map(_reason_of, self._criteria))
+        self.reasons = dict.fromkeys(self._reasons, EFFECTS[action])
 
     @property
     def before_baseline(self) -> bool:  # type: ignore[override]
-        """Whether the criterion must be before the stages that compute a baseline."""
-        return getattr(self.criterion, "before_baseline", False)
+        """Whether a criterion must be before the stages that compute a baseline."""
+        return any(getattr(each, "before_baseline", False) for each in self._criteria)
 
     @property
     def takes_rows(self) -> Literal["", "drop", "exclude"]:
         """The action, if it takes single rows of a rollout out of the statistics; else empty."""
-        return "" if self._unit != "sample" or self.action == "mask" else self.action
+        return "" if "sample" not in self._units or self.action == "mask" else self.action
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Whether the criterion compares rows within groups only, and no `on_batch` sees the whole batch."""
-        return self.on_batch is None and getattr(self.criterion, "within_groups", False)
+        """Whether the criteria compare rows within groups only, and no `on_batch` sees the whole batch."""
+        within = all(getattr(each, "within_groups", False) for each in self._criteria)
+        return self.on_batch is None and within
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Tokens of the rows that it masks, and tokens that its criterion counts."""
-        own = getattr(self.criterion, "loss_mask_key", None)
-        return [(self.loss_mask_key, self.log_prob_key)] + ([] if own is None else [(own, None)])
+        """Tokens of the rows that it masks, and tokens that its criteria count."""
+        counted = [getattr(each, "loss_mask_key", None) for each in self._criteria]
+        masked = (self.loss_mask_key, self.log_prob_key)
+        return [masked, *((key, None) for key in counted if key is not None)]
 
     def needs_each_rank(self) -> str:
         """Needed for `on_batch`, for a user's criterion, and for a criterion that reads tokens."""
-        if self.on_batch is not None or not type(self.criterion).__module__.startswith("headrace."):
+        own = any(not type(each).__module__.startswith("headrace.") for each in self._criteria)
+        if self.on_batch is not None or own:
             return "code of your own"
-        reads_tokens = getattr(self.criterion, "reads_tokens", False)
+        reads_tokens = any(getattr(each, "reads_tokens", False) for each in self._criteria)
         return "it reads tokens" if reads_tokens else super().needs_each_rank()
 
     def decide(self, rows: Rows) -> None:
-        """Apply the criterion to all rows, call `on_batch`, and take out the rows that fail."""
-        decide = getattr(self.criterion, "decide", None)
-        keep = (
-            rows.ask(self.criterion) if decide is None else decide(rows.seen_by(self.criterion, rows.stage))
-        )
-        if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
-            found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
-            raise BatchError(
-                f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
-                f"{self.criterion!r} returned {found}"
-            )
-        keep = keep.flatten()
-        if rows.counted is not None:
-            keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
-        if self._unit != "sample":
-            ids = rows.ids(self._unit).everyone
-            keep = ids.spread(ids.all(keep))
+        """Apply the criteria to all rows, call `on_batch`, and take out the rows that fail."""
+        kept = [
+            _kept_by(criterion, unit, rows)
+            for criterion, unit in zip(self._criteria, self._units, strict=True)
+        ]
+        keep = torch.stack(kept).all(0)
         if self.on_batch is not None:
             batch, stays = rows.shown(keep)
             if len(batch):  # a rank may have no rows
                 self.on_batch(batch, stays)
         for view, own in rows.of_each_rank(keep):
-            kept = int(own.sum())
-            view.metric("kept", kept)
-            view.metric("fraction_kept", kept / max(len(own), 1))
-        [(reason, effect)] = self.reasons.items()
-        rows.leave(~keep, reason, effect)
+            count = int(own.sum())
+            view.metric("kept", count)
+            view.metric("fraction_kept", count / max(len(own), 1))
+        for stays, reason in zip(kept, self._reasons, strict=True):
+            rows.leave(~stays, reason, EFFECTS[self.action])
+
+
+def _reason_of(criterion: Callable[[TensorDictBase], Tensor]) -> str:
+    """The name under which the ledger counts the rows that a criterion takes out."""
+    function = getattr(criterion, "func", criterion)  # the function inside a functools.partial
+    return str(getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__))
+
+
+def _kept_by(criterion: Callable[[TensorDictBase], Tensor], unit: Unit, rows: Rows) -> Tensor:
+    """(M,) bool: the rows that a criterion keeps, by whole units."""
+    decide = getattr(criterion, "decide", None)
+    keep = rows.ask(criterion) if decide is None else decide(rows.seen_by(criterion, rows.stage))
+    if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
+        found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+        raise BatchError(
+            f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
+            f"{criterion!r} returned {found}"
+        )
+    keep = keep.flatten()
+    if rows.counted is not None:
+        keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
+    if unit != "sample":
+        ids = rows.ids(unit).everyone
+        keep = ids.spread(ids.all(keep))
+    return keep

@@ -101,11 +101,15 @@ class OptimiserSteps:
         if table.finite is not None:
             self.loss_columns = loss_columns._replace(log_prob=None)
         self.progress, self.resumed_after = progress, progress.taken
+        progress.minibatches = 0
         for plan, *_ in self.passes:
+            progress.minibatches += len(plan.sizes)
             if plan.padding is not None:
                 check_padding(table.batch, self.loss_columns)
         # The batch row of each table row; None: the same number.
-        self.places = None if len(table.live) == table.size else table.places(torch.arange(table.size))
+        self.batch_rows = (
+            None if len(table.live) == table.size else table.batch_rows(torch.arange(table.size))
+        )
         self.in_order = in_order
 
     def rows(self) -> list[Tensor]:
@@ -214,15 +218,15 @@ class GatheredRows:
         self.batch, self.late, self.sizes, self.finite = batch, list(late), list(sizes), steps.table.finite
         self.masks = what_is_masked(steps, self.late) if steps.table.elsewhere else None
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        order, padding, places = plan.of_rank(steps.rank)
-        at = order if steps.places is None else steps.places.index_select(0, order)  # rows of the batch
-        self.in_order = steps.in_order and not self.late and self._is_in_order(at)
+        order, padding, numbers = plan.of_rank(steps.rank)  # `order` has rows of the table
+        in_batch = order if steps.batch_rows is None else steps.batch_rows.index_select(0, order)
+        self.in_order = steps.in_order and not self.late and self._is_in_order(in_batch)
 
         # 1. Columns with one number per row: order, send to the device together, and split by minibatch.
         given: dict[Any, tuple[Tensor, torch.dtype, int]] = dict(columns)
-        for number, late_change in enumerate(self.late):
+        for change, late_change in enumerate(self.late):
             for name, values in late_change.numbers.items():
-                given[Late, number, name] = values, values.dtype, values.ndim
+                given[Late, change, name] = values, values.dtype, values.ndim
         mask, log_prob, weight = steps.loss_columns
         ordered = dict[Any, Tensor]()
         for key, (values, dtype, ndim) in given.items():
@@ -239,12 +243,12 @@ class GatheredRows:
             ordered[PADDING] = padding.clone()
         in_loss = ordered.get(IN_LOSS)
         names = PLACES if plan.has_ranks else PLACES[:2]
-        ordered |= zip(names, places.clone().unbind(), strict=False)  # the plan keeps its own
-        there, *parts = send_packed([at, *ordered.values()], self.device)
+        ordered |= zip(names, numbers.clone().unbind(), strict=False)  # the plan keeps its own
+        on_device, *parts = send_packed([in_batch, *ordered.values()], self.device)
         self.numbers = {key: _split(values, self.sizes) for key, values in zip(ordered, parts, strict=True)}
         self.of_late = [
-            {name: self.numbers.pop((Late, number, name)) for name in late.numbers}
-            for number, late in enumerate(self.late)
+            {name: self.numbers.pop((Late, change, name)) for name in late_change.numbers}
+            for change, late_change in enumerate(self.late)
         ]
 
         # 2. Columns of the batch in which rows are masked: (M,) bool, which rows, and the masked value.
@@ -263,13 +267,13 @@ class GatheredRows:
         # 3. All other columns: gather a small batch now, a larger one by minibatch.
         at_once = not (self.is_ragged or self.in_order or self.late) and _bytes_of(batch) < SMALL
         if at_once:
-            batch = take_rows(batch, there)
+            batch = take_rows(batch, on_device)
             self._mask(batch, slice(None))
             self.masked = {}
         else:
-            self.at, self.there = at.split(self.sizes), there.split(self.sizes)
+            self.in_batch, self.on_device = in_batch.split(self.sizes), on_device.split(self.sizes)
         if not self.is_ragged:
-            self.branch = self._plan(batch, None if at_once else there)
+            self.branch = self._plan(batch, None if at_once else on_device)
             self.beside = [key for key, each in self.numbers.items() if not self._put(key, each)]
 
     def gather(self, number: int) -> TensorDictBase:
@@ -278,7 +282,7 @@ class GatheredRows:
         if size == 0:  # a branch cannot build text columns without rows
             rows = shallow_copy(take_rows(self.batch, torch.zeros(0, dtype=torch.int64)))
         elif self.is_ragged:
-            taken = [self.batch.tensordicts[row] for row in self.at[number].tolist()]
+            taken = [self.batch.tensordicts[row] for row in self.in_batch[number].tolist()]
             rows = rows_with(taken, {key: self.numbers[key][number].unbind() for key in beside})
             beside = []
         else:
@@ -294,10 +298,10 @@ class GatheredRows:
             rows.set(MASKS, as_data(self.masks, [size], self.device))
         return rows
 
-    def _is_in_order(self, at: Tensor) -> bool:
+    def _is_in_order(self, in_batch: Tensor) -> bool:
         """Whether the rows of each minibatch are consecutive in the batch."""
-        follows = at[1:] == at[:-1] + 1
-        follows[[span.start - 1 for span in self.spans if 0 < span.start < len(at)]] = True
+        follows = in_batch[1:] == in_batch[:-1] + 1
+        follows[[span.start - 1 for span in self.spans if 0 < span.start < len(in_batch)]] = True
         return bool(follows.all())
 
     def _plan(self, batch: TensorDictBase, order: Tensor | None) -> Branch:
@@ -327,11 +331,11 @@ class GatheredRows:
         return True
 
     def _view(self, value: Any, number: int) -> Any:
-        start = int(self.at[number][0])
+        start = int(self.in_batch[number][0])
         return value[start : start + self.sizes[number]]
 
     def _take(self, value: Any, number: int) -> Any:
-        return take_column(value, self.there[number], on_cpu=self.at[number])
+        return take_column(value, self.on_device[number], on_cpu=self.in_batch[number])
 
     def _mask(self, rows: TensorDictBase, span: slice) -> None:
         """Write the masked values; `span`: the part of the training order that `rows` holds."""
@@ -471,7 +475,7 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
     columns = [read_written(batch, key, reader=reader, writer="ShuffleSplit") for key in keys]
     version, known = _known.get(columns[-1], (None, []))
     if known and version == columns[-1]._version and sum(known) == len(batch):
-        return _cut(batch, known)
+        return _views(batch, known)
     places, counts = torch.unique_consecutive(torch.stack(columns).cpu(), dim=1, return_counts=True)
     numbers, sizes = places.T.tolist(), counts.tolist()
     if numbers != sorted(map(list, set(map(tuple, numbers)))):
@@ -485,9 +489,9 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
             f"{reader} needs one minibatch, and this batch holds {len({n[0] for n in numbers})}: take one "
             "after the other with split_minibatches(batch)"
         )
-    return _cut(batch, sizes)
+    return _views(batch, sizes)
 
 
-def _cut(batch: TensorDictBase, sizes: Sequence[int]) -> Iterator[TensorDictBase]:
+def _views(batch: TensorDictBase, sizes: Sequence[int]) -> Iterator[TensorDictBase]:
     ends = list(accumulate(sizes))
     return (batch[end - size : end] for end, size in zip(ends, sizes, strict=True))

@@ -418,17 +418,8 @@ def measure_plan(
 # -- all passes, on all ranks -----------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """The rows of one rank, which permutes them on its own."""
-
-    rows: Tensor
-    """(n,) int64, row numbers, ascending."""
-    units: Ids | None
-    """The unit of each row; None: each row is a unit."""
-
-
 def draw_plans(
-    parts: Sequence[Part],
+    parts: Sequence[tuple[Tensor, Ids | None]],
     labels: Tensor | None,
     lengths: Tensor,
     cut: CutOptions,
@@ -444,7 +435,7 @@ def draw_plans(
     ``carry`` the first pass decides which rows are carried, and the other passes permute the remaining rows.
 
     Args:
-        parts: the rows of each rank.
+        parts: by rank, (n,) int64, its row numbers, ascending; and the unit of each, None: each row is one.
         labels: (N,) int64, the unit of each row; None: each row is a unit.
         lengths: (N,) int64, tokens per row.
         cut: the options.
@@ -459,33 +450,36 @@ def draw_plans(
         BatchError: as :func:`shuffle_split` and :func:`make_plan`; or ranks have different numbers of
             minibatches.
     """
+    # 1. The order of each rank and pass. A rank that is alone has all rows, and its numbers are row numbers.
     orders = []
-    for rank, part in enumerate(parts):
+    for rank, (rows, units) in enumerate(parts):
+        own = list[Cut]()
         with _rank_in_errors(rank, len(parts)):
-            (rows, units), own = part, list[Cut]()
             for call in range(calls, calls + epochs):
                 generator = torch.Generator().manual_seed(stream_seed("split", cut.seed, call))
                 how = cut.minibatches, cut.minibatch_size, cut.remainder, cut.shuffle
                 order = cut_order(len(rows), units, *how, generator)
-                if len(rows) < len(lengths):
-                    numbers = rows.index_select(0, order.order), rows.index_select(0, order.left)
-                    order = Cut(numbers[0], order.sizes, numbers[1])
+                if len(rows) < len(lengths):  # from indices into `rows` to row numbers
+                    held, left = rows.index_select(0, order.order), rows.index_select(0, order.left)
+                    order = Cut(held, order.sizes, left)
                 own.append(order)
                 if cut.remainder == "carry" and call == calls and len(order.left):
                     rows = order.order.sort().values
                     units = None if labels is None else Ids(labels.index_select(0, rows))
-            orders.append(own)
+        orders.append(own)
+    # 2. The micro-batches of each rank, and then the same number of them on all ranks.
     if cut.max_tokens is not None and cut.remainder == "drop":
         orders = fit_budget(orders, labels, lengths, cut)
     assigned = [[assign_minibatches(order, lengths, cut, forest) for order in own] for own in orders]
     if len(parts) > 1:
-        counts = _agree_on_counts(assigned, cut)
+        counts = most_microbatches(assigned, cut)
         for own, own_assigned in zip(orders, assigned, strict=True):
             for epoch, most in enumerate(counts):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
                 if [len(each.sizes[0]) for each in own_assigned[epoch]] != most:
                     own_assigned[epoch] = assign_minibatches(own[epoch], lengths, cut, forest, most)
+    # 3. One plan for each rank and pass.
     plans = []
     for rank, (own, own_assigned) in enumerate(zip(orders, assigned, strict=True)):
         with _rank_in_errors(rank, len(parts)):
@@ -504,8 +498,12 @@ def _rank_in_errors(rank: int, ranks: int) -> Iterator[None]:
         raise
 
 
-def _agree_on_counts(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutOptions) -> list[list[int]]:
-    """By pass and optimiser step, the largest number of micro-batches of any rank.
+def most_microbatches(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutOptions) -> list[list[int]]:
+    """By pass and optimiser step, the largest number of micro-batches that a rank has.
+
+    Args:
+        assigned: by rank, pass and minibatch.
+        cut: the options.
 
     Raises:
         BatchError: ranks have different numbers of minibatches.

@@ -127,7 +127,7 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
         elif value is not None and (is_reward or (value.numel() == each and not value.is_floating_point())):
             value = column_of(batch, key)
             if isinstance(value, Tensor):  # not a column of rows with different shapes
-                at = table.places(numbers).to(value.device) if at is None else at
+                at = table.batch_rows(numbers).to(value.device) if at is None else at
                 value = value.detach().reshape(-1) if value.numel() == len(batch) else value.detach()
                 # Copy: collectors reuse their memory.
                 found[str(key)] = value.index_select(0, at).to(torch.float64 if is_reward else torch.int64)
@@ -153,7 +153,7 @@ class Progress:
     def __init__(self, before: SplitState, batch: KnownBatch, options: Mapping[str, Any]):
         self.before, self.batch, self.options = before, batch, options
         self.taken = 0 if before.interrupted is None else before.interrupted.taken
-        self.minibatches = 0  # set with the plans
+        self.minibatches = 0  # counted by OptimiserSteps
         self.begun = False  # an iterator was started
         self.open = 0  # number of iterators that have not ended
         self.done = False  # no further minibatch will be taken
@@ -179,10 +179,12 @@ class Progress:
         return self.before.trained
 
     def state(self, after: SplitState) -> SplitState:
-        """The state to save now. In the middle of a batch this copies columns to the CPU.
+        """The state to save now.
 
-        Args:
-            after: the state after the batch.
+        - All minibatches were taken: `after`, the state after the batch.
+        - None was taken: the state before the batch, as if it had not come.
+        - In between: the state before the batch, and what is needed to continue the batch. This copies the
+          columns that identify it to the CPU.
         """
         if self.done or self.taken >= self.minibatches:
             return after._replace(trained=self.trained)

@@ -27,7 +27,7 @@ from headrace.transforms.tensordicts import number_column
 from headrace.transforms.tokens import read_tokens
 
 from .gather import Columns, LossColumns, OptimiserSteps
-from .plan import Balance, CutOptions, Oversized, Part, Plan, draw_plans, measure_plan
+from .plan import Balance, CutOptions, Oversized, Plan, draw_plans, measure_plan
 from .resume import KnownBatch, Progress, SplitMemory, SplitState, identifying_columns
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
@@ -244,7 +244,7 @@ class ShuffleSplit(
         # 1. If a batch was interrupted, check that this is the same one.
         parts = table.of_ranks(table.here)
         own = parts[rows.rank]
-        progress = self._begin(table, own, epochs)
+        progress = self._progress_of(table, own, epochs)
 
         # 2. Read what the permutations depend on: units, lengths and trees.
         every = Rows(table, rows.names, rows.reader, rows.stage)
@@ -263,7 +263,7 @@ class ShuffleSplit(
 
         # 3. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
         by_rank = draw_plans(
-            [Part(*part) for part in zip(parts, units, strict=True)],
+            list(zip(parts, units, strict=True)),
             labels,
             lengths,
             cut,
@@ -271,9 +271,7 @@ class ShuffleSplit(
             epochs=epochs,
             forest=forest,
         )
-        passes = [_where(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
-        own_plans = by_rank[rows.rank]
-        progress.minibatches = sum(len(plan.sizes) for plan in own_plans)
+        passes = [_numbers_by_row(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
 
         # 4. Carry or drop the leftover rows.
         trained, kept, carries = None, None, cut.remainder == "carry"
@@ -281,12 +279,10 @@ class ShuffleSplit(
             rows.name_reason(reason, effect)
         if any(len(plan.left) for plans in by_rank for plan in plans):
             trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
-            kept = self._kept(table, own[~trained[own]])
+            kept = self._rows_to_carry(table, own[~trained[own]])
             out = ~trained if rows.index is None else ~trained[rows.index]
-            if carries:
-                rows.leave(out, "carried", "carried")
-            else:
-                rows.leave(out, "remainder", "dropped")
+            reason = "carried" if carries else "remainder"
+            rows.leave(out, reason, self.reasons[reason])
 
         # 5. Record the metrics of this rank's rows.
         for (view,) in rows.of_each_rank():
@@ -296,11 +292,11 @@ class ShuffleSplit(
             if cut.max_tokens is not None and len(last.sizes):
                 measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
             if carries:
-                measured["carried_in"] = float(len(own) - len(_fresh(table, own)))
+                measured["carried_in"] = float(len(own) - len(_without_carried(table, own)))
             for name, value in measured.items():
                 view.metric(name, value)
         state = SplitState(before.calls + epochs, kept)
-        return Permuted(rows, self, passes, own_plans, state, progress, by_rank)
+        return Permuted(rows, self, passes, by_rank[rows.rank], state, progress, by_rank)
 
     def permuted_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Permuted:
         """Take over the plans that another rank made for the rows of this one (:meth:`permute`).
@@ -314,23 +310,22 @@ class ShuffleSplit(
             BatchError: an interrupted batch is expected, and this is another; or ids of carried rows are in
                 the batch again.
         """
-        progress = self._begin(before, before.here.nonzero().flatten(), len(plans))
-        progress.minibatches = sum(len(plan.sizes) for plan in plans)
+        progress = self._progress_of(before, before.here.nonzero().flatten(), len(plans))
         if before.carried is not None and self.remainder == "carry":
             self._refuse_again(Rows(before, rows.names, rows.reader, rows.stage))
         trained = torch.cat([plan.order for plan in plans])
         left = before.here.index_fill(0, trained, False).nonzero().flatten()
-        state = SplitState(self.state.calls + len(plans), self._kept(before, left))
+        state = SplitState(self.state.calls + len(plans), self._rows_to_carry(before, left))
         return Permuted(rows, self, [], plans, state, progress)
 
-    def _begin(self, table: Table, own: Tensor, epochs: int) -> Progress:
-        """Start to count the minibatches of a batch; `own`: (n,) the table rows of this rank."""
+    def _progress_of(self, table: Table, own: Tensor, epochs: int) -> Progress:
+        """The progress of a batch, still at its start; `own`: (n,) the table rows of this rank."""
         cut_by = self.cut.plain | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
-        fresh = _fresh(table, own)
-        batch = KnownBatch(len(fresh), identifying_columns(table, fresh, self.reward_key))
+        came = _without_carried(table, own)
+        batch = KnownBatch(len(came), identifying_columns(table, came, self.reward_key))
         return Progress(self.state, batch, cut_by)
 
-    def _kept(self, table: Table, left: Tensor) -> TensorDictBase | None:
+    def _rows_to_carry(self, table: Table, left: Tensor) -> TensorDictBase | None:
         """The leftover rows of this rank if they are carried, else None."""
         return table.taken(left) if self.remainder == "carry" and len(left) else None
 
@@ -491,12 +486,12 @@ class ShuffleSplit(
         return Forest(order, shared[order], lengths)
 
 
-def _fresh(table: Table, rows: Tensor) -> Tensor:
+def _without_carried(table: Table, rows: Tensor) -> Tensor:
     """The given (n,) rows without the carried ones."""
     return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
 
 
-def _where(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:
+def _numbers_by_row(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:
     """Read the plans of all ranks for one pass into numbers by table row (:attr:`Permuted.passes`)."""
     numbers, several = torch.full((3, rows), -1, dtype=torch.int64), False
     for plan in plans:

@@ -29,9 +29,11 @@ class Forest:
 
     def __init__(self, order: Tensor, shared: Tensor, lengths: Tensor):
         self.lengths, rows = lengths, len(order)
-        self.place = torch.zeros_like(lengths).scatter_(0, order, torch.arange(rows))
+        # Two rows share the minimum of `shared` over all rows after the first of them, up to the second. To
+        # look up such a range minimum, `least[k][p]` holds the minimum of the 2^k entries from p on.
+        self.position = torch.zeros_like(lengths).scatter_(0, order, torch.arange(rows))
         least, step = [shared], 1
-        while 2 * step <= rows:  # least[k][p] is the minimum of 2^k entries from p on
+        while 2 * step <= rows:
             wider = least[-1].clone()
             wider[:-step] = torch.minimum(wider[:-step], least[-1][step:])
             least.append(wider)
@@ -45,16 +47,17 @@ class Forest:
             rows: (n,) int64, row numbers. A number that is given twice shares all its tokens.
             part: (n,) int64, only rows of the same part share tokens; None: all rows do.
         """
-        place = self.place.index_select(0, rows)
-        order = place.sort(stable=True).indices
+        position = self.position.index_select(0, rows)
+        order = position.sort(stable=True).indices
         if part is not None:
             order = order.index_select(0, part.index_select(0, order).sort(stable=True).indices)
-        sorted_place = place.index_select(0, order)
-        size = sorted_place[1:] - sorted_place[:-1]
-        power = torch.frexp(size.clamp_min(1).double()).exponent.long() - 1
-        ends = sorted_place[1:] + 1 - (1 << power)
-        low = (sorted_place[:-1] + 1).clamp_max(max(self._least.shape[1] - 1, 0))
-        common = torch.minimum(self._least[power, low], self._least[power, ends])
+        # The minimum over each range, of two runs of 2^power entries: one from its start, one up to its end.
+        ascending = position.index_select(0, order)
+        before, after = ascending[:-1], ascending[1:]
+        size = after - before
+        power = torch.frexp(size.clamp_min(1).double()).exponent.long() - 1  # ⌊log₂ size⌋
+        start = (before + 1).clamp_max(max(self._least.shape[1] - 1, 0))
+        common = torch.minimum(self._least[power, start], self._least[power, after + 1 - (1 << power)])
         common = torch.where(size == 0, self.lengths[rows[order[1:]]], common)
         if part is not None:
             sorted_part = part.index_select(0, order)
@@ -75,7 +78,7 @@ class Forest:
             - (n,) int64, the leading tokens of each row that another row of its piece computes.
         """
         common = self.shared(rows)
-        order = self.place.index_select(0, rows).sort(stable=True).indices
+        order = self.position.index_select(0, rows).sort(stable=True).indices
         number, used, pieces = -1, 0, []
         for length, shared in zip(self.lengths[rows[order]].tolist(), common[order].tolist(), strict=True):
             used += length - shared

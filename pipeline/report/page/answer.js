@@ -35,7 +35,7 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   const steps = page.curve_steps;
   const range = extent(values);
   const head = [
-    h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? `, ${page.versus[0]}` : ""}`)),
+    h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? ` under ${page.versus[0]}` : ""}`)),
     h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
   ];
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
@@ -106,7 +106,7 @@ function adviceLine(page, verdict, advisory, at = []) {
   );
 }
 
-// What is missing on this page: steps that failed, numbers that a dump cannot have.
+// What is missing on this page: steps that failed, numbers that a dump cannot have. Or how two recipes differ.
 export function sayNotices(page) {
   byId("notices").hidden = !page.notices?.length;
   byId("notices").replaceChildren(

@@ -2,19 +2,22 @@
 // recipe.
 import { byId, h, message, plainTable, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
-import { count, extent, isNumber, number, plural, scale, shortId, ticks } from "./numbers.js";
+import { beginning, count, extent, isNumber, number, plural, scale, shortId, ticks } from "./numbers.js";
 import { drawShares } from "./shares.js";
 import { tip } from "./tip.js";
 
 const CLOSE = 1e-5; // a few float32 roundings
 
-function pairsOf(rows) {
+// A group is called by its prompt, else by its id.
+function pairsOf({ rows, groups }) {
+  const labels = new Map(groups.map(({ id, label }) => [String(id), label]));
+  const called = (id) => (labels.get(String(id)) ? beginning(labels.get(String(id)), 32) : shortId(id));
   return rows
     .filter((row) => isNumber(row.advantage) && isNumber(row.advantage_by_row))
     .map((row) => {
       const [a, b] = [row.advantage, row.advantage_by_row];
       const differs = Math.abs(a - b) > CLOSE * Math.max(1, Math.abs(a), Math.abs(b));
-      return { row, a, b, kind: differs && a * b < 0 ? "flips" : differs ? "differs" : "same" };
+      return { row, called: called(row.group), a, b, kind: differs && a * b < 0 ? "flips" : differs ? "differs" : "same" };
     });
 }
 
@@ -40,11 +43,11 @@ function scatter(pairs, width, named) {
   const order = { same: 0, differs: 1, flips: 2 };
   const points = [...pairs]
     .sort((p, q) => order[p.kind] - order[q.kind])
-    .map(({ row, a, b, kind }) => {
+    .map(({ row, called, a, b, kind }) => {
       const point = mark(kind, x(a), y(b));
       return tip(point, () => [
         `row ${row.row}`,
-        `group ${shortId(row.group)}, rollout ${shortId(row.rollout)}`,
+        `group ${called}, rollout ${shortId(row.rollout)}`,
         `${named.x} ${number(a)}`,
         `${named.y} ${number(b)}`,
       ]);
@@ -86,9 +89,9 @@ function furthest(pairs, named) {
   return plainTable(
     "Rows that differ most",
     ["row", "group", "rollout", named.x, named.y],
-    some.map(({ row, a, b }) => [
+    some.map(({ row, called, a, b }) => [
       String(row.row),
-      shortId(row.group),
+      called,
       shortId(row.rollout),
       number(a),
       number(b),
@@ -118,7 +121,7 @@ function sentence(pairs, named) {
 
 export function drawCompare({ page, step, model, width }) {
   const named = namesOf(page);
-  const pairs = pairsOf(model.rows);
+  const pairs = pairsOf(model);
   if (!model.rows.length) return message("There are no rows at this step, so there is nothing to compare.");
   if (!pairs.length)
     return message("No row of this step has an advantage: all of them left before that stage.");
@@ -143,13 +146,12 @@ export function drawCompare({ page, step, model, width }) {
   return [drawn, ...(named.other ? drawShares(page, model, step) : [])];
 }
 
-const OF_ONE_RECIPE = ["funnel", "groups", "tape", "lengths", "lag", "curves", "numbers"];
-
-// A page of two recipes says which of them each panel shows.
+// A page of two recipes begins with how they differ. Its other panels name the recipe that they show (`.of-step`).
 export function nameRecipes(page) {
   if (!page.versus) return;
   const [first, second] = page.versus;
-  for (const name of OF_ONE_RECIPE) byId(`${name}-title`).append(h("span", { class: "of-recipe" }, `under ${first}`));
+  byId("compare").parentElement.prepend(byId("compare"));
+  byId("curves-title").append(h("span", { class: "of-recipe" }, `under ${first}`));
   byId("recipe-title").textContent = `Recipe ${first}`;
   byId("compare-title").textContent = `${first} against ${second}`;
   byId("compare").querySelector(".about").textContent =

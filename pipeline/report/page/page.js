@@ -71,7 +71,7 @@ function summarise(step) {
 }
 
 // Of two recipes that are compared, whose numbers these are.
-const underFirst = () => (page.versus ? `, ${page.versus[0]}` : "");
+const underFirst = () => (page.versus ? ` under ${page.versus[0]}` : "");
 
 // The same over all steps of the run, whichever is shown.
 function summariseAll() {

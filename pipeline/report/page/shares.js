@@ -3,6 +3,7 @@ import { h, plainTable } from "./dom.js";
 import { beginning, count, isNumber, number, sum } from "./numbers.js";
 
 const MOST_GROUPS = 10;
+const SEEN = 0.0005; // a share that moves by less is shown as +0.0
 
 const perCent = (share) => `${(100 * share).toFixed(1)} %`;
 const points = (gap) => `${gap < 0 ? "−" : "+"}${Math.abs(100 * gap).toFixed(1)}`;
@@ -23,7 +24,7 @@ export function drawShares(page, model, step) {
     return [h("p", { class: "note" }, "Shares of the gradient are not known: the dump has no tokens. Set source.tokenizer.")];
   const groups = sharesByGroup(model);
   const [moved, cosine] = ["moved", "cosine"].map((name) => step.numbers[`versus/gradient_${name}`]);
-  const some = groups.slice(0, MOST_GROUPS).filter(({ one, other }) => one || other);
+  const some = groups.slice(0, MOST_GROUPS).filter(({ one, other }) => Math.abs(other - one) >= SEEN);
   const less = groups.length - some.length;
   return [
     h("h3", {}, "Which groups the gradient comes from"),
@@ -50,7 +51,7 @@ export function drawShares(page, model, step) {
             perCent(other),
             points(other - one),
           ]),
-          h("caption", {}, less > 0 ? `those that move most; ${count(less)} more` : "by how much they move"),
+          h("caption", {}, less > 0 ? `those that move most, of ${count(groups.length)}` : "by how much they move"),
         )
       : null,
   ];

@@ -1,6 +1,6 @@
 // Rows of a step as a table, some at a time. What is in a row becomes text nodes only.
 import { h, message } from "./dom.js";
-import { NONE, count, isNumber, number, shortId } from "./numbers.js";
+import { NONE, beginning, count, isNumber, number, shortId } from "./numbers.js";
 import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
 
 const COUNT = 50; // rows at a time
@@ -81,7 +81,7 @@ function rowsTable({ run, step, answer, state, without, label }) {
     h("th", { scope: "col" }, h("span", { class: "unseen" }, "open")),
     [...shown, ...texts].map((column) => h("th", { scope: "col" }, columnName(column))),
   );
-  const body = answer.rows.flatMap((cells) => {
+  const body = answer.rows.flatMap((cells, k) => {
     const id = value(cells, "row") ?? cells[0];
     const detail = h("tr", { class: "detail", hidden: true }, h("td", { colspan: width }));
     const button = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Open row ${id}` }, "▸");
@@ -99,7 +99,8 @@ function rowsTable({ run, step, answer, state, without, label }) {
       h("td", { class: "opens" }, button),
       shown.map((column) => {
         const label = has(labelled[column]) ? value(cells, labelled[column]) : null;
-        const text = label ? shortId(oneLine(label)) : shownValue(column, value(cells, column));
+        const asked = column === "group_id" && answer.asked[k];
+        const text = asked ? beginning(asked, 24) : label ? shortId(oneLine(label)) : shownValue(column, value(cells, column));
         const full = label ? oneLine(label) : isNumber(value(cells, column)) ? String(value(cells, column)) : null;
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);

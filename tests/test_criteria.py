@@ -1,0 +1,81 @@
+"""The contract of all criteria: rollouts without a reward, excluded rows, and fan-out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from recipes import of
+from tensordict import TensorDict
+from test_contract import rows
+
+from headrace.transforms import (
+    BestOf,
+    Criterion,
+    Diverged,
+    Finite,
+    Fresh,
+    GroupMeanWithin,
+    LengthWithin,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+)
+from headrace.transforms.schema import COUNTED, REWARD
+
+# One that keeps some rows of the batch and not others.
+CRITERIA: dict[str, Callable[[], Criterion]] = {
+    "best-reward": lambda: BestOf(k=2),
+    "best-variance": lambda: BestOf(k=2, by="variance"),
+    "best-length": lambda: BestOf(k=2, by="length"),
+    "diverged": lambda: Diverged(estimator="k1", level="sum", high=1.002, unit="rollout"),
+    "finite": lambda: Finite(),
+    "fresh": lambda: Fresh(current=3, max_staleness=1),
+    "group-mean": lambda: GroupMeanWithin(high=3.5 / 16),
+    "length": lambda: LengthWithin(high=2),
+    "not-truncated": lambda: NotTruncated(truncated_key="truncated"),
+    "reward": lambda: RewardWithin(high=2 / 16),
+    "rewards-vary": lambda: RewardsVary(),
+}
+
+
+def batch() -> TensorDict:
+    """Two groups and a lone rollout; rollout 1 has two rows."""
+    found = rows().exclude("prompt_text", "stranger")
+    found["number"] = torch.arange(8)
+    found["next", "policy_version"] = torch.tensor([1, 2, 2, 3, 1, 2, 3, 3])
+    found["truncated"] = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0]).bool()
+    return found
+
+
+def kept(name: str, batch: TensorDict, without: int) -> list[int]:
+    """The rows that stay, of all rollouts but one."""
+    out = SampleFilter(criterion=CRITERIA[name](), action="drop")(batch)
+    return out["number"][out["rollout_id"] != without].tolist()
+
+
+def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
+    """It changes nothing for the others, and makes no group leave."""
+    for name in CRITERIA:
+        for rollout in (1, 2):  # of two rows, and with the highest reward
+            with of(f"{name}, rollout {rollout}"):
+                full = batch()
+                its = full["rollout_id"] == rollout
+                expected = kept(name, full[~its], rollout)
+                excluded = batch()
+                excluded[COUNTED] = ~its
+                assert kept(name, excluded, rollout) == expected, "excluded"
+                unscored = batch()
+                for key in (REWARD, ("next", "reward")):
+                    unscored[key][its] = torch.nan
+                assert kept(name, unscored, rollout) == expected, "without a reward"
+
+
+def test_more_rows_of_a_rollout_change_no_other():
+    """Three more rows of rollout 0, without tokens in the loss."""
+    for name in CRITERIA:
+        with of(name):
+            fanned = torch.cat([batch(), *[batch()[:1]] * 3])
+            fanned["masks", "all_assistant_mask"][8:] = False
+            assert kept(name, fanned, 0) == kept(name, batch(), 0)
