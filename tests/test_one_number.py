@@ -151,7 +151,11 @@ def test_columns_missing_from_a_verl_dump_are_named(replayed):
 
 def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_path):
     for step in range(STEPS):
-        run = Pipeline(stages(weight=LossWeight())).run(busy_batch(make_batch))
+        batch = busy_batch(make_batch)
+        batch["next", "reward"][-1] += (
+            step % 2
+        )  # the groups that train differ in their std at every second step
+        run = Pipeline(stages(weight=LossWeight())).run(batch)
         write_dump(make_report(run, step=step), tmp_path / "dump")
     console = Console(width=300, record=True, file=io.StringIO())
     gate = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")

@@ -8,8 +8,10 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
 from headrace.transforms.distributed import Ranks, resolve_group, sharing
+from headrace.transforms.options import takes_options
 
 
+@takes_options
 def on_every_rank(
     batches: Iterable[TensorDictBase],
     *,
@@ -29,7 +31,7 @@ def on_every_rank(
 
     Raises:
         OtherRankError: while iterating: the source of another rank raised, or had no batch in time.
-        ValueError: while iterating: torch.distributed is not initialised.
+        ValueError: `patience` is no finite number; while iterating: torch.distributed is not initialised.
 
     Example:
         >>> import torch.distributed as dist

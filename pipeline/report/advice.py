@@ -481,8 +481,8 @@ class Remedy(NamedTuple):
         are not shown: what to do elsewhere is said in words.
 
         Args:
-            configs: composed, one for each recipe, or that of a run in Python (:func:`config_of`); empty:
-                every option is shown.
+            configs: composed, one for each recipe, or that of a run in Python
+                (:func:`configs_in_effect`); empty: every option is shown.
         """
         python = any("task" not in config for config in configs)
         if configs and all(follows(config, self.words) for config in configs):
@@ -539,7 +539,7 @@ def has_options(config: DictConfig, words: str) -> bool:
     )
 
 
-def config_of(options: Mapping[str, Mapping[str, Any]]) -> list[DictConfig]:
+def configs_in_effect(options: Mapping[str, Mapping[str, Any]]) -> list[DictConfig]:
     """The configuration of a run in Python, which has no task, for :meth:`Remedy.under`.
 
     Args:
@@ -549,7 +549,8 @@ def config_of(options: Mapping[str, Mapping[str, Any]]) -> list[DictConfig]:
         One, or none if the options are not known.
 
     Example:
-        >>> follows(config_of({"filter": {"action": "drop"}})[0], "pipeline.stages.filter.action=drop")
+        >>> configs = configs_in_effect({"filter": {"action": "drop"}})
+        >>> follows(configs[0], "pipeline.stages.filter.action=drop")
         True
     """
     plain = {

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import takes_options
 
-from .advice import Advice, History, advice_at, config_of, symptoms
+from .advice import Advice, History, advice_at, configs_in_effect, symptoms
 from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
@@ -69,7 +69,7 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
-    configs = configs or (config_of(reports[-1].options) if reports else ())
+    configs = configs or (configs_in_effect(reports[-1].options) if reports else ())
     fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, reason_words
 
-from .advice import BEYOND, Advisory, config_of, remedy_of
+from .advice import BEYOND, Advisory, configs_in_effect, remedy_of
 from .funnel import funnel_table
 from .shared_tokens import tree_words
 from .step import StepReport, make_report
@@ -57,7 +57,9 @@ def show_report(report: StepReport, *, groups: int = GROUPS, configs: Sequence[D
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
     blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
-    return Group(*blocks, *show_advisories(report.advisories, configs=configs or config_of(report.options)))
+    return Group(
+        *blocks, *show_advisories(report.advisories, configs=configs or configs_in_effect(report.options))
+    )
 
 
 def show_advisories(
