@@ -167,11 +167,12 @@ and the results. `headrace task=certify pipeline=NAME` computes the numbers agai
 | bias | the length of (expected − true gradient), divided by the length of the true gradient |
 | cosine | of the angle between the two gradients. 1 is the true direction |
 | variance | the noise of the gradient of one group: the trace of its covariance |
-| loss: scale | the length of the loss's gradient in the true direction, divided by the true length |
+| loss: scale | the part of the loss's gradient along the true gradient, divided by the true gradient's length |
 | loss: cosine | the cosine, for the gradient of the loss |
 
-- The first four columns are for the advantage alone. The loss columns also use the loss weights of the
-  recipe, with one group in each optimiser step.
+- Ratio, bias, cosine and variance are for the sum of advantage × ∇ log-probability over a group. The loss
+  columns also use the loss weights of the recipe, with one group in each optimiser step.
+- `as/trl` computes what TRL computes, `as/verl` what verl computes, and so on.
 - A small scale is no fault, because the learning rate can correct it. For example, `dr_grpo` divides its loss
   by 3000.
 - An outcome is one possible result of sampling a group. All outcomes are computed.

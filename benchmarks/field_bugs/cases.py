@@ -344,8 +344,8 @@ The step has four rows and eight tokens. There are two correct results:
 - In a mean over rows, each row has the weight 1/4. A row of one token has 1/4 per token, and the
   row of five tokens has 1/20 per token.
 
-With the bug, a token has the weight 1/2 · 1/2 = 0.25 on the first rank, which has two tokens. On
-the second, with six tokens, it has 1/2 · 1/6 = 0.0833.
+With the bug, each rank computes a mean over its own tokens, and the two means are averaged. The first
+rank has two tokens, of weight 1/2 · 1/2 = 0.25 each. The second has six, of weight 1/2 · 1/6 = 0.0833 each.
 """,
         [
             Thread(

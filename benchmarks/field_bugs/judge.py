@@ -32,7 +32,7 @@ DESIGN = {
 }
 # The documented settings with which a peer was called for a case.
 BY_IDS = "Run with `compute_advantages_dynamic`, which is for prompts with different numbers of rows."
-STEPS = "Run with `StepWiseGRPOAdvantageFn`, which is for runs with several steps."
+STEPS = "Run with `StepWiseGRPOAdvantageFn`, which is for rollouts with several steps, each a row."
 NONE = "Run with the reward None, the documented way to exclude a completion."
 SETTINGS = {
     ("trl", "nan-reward"): NONE,
@@ -148,7 +148,7 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return "right", says
     if (peer, case.name) in DESIGN:
         return "by design", DESIGN[peer, case.name]
-    return "wrong", WRONG.get((peer, case.name), "The threads below report the same bug.")
+    return "wrong", WRONG.get((peer, case.name), "See the threads below.")
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:
