@@ -167,7 +167,7 @@ and the results. `headrace task=certify pipeline=NAME` computes the numbers agai
 | bias | the length of (expected − true gradient), divided by the length of the true gradient |
 | cosine | of the angle between the two gradients. 1 is the true direction |
 | variance | the noise of the gradient of one group: the trace of its covariance |
-| loss: scale | the part of the loss's gradient along the true gradient, divided by the true gradient's length |
+| loss: scale | the part of the loss's gradient along the true gradient, divided by the length of the latter |
 | loss: cosine | the cosine, for the gradient of the loss |
 
 - Ratio, bias, cosine and variance are for the sum of advantage × ∇ log-probability over a group. The loss
