@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 
 import pytest
 from command import headrace_here
@@ -121,6 +122,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
+    shutil.rmtree(folder / "outputs", ignore_errors=True)  # the default folder has the second in its name
     done = headrace_here(folder, *shlex.split(typed), check=False)
     assert done.returncode == 2
     assert MISTAKES[typed] in done.stderr

@@ -332,10 +332,10 @@ def test_a_failing_step_does_not_end_a_replay_and_is_reported(fault, why, tmp_pa
 
 def test_a_replay_ends_if_its_first_three_steps_fail(tmp_path):
     verl_steps(tmp_path / "dump", 9)
-    words = ["task=replay", "source.path=dump", "source.group_by=prompt", "source.group_size=3"]
+    words = ["task=replay", "source.path=dump", *TWO, "pipeline.stages.split.minibatches=100"]
     done = headrace_here(tmp_path, *words, "hydra.run.dir=out", check=False)
     assert done.returncode == 2
-    assert "headrace: step 0: stage 'gate'" in done.stderr
+    assert "headrace: step 0: stage 'split'" in done.stderr
     assert "3 of 3 steps failed" in (tmp_path / "out" / "report.html").read_text()
 
 

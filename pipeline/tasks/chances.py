@@ -164,7 +164,7 @@ def excess_between(reward: np.ndarray, group: np.ndarray, pool: np.ndarray) -> f
 
     Example:
         >>> changed = np.array([0.0, 0, 1, 1] * 9)  # nine prompts, with a group of each reward
-        >>> excess_between(changed, np.arange(36) // 2, np.arange(18) // 2).round(6)
+        >>> round(excess_between(changed, np.arange(36) // 2, np.arange(18) // 2), 6)
         3.0
     """
     number, of = np.bincount(group), pool[group]

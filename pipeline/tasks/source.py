@@ -266,6 +266,8 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
         config: the composed configuration.
         words: overrides of the command line.
     """
+    if config.get("source") is None:
+        return err
     if isinstance(err, IncompleteGroupsError) or "dispatched" in str(err):
         gate = OmegaConf.select(config, "pipeline.stages.gate.group_size")
         of_source = OmegaConf.select(config, "source.group_size")
@@ -278,7 +280,7 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
             pass
     no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
     stage_asks = isinstance(err, BatchError) and word_to_set(str(err)) is not None
-    if not (no_group or no_size or stage_asks) or config.get("source") is None:
+    if not (no_group or no_size or stage_asks):
         return err
     options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by", "group_size")}
     if no_group:
