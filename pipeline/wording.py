@@ -32,6 +32,16 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
+def beginning(text: str, most: int) -> str:
+    """At most this many characters of a text; if there are more, the last one is ….
+
+    Example:
+        >>> beginning("What is 15 times 4?", 8)
+        'What is…'
+    """
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
     """Return close matches as the end of a sentence; an empty string if there are none.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from omegaconf import DictConfig
 
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import beginning, printable
 from headrace.transforms.options import takes_options
 
 from .advice import Advice, History, advice_at, configs_in_effect, symptoms
@@ -143,10 +143,9 @@ def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
 
     asked = [report.asked(row) for row in column("row").tolist()]
     lines = [None if text is None else " ".join(text.split()) for text in asked]
-    short = [line if line is None or len(line) <= LABEL else f"{line[: LABEL - 1]}…" for line in lines]
     return {
         "id": _ids(report, "group", column("row").astype(int)),
-        "label": [line and printable(line) for line in short],
+        "label": [line and printable(beginning(line, LABEL)) for line in lines],
         "asked": [texts.asked.get(row) for row in column("row").tolist()],
         "prompt": [texts.prompts.get(row) for row in column("row").tolist()],
         "rollouts": column("rollouts").tolist(),

@@ -34,6 +34,7 @@ from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
 
 from .logged import tolerance
+from .source import rollouts_per_group
 
 ROWS, MASKED = "each row counts as a rollout", "rollouts out of the loss count"
 BOTH = f"{ROWS}, and {MASKED}"
@@ -162,8 +163,7 @@ class AuditedStep:
     @property
     def sizes(self) -> list[int]:
         """The number of rollouts of each group, lost ones included."""
-        pairs = torch.unique(torch.stack([self.groups.labels, self.rollouts.labels]), dim=1)
-        return pairs[0].unique(return_counts=True)[1].tolist()
+        return rollouts_per_group(self.groups.labels, self.rollouts.labels).tolist()
 
     def _names(self, batch: TensorDictBase, unit: str) -> list[str]:
         labels = strings(batch[f"{unit}_label"], self.size) if f"{unit}_label" in batch.keys() else None

@@ -22,7 +22,7 @@ from headrace.pipeline.report import (
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import beginning, printable
 
 from .source import each_step, open_configured, print_files, recipe_nodes, report_of
 
@@ -174,8 +174,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 def first_words(text: str) -> str:
     """The beginning of a prompt, on one line."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= PROMPT else f"{line[: PROMPT - 1]}…"
+    return beginning(printable(" ".join(text.split())), PROMPT)
 
 
 def short_id(label: int | str) -> str:
@@ -186,4 +185,4 @@ def short_id(label: int | str) -> str:
         ('4611686018427387904', 'prompt/bcfa1ad6…')
     """
     text = printable(str(label))
-    return text if isinstance(label, int) or len(text) <= ID else f"{text[: ID - 1]}…"
+    return text if isinstance(label, int) else beginning(text, ID)

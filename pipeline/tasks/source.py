@@ -248,8 +248,7 @@ def sizes_in_dump(config: DictConfig) -> Counter[int]:
     options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by")}
     sizes = Counter[int]()
     for _, batch in islice(_good_steps(open_source(config.source.path, **options)), TRIED):
-        pairs = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
-        sizes.update(pairs[:, 0].unique(return_counts=True)[1].tolist())
+        sizes.update(rollouts_per_group(batch["group_id"], batch["rollout_id"]).tolist())
     return sizes
 
 
@@ -352,10 +351,15 @@ def words_for_groups(path: Path) -> list[str]:
         return []
 
 
+def rollouts_per_group(group: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
+    """The number of rollouts of each group; `group` and `rollout` are (N,), the ids of rows."""
+    pairs = torch.unique(torch.stack([group, rollout]), dim=1)
+    return pairs[0].unique(return_counts=True)[1]
+
+
 def usual_size(batch: TensorDictBase) -> int:
     """The number of rollouts that most groups of a batch have."""
-    rollouts = torch.unique(torch.stack([batch["group_id"], batch["rollout_id"]], 1), dim=0)
-    return int(rollouts[:, 0].unique(return_counts=True)[1].mode().values)
+    return int(rollouts_per_group(batch["group_id"], batch["rollout_id"]).mode().values)
 
 
 def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:

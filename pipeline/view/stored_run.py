@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
 from headrace.pipeline.user_turn import last_user_turn
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import beginning, printable
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
@@ -637,4 +637,4 @@ def key_of(value: Any) -> str:
 def label_of(value: Any) -> str:
     """What a prompt is listed by: the last turn of the user, on one line."""
     line = " ".join(last_user_turn("" if value is None else str(value)).split())
-    return printable(line if len(line) <= LABEL else f"{line[: LABEL - 1]}…")
+    return printable(beginning(line, LABEL))
