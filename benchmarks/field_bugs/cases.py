@@ -410,9 +410,9 @@ filter, such as one for masked rows, is in the first function and was forgotten 
 the same rows get different advantages.
 """,
         """
-The same rows go through both functions. The second row is masked, and group b has equal rewards. A
-filter for such rows must be in both functions or in none, so their advantages must be equal. This
-case only compares the two functions. Whether the reward of a masked row may be in the baseline is
+The same rows go through both functions, and must get the same advantages. The second row is masked,
+and group b has equal rewards. A filter for such rows must be in both functions or in none. This case
+only compares the two functions. Whether the reward of a masked row may be in the baseline is
 [another case](masked-row.md).
 """,
         [

@@ -69,10 +69,14 @@ FIRST = {
     "verl v1": "`compute_advantage_for_multi_trajectories`",
     "ms-swift": "`compute_advantages`",
     "trinity-rft": "`GRPOGroupedAdvantage`",
-    "rlinf": "`grpo`",
+    "rlinf": '`adv_type="grpo"`',
 }
 # What a wrong answer relies on beside the threads of its case.
 WRONG = {
+    **{
+        (name, "nan-reward"): "The mean of the group includes the NaN."
+        for name in ("torchrl", "verl", "verl v1", "openrlhf", "trinity-rft", "rlinf", "twinkle-kit")
+    },
     **{
         (name, "lone-rollout"): LONE.format("`compute_grpo_outcome_advantage`")
         for name in ("verl", "verl v1")

@@ -150,9 +150,11 @@ def page(case: Case, results: dict[str, Any]) -> str:
         said = {"not seen": "not run", "wrong": "**wrong**"}.get(verdict, verdict)
         all_values.append(values)
         found.append(f"| {name} | {said} | {values} | {says.replace('|', '/')} |")
-    none = any(None in each for each in case.accepted) or any("–" in shown_in for shown_in in all_values)
-    zero = ", or – if the row does not train. 0 and – count as equal, because neither makes a gradient."
-    absent = " – means that the row must not train." if any(None in each for each in case.accepted) else ""
+    must_not = any(None in each for each in case.accepted)
+    none = must_not or any("–" in shown_in for shown_in in all_values)
+    zero = " The sign “–” means that the row does not train. "
+    zero += "The results 0 and “–” count as equal, because neither makes a gradient."
+    absent = " The sign “–” means that the row must not train." if must_not else ""
     return "\n".join(
         [
             f"# {case.title}",
@@ -174,7 +176,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
             "## What each project does",
             "",
             "[Bugs of the field](../field-bugs.md) explains the verdicts. "
-            f"The results are the {asked} of each row{zero if none else '.'}",
+            f"The result is the {asked} of each row.{zero if none else ''}",
             "",
             "| project | verdict | result | notes |",
             "|---|---|---|---|",
