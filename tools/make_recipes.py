@@ -74,8 +74,9 @@ These rules hold for all recipes:
 - If baseline or scale use the group, a group with equal rewards has an advantage of exactly 0. The
   exception is `asymre`, where it is −delta.
 - No recipe gives NaN.
-- Use TorchRL's `GRPOLoss`, unless the text says "Loss:" and names another. headrace's `weighted_loss` sums
-  the losses of all tokens, each times its loss weight.
+- Use TorchRL's `GRPOLoss(aggregation="none")` with [`optimise`](gradients.md#torchrls-grpoloss), unless the
+  text says "Loss:" and names another. In a loop without `optimise`, headrace's `weighted_loss` sums the
+  losses of all tokens, each times its loss weight.
 
 The texts use these symbols:
 
