@@ -27,9 +27,11 @@ rows changes no bit of an advantage.
 HOW = """## How it was measured
 
 - Times are CPU times of one thread, if a table does not say otherwise.
+- A benchmark has several rounds. Each round runs everything that is compared, in random order. A table shows
+  the median time over the rounds, if it does not say otherwise.
 - "A / B" or "A over B" is the time of A, divided by the time of B. 2 means that A takes twice as long.
-- A benchmark has several rounds. Each round runs everything that is compared, in random order. A ratio is
-  the median over the rounds. It varies by about a tenth from run to run.
+- A ratio is computed in each round, and a table shows the median ratio. So it can differ from that of the two
+  times next to it. A ratio varies by about a tenth from run to run.
 - "(≤ 2)" is a target. A number that misses its target is bold.
 """
 Number = Callable[[str, str, str, str], float]

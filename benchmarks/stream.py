@@ -31,8 +31,9 @@ position. The ratio is the time of TorchRL's MCAdvantage, divided by that of `Gr
 also computes an advantage, which takes little time."""
 
 
-JOURNAL_NOTE = """Rows per second of CPU time through `GroupAssembler`, without and with a `journal`. After
-every 128 groups there is a commit."""
+JOURNAL_NOTE = """A journal is a file from which the assembler continues after a crash. The table has the rows
+per second of CPU time through `GroupAssembler`, without and with a `journal`. The rows come out in batches of
+128 groups. `commit` is called after each batch."""
 
 
 def dense_rows(count: int) -> TensorDict:

@@ -17,11 +17,14 @@ from step_costs import step_costs
 from tables import Table
 from token_stages import NOTE, token_stages
 
-AROUND = """The formula is plain torch code for the same work, or what the line names after "over". If a line
-has no such code, its cell is "not measured". The last column is about headrace:
+AROUND = """The formula is plain torch code for the same work. The end of a line's name says what the last
+column has:
 
-- If the name of the line has "over X", the number is the time of headrace, divided by that of X.
-- If the name has "in ms", the number is in ms, and so on."""
+- "in ms" and so on: the number for headrace, in this unit. For "a token", padding is not counted.
+- "over X": the time of headrace, divided by that of X. The time of X is in the column "formula". The time for
+  "groups of 8" is in the line above.
+
+A formula is "not measured" if there is no such code."""
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
