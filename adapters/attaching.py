@@ -37,8 +37,8 @@ def attach(
 
     Args:
         trainer: a ``GRPOTrainer``, before ``train()``.
-        recipe: its name, or a pipeline; by default that with the trainer's own numbers, by its
-            `scale_rewards`.
+        recipe: its name, or a pipeline; by default the one that computes what the trainer computes,
+            by its `scale_rewards`.
         overrides: as of :func:`load_pipeline`.
         options: keywords of :func:`load_pipeline`.
 

@@ -56,7 +56,7 @@ def check_recipe(
     of_tokens: bool = False,
     part: Part = "advantages",
 ) -> None:
-    """Refuse, before any rollout, a recipe of the environment that is unknown or does not fit a hook.
+    """Refuse, before any rollout, a recipe of the environment variables that is unknown or does not fit.
 
     Args:
         default: see :func:`recipe_of_environment`.

@@ -19,7 +19,7 @@ COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "reward", "tokens", "s
 
 
 def replace_advantages() -> None:
-    """Let OpenRLHF's experience maker take its advantages from the recipe of the environment."""
+    """Let OpenRLHF's experience maker take its advantages from the recipe of the environment variables."""
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
     check_recipe("as/openrlhf", "OpenRLHF", COLUMNS)

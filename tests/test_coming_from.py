@@ -1,4 +1,4 @@
-"""The adapters of docs/coming-from give the trainers' own numbers, and refuse invalid batches.
+"""The adapters of docs/coming-from compute what the trainers compute, and refuse invalid batches.
 
 Here stand-ins are in the places of trainers that are not on the package index. The others are run by
 tests/test_adapters_in_peers.py.

@@ -171,8 +171,9 @@ and the results. `headrace task=certify pipeline=NAME` computes the numbers agai
 | loss: scale | the part of the loss's gradient along the true gradient, divided by the length of the latter |
 | loss: cosine | the cosine, for the gradient of the loss |
 
-- Ratio, bias, cosine and variance are for the sum of advantage × ∇ log-probability over a group. The loss
-  columns also use the loss weights of the recipe, with one group in each optimiser step.
+- Ratio, bias, cosine and variance are for the sum of advantage × ∇ log-probability over a group, divided by
+  its number of rollouts. The loss columns use the loss weights of the recipe instead of this divisor, with
+  one group in each optimiser step.
 - `as/trl` computes what TRL computes, `as/verl` what verl computes, and so on.
 - A small scale is no fault, because the learning rate can correct it. For example, `dr_grpo` divides its loss
   by 3000.

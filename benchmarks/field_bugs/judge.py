@@ -10,7 +10,7 @@ NEAR = 0.002  # relative: what peers add to the std moves an advantage by up to 
 CUT = 200  # characters of an error message that are kept, behind its class
 Verdict = Literal["right", "refused", "by design", "wrong", "not seen"]
 
-POSITIONS = "It documents that it takes {} rows of each prompt, one prompt after the other. It takes no ids. "
+POSITIONS = "{} that it takes `{}` rows of each prompt, one prompt after the other. It takes no ids. "
 POSITIONS += "So the first four rows become one group, and the next four another."
 LONE = "{} gives a group of one the mean 0 and the std 1. So the advantage is the reward."
 TOKEN_MEAN = (
@@ -19,11 +19,15 @@ TOKEN_MEAN = (
 )
 # Where an answer that is not accepted is one that the peer documents and chose.
 DESIGN = {
-    ("openrlhf", "uneven-groups"): POSITIONS.format("`--rollout.n_samples_per_prompt`"),
-    ("openrlhf", "fan-out"): POSITIONS.format("`--rollout.n_samples_per_prompt`"),
-    ("rlinf", "uneven-groups"): POSITIONS.format("`group_size` (docstring of `compute_grpo_advantages`)"),
-    ("twinkle-kit", "uneven-groups"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
-    ("twinkle-kit", "fan-out"): POSITIONS.format("`num_generations` (docstring of `GRPOAdvantage`)"),
+    ("openrlhf", "uneven-groups"): POSITIONS.format("It documents", "--rollout.n_samples_per_prompt"),
+    ("openrlhf", "fan-out"): POSITIONS.format("It documents", "--rollout.n_samples_per_prompt"),
+    ("rlinf", "uneven-groups"): POSITIONS.format(
+        "The docstring of `compute_grpo_advantages` says", "group_size"
+    ),
+    ("twinkle-kit", "uneven-groups"): POSITIONS.format(
+        "The docstring of `GRPOAdvantage` says", "num_generations"
+    ),
+    ("twinkle-kit", "fan-out"): POSITIONS.format("The docstring of `GRPOAdvantage` says", "num_generations"),
     ("trl", "masked-row"): "It documents that `mask_truncated_completions` excludes rows only from the loss.",
     (
         "ms-swift",
@@ -152,7 +156,10 @@ def judge(peer: str, case: Case, answer: dict[str, Any]) -> tuple[Verdict, str]:
         return "right", says
     if (peer, case.name) in DESIGN:
         return "by design", DESIGN[peer, case.name]
-    return "wrong", WRONG.get((peer, case.name), "See the threads below.")
+    project = peer.split()[0].removesuffix("-kit")
+    own = [f"#{each.number}" for each in case.threads if each.project.lower().endswith(f"/{project}")]
+    reported = f"See {', '.join(own)} below." if own else "The threads below report it in other projects."
+    return "wrong", WRONG.get((peer, case.name), reported)
 
 
 def number(case: Case, answer: dict[str, Any]) -> str:

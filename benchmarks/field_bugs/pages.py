@@ -163,7 +163,7 @@ def page(case: Case, results: dict[str, Any]) -> str:
             "",
             "## The rows",
             "",
-            f"{case.group_size} rollouts were dispatched for each group.{absent}",
+            f"The configured group size is {case.group_size}.{absent}",
             "",
             "| " + " | ".join(head) + " |",
             "|" + "---|" * len(head),
