@@ -91,7 +91,7 @@ def _replay(number: Number) -> str:
 
 
 def _viewer(number: Number) -> str:
-    place = "view", "Rows of a run in `headrace view`", "one run, 500 steps, 123 MiB"
+    place = "view", "Rows of a run in `headrace view`", "one run, 500 steps"
     return f"{number(*place, 'first rows, s'):.1f} s of wall time"
 
 

@@ -106,10 +106,10 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             times = [seconds_of(folders, options.steps - 1) for _ in range(options.starts)]
             rows, cpu, prompts, search, peak = map(min, zip(*times, strict=True))
             seconds = [Cell(cpu, target=TARGET), Cell(rows), Cell(prompts), Cell(search)]
-            cells = [*seconds, Cell(peak, ",.0f")]
-            lines.append(Row(f"{name}, {options.steps:,} steps, {size * runs / 2**20:,.0f} MiB", cells))
+            cells = [*seconds, Cell(peak, ",.0f"), Cell(size * runs / 2**20, ",.0f")]
+            lines.append(Row(f"{name}, {options.steps:,} steps", cells))
     head = ["", "first rows, CPU s", "first rows, s", "all prompts, s", "search, s", "peak, MiB"]
-    yield Table("Rows of a run in `headrace view`", NOTE, head, lines)
+    yield Table("Rows of a run in `headrace view`", NOTE, [*head, "files, MiB"], lines)
 
 
 if __name__ == "__main__":

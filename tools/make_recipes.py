@@ -95,7 +95,7 @@ Some recipes need more columns than the demo has:
 | recipe | columns |
 |---|---|
 | `gdpo` | several rewards |
-| `gigpo` | `state_id`, the state from which a step started |
+| `gigpo` | `state_id`, the environment's state when the row began |
 | `mt_grpo` | `turn_index`, `turn_reward` |
 | `tis`, `icepop`, `mis`, `mlperf`, `opsm` | `old_log_probs`: [rollout correction](correction.md) |
 | `opd`, `rlsd` | `teacher_log_probs` |

@@ -44,7 +44,7 @@ COLUMNS: dict[str, Role] = {
     "segment": Role(None, "(N,) or (N, 1) int: order of the segments, each with its own end", True),
     "expected_segments": Role(EXPECTED_SEGMENTS, "(N,) or (N, 1) int ≥ 1: segments that have their own end"),
     "turn": Role(None, "(N,) or (N, 1) int: order of a rollout's rows; None: order of the batch", True),
-    "state": Role("state_id", f"{ID}: the state in which the row's step started"),
+    "state": Role("state_id", f"{ID}: the environment's state when the row began"),
     "parent": Role("parent_id", f"{ID}: the rollout that this one was forked from; −1: none"),
     "baseline": Role(None, "ids with a running mean each; None: one running mean for all", True),
     "loss_mask": Role(("masks", "all_assistant_mask"), "(N, T) bool, True at tokens in the loss"),

@@ -395,7 +395,7 @@ Group b is not affected. The mean of 1, 1, 0, 0 is 0.5 and the std 0.577.
     ),
     Case(
         "two-paths",
-        "A filter in only one of two functions",
+        "Two functions for advantages, a filter in only one",
         6,
         rows(
             ("group", "a a a a a a b b b b b b"),
@@ -522,9 +522,9 @@ is refused with an error.
         [[1.5, None, -0.5, -0.5, -0.5]],
         """
 Some trainers call a rollout a session. A session may have several outputs, and each output is a row.
-Here the last output of a session was truncated, and is masked. A trainer reads the advantage of the
-session at this output, where it is 0. Then the first output does not train, although the session is
-the only success of the group.
+Here the last output of a session was truncated, and is masked. If a trainer reads the advantage of the
+session at this output, it finds 0, because the output is masked. Then the first output does not train,
+although the session is the only success of the group.
 """,
         """
 The session is rollout 0, and its two outputs are the first two rows. It counts once in the group. The

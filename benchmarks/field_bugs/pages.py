@@ -15,15 +15,11 @@ Trainers for RL have the same silent bugs again and again. This page lists {case
 projects have them. Each case has a page with a few rows, the correct result computed by hand, and links to
 threads that report the bug.
 
-| case | {names} |
-|---|{dashes}|
-{rows}
-
-| in the table | means |
+| verdict | means |
 |---|---|
 | right | The result is correct. |
 | refused | The code raised an error. The page of the case quotes it. |
-| **wrong** | The result is another number, which the table shows. The page of the case says why. |
+| **wrong** | The result is another number. The page of the case says why. |
 | by design | The result is another number, and the project documents it. |
 | not run | The project has no code for such rows, or the code could not be run. |
 
@@ -32,10 +28,14 @@ cases with denominators, the two numbers are the weights of a token in different
 
 verl has two trainers. The column "verl v1" is for `trainer.use_v1=True`, the default of verl 0.9.1.
 
+| case | {names} |
+|---|{dashes}|
+{rows}
+
 ## How it was run
 
-The rows of each case went through the installed code of each project. Only the functions in this table were
-run, on a CPU, and no whole training run. A trainer may remove such rows before it calls its function.
+The rows of each case went through the installed code of each project. Only the functions in the table below
+were run, on a CPU, and no whole training run. A trainer may remove such rows before it calls its function.
 
 | project | version | functions for advantages; for the loss |
 |---|---|---|
@@ -56,10 +56,10 @@ cases name these settings. headrace was run in the same way.
 
 Special settings:
 
-- **agentlightning** 1.0.2 requires Python 3.12. It was run with an older Python, because the functions in
-  the table do not need 3.12.
+- **agentlightning** 1.0.2 requires Python 3.12. It was run with an older Python, because the functions
+  that were run do not need 3.12.
 - **OpenRLHF** imports `flash_attn` and `vllm`, which need a GPU. They were replaced by empty modules. The
-  functions in the table do not call them.
+  functions that were run do not call them.
 - **torchrl**: `MCAdvantage` got the documented options `prompt_key` and `trajectory_return="max"`. By
   default it groups by the text of the prompt. Then the case
   [a prompt drawn twice](field-bugs/prompt-drawn-twice.md) is wrong.

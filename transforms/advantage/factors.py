@@ -1,4 +1,4 @@
-"""Stages that multiply the advantage: by its sign, or by the difficulty of its group."""
+"""Stages that multiply the advantage: by a factor for its sign, or for the mean reward of its group."""
 
 from __future__ import annotations
 
