@@ -29,6 +29,7 @@ from .halves import before_the_split, part_of
 from .ledger import Ledger
 from .load import load_pipeline, objects_in
 from .pipeline import Pipeline
+from .report.row_columns import report_columns
 from .run import Run
 from .wording import suggest
 
@@ -125,6 +126,29 @@ class Decision:
     def keep(self) -> Tensor:
         """(N + C,) bool, True for rows that train."""
         return torch.zeros(0, dtype=torch.bool) if self.ledger is None else self.ledger.reason == 0
+
+    @cached_property
+    def compared(self) -> Tensor:
+        """(N + C,) int64, rollouts whose rewards the advantage compared with the row's, which counts as one.
+
+        0: the row left before that, or has no reward. 1: most recipes give this row the advantage 0.
+        """
+        none = np.zeros(len(self.keep), np.int64)
+        return torch.from_numpy(self._columns.get("compared", none))
+
+    @cached_property
+    def baseline(self) -> Tensor:
+        """(N + C,) float64, what the advantage subtracts from the reward; NaN where :attr:`compared` is 0.
+
+        Also NaN where several rewards are compared one by one, several stages write the advantage, or the
+        baseline is not one number a rollout.
+        """
+        none = np.full(len(self.keep), np.nan)
+        return torch.from_numpy(self._columns.get("baseline", none))
+
+    @cached_property
+    def _columns(self) -> dict[str, np.ndarray]:
+        return {} if self.run.rows is None else report_columns(self.run)
 
     @cached_property
     def reason(self) -> list[str]:

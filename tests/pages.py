@@ -32,7 +32,7 @@ def rollouts_of(
             row: Row = {"group": group, "rollout": 100 * group + k, "reward": reward, "advantage": None}
             row |= {"advantage_by_row": None, "tokens": 40 + (37 * (k + 1) * (j + 2) + 11 * group) % 160}
             row |= {"rewards": None, "response": None, "by_token": None, "beside": None}
-            row |= {"share": None, "other_share": None}
+            row |= {"share": None, "other_share": None, "compared": None}
             row |= {"weight": 1.0, "status": "completed", "reason": "", "staleness": group % 3}
             rows.append(row | {"minibatch": None, "microbatch": None, "rank": None} | more)
     return rows
@@ -49,6 +49,7 @@ def advantages(rows: list[Row]) -> None:
         mine = [row for row in rows if row["group"] == group]
         by_rollout = list({row["rollout"]: row["reward"] for row in mine}.values())
         for row in mine:
+            row["compared"] = len(by_rollout)
             row["advantage"] = standardise(row["reward"], by_rollout)
             row["advantage_by_row"] = standardise(row["reward"], [other["reward"] for other in mine])
 
@@ -99,6 +100,8 @@ def groups_of(rows: list[Row], size: int, labels: Callable[[int], str | None]) -
                 "prompt": None,
                 "rollouts": len(votes),
                 "expected": size,
+                "compared": len({row["rollout"] for row in mine if row["compared"]}),
+                "baseline": statistics.mean(rewards) if rewards else None,
                 "reward_mean": statistics.mean(rewards) if rewards else None,
                 "reward_std": statistics.pstdev(rewards) if rewards else None,
                 "zero_variance": len(rewards) > 1 and len(set(rewards)) == 1,

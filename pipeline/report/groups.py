@@ -23,10 +23,12 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     Returns:
         (R,) `group`, `rollout`, `row` (the first one), `segments` (number of rows), `reward` (of the first
         row that has one; NaN if the rollout left before its rows got one common reward), `advantage` (of the
-        first row that has one), `counted` (whether it is in the statistics), `trained` (whether one of its
-        rows is trained), `failed` (failed or aborted), `truncated` (whether one of its rows is truncated),
-        `tokens` (in the loss, over all its rows, as collected; 0 if unknown), `reason` (the code of its first
-        row; 0 if one of its rows is trained), `staleness` (versions behind the newest; -1 if unknown).
+        first row that has one), `baseline` (likewise), `counted` (whether it is in the statistics),
+        `compared` (rollouts that the advantage compared with it, itself included; −1 if unknown), `trained`
+        (whether one of its rows is trained), `failed` (failed or aborted), `truncated` (whether one of its
+        rows is truncated), `tokens` (in the loss, over all its rows, as collected; 0 if unknown), `reason`
+        (the code of its first row; 0 if one of its rows is trained), `staleness` (versions behind the newest;
+        -1 if unknown).
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
@@ -58,7 +60,9 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "segments": ids.count,
         "reward": reward,
         "advantage": known("advantage"),
+        "baseline": known("baseline"),
         "counted": ids.any(counted),
+        "compared": ids.max(of.get("compared", torch.full_like(rows, -1))),
         "trained": trained,
         "failed": ids.any((status == Status.ABORTED) | (status == Status.FAILED)),
         "truncated": ids.any(status == Status.TRUNCATED),
@@ -79,7 +83,9 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
 
     Returns:
         (G,) `id`, `row` (the first one), `segments` (number of rows), `rollouts` (neither failed nor
-        aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts). Over the rollouts in
+        aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts), `compared` (rollouts
+        that the advantage compared; −1 if unknown), `baseline` (the one of these; NaN if unknown, or if they
+        have several). Over the rollouts in
         the statistics that have a reward: `reward_mean`, `reward_std` (ddof 1; NaN for one rollout),
         `reward_min`, `reward_max`, `zero_variance` (whether there are at least two and their compared rewards
         are equal). `staleness` (the greatest; -1 if unknown).
@@ -105,6 +111,10 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         expected = torch.from_numpy(columns["expected_rollouts"])[ids.first]
     if group_size is not None:
         expected = expected.masked_fill(expected < 0, group_size)
+    compared, baseline = at_heads(each["compared"]), at_heads(each["baseline"])
+    among = Ids(ids.labels, (compared > 0) & baseline.isfinite())
+    low, high = among.min(baseline), among.max(baseline)
+    one = (among.count > 0) & (high - low <= 1e-9 * high.abs().clamp_min(1))
     rewards = compared_values(columns, each, each_reward=each_reward)
     equal = ~torch.stack([differs(ids.labels, at_heads(one), in_statistics) for one in rewards.T]).any(0)
     found = {
@@ -115,6 +125,8 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         "expected": expected,
         "complete": (expected < 0) | (counted >= expected),
         "trained": ids.sum(at_heads(each["trained"])),
+        "compared": ids.sum((compared > 0).long()) if "compared" in columns else torch.full_like(counted, -1),
+        "baseline": torch.where(one, low, torch.nan),
         "reward_mean": mean,
         "reward_std": torch.where(number > 1, (squares / (number - 1)).sqrt(), torch.nan),
         "reward_min": torch.where(number > 0, scored.min(reward), torch.nan),

@@ -74,6 +74,8 @@ class Groups(TypedDict):
     prompt: list[PageText | None]  # its prompt, where that is more
     rollouts: list[int]  # its rollouts that neither failed nor were aborted
     expected: list[int | None]  # its rollouts when it was dispatched
+    compared: list[int | None]  # rollouts that the advantage compared
+    baseline: list[float | None]  # of these, if they have one
     reward_mean: list[float | None]  # over its rollouts
     reward_std: list[float | None]  # over its rollouts, divisor n − 1
     zero_variance: list[bool]  # whether all its rewards are equal
@@ -89,6 +91,7 @@ class ShownRows(TypedDict):
     rollout: list[int | str]  # its rollout; its label, where it has one
     reward: list[float | None]  # of its rollout
     rewards: list[list[float | None] | None]  # its own, where there are several: what the reward is a sum of
+    compared: list[int | None]  # rollouts that the advantage compared with its rollout, itself included
     advantage: list[float | None]  # as trained; a mean over tokens, where it is per token
     advantage_by_row: list[float | None]  # if each row were a rollout, or under the other recipe of `versus`
     tokens: list[int | None]  # in the loss mask

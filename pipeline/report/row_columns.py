@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from headrace.pipeline.account_keys import OF_TOKENS
+from headrace.transforms.ids import Ids
 from headrace.transforms.rewards import weighted_reward
-from headrace.transforms.schema import REWARD
+from headrace.transforms.schema import BASELINE_USED, REWARD
 from headrace.transforms.table import TokenCount
 from headrace.transforms.tensordicts import flat_rows
 
@@ -62,6 +63,8 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["peers"] = table.columns[keys.found["peers"][0]]
     if table.counted is not None:
         found["counted"] = counted.long()
+    if "advantage" in found:
+        found["compared"], found["baseline"] = _compared(run, found, counted)
     found |= run.trained_at
     weight = first("loss_weight")
     if "loss_weight" not in found and weight is not None and weight.numel() == table.size:
@@ -69,3 +72,23 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     if table.carried is not None:
         found["carried_in"] = torch.zeros(table.size, dtype=torch.int64).index_fill_(0, table.carried, 1)
     return {name: run.of_rank(column).numpy() for name, column in found.items()}
+
+
+def _compared(run: Run, found: dict[str, Tensor], counted: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) rollouts with which a row was compared, itself included; (N,) the baseline, NaN: not known."""
+    table, unknown = run.known_rows.table, torch.full_like(found["advantage"], torch.nan)
+    used = table.columns.get(BASELINE_USED)
+    now = counted & found["advantage"].isfinite() & found.get("reward", found["advantage"]).isfinite()
+    if used is not None:  # a carried row was compared at an earlier step
+        carried = torch.zeros_like(now)
+        carried = carried if table.carried is None else carried.index_fill(0, table.carried, True)
+        now = used.isfinite() | (now & carried)
+    rollouts = Ids(found.get("rollout_id", torch.arange(table.size)), now)
+    stages = list(run.stages.values())
+    relative = [stage.formula.is_relative for stage in stages if hasattr(stage, "advantage_by_row")]
+    by = found.get("peers", found.get("group_id"))
+    if by is None or relative == [False]:
+        by = torch.zeros_like(rollouts.labels)
+    among = Ids(by, rollouts.is_first)
+    writers = [stage for stage in stages if run.keys.found["advantage"][0] in getattr(stage, "out_keys", ())]
+    return among.spread(among.count) * now, used if used is not None and len(writers) == 1 else unknown

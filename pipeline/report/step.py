@@ -55,8 +55,9 @@ class StepReport:
             (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
             collected), `trained_tokens` (after all stages), `status`, `policy_version`,
             `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `counted`, `logged_advantage` (that of a
-            dump), `peers` (among whom the advantage compares, where that is no group). An unknown float is
-            NaN, an unknown integer -1.
+            dump), `compared` (rollouts that the advantage compared with that of the row, itself included),
+            `baseline` (that it was compared with), `peers` (among whom the advantage compares, where that is
+            no group). An unknown float is NaN, an unknown integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``other_columns``, JSON objects

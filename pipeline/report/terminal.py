@@ -128,11 +128,14 @@ def _groups(report: StepReport, most: int) -> FittedTable:
     groups, each = report.groups, report.rollouts
     asked = "prompt" in report.texts
     prompt = [FittedColumn("prompt", gives="cut", leaves=3)] if asked else []
+    some_left = ((groups["compared"] >= 0) & (groups["compared"] < groups["rollouts"])).any()
+    compared = [FittedColumn("compared", right=True)] if some_left else []
     table = FittedTable(
         [
             FittedColumn("group", gives="cut" if "group_label" in report.texts else "nothing", right=True),
             *prompt,
             FittedColumn("rollouts", right=True),
+            *compared,
             FittedColumn("rows", right=True, leaves=2),
             FittedColumn("rewards", gives="wrap"),
             FittedColumn("advantages", leaves=1),
@@ -148,6 +151,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
         credit = credit[np.isfinite(credit)]
         cells = [
             f"{groups['rollouts'][g]}" + (f" of {expected}" if expected >= 0 else ""),
+            *([str(groups["compared"][g])] if some_left else []),
             str(groups["segments"][g]),
             _values(each["reward"][rollouts]),
             f"{credit.min():+.2f} … {credit.max():+.2f}" if len(credit) else "–",

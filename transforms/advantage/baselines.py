@@ -268,6 +268,15 @@ def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
     return credit if formula.clip is None else credit.clamp(*formula.clip)
 
 
+def baseline_in_groups(g: Grouped, formula: Formula) -> Tensor:
+    """The baseline ``b + δ`` of each rollout: (V,) float64 in the order of :class:`Grouped`."""
+    level = g.reward - BASELINES[formula.baseline](g, formula)
+    if formula.is_relative:
+        lone = torch.zeros_like(level) if formula.singleton == "raw" else level
+        return torch.where(g.alone, lone, level + formula.shift)
+    return level + formula.shift
+
+
 def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
     """The divisor: the scale with ε, by `eps_mode`."""
     if eps_mode == "add":

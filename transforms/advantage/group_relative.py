@@ -17,7 +17,7 @@ from headrace.transforms.ids import mean_of
 from headrace.transforms.options import as_dtype, at_least, has_effect, takes_options
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
+from headrace.transforms.schema import BASELINE_USED, COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
 
 from .baselines import (
@@ -30,6 +30,7 @@ from .baselines import (
     Scale,
     Singleton,
     advantage_in_groups,
+    baseline_in_groups,
     largest_to_square,
 )
 from .reshape_formula import reshaped
@@ -157,6 +158,7 @@ def advantage_of(
     *,
     low: torch.dtype | None = None,
     length: Tensor | None = None,
+    note: bool = False,
 ) -> Tensor:
     """Check rewards and compute the advantage of each row: (M,) float64.
 
@@ -166,6 +168,7 @@ def advantage_of(
         formula: baseline, scale and the other options.
         low: dtype of the reshape formula, to compute with its bits.
         length: (M,) int64, tokens per row, for ``length_weighted``.
+        note: keep the baseline of each row in the table.
 
     Raises:
         BatchError: as :func:`group_relative_advantage`.
@@ -189,12 +192,19 @@ def advantage_of(
         )
     require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
     advantage = None if low in (None, torch.float64) else reshaped(per_rollout, groups, formula, low)
-    if advantage is None:
+    if advantage is None or note:
         tokens = None
         if length is not None:
             tokens = rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
         g = Grouped(per_rollout, groups, tokens)
-        advantage = g.unsorted(advantage_in_groups(g, formula))
+        advantage = g.unsorted(advantage_in_groups(g, formula)) if advantage is None else advantage
+    if note:
+        baseline = rows.from_voters(g.unsorted(baseline_in_groups(g, formula)))
+        used = torch.full((rows.table.size,), torch.nan, dtype=torch.float64)
+        used[slice(None) if rows.index is None else rows.index] = baseline
+        rows.table.columns[BASELINE_USED] = (
+            used if rows.table.counted is None else used.masked_fill(~rows.table.counted, torch.nan)
+        )
     return rows.from_voters(advantage)
 
 
@@ -394,7 +404,7 @@ class GroupRelativeAdvantage(
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit = self._among_known(rows, reward, self.formula, length)
+            credit = self._among_known(rows, reward, self.formula, length, note=True)
         # 3. Write the advantage in the dtype of the collected reward.
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
@@ -411,16 +421,20 @@ class GroupRelativeAdvantage(
             if self.missing == "skip":
                 view.metric("unscorable", scored.isnan().sum())
 
-    def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
+    def _among_known(
+        self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None, *, note: bool = False
+    ) -> Tensor:
         """(M,) the advantage of (M,) rewards. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
-            return advantage_of(rows, reward, formula, low=self.dtype, length=length)
+            return advantage_of(rows, reward, formula, low=self.dtype, length=length, note=note)
         some = rows.where(known)
         credit = torch.zeros_like(reward)
         if len(some):
             tokens = None if length is None else length[known]
-            credit[known] = advantage_of(some, reward[known], formula, low=self.dtype, length=tokens)
+            credit[known] = advantage_of(
+                some, reward[known], formula, low=self.dtype, length=tokens, note=note
+            )
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:

@@ -8,7 +8,7 @@ const TILES = [
   {
     metric: /^groups\/informative$/,
     label: "informative groups",
-    unit: "rewards differ",
+    unit: "rewards differ, in the loss or not",
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },

@@ -1,6 +1,6 @@
 // What a group holds: its prompt, and its rollouts side by side, the lowest reward first.
 import { h, lazily, message, moreButton, plainTable } from "./dom.js";
-import { fate } from "./model.js";
+import { advantageWords, fate } from "./model.js";
 import { NONE, count, isNumber, number, plural, sum } from "./numbers.js";
 import { drawTokens, shadeLegend, shadePicker, shadesOf } from "./spans.js";
 
@@ -96,7 +96,7 @@ function drawRollout(rollout, shades, texts) {
   const statuses = [...new Set(rollout.rows.map((row) => row.status).filter(Boolean))];
   const facts = [
     `reward ${number(rollout.reward)}`,
-    `advantage ${number(rollout.advantage)}${advantagesDiffer(rollout) ? " (mean of its rows)" : ""}`,
+    `${advantageWords(rollout)}${advantagesDiffer(rollout) ? " (mean of its rows)" : ""}`,
     tokens.some(isNumber) ? plural(sum(tokens), "token") : null,
     ...statuses,
   ];

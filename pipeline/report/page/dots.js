@@ -2,7 +2,7 @@
 // stacked.
 import { diverging } from "./colour.js";
 import { s } from "./dom.js";
-import { compareIds, fate } from "./model.js";
+import { advantageWords, compareIds, fate } from "./model.js";
 import { extent, number, plural } from "./numbers.js";
 import { tip } from "./tip.js";
 
@@ -34,7 +34,7 @@ export function stack(rollouts, x) {
 function dotTip(rollout) {
   return [
     `group ${rollout.group.id}, rollout ${rollout.id}`,
-    `reward ${number(rollout.reward)}, advantage ${number(rollout.advantage)}`,
+    `reward ${number(rollout.reward)}, ${advantageWords(rollout)}`,
     `${plural(rollout.rows.length, "segment")}, ${fate(rollout)}`,
   ];
 }

@@ -1,6 +1,6 @@
 // Groups of rollouts of rows, made once per step. Ids are labels: compared, never counted with.
 import { readGroups, readRows, unknownGroup } from "./data.js";
-import { common, count, isNumber } from "./numbers.js";
+import { common, count, extent, isNumber, number } from "./numbers.js";
 import { matches } from "./search.js";
 
 const models = new WeakMap();
@@ -39,6 +39,7 @@ function withSummary(rollout) {
   // Who left before the rows had one reward together has none: that of a draft is not the rollout's.
   rollout.reward = rewards.size > 1 && !rollout.trained ? null : common(rollout.rows.map((row) => row.reward));
   rollout.advantage = common(rollout.rows.map((row) => row.advantage));
+  rollout.compared = extent(rollout.rows.map((row) => row.compared))?.[1] ?? null; // excluded rows have 0
   rollout.reasons = [...new Set(rollout.rows.map((row) => row.reason).filter(Boolean))];
   return rollout;
 }
@@ -82,6 +83,26 @@ export function fate(rollout) {
   const left = rollout.reasons.join(", ");
   return rollout.trained ? `partly in the loss; not in the loss: ${left}` : `not in the loss: ${left}`;
 }
+
+export function advantageWords(rollout) {
+  const alone = rollout.compared === 1 ? ": alone in its comparison" : "";
+  return `advantage ${number(rollout.advantage)}${alone}`;
+}
+
+// How many rollouts were compared, with which baseline, and why others were not.
+export function comparisonOf(group) {
+  const { baseline, compared, members } = group;
+  const left = members.filter((rollout) => rollout.compared === 0);
+  const reasons = [...new Set(left.flatMap((rollout) => rollout.reasons))].map(reasonWords);
+  const why = reasons.length ? ` (${reasons.join(", ")})` : "";
+  return [
+    compared && left.length ? `${count(compared)} of ${count(members.length)} compared` : null,
+    isNumber(baseline) ? `baseline ${number(baseline)}` : null,
+    left.length ? `${count(left.length)} not counted${why}` : null,
+  ];
+}
+
+const reasonWords = (reason) => reason.split("/").at(-1).replaceAll("_", " ");
 
 export function ofExpected(group) {
   const counted = count(group.rollouts ?? group.members.length);

@@ -40,11 +40,11 @@ function drawLine({ group, rollouts }, frame, y) {
     ),
     s("line", { class: "guide", x1: frame.left, x2: frame.right, y1: middle, y2: middle }),
     ends ? s("line", { class: "span", x1: ends[0], x2: ends[1], y1: middle, y2: middle }) : null,
-    isNumber(group.reward_mean)
+    isNumber(group.baseline)
       ? s("line", {
           class: "mean",
-          x1: frame.x(group.reward_mean),
-          x2: frame.x(group.reward_mean),
+          x1: frame.x(group.baseline),
+          x2: frame.x(group.baseline),
           y1: middle - 9,
           y2: middle + 9,
         })
@@ -79,7 +79,7 @@ function stripFrame(lines, width) {
     right: width - (wide ? 70 : 14),
   };
   const domain = extent(
-    rollouts.map((rollout) => rollout.reward).concat(lines.map(({ group }) => group.reward_mean)),
+    rollouts.map((rollout) => rollout.reward).concat(lines.map(({ group }) => group.baseline)),
   ) || [0, 1];
   const along = scale(domain, [frame.left + 12, frame.right - 12]);
   frame.x = (reward) => (reward === null ? frame.left - 18 : along(reward));
@@ -119,7 +119,9 @@ function stripLegend(lines, most) {
           "incomplete",
         ]
       : null,
-    [swatch(s("line", { class: "mean", x1: 7, x2: 7, y1: 0, y2: 18 }), 14, 18), "mean of the group", "mean"],
+    lines.some(({ group }) => isNumber(group.baseline))
+      ? [swatch(s("line", { class: "mean", x1: 7, x2: 7, y1: 0, y2: 18 }), 14, 18), "baseline: the advantage is 0 here", "mean"]
+      : null,
     ...(some.at(-1) > 1 ? some : []).map((size) => [circle("plain", radius(size)), plural(size, "segment"), "size"]),
   ]);
 }

@@ -1,7 +1,7 @@
 // Groups, one below the other; what a group holds is drawn when it is opened.
 import { drawGroup } from "./cards.js";
 import { byId, h, lazily, message, moreButton, reducedMotion } from "./dom.js";
-import { chosen, ofExpected, whyNone } from "./model.js";
+import { chosen, comparisonOf, ofExpected, whyNone } from "./model.js";
 import { count, isNumber, number, shortId } from "./numbers.js";
 
 const PAGE = 25;
@@ -9,9 +9,12 @@ let treeShown = PAGE;
 let treeView = null;
 
 function groupNode({ group, rollouts }) {
+  const some = group.compared && group.compared < group.members.length;
   const facts = [
-    `${ofExpected(group)} rollouts`,
-    `reward mean ${number(group.reward_mean)}, std ${number(group.reward_std)}`,
+    some && group.complete ? null : `${ofExpected(group)} rollouts`,
+    ...comparisonOf(group),
+    isNumber(group.baseline) ? null : `reward mean ${number(group.reward_mean)}`,
+    some ? null : `std ${number(group.reward_std)}`,
     group.complete ? null : "incomplete",
     group.zero_variance ? "all rewards equal" : null,
     isNumber(group.staleness) && group.staleness ? `staleness ${count(group.staleness)}` : null,
