@@ -79,7 +79,7 @@ def test_the_first_screen_has_the_verdict(look):
     assert page.seen("#verdict") == "The reward rose to step 59."
     assert page.texts("#answer .big") == [
         "0.96 mean over rollouts",
-        "26.3 % rewards differ",
+        "26.3 % rewards differ, in the loss or not",
         "459 tokens per rollout",
         "30 % of the rollouts",
         "31 % of the tokens",

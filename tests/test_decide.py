@@ -320,3 +320,12 @@ def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
         assert found.steps == []
     assert found.in_loss.shape == (2, 3)
     assert not found.in_loss.any()
+
+
+def test_a_group_that_is_too_large_asks_for_the_column_of_its_size():
+    columns = {"group_id": [0] * 5 + [1] * 4, "rollout_id": range(9), "reward": [1.0, 0, 0, 0, 1, 0, 1, 0, 0]}
+    with pytest.raises(BatchError, match=r"has 5 of 4.*the column 'expected_rollouts' instead of group_size"):
+        decide(columns, "rloo", group_size=4)
+    # By hand: 1 less the mean of the others, 1/4, and 0 less theirs, 2/4; 1 less 0 of 3.
+    found = decide(columns | {"expected_rollouts": [5] * 5 + [4] * 4}, "rloo", minibatches=1)
+    assert found.advantage[[0, 1, 6]].tolist() == [0.75, -0.5, 1.0]
