@@ -108,13 +108,14 @@ def test_a_flat_reward_reports_a_learning_rate_of_0():
 def test_a_symptom_is_checked_or_names_its_missing_data():
     """With all numbers every symptom is checked; without one, the symptoms that need it are unchecked."""
     full = QUIET | RANGE | {"reward/all/mean": 0.5, "response_length/mean": 9.0, "tis/least_ess": 0.1}
+    full |= {"response_length/max": 9.0}
     text = (ROOT / "pipeline/report/symptoms.yaml").read_text()
     bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
     judged_by = {name: bound["number"] for name, bound in bounds.items()}
     full |= dict.fromkeys(judged_by.values(), 0.01)
     judged_by |= {"reward-flat": "reward/all/mean", "stalled": "reward/all/mean"}
     judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
-    judged_by |= {"nothing-trains": "rows/trained"}
+    judged_by |= {"nothing-trains": "rows/trained", "penalty-unused": "response_length/max"}
     assert set(judged_by) == set(symptoms())
     assert unchecked([(step, full) for step in range(12)]) == []
     assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]
@@ -526,3 +527,33 @@ def test_rollouts_without_a_reward_are_counted(make_batch):
     batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
     numbers = make_report(Pipeline({}).run(batch)).numbers
     assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)
+
+
+def test_a_penalty_that_no_response_reaches_is_said():
+    columns = {"group_id": [0] * 4, "rollout_id": range(4), "reward": [0.0, 1.0, 1.0, 0.0]}
+    for longest, max_length, said in ((6, 20480, True), (6, 14, True), (6, 12, False), (9, 12, False)):
+        options = {"overlong": {"max_length": max_length, "cache": 2 if max_length < 99 else 4096}}
+        tokens = {"tokens": [longest, 2, 3, 4]}
+        decision = decide(columns | tokens, "dapo", group_size=4, minibatches=1, stages=options)
+        found = [each for each in make_report(decision).advisories if each.name == "penalty-unused"]
+        assert bool(found) == said, (longest, max_length)
+        if max_length == 20480:
+            words = "overlong changed 0 rewards: the longest response has 6 tokens"
+            assert found[0].text == f"{words}, and it punishes those above 16,384."
+
+
+def test_a_verdict_has_the_graded_reward_beside_the_one_after_a_penalty():
+    """By hand: of 12 tokens above 10, a rollout loses 1; of (1 + 0 + 1 + 0) / 4 a quarter."""
+    columns = {"group_id": [0] * 4, "rollout_id": range(4), "reward": [0.0, 1.0, 1.0, 0.0]}
+    stages = {"overlong": {"max_length": 12, "cache": 2}}
+    verdicts = [
+        verdict(make_report(decision).numbers)
+        for tokens in ([12, 2, 2, 2], [2, 2, 2, 2])
+        for decision in [
+            decide(columns | {"tokens": tokens}, "dapo", group_size=4, minibatches=1, stages=stages)
+        ]
+    ]
+    assert (
+        verdicts[0] == "The mean reward is 0.25. At this step it is 0.25 after overlong, and 0.5 as graded."
+    )
+    assert verdicts[1] == "The mean reward is 0.5."

@@ -171,6 +171,8 @@ def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
         return f"{said} (did you mean 'source.path={word}'?)"
     if word in INSTEAD:
         return f"{said} (did you mean {INSTEAD[word]}?)"
+    if f"{word}s" in ALONE:
+        return f"{said} (did you mean headrace {word}s?)"
     name, colon, value = word.partition(":")
     if meant := _option_of(name, words):
         if not colon:

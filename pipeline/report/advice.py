@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from .over_steps import MIN_STEPS, RECENT, UNITS, Numbers, StepMean, mean_over, percent, quarter_means
 
 History = Sequence[tuple[int, Numbers]]
-REWARD, LENGTH = "reward/all/mean", "response_length/mean"
+REWARD, LENGTH, LONGEST = "reward/all/mean", "response_length/mean", "response_length/max"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
 PYTHON = "In Python"  # begins a remedy for who has a loop of their own
@@ -111,7 +111,7 @@ def numbers_read() -> list[str]:
     ]
     causes = [number for node in _symptom_nodes().values() for number in node.get("because", {}).values()]
     judged = [*(rule.number for rule in bounds()), *(number for number in causes if number)]
-    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", LENGTH, *judged]
+    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", LENGTH, LONGEST, *judged]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
@@ -129,6 +129,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
                               `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
+    `penalty-unused`          a stage that punishes length changed no reward, and the longest response is at
+                              most half as long as what it punishes
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
     each step                 the number is above its bound at this step or at one before: `rewards-missing`
     `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
@@ -150,7 +152,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
         words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
         found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps), _why_left(history))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
-    return _causes_first([*found, *_least(numbers), *_trends(history)], history)
+    return _causes_first([*found, *_least(numbers), *_trends(history), *_unused(numbers)], history)
 
 
 def _why_left(history: History) -> str:
@@ -210,6 +212,7 @@ def unchecked(history: History) -> list[str]:
     judged |= {
         "nothing-trains": "rows/trained" in last,
         "off-policy": any("/least_" in name for name in last),
+        "penalty-unused": LONGEST in last,
     }
     return [name for name in symptoms() if not judged[name]]
 
@@ -232,7 +235,8 @@ def advice_at(numbers: Numbers, history: History = ()) -> Advice:
     """The :func:`verdict` and what :func:`advise` says, of the same arguments."""
     history = history or [(0, numbers)]
     advisories = advise(numbers, history)
-    return Advice(_verdict(history, advisories), advisories, unchecked(history))
+    said = _verdict(history, advisories) + _shaped(numbers)
+    return Advice(said, advisories, unchecked(history))
 
 
 def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
@@ -248,6 +252,18 @@ def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
     if trend.kind == "rose" or not others:
         return f"{words}."
     return f"{words}. {others[0].partition(BEYOND)[0]}"  # at which steps, the advisory says
+
+
+def _shaped(numbers: Numbers) -> str:
+    """Which stages have changed the reward, and the mean before; empty: none."""
+    stages = [
+        name.removesuffix("/changed") for name in numbers if name.endswith("/changed") and numbers[name]
+    ]
+    if not stages or REWARD not in numbers:
+        return ""
+    graded = [value for name, value in numbers.items() if name.endswith("/reward_mean")]
+    before = f", and {graded[0]:.3g} as graded" if graded else ""
+    return f" At this step it is {numbers[REWARD]:.3g} after {' and '.join(stages)}{before}."
 
 
 def said_at(steps: Sequence[int], of: int) -> str:
@@ -327,6 +343,19 @@ def _least(numbers: Numbers) -> list[Advisory]:
             if key.startswith(f"{stage}/{option}_") and value < least:
                 words = f"{stage}: {key.removeprefix(f'{stage}/')} is {value:.3g}, below {least:g}"
                 found.append(Advisory("off-policy", f"{words} (least_{option}).", key, ()))
+    return found
+
+
+def _unused(numbers: Numbers) -> list[Advisory]:
+    """A penalty of length begins far above the longest response."""
+    found = []
+    longest = numbers.get(LONGEST, math.inf)
+    for name, free in numbers.items():
+        stage, _, last = name.rpartition("/")
+        if last == "unpunished" and numbers.get(f"{stage}/changed") == 0 and 2 * longest <= free:
+            words = f"{stage} changed 0 rewards: the longest response has {longest:,.0f} tokens"
+            words += f", and it punishes those above {free:,.0f}."
+            found.append(Advisory("penalty-unused", words, name, ()))
     return found
 
 
