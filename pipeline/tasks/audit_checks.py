@@ -27,9 +27,9 @@ from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
-from headrace.pipeline.sources.record import quote
-from headrace.pipeline.user_turn import last_user_turn
+from headrace.pipeline.sources.prompt_groups import group_in_words, prompts_in_errors
 from headrace.transforms import BatchError, Ids, Status, loss_weight
+from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
 
@@ -132,7 +132,7 @@ class AuditedStep:
         by_prompt: bool = False,
     ):
         self.step, self.declared, self.unsaid, self.by_prompt = step, declared, unsaid, by_prompt
-        self.size = len(batch)
+        self.size, self._given = len(batch), batch
         columns = {key: each for key, each in batch.items(True, True) if isinstance(each, Tensor)}
         self._batch = TensorDict(columns, batch_size=[self.size])
         self.groups, self.rollouts = Ids(batch["group_id"]), Ids(batch["rollout_id"])
@@ -211,7 +211,8 @@ class AuditedStep:
         if self.logged is None:
             return NO_ADVANTAGES
         try:
-            _ = self.by_recipe
+            with prompts_in_errors(self._given), labels_in_errors(self._given, ["group_id", "rollout_id"]):
+                _ = self.by_recipe
         except BatchError as err:
             return f"the recipe refuses step {self.step}: {err}"
         return ""
@@ -380,11 +381,10 @@ class AuditedStep:
         return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
     def called(self, rows: Tensor) -> str:
-        """A group as sentences call it: by its label, or if this was made from the prompt, by the prompt."""
+        """A group as sentences call it (:func:`group_in_words`)."""
         row = int(rows.nonzero()[0])
-        if self.by_prompt and self.prompts is not None:
-            return f"of {quote(last_user_turn(self.prompts[row]))}"
-        return self.group_names[row]
+        prompt = None if self.prompts is None else self.prompts[row]
+        return group_in_words(self.group_names[row], prompt, f"row {row}")
 
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""
