@@ -8,8 +8,9 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
+from command import headrace_here
 from composed import composed, configure
-from dumps import slime_dump, slime_sample, tinker_row, verl_row, write_lines
+from dumps import episode, nemo_row, slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data, write_page
@@ -122,3 +123,58 @@ def test_text_ids_are_shown_without_a_dump(make_batch):
     batch["group_label"] = ["one", "two"]  # names no group: two labels of one id
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
     assert [row["group"] for row in run.ledger.rows("trained")] == [7, 7]
+
+
+def prompts_of_verl(folder, step, asked):
+    rows = [verl_row(None, float(i % 2), step, prompt) for i, prompt in enumerate(asked)]
+    write_lines(folder / f"{step}.jsonl", rows)
+
+
+def prompts_of_trl(folder, step, asked):
+    columns = {"step": [step] * len(asked), "accuracy": [float(i % 2) for i in range(len(asked))]}
+    prompts = [[{"role": "user", "content": prompt}] for prompt in asked]
+    said = [[{"role": "assistant", "content": "4"}]] * len(asked)
+    both = {"prompt": prompts, "completion": said, "advantage": [0.5] * len(asked)}
+    trl_dump(folder / f"completions_{step:05d}.parquet", **columns, **both)
+
+
+def prompts_of_nemo_rl(folder, step, asked):
+    rows = [nemo_row(i, float(i % 2), prompt=ord(prompt[0])) for i, prompt in enumerate(asked)]
+    write_lines(folder / f"train_data_step{step}.jsonl", rows)
+
+
+def prompts_of_prime_rl(folder, step, asked):
+    task = {"type": "Task", "data": {"idx": 0}}
+    rows = [
+        episode("", f"{step}-{i}", {"r": {"score": float(i % 2)}}, group=None, task=task | {"key": prompt})
+        for i, prompt in enumerate(asked)
+    ]
+    write_lines(folder / f"step_{step}" / "train" / "rollouts.jsonl", rows)
+
+
+PROMPTS = ["What is 2+2?", "What is 3+3?", "Why?"]
+FAULTS = {
+    "a lost rollout": lambda asked: asked[1:],
+    "a prompt that was drawn twice": lambda asked: [*asked, asked[0], asked[0]],
+    "a prompt that was drawn twice, in another order": lambda asked: [asked[0], *asked, asked[0]],
+    "all prompts drawn twice": lambda asked: asked * 2,
+}
+
+
+@pytest.mark.parametrize("write", [prompts_of_verl, prompts_of_trl, prompts_of_nemo_rl, prompts_of_prime_rl])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_no_message_shows_the_hash_of_a_prompt(write, fault, steps, tmp_path):
+    """The label of a group that was made from a prompt is a hash. The prompt is named, or where it is."""
+    for step in range(4):
+        asked = [prompt for prompt in PROMPTS for _ in range(2)]
+        write(tmp_path / "dump", step, FAULTS[fault](asked) if step and step < 1 + steps else asked)
+    words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "hydra.run.dir=out"]
+    done = headrace_here(tmp_path, "task=replay", *words, "report.dump=parquet", check=False)
+    page = json.loads(
+        (tmp_path / "out" / "report.html").read_text().split('id="page-data">')[1].split("<")[0]
+    )
+    failed = (tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()
+    said = "\n".join([done.stdout, done.stderr, *page["notices"], failed])
+    assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said
+    assert re.search(r"step 1\b.*('What is 2\+2\?'|the prompt at )", " ".join(said.split())), said

@@ -304,8 +304,9 @@ def lost_row(rows):
 def recipes_of_mine(tmp_path):
     """Two recipes, of which the first keeps a state and accepts a lost row, and the second refuses it."""
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
-    for name, recipe, how in (("accepts", "spo", "drop"), ("refuses", "grpo", "raise")):
-        text = f"# @package pipeline\ndefaults: [{recipe}]\nstages: {{gate: {{on_incomplete: {how}}}}}\n"
+    drops, remembers = "gate: {on_incomplete: drop}", "running: {start: 0.0, decay: 0.5}"
+    for name, recipe, stages in (("accepts", "rae", f"{drops}, {remembers}"), ("refuses", "grpo", "")):
+        text = f"defaults: [{recipe}]\nstages: {{{stages}}}\n"
         (tmp_path / "mine" / "pipeline" / f"{name}.yaml").write_text(text)
     return f"hydra.searchpath=[file://{tmp_path}/mine]"
 
@@ -320,7 +321,7 @@ FILE = {"compare": "compare.json", "plan": "plan.json", "audit": "audit.json"}
     [(task, *fault) for task in ("replay", "compare", "plan", "audit") for fault in (NAN, LOST)][:-1],
 )
 def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, recipes_of_mine, tmp_path):
-    """Of six steps the third fails: all else is as if it were not there. To an audit a lost row is a finding."""
+    """Of six steps the third fails: all else is as if it were not there. An audit finds lost rows."""
     verl_steps(tmp_path / "dump", 6, fault)
     words = [f"task={task}", "source.path=dump", *TWO, "report.dump=parquet"]
     if task == "compare":
