@@ -139,42 +139,41 @@ def prompts_of_trl(folder, step, asked):
 
 
 def prompts_of_nemo_rl(folder, step, asked):
-    rows = [nemo_row(i, float(i % 2), prompt=ord(prompt[0])) for i, prompt in enumerate(asked)]
+    rows = [nemo_row(i, float(i % 2), prompt=ord(prompt[8])) for i, prompt in enumerate(asked)]
     write_lines(folder / f"train_data_step{step}.jsonl", rows)
 
 
 def prompts_of_prime_rl(folder, step, asked):
-    task = {"type": "Task", "data": {"idx": 0}}
+    made = {"group": None, "run": None}
     rows = [
-        episode("", f"{step}-{i}", {"r": {"score": float(i % 2)}}, group=None, task=task | {"key": prompt})
+        episode("", f"{step}-{i}", {"r": {"score": float(i % 2)}}) | made | {"task": {"key": prompt}}
         for i, prompt in enumerate(asked)
     ]
-    write_lines(folder / f"step_{step}" / "train" / "rollouts.jsonl", rows)
+    write_lines(folder / f"step_{step}" / "train" / "effective" / "traces.jsonl", rows)
 
 
-PROMPTS = ["What is 2+2?", "What is 3+3?", "Why?"]
-FAULTS = {
-    "a lost rollout": lambda asked: asked[1:],
-    "a prompt that was drawn twice": lambda asked: [*asked, asked[0], asked[0]],
-    "a prompt that was drawn twice, in another order": lambda asked: [asked[0], *asked, asked[0]],
-    "all prompts drawn twice": lambda asked: asked * 2,
-}
+PAIRS = ["What is 2+2?", "What is 2+2?", "What is 3+3?", "What is 3+3?"]
+FAULTY = [PAIRS, PAIRS[1:], [*PAIRS, *PAIRS[:2]], [PAIRS[0], *PAIRS, PAIRS[0]], PAIRS * 2]
 
 
 @pytest.mark.parametrize("write", [prompts_of_verl, prompts_of_trl, prompts_of_nemo_rl, prompts_of_prime_rl])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_no_message_shows_the_hash_of_a_prompt(write, fault, steps, tmp_path):
-    """The label of a group that was made from a prompt is a hash. The prompt is named, or where it is."""
-    for step in range(4):
-        asked = [prompt for prompt in PROMPTS for _ in range(2)]
-        write(tmp_path / "dump", step, FAULTS[fault](asked) if step and step < 1 + steps else asked)
-    words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "hydra.run.dir=out"]
-    done = headrace_here(tmp_path, "task=replay", *words, "report.dump=parquet", check=False)
-    page = json.loads(
-        (tmp_path / "out" / "report.html").read_text().split('id="page-data">')[1].split("<")[0]
-    )
-    failed = (tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()
-    said = "\n".join([done.stdout, done.stderr, *page["notices"], failed])
-    assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said
-    assert re.search(r"step 1\b.*('What is 2\+2\?'|the prompt at )", " ".join(said.split())), said
+def test_no_message_of_a_replay_shows_the_hash_of_a_prompt(write, tmp_path):
+    """The label of a group that was made from a prompt is a hash. The prompt is named, or where it is.
+
+    At step 1 a rollout lacks. At steps 2 and 3 a prompt was drawn twice, and at step 4 both were.
+    """
+    for step, asked in enumerate(FAULTY):
+        write(tmp_path / "dump", step, asked)
+        write(tmp_path / "lost", step, PAIRS[1:])
+    words = ["source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
+    for dump in ("dump", "lost"):
+        how = [f"source.path={dump}", f"hydra.run.dir=of_{dump}"]
+        done = headrace_here(tmp_path, "task=replay", *words, *how, check=False)
+        page = (tmp_path / f"of_{dump}" / "report.html").read_text()
+        notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
+        failed = (tmp_path / f"of_{dump}" / "rollouts" / "failed_steps.json").read_text()
+        said = "\n".join([done.stdout, done.stderr, *notices, failed])
+        assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said
+        named = r"('What is 2\+2\?'|'user says'|the prompt at )"
+        for step in (1, 2, 3, 4) if dump == "dump" else (0,):
+            assert re.search(rf"step {step}\b[^;]*{named}", " ".join(said.split())), said
