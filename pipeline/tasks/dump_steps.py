@@ -131,8 +131,8 @@ class DumpSteps:
             of = len(self.failed) + self.passed
             error = StepsFailed(
                 f"{len(self.failed):,} of {of:,} steps failed, so the command does not succeed. With "
-                "source.skip_bad=true, malformed records are skipped, steps that still fail are left out, and "
-                "the exit status is 0"
+                "source.skip_bad=true, malformed records are skipped, steps that still fail are left out, "
+                "and the exit status is 0"
             )
             self.console.print(Text(str(error), style="red"), soft_wrap=True)
             raise error
