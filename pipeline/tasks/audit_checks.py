@@ -27,9 +27,8 @@ from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
-from headrace.pipeline.sources.prompt_groups import group_in_words, prompts_in_errors
+from headrace.pipeline.sources.prompt_groups import group_in_words
 from headrace.transforms import BatchError, Ids, Status, loss_weight
-from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
 
@@ -132,7 +131,7 @@ class AuditedStep:
         by_prompt: bool = False,
     ):
         self.step, self.declared, self.unsaid, self.by_prompt = step, declared, unsaid, by_prompt
-        self.size, self._given = len(batch), batch
+        self.size = len(batch)
         columns = {key: each for key, each in batch.items(True, True) if isinstance(each, Tensor)}
         self._batch = TensorDict(columns, batch_size=[self.size])
         self.groups, self.rollouts = Ids(batch["group_id"]), Ids(batch["rollout_id"])
@@ -211,8 +210,7 @@ class AuditedStep:
         if self.logged is None:
             return NO_ADVANTAGES
         try:
-            with prompts_in_errors(self._given), labels_in_errors(self._given, ["group_id", "rollout_id"]):
-                _ = self.by_recipe
+            _ = self.by_recipe
         except BatchError as err:
             return f"the recipe refuses step {self.step}: {err}"
         return ""
