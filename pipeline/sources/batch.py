@@ -11,12 +11,12 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
+from headrace.pipeline.prompt_groups import MADE, group_in_words, prompt_in_words
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FLOAT, IN_LOSS, NO_LENGTHS
 from headrace.transforms.tensordicts import as_texts
 
-from .prompt_groups import MADE, group_in_words, prompt_in_words
 from .record import SourceError, quote
 
 MAX_TOKENS = 2**24  # of a sample: a wrong length in a dump must not take all memory

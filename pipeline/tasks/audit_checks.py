@@ -25,9 +25,9 @@ from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
 from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.prompt_groups import group_in_words
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
-from headrace.pipeline.sources.prompt_groups import group_in_words
 from headrace.transforms import BatchError, Ids, Status, loss_weight
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT

@@ -21,9 +21,9 @@ from tensordict import TensorDictBase
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
-from headrace.pipeline.sources.prompt_groups import prompts_in_errors
 from headrace.pipeline.wording import in_words_to_type, printable, word_to_set
 from headrace.transforms import BatchError, IncompleteGroupsError
 
