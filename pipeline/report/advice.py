@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from .over_steps import MIN_STEPS, RECENT, UNITS, Numbers, StepMean, mean_over, percent, quarter_means
 
 History = Sequence[tuple[int, Numbers]]
-REWARD, LENGTH, LONGEST = "reward/all/mean", "response_length/mean", "response_length/max"
+REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
+LONGEST = "response_length/max"
 PYTHON = "In Python"  # begins a remedy for who has a loop of their own
 LEFT = {  # why most rows left, where none was trained: by the number that counts them
     "out/gate/incomplete": "incomplete",
@@ -105,13 +106,14 @@ def bounds() -> list[Bound]:
 def numbers_read() -> list[str]:
     """The names of the numbers of steps before that rules read."""
     counts = [
+        LONGEST,
         *(f"{unit}/{which}" for unit in UNITS for which in ("in", "trained")),
         "solve_all",
         "solve_none",
     ]
     causes = [number for node in _symptom_nodes().values() for number in node.get("because", {}).values()]
     judged = [*(rule.number for rule in bounds()), *(number for number in causes if number)]
-    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", LENGTH, LONGEST, *judged]
+    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", LENGTH, *judged]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
