@@ -88,7 +88,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
                 if isinstance(err, BatchError) and not isinstance(found, SourceError):
                     rows = refused_report(found, step or 0, err)
                     err = with_skipped_records(err, source)
-                folder.fail(step, in_words_to_type(str(err)).removeprefix(f"step {step}: "), rows)
+                folder.fail(step, in_words_to_type(err).removeprefix(f"step {step}: "), rows)
                 folder.notices = said_of(failed, len(history), source.draws)
                 if not history and (isinstance(err, MissingKeyError) or len(failed) == GIVE_UP):
                     raise first from None

@@ -204,7 +204,8 @@ def report_of(
     try:
         run = pipeline.run(batch)
     except BatchError as err:
-        raise type(err)(f"step {step}: {err}") from err
+        err.step = step
+        raise
     return make_report(run, step=step, solved=config.report.solved, **more)
 
 
@@ -219,7 +220,8 @@ def with_skipped_records(err: BatchError, source: Source) -> BatchError:
         return err
     more = len(source.skipped_beside) - 1
     also = f" (and {more:,} more)" * (more > 0)
-    return type(err)(f"{err}. A malformed record was skipped here: {source.skipped_beside[0]}{also}")
+    err.more += f". A malformed record was skipped here: {source.skipped_beside[0]}{also}"
+    return err
 
 
 def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
@@ -278,7 +280,7 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
         except (SourceError, ValueError):
             pass
     no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
-    stage_asks = isinstance(err, BatchError) and word_to_set(str(err)) is not None
+    stage_asks = word_to_set(err) is not None
     if not (no_group or no_size or stage_asks):
         return err
     options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by", "group_size")}
@@ -376,10 +378,10 @@ def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -
         steps = list(islice(_good_steps(source), TRIED))
         for _ in range(MOST_ASKED):
             step, err = next(_refused(steps, [build_pipeline(node) for node in nodes]))
-            word = word_to_set(str(err))
+            word = word_to_set(err)
             if word is None:
                 return
-            yield f"step {step}: {in_words_to_type(str(err))}", word
+            yield f"step {step}: {in_words_to_type(err)}", word
             path, _, value = word.partition("=")
             for node in nodes:
                 if OmegaConf.select(node, path.removeprefix("pipeline.").rpartition(".")[0]) is not None:
