@@ -181,7 +181,7 @@ class _PlainNames(ErrorNames):
     ):
         self.columns, self.names, self.of_tokens = listing(columns), names, of_tokens
 
-    def say_missing(self, key: NestedKey, option: str, **_: Any) -> str:
+    def say_missing(self, key: NestedKey, option: str, *_: Any, **__: Any) -> str:
         name = self.names.get(key, "")
         if self.of_tokens and (name in COUNTS or key in self.of_tokens):
             return (

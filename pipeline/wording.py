@@ -125,4 +125,5 @@ def word_to_set(err: Exception) -> str | None:
         'pipeline.stages.collapse.missing=mask'
     """
     options = err.options if isinstance(err, BatchError) else []
-    return next((f"pipeline.stages.{stage}.{name}={value}" for stage, name, value in options if stage), None)
+    words = (f"pipeline.stages.{stage}.{name}={value}" for stage, name, value in options if stage and value)
+    return next(words, None)

@@ -15,7 +15,7 @@ class ErrorNames:
     """The names of columns and options in errors: here those of Python. Other callers have a subclass."""
 
     def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
-        """An option to set to a value, which may be empty; `other`: of another stage than the one that raises."""
+        """An option to set to a value, which may be empty; `other`: not of the stage that raises."""
         said = f"{name}={value if value.isdigit() else repr(value)}" if value else name
         return f"pipeline.stages.{stage}.{name}={value} (in Python {said})" if other else said
 
@@ -78,6 +78,9 @@ class BatchError(ValueError):
     def __str__(self) -> str:
         return self.said(self.names)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def said(self, names: ErrorNames) -> str:
         """The text, with these names of columns and options."""
 
@@ -94,8 +97,9 @@ class BatchError(ValueError):
 
     @property
     def options(self) -> list[tuple[str, str, str]]:
-        """The options that the text says to set: the stage, the option and the value."""
-        return [(stage or self.stage, *of) for stage, *of in FIELD.findall(self.args[0]) if of[1]]
+        """The options that the text says to set: the stage, the option, and the value, which may be empty."""
+        found = [field.groups() for field in FIELD.finditer(self.args[0])]
+        return [(stage or self.stage, name, value) for stage, name, value in found if value is not None]
 
 
 class MissingKeyError(BatchError):
