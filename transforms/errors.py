@@ -58,6 +58,7 @@ class BatchError(ValueError):
         stage: name of the stage that refused the batch; empty if no pipeline ran it.
         made_by: that stage with its options.
         step: number of the batch's step, if it is known.
+        recipe: name of the recipe that refused the batch, where there are several.
         more: what follows the text.
         labels: texts of ids that the batch has as text, by their number.
         names: how the text names columns and options.
@@ -72,7 +73,7 @@ class BatchError(ValueError):
     def __init__(self, text: str = "", /, **facts: Any):
         super().__init__(text)
         self.facts, self.names, self.labels = facts, ErrorNames(), dict[str, str]()
-        self.stage = self.made_by = self.more = ""
+        self.stage = self.made_by = self.recipe = self.more = ""
         self.step: int | None = None
 
     def __str__(self) -> str:
@@ -93,7 +94,9 @@ class BatchError(ValueError):
 
         text = re.sub(r"\d+", lambda id: self.labels.get(id[0], id[0]), FIELD.sub(field, self.args[0]))
         step = "" if self.step is None else f"step {self.step}: "
-        return f"{step}{f'stage {self.stage!r}, {self.made_by}: ' * bool(self.stage)}{text}{self.more}"
+        recipe = f"{self.recipe} refuses it: " if self.recipe else ""
+        stage = f"stage {self.stage!r}, {self.made_by}: " if self.stage else ""
+        return f"{step}{recipe}{stage}{text}{self.more}"
 
     @property
     def options(self) -> list[tuple[str, str, str]]:
