@@ -20,17 +20,19 @@ from torch import Tensor
 
 from .errors import BatchError
 from .ids import Ids, as_ids
-from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
+from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, REASON, ROW
 from .tensordicts import (
     ELSEWHERE,
     WIDE,
     any_row_has,
+    as_texts,
     column_of,
     count_in_loss,
     device_of,
     first_names,
     join_rows,
     leave_out,
+    listed,
     mask_tokens_of,
     number_column,
     number_of,
@@ -505,17 +507,19 @@ class Table:
     # -- rows that wait for the next batch ----------------------------------------------------------------
 
     def taken(self, numbers: Tensor) -> TensorDictBase:
-        """Make a batch of some rows of this rank, with all decisions, for :meth:`extend` of a later table.
+        """Make a batch of some rows of this rank, with all decisions, for :meth:`Rows.extend` of a later table.
 
         Args:
             numbers: (n,) int64, table indices.
         """
         part = copy(self)
         part.batch, part.live, part.gone = self.take(numbers), numbers, False
-        return leave_out(part.as_decided(), [ROW])
+        batch = leave_out(part.as_decided(), [ROW])
+        write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
+        return batch
 
     def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """Append rows that an earlier batch carried to this one. All ranks call this together.
+        """:meth:`Rows.extend`, without the masks.
 
         Args:
             carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
@@ -533,16 +537,22 @@ class Table:
                 "a split without this state"
             )
         self.settle()
-        more = Table(carried, 0 if carried is None else len(carried))
+        more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
         if carried is not None:
+            reasons = listed(column_of(carried, REASON))
+            more.batch = leave_out(carried, [REASON])
             counts = [key for key in self.columns if isinstance(key, TokenCount)]
             more.load([*(key for key in self.columns if key not in counts), *OF_THE_TABLE], counts)
-        self._append(more)
+        self._append(more, reasons)
         if ROW in self.columns:
             self.columns[ROW] = self.row_numbers()
 
-    def _append(self, more: Table) -> None:
+    def _append(self, more: Table, reasons: list[str]) -> None:
         """Append the rows of another table, which were carried from an earlier batch.
+
+        Args:
+            more: the other table.
+            reasons: the name of the reason of each of its rows.
 
         Raises:
             BatchError: the two batches have different columns.
@@ -570,7 +580,6 @@ class Table:
         for late in self.late:
             for name, values in late.numbers.items():
                 late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
-        self.reason = torch.cat([self.reason, more.reason])
         self.here, self.kept = torch.cat([self.here, more.here]), torch.cat([self.kept, more.here])
         if self.into is not None:
             self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
@@ -578,6 +587,7 @@ class Table:
         self.in_loss = torch.cat([self.in_loss, in_loss])
         arrived = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
         counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
+        self.reason = torch.cat([self.reason, self._codes_of(reasons, counted)])
         counted = torch.cat([arrived, counted])
         self.counted = None if bool(counted.all()) else counted
         own = slice(0, more.size) if ranks is None else more.own
@@ -590,6 +600,24 @@ class Table:
         )
         self.carried = torch.arange(before, self.size)
         self.carried_starts = [before + start for start in more.starts]
+
+    def _codes_of(self, reasons: list[str], counted: Tensor) -> Tensor:
+        """(C,) int64: the codes in `reason` of carried rows.
+
+        A rank that decides for others also gets the reasons of their rows.
+
+        Args:
+            reasons: names of this rank's carried rows.
+            counted: (C,) bool, rows that are not excluded.
+        """
+        if self.ranks is not None:
+            of_ranks = self.ranks.gather_objects(reasons)
+            reasons = [name for each in of_ranks for name in each] if self.decides else reasons
+        for name, is_counted in zip(reasons, counted.tolist(), strict=True):
+            if name not in self.names:  # the pipeline has changed since
+                self.names.append(name)
+                self.effects.append("masked" if is_counted else "excluded")
+        return torch.tensor([self.names.index(name) for name in reasons], dtype=torch.int64)
 
 
 def _unknown(like: Tensor, size: int) -> Tensor:
