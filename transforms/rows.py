@@ -819,14 +819,11 @@ class Rows:
             BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
         table, arrived = self.table, self.table.size
-        table.extend(carried, remainder)
-        out = ~table.in_loss
-        out[:arrived] = False
-        if table.decides and not table.masks_rows and bool(out.any()):  # no row of this batch was masked
+        if table.extend(carried, remainder) and not table.masks_rows:  # no stage has masked in this batch
+            out = ~table.in_loss
+            out[:arrived] = False
             Rows(table, self.names, self.reader, self.stage)._mask_in_loss(out)
             table.masks_rows = True
-        if table.counted is not None:
-            table.says_who_counts = True
 
     def _mask_in_loss(self, rows: Tensor) -> None:
         """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.

@@ -507,7 +507,7 @@ class Table:
     # -- rows that wait for the next batch ----------------------------------------------------------------
 
     def taken(self, numbers: Tensor) -> TensorDictBase:
-        """Make a batch of some rows of this rank, with all decisions, for :meth:`Rows.extend` of a later table.
+        """Make a batch of some rows of this rank, with all decisions and reasons, for :meth:`Rows.extend`.
 
         Args:
             numbers: (n,) int64, table indices.
@@ -518,18 +518,21 @@ class Table:
         write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
         return batch
 
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> bool:
         """:meth:`Rows.extend`, without the masks.
 
         Args:
             carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
             remainder: the option `remainder` of the split.
 
+        Returns:
+            Whether a carried row, of any rank, is out of the loss.
+
         Raises:
             BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
         if carried is None and (self.ranks is None or remainder != "carry"):
-            return
+            return False
         if self.ranks is not None and remainder != "carry":
             raise BatchError(
                 "rows were carried from an earlier batch, and ranks that share a batch can only use them "
@@ -543,16 +546,20 @@ class Table:
             more.batch = leave_out(carried, [REASON])
             counts = [key for key in self.columns if isinstance(key, TokenCount)]
             more.load([*(key for key in self.columns if key not in counts), *OF_THE_TABLE], counts)
-        self._append(more, reasons)
+        is_masked = self._append(more, reasons)
         if ROW in self.columns:
             self.columns[ROW] = self.row_numbers()
+        return is_masked
 
-    def _append(self, more: Table, reasons: list[str]) -> None:
+    def _append(self, more: Table, reasons: list[str]) -> bool:
         """Append the rows of another table, which were carried from an earlier batch.
 
         Args:
             more: the other table.
-            reasons: the name of the reason of each of its rows.
+            reasons: the name of the reason of each of this rank's rows.
+
+        Returns:
+            As :meth:`extend`.
 
         Raises:
             BatchError: the two batches have different columns.
@@ -561,7 +568,7 @@ class Table:
         if ranks is not None:
             ranks.share(more)
             if not more.starts:  # no rank has carried rows
-                return
+                return False
             if more.batch is None:
                 more.batch = self.batch[:0]
         if more.batch is not None and len(more.batch):
@@ -587,7 +594,18 @@ class Table:
         self.in_loss = torch.cat([self.in_loss, in_loss])
         arrived = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
         counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
-        self.reason = torch.cat([self.reason, self._codes_of(reasons, counted)])
+        # Ranks for which another decides hold their own rows alone, and need the same columns.
+        told = reasons, not bool(in_loss.all()), not bool(counted.all())
+        every = [told] if ranks is None else ranks.gather_objects(told)
+        is_masked = any(masked for _, masked, _ in every)
+        self.says_who_counts |= any(excluded for *_, excluded in every)
+        reasons = [name for names, *_ in every for name in names] if self.decides else reasons
+        for name, is_counted in zip(reasons, counted.tolist(), strict=True):
+            if name not in self.names:  # the pipeline has changed since
+                self.names.append(name)
+                self.effects.append("masked" if is_counted else "excluded")
+        codes = torch.tensor([self.names.index(name) for name in reasons], dtype=torch.int64)
+        self.reason = torch.cat([self.reason, codes])
         counted = torch.cat([arrived, counted])
         self.counted = None if bool(counted.all()) else counted
         own = slice(0, more.size) if ranks is None else more.own
@@ -600,24 +618,7 @@ class Table:
         )
         self.carried = torch.arange(before, self.size)
         self.carried_starts = [before + start for start in more.starts]
-
-    def _codes_of(self, reasons: list[str], counted: Tensor) -> Tensor:
-        """(C,) int64: the codes in `reason` of carried rows.
-
-        A rank that decides for others also gets the reasons of their rows.
-
-        Args:
-            reasons: names of this rank's carried rows.
-            counted: (C,) bool, rows that are not excluded.
-        """
-        if self.ranks is not None:
-            of_ranks = self.ranks.gather_objects(reasons)
-            reasons = [name for each in of_ranks for name in each] if self.decides else reasons
-        for name, is_counted in zip(reasons, counted.tolist(), strict=True):
-            if name not in self.names:  # the pipeline has changed since
-                self.names.append(name)
-                self.effects.append("masked" if is_counted else "excluded")
-        return torch.tensor([self.names.index(name) for name in reasons], dtype=torch.int64)
+        return is_masked
 
 
 def _unknown(like: Tensor, size: int) -> Tensor:
