@@ -243,6 +243,55 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
         assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
 
 
+def scrolled(page):
+    """What has to be moved sideways to be read."""
+    script = "return [...document.querySelectorAll('.across, .scroll')].filter((e) => e.checkVisibility() "
+    return page.driver.execute_script(script + "&& e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)")
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driver, tmp_path, width):
+    folder = ReportFolder(tmp_path / ("run_" * 20), every=None)
+    words, word = ["Think about it. " * 40] * 9, ["x" * 400] * 9
+    folder.add(report_of_step(1_234_567, response_text=words, prompt_text=words))
+    folder.add(report_of_step(1_234_568, response_text=word, prompt_text=word))
+    folder.fail(1_234_569, f"stage 'gate': group {'0a2543b4' * 8} has 7 of 8. " * 3)
+    folder.close()
+    for runs in ([folder.folder], [folder.folder, write_run(tmp_path / ("other_" * 12))]):
+        with served(*runs) as client:
+            page = Page(driver)
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            for step in (1_234_567, 1_234_568):
+                driver.get("about:blank")
+                driver.get(f"{client.address}#view=steps&step={step}&sort=row")
+                until(lambda: page.count("td.response") > 0, True)
+                assert scrolled(page) == []
+                (box,) = driver.execute_script(
+                    "const e = document.querySelector('td.response').getBoundingClientRect(); return [[e.left, e.right]]"
+                )
+                assert 0 <= box[0] < box[1] - 150 < width
+
+
+def test_two_runs_begin_with_what_differs_and_name_what_is_equal(driver, tmp_path):
+    """The rewards of the second pair are equal; of the third, all numbers but times."""
+    first = write_run(tmp_path / "first")
+    for other, shift, curve in (
+        ("moved", 0.25, "mean reward"),
+        ("same", 0.0, "mean reward (equal in both runs)"),
+    ):
+        with served(first, write_run(tmp_path / other, 4, shift)) as client:
+            page = Page(driver)
+            driver.get(client.address)
+            until(lambda: page.count("#steps .legend li"), 2)
+            heads = page.texts("#steps thead th")
+            assert ("mean reward, both" in heads) == (shift == 0)
+            assert page.seen("#equal").startswith("Equal in both runs, at every step that both have: ")
+            names = page.texts("#metric option")
+            assert names == sorted(names, key=lambda name: name.endswith("(equal in both runs)"))
+            assert curve in names
+
+
 def test_a_refused_step_says_why_and_shows_its_rows(driver, tmp_path):
     folder = ReportFolder(tmp_path / "run", every=None)
     folder.add(report_of_step(0))

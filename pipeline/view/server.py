@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import secrets
 import sys
@@ -253,7 +254,22 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
         )
-    return {"runs": found}
+    return {"runs": found, "equal": equal_in(runs)}
+
+
+def equal_in(runs: Sequence[StoredRun]) -> list[str]:
+    """Names of the numbers that two runs have in common at every step of both, up to float32 rounding."""
+    if len(runs) < 2:
+        return []
+    first, second = (run.steps() for run in runs)
+    both = [(first[step].numbers, second[step].numbers) for step in first if step in second]
+    names = both[-1][0] if both else ()
+    return [printable(str(name)) for name in names if all(_same(a.get(name), b.get(name)) for a, b in both)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    a, b = a_number(a), a_number(b)
+    return a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9))
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:
