@@ -250,46 +250,41 @@ def scrolled(page):
 
 
 @pytest.mark.parametrize("width", [390, 800, 1280])
-def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driver, tmp_path, width):
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driver, tmp_path, width, others):
     folder = ReportFolder(tmp_path / ("run_" * 20), every=None)
-    words, word = ["Think about it. " * 40] * 9, ["x" * 400] * 9
-    folder.add(report_of_step(1_234_567, response_text=words, prompt_text=words))
-    folder.add(report_of_step(1_234_568, response_text=word, prompt_text=word))
-    folder.fail(1_234_569, f"stage 'gate': group {'0a2543b4' * 8} has 7 of 8. " * 3)
+    for step, text in ((10**6, "Think about it. " * 40), (10**6 + 1, "x" * 400)):
+        folder.add(report_of_step(step, response_text=[text] * 9, prompt_text=[text] * 9))
+    folder.fail(10**6 + 2, f"stage 'gate': group {'0a2543b4' * 8} has 7 of 8. " * 3)
     folder.close()
-    for runs in ([folder.folder], [folder.folder, write_run(tmp_path / ("other_" * 12))]):
-        with served(*runs) as client:
-            page = Page(driver)
-            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            for step in (1_234_567, 1_234_568):
-                driver.get("about:blank")
-                driver.get(f"{client.address}#view=steps&step={step}&sort=row")
-                until(lambda: page.count("td.response") > 0, True)
-                assert scrolled(page) == []
-                (box,) = driver.execute_script(
-                    "const e = document.querySelector('td.response').getBoundingClientRect(); return [[e.left, e.right]]"
-                )
-                assert 0 <= box[0] < box[1] - 150 < width
+    page = Page(driver)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    with served(folder.folder, *[write_run(tmp_path / ("other_" * 12))] * others) as client:
+        for step in (10**6, 10**6 + 1):
+            driver.get("about:blank")
+            driver.get(f"{client.address}#view=steps&step={step}&sort=row")
+            until(lambda: page.count("td.response") > 0, True)
+            assert scrolled(page) == []
+            seen = "const e = document.querySelector('td.response').getBoundingClientRect(); "
+            left, right = driver.execute_script(seen + "return [e.left, e.right]")
+            assert 0 <= left < right - 150 < width
 
 
-def test_two_runs_begin_with_what_differs_and_name_what_is_equal(driver, tmp_path):
-    """The rewards of the second pair are equal; of the third, all numbers but times."""
-    first = write_run(tmp_path / "first")
-    for other, shift, curve in (
-        ("moved", 0.25, "mean reward"),
-        ("same", 0.0, "mean reward (equal in both runs)"),
-    ):
-        with served(first, write_run(tmp_path / other, 4, shift)) as client:
-            page = Page(driver)
-            driver.get(client.address)
-            until(lambda: page.count("#steps .legend li"), 2)
-            heads = page.texts("#steps thead th")
-            assert ("mean reward, both" in heads) == (shift == 0)
-            assert page.seen("#equal").startswith("Equal in both runs, at every step that both have: ")
-            names = page.texts("#metric option")
-            assert names == sorted(names, key=lambda name: name.endswith("(equal in both runs)"))
-            assert curve in names
+@pytest.mark.parametrize(("shift", "first"), [(0.25, "mean reward"), (0.0, "time/")])
+def test_two_runs_begin_with_what_differs_and_name_what_is_equal(driver, tmp_path, shift, first):
+    """Of equal rewards and one recipe only the times differ."""
+    folders = write_run(tmp_path / "first"), write_run(tmp_path / "other", 4, shift)
+    page = Page(driver)
+    with served(*folders) as client:
+        driver.get(client.address)
+        until(lambda: page.count("#steps .legend li"), 2)
+        assert page.texts("#steps .legend li")[0].startswith(first)
+        assert ("mean reward, both" in page.texts("#steps thead th")) == (shift == 0)
+        assert page.seen("#equal").startswith("Equal in both runs, at every step that both have: ")
+        names = page.texts("#metric option")
+        assert names == sorted(names, key=lambda name: name.endswith("(equal in both runs)"))
+        assert ("mean reward (equal in both runs)" in names) == (shift == 0)
 
 
 def test_a_refused_step_says_why_and_shows_its_rows(driver, tmp_path):

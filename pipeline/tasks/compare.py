@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
 
+from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import (
     Comparison,
@@ -88,6 +89,8 @@ def compare(
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
+            same = names_of_equal(first.numbers, second.numbers)
+            folder.equal = [name for name in (folder.equal if comparison.steps > 1 else same) if name in same]
             folder.notices = [comparison.said]
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     shares = comparison.mean_shares()

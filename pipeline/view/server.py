@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import secrets
 import sys
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl
 
 from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.wording import printable
 
 from .stored_run import StoredRun, StoredStep, UnreadableRows
@@ -262,14 +262,11 @@ def equal_in(runs: Sequence[StoredRun]) -> list[str]:
     if len(runs) < 2:
         return []
     first, second = (run.steps() for run in runs)
-    both = [(first[step].numbers, second[step].numbers) for step in first if step in second]
-    names = both[-1][0] if both else ()
-    return [printable(str(name)) for name in names if all(_same(a.get(name), b.get(name)) for a, b in both)]
-
-
-def _same(a: Any, b: Any) -> bool:
-    a, b = a_number(a), a_number(b)
-    return a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9))
+    found = [
+        names_of_equal(*({name: a_number(value) for name, value in each.numbers.items()} for each in pair))
+        for pair in ((first[step], second[step]) for step in first if step in second)
+    ]
+    return [printable(str(name)) for name in (found or [[]])[-1] if all(name in names for names in found)]
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:

@@ -51,7 +51,7 @@ export function drawShares(page, model, step) {
             perCent(other),
             points(other - one),
           ]),
-          h("caption", {}, less > 0 ? `those that move most, of ${count(groups.length)}` : "by how much they move"),
+          h("caption", {}, less > 0 ? `the ${count(some.length)} of ${count(groups.length)} groups whose share moves most` : "groups by how much their share moves"),
         )
       : null,
   ];

@@ -5,15 +5,15 @@ import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
 
 const COUNT = 50; // rows at a time
 const AT_ONCE = 20000; // characters of a text that are fetched when its row is opened
-const LINE = 180; // characters of a text in the table
+const [LINE, END] = [180, 60]; // characters of a text in the table, and how many of them are its end
 // In the order of reading; the rest is in a row that is opened.
 const SHOWN = ["group_id", "rollout_id", "rollout_reward", "advantage", "tokens", "reason"];
 const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
 const TEXTS = ["prompt", "response", "ground_truth"]; // first, when a row is opened
 
 const oneLine = (cell) => {
-  const text = cell.start.replace(/\s+/g, " ").trim();
-  return text.length > LINE || cell.characters > cell.start.length ? `${text.slice(0, LINE)}…` : text;
+  const [text, end] = [cell.start, cell.end ?? cell.start].map((part) => part.replace(/\s+/g, " ").trim());
+  return text.length > LINE || cell.end ? `${text.slice(0, LINE - END)} … ${end.slice(-END)}` : text;
 };
 
 function shownValue(name, value) {
