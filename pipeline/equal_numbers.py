@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
-def names_of_equal(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> list[str]:
-    """Names of the numbers that both have and that are equal, up to float32 rounding, or both unknown.
+def names_of_equal(pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
+    """Names of the numbers that are equal in each pair, up to float32 rounding, or unknown in both.
 
     Example:
-        >>> names_of_equal({"a": 1.0, "b": 2.0, "c": None}, {"a": 1.0, "b": 3.0, "c": float("nan")})
-        ['a', 'c']
+        >>> names_of_equal([({"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.0}), ({"a": None, "b": 2}, {"b": 3})])
+        ['a']
     """
+    names: list[str] | None = None
+    for first, second in pairs:
+        found = list(first) if names is None else names
+        names = [name for name in found if _same(first.get(name), second.get(name))]
+    return names or []
 
-    def same(a: float | None, b: float | None) -> bool:
-        unknown = [value is None or math.isnan(value) for value in (a, b)]
-        if any(unknown):
-            return all(unknown)
-        return math.isclose(cast(float, a), cast(float, b), rel_tol=1e-5, abs_tol=1e-9)
 
-    return [name for name, value in first.items() if name in second and same(value, second[name])]
+def _same(a: Any, b: Any) -> bool:
+    if a == b:
+        return True
+    if not isinstance(a, int | float) or not isinstance(b, int | float):
+        return False
+    return math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) or (math.isnan(a) and math.isnan(b))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pages
 import pyarrow.parquet as pq
 import pytest
 from browser import CONTRAST, Page
-from stored_runs import report_of_step, served, write_run
+from busy import stages
+from stored_runs import report_of_step, served, step_batch, write_run
 
-from headrace.pipeline import ReportFolder, write_dump
+from headrace.pipeline import Pipeline, ReportFolder, make_report, write_dump
+from headrace.transforms import GroupRelativeAdvantage
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -271,20 +274,25 @@ def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driv
             assert 0 <= left < right - 150 < width
 
 
-@pytest.mark.parametrize(("shift", "first"), [(0.25, "mean reward"), (0.0, "time/")])
-def test_two_runs_begin_with_what_differs_and_name_what_is_equal(driver, tmp_path, shift, first):
-    """Of equal rewards and one recipe only the times differ."""
-    folders = write_run(tmp_path / "first"), write_run(tmp_path / "other", 4, shift)
+def test_two_runs_begin_with_what_differs_and_name_what_is_equal(driver, tmp_path):
+    """The same rollouts under two scales: the rewards are equal, and the advantages differ."""
+    scales = {name: stages(advantage=GroupRelativeAdvantage(scale=name)) for name in ("group", "none")}
+    for name, made in scales.items():
+        with ReportFolder(tmp_path / name, every=None) as run:
+            for step in range(3):
+                batch = step_batch(step)
+                run.add(make_report(Pipeline(made).run(batch), step=step, batch=batch))
     page = Page(driver)
-    with served(*folders) as client:
+    with served(*[tmp_path / name for name in scales]) as client:
         driver.get(client.address)
         until(lambda: page.count("#steps .legend li"), 2)
-        assert page.texts("#steps .legend li")[0].startswith(first)
-        assert ("mean reward, both" in page.texts("#steps thead th")) == (shift == 0)
-        assert page.seen("#equal").startswith("Equal in both runs, at every step that both have: ")
+        assert page.texts("#steps .legend li")[0] == "advantage/abs_mean, group"
+        said = r"Equal in both runs, at every step that both have: the mean reward and \d+ other numbers\."
+        assert re.fullmatch(said, page.seen("#equal"))
+        assert page.texts("#steps thead th")[1] == "mean reward, both"
         names = page.texts("#metric option")
         assert names == sorted(names, key=lambda name: name.endswith("(equal in both runs)"))
-        assert ("mean reward (equal in both runs)" in names) == (shift == 0)
+        assert "mean reward (equal in both runs)" in names
 
 
 def test_a_refused_step_says_why_and_shows_its_rows(driver, tmp_path):

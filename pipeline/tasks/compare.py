@@ -89,8 +89,9 @@ def compare(
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
-            same = names_of_equal(first.numbers, second.numbers)
-            folder.equal = [name for name in (folder.equal if comparison.steps > 1 else same) if name in same]
+            pair = first.numbers, second.numbers
+            known = dict.fromkeys(folder.equal if comparison.steps > 1 else pair[0])
+            folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
             folder.notices = [comparison.said]
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
     shares = comparison.mean_shares()

@@ -254,19 +254,10 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
         )
-    return {"runs": found, "equal": equal_in(runs)}
-
-
-def equal_in(runs: Sequence[StoredRun]) -> list[str]:
-    """Names of the numbers that two runs have in common at every step of both, up to float32 rounding."""
-    if len(runs) < 2:
-        return []
-    first, second = (run.steps() for run in runs)
-    found = [
-        names_of_equal(*({name: a_number(value) for name, value in each.numbers.items()} for each in pair))
-        for pair in ((first[step], second[step]) for step in first if step in second)
-    ]
-    return [printable(str(name)) for name in (found or [[]])[-1] if all(name in names for names in found)]
+    first, second = runs[0].steps(), runs[-1].steps()
+    both = ((first[step].numbers, second[step].numbers) for step in first if step in second)
+    equal = names_of_equal(both) if len(runs) > 1 else []
+    return {"runs": found, "equal": [printable(str(name)) for name in equal]}
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import { beginning, count, isNumber, number, sum } from "./numbers.js";
 const MOST_GROUPS = 10;
 const SEEN = 0.0005; // a share that moves by less is shown as +0.0
 
-const perCent = (share) => `${(100 * share).toFixed(1)} %`;
+const perCent = (share) => `${(100 * share).toFixed(1)}\u00a0%`;
 const points = (gap) => `${gap < 0 ? "−" : "+"}${Math.abs(100 * gap).toFixed(1)}`;
 
 function sharesByGroup(model) {
