@@ -44,7 +44,7 @@ def is_quick(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, the others search less long."""
     settings.load_profile("quick" if is_quick(config) else "headrace")
-    os.environ.setdefault("HEADRACE_COMPOSED", mkdtemp())  # a worker has that of the process which started it
+    os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # a worker has that of the process which started it
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
-        shutil.rmtree(os.environ.pop("HEADRACE_COMPOSED"))
+        shutil.rmtree(os.environ.pop("HEADRACE_KEPT"))
 
 
 def pytest_collection_finish() -> None:
@@ -132,8 +132,9 @@ def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[No
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.config_store import ConfigStore
     from hydra.core.utils import JobRuntime
+    from kept import kept
 
-    compose, kept = ConfigLoaderImpl._load_configuration_impl, {}
+    compose = ConfigLoaderImpl._load_configuration_impl
 
     def composed(loader: Any, **options: Any) -> Any:
         places = [place.path for place in loader.get_search_path().get_path()]
@@ -142,9 +143,7 @@ def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[No
             return compose(loader, **options)
         stored = sorted(ConfigStore.instance().repo)  # TorchRL's groups, once they are registered
         key = repr((places, stored, JobRuntime().get("name"), options))
-        if key not in kept:
-            kept[key] = pickle.dumps(compose(loader, **options))
-        config = pickle.loads(kept[key])
+        config = kept(key, lambda: compose(loader, **options))
         config.hydra.runtime.cwd = os.getcwd()
         return config
 
