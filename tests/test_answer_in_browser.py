@@ -103,7 +103,8 @@ def test_failed_steps_are_above_the_verdict_and_notes_below_the_advisories(look)
 def test_two_recipes_show_first_what_differs_and_name_what_is_equal(look):
     run = long_run(live=None) | {"versus": ["grpo", "rloo"], "equal": ["reward/all/mean", "staleness/mean"]}
     run["curves"] = CURVES | {"versus/gradient_moved": [step / 100 for step in STEPS]}
-    page = look(run)
+    page = look(run | {"notices": ["A note.", "They differ."]})
+    assert (page.texts("#notices li"), page.texts("#notes li")) == (["They differ."], ["A note."])
     assert page.seen("#answer .body > .note") == "Equal under both, at every step: reward and staleness."
     tiles = page.texts("#answer .tile h2")
     assert tiles[0].startswith("gradient that moves")

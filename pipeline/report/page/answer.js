@@ -128,7 +128,7 @@ export function sayNotices(page) {
   const fails = (text) => / failed, and (is|are) in no number here/.test(text);
   const isReason = (text, i) => i > 0 && fails(said[0]) && /^(a )?step /.test(text);
   const why = said.filter(isReason);
-  const top = said.filter((text, i) => fails(text) || (page.versus && !isReason(text, i)));
+  const top = said.filter((text, i) => fails(text) || (page.versus && i === said.length - 1));
   const line = (text, i) =>
     i === 0 && why.length
       ? h("details", {}, h("summary", {}, withCode(text), " ", h("span", { class: "note" }, "why")), why.map((each) => h("p", {}, withCode(each))))
