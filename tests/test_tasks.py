@@ -102,6 +102,9 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     assert '"notices":["grpo and dr_grpo give gradients of the same direction' in page
+    equal = json.loads(page.split('"equal":')[1].split("]")[0] + "]")
+    assert "reward/all/mean" in equal
+    assert "advantage/abs_mean" not in equal
     assert '"verdict":""' in page  # that of one recipe is no answer
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
