@@ -15,6 +15,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "in_loss")``             (N,) bool         False: masked out of the loss; absent: no row is
 ``("headrace", "length")``              (N,) int64        tokens that the row had in the loss mask before it
                                                           was masked; −1: no filter masked the row
+``("headrace", "reason")``              N texts           in a carried row, its first reason in the ledger,
+                                                          or ``trained``
 ``("headrace", "segments")``            (N,) int64        rows of the rollout before a standalone stage
                                                           dropped some of them; absent: no rollout lost a part
 ``("headrace", "minibatch")``           (N,) int64        index of the optimiser step in the batch, from 0;
@@ -62,7 +64,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, MissingKeyError, who_stamps
+from .errors import BatchError, MissingKeyError
 from .options import takes_options
 from .tensordicts import any_row_has, entries_of
 
@@ -75,6 +77,7 @@ COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")
 SEGMENTS = ("headrace", "segments")
 LENGTH = ("headrace", "length")
+REASON = ("headrace", "reason")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")
@@ -167,10 +170,7 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
     if value is None and option in OF_LENGTHS and has_key(batch, NO_LENGTHS):
         raise no_lengths(reader)
     if value is None:
-        raise MissingKeyError(
-            f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
-            f"If it goes by another name, set {option}{who_stamps(option)}"
-        )
+        raise MissingKeyError(f"{reader} {{missing}}", key=key, option=option, batch=key_names(batch))
     return value
 
 

@@ -232,7 +232,7 @@ class ShuffleSplit(
         they agree without communication.
 
         Args:
-            rows: of all ranks, with the carried ones (``rows.table.extend(split.carried_rows())``).
+            rows: of all ranks, with the carried ones (``rows.extend(split.carried_rows())``).
             epochs: passes, ≥ 1.
 
         Raises:
@@ -385,7 +385,7 @@ class ShuffleSplit(
                 if self.take_out_trained(rows.seen_by(self)):
                     out = rows.write()
                 else:
-                    rows.table.extend(self.state.carried, self.remainder)
+                    rows.seen_by(self).extend(self.state.carried, self.remainder)
                     permuted = self.permute(rows.seen_by(self))
                     steps = permuted.steps(
                         [(rows.table.written_columns(), rows.table.late, rows.table.batch)]
@@ -426,7 +426,7 @@ class ShuffleSplit(
                 raise BatchError(
                     f"{self.unit}s {listing(map(str, found))} have rows on more than one rank. Each rank "
                     "cuts its own minibatches, so these rows would be in several optimiser steps. Keep the "
-                    f"rows of a {self.unit} on one rank, or set minibatches=1"
+                    f"rows of a {self.unit} on one rank, or set {{minibatches=1}}"
                 )
         return labels, [Ids(labels.index_select(0, part)) for part in parts]
 
