@@ -103,7 +103,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         rows.require(
             groups.spread(have <= expected),
             "a group cannot have more rollouts than were dispatched; found {found}. If groups have different "
-            f"sizes, give the column {rows.key('expected')!r} (expected_key) instead of group_size. If not, "
+            f"sizes, give the column {rows.key('expected')!r} instead of group_size. If not, "
             "are group ids reused between steps?",
             lambda row: (
                 f"group {rows.name('group', row)} has {int(have[groups.of[row]])} of "
