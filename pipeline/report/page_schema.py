@@ -113,6 +113,7 @@ class PageAdvisory(TypedDict):
     text: str  # a sentence, with the number
     cause: str  # of it, `solve_none` or `solve_all`; empty: not known
     because: str  # the symptom that causes it; empty: none of those of the step
+    certain: bool  # whether that leaves no gradient at any step; else it is probably one cause of several
 
 
 class PageRemedy(TypedDict):

@@ -2,7 +2,7 @@
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "certificates", "symptoms", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
-  PageAdvisory: ["name", "text", "cause", "because"],
+  PageAdvisory: ["name", "text", "cause", "because", "certain"],
   PageRemedy: ["text", "words", "when", "unless"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
   PageRun: ["began", "written", "live", "versions", "words", "config"],
