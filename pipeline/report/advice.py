@@ -524,7 +524,9 @@ class Remedy(NamedTuple):
         if configs and self.words.startswith("task="):
             task, typed = self.words.split()[0], self.words.split()
             if "source" in configs[0] and HydraConfig.initialized():
-                typed = [task, *(word for word in HydraConfig.get().overrides.task if word[:5] != "task=")]
+                said = HydraConfig.get().overrides
+                more = (word for word in said.hydra if word.startswith("hydra.searchpath="))
+                typed = [task, *(word for word in said.task if not word.startswith("task=")), *more]
             return self._replace(words=f"headrace {shlex.join(typed)}")
         python = any("task" not in config for config in configs)
         if configs and all(follows(config, self.words) for config in configs):
