@@ -109,6 +109,7 @@ INNER = {
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_laws.py": {"transforms.options"},
+    "test_tasks.py": {"pipeline.tasks.perform"},
     "test_option_types.py": {
         "pipeline.composing",
         "pipeline.composing.compose",

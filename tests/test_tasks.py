@@ -20,6 +20,7 @@ from rich.console import Console
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.report import Comparison
 from headrace.pipeline.tasks.compare import compare, show_comparison
+from headrace.pipeline.tasks.perform import perform
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight
 
@@ -81,6 +82,13 @@ def test_a_refused_step_is_named(dump, tmp_path):
         told(replay, config, tmp_path / "out")
 
 
+def test_all_options_that_a_dump_needs_are_named_at_once(make_batch, tmp_path):
+    write_dump(make_report(Pipeline({}).run(make_batch([0.0, float("nan")], [5, 5]))), tmp_path / "dump")
+    config = configured("replay", tmp_path / "dump")
+    with pytest.raises(ConfigError, match=r"(?s)gate\.group_size=2\n.*headrace .*size=2 .*missing=mask$"):
+        perform(config, tmp_path / "out", [])
+
+
 def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
     correlation, text = told(compare, config, tmp_path / "out", COUNTED)
@@ -94,6 +102,9 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     assert '"notices":["grpo and dr_grpo give gradients of the same direction' in page
+    equal = json.loads(page.split('"equal":')[1].split("]")[0] + "]")
+    assert "reward/all/mean" in equal
+    assert "advantage/abs_mean" not in equal
     assert '"verdict":""' in page  # that of one recipe is no answer
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):

@@ -36,7 +36,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import DEFAULTS, WRITERS
-from .errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
+from .errors import BatchError, MissingKeyError, listing
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import (
@@ -249,8 +249,9 @@ class Rows:
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{self.reader} needs one number per row in {self.key(role)!r} ({self._option(role)}), for "
-                f"{len(self)} rows; found {tuple(column.shape)}"
+                f"{self.reader} needs one number per row in {{column}}, for {len(self)} rows; found "
+                f"{tuple(column.shape)}",
+                **self._facts(role),
             )
         return column
 
@@ -264,8 +265,9 @@ class Rows:
         column = self.number(role)
         if column.dtype is not torch.bool:
             raise BatchError(
-                f"{self.reader} needs one bool per row in {self.key(role)!r} ({self._option(role)}); found "
-                f"{self.table.dtypes[self.key(role)]}"
+                f"{self.reader} needs one bool per row in {{column}}; found "
+                f"{self.table.dtypes[self.key(role)]}",
+                **self._facts(role),
             )
         return column
 
@@ -588,10 +590,11 @@ class Rows:
         found = listing(dict.fromkeys(map(describe, bad[:DESCRIBED])))
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
-        note = who_stamps(ids)
+        s = "" if len(bad) == 1 else "s"
+        err = error(message + "{stamped}", found=found, count=len(bad), s=s, ids=ids)
         if self.table.ranks is not None:
-            note += self.table.ranks.note(self.table.own.start)
-        raise error(message.format(found=found, count=len(bad), s="" if len(bad) == 1 else "s") + note)
+            err.more = self.table.ranks.note(self.table.own.start)
+        raise err
 
     def require_size(
         self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
@@ -648,7 +651,7 @@ class Rows:
 
         self.require(
             group_of_rollout == groups,
-            "a rollout belongs to one group; found {found}. Are ids reused? " + NUMBER_WORKERS,
+            "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
             describe,
         )
 
@@ -663,8 +666,7 @@ class Rows:
             self.require(
                 torch.isfinite(reward),
                 "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
-                "pipeline.stages.collapse.missing=mask (in Python missing='mask'), for infinity "
-                "SampleFilter(criterion=Finite(), action='exclude') before the collapse",
+                "{collapse/missing=mask}{infinite}",
                 lambda row: (
                     f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
                 ),
@@ -673,7 +675,7 @@ class Rows:
             self.require(
                 self.rollouts.spread(reward[self.rollouts.first]) == reward,
                 "all segments of a rollout must have the same reward; found {found}. If each segment has its "
-                "own reward, set how they are reduced: reward='sum', 'last', …",
+                "own reward, set how they are reduced: {reward=sum}, 'last', …",
                 lambda row: self.segments(row, reward),
             )
 
@@ -785,7 +787,7 @@ class Rows:
                 ~nothing,
                 "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
                 "change the baseline of its group, but the rollout would not train. Was its response cut off "
-                "or masked? Set empty='exclude' to leave it out of the statistics",
+                "or masked? Set {empty=exclude} to leave it out of the statistics",
                 lambda row: f"rollout {self.name('rollout', row)}",
             )
         self.leave(nothing, "empty", "excluded", mask_tokens=False)
@@ -1083,10 +1085,12 @@ class Rows:
         option = option or self._option(role)
         if self.table.no_lengths and option in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
-        return MissingKeyError(
-            f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
-            f"If it goes by another name, set {option}{who_stamps(option)}"
-        )
+        batch = key_names(self.table.batch)
+        return MissingKeyError(f"{self.reader} {{missing}}", key=key, option=option, batch=batch)
+
+    def _facts(self, role: Any) -> dict[str, Any]:
+        """What errors say of a column."""
+        return {"key": self.key(role), "option": self._option(role)}
 
 
 def stage_parts(stage: Any) -> list[Any]:
