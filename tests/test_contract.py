@@ -42,6 +42,7 @@ from headrace.transforms import (
     RewardsVary,
     RewardWithin,
     RolloutCorrection,
+    Rows,
     RunningBaseline,
     SampleFilter,
     ScoreRows,
@@ -55,6 +56,7 @@ from headrace.transforms import (
     TurnAdvantage,
     TurnDiscount,
 )
+from headrace.transforms.columns import COLUMNS
 from headrace.transforms.schema import IN_LOSS, PADDING, RETURN, REWARD
 
 REAL = ("masks", "all_attention_mask")
@@ -472,6 +474,49 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
     for key in out.keys(True, True):
         written = key not in batch.keys(True) or not alike(out, batch[numbers], key)
         assert not written or key in allowed, f"{name} writes {key!r}, which is not in its out_keys"
+
+
+@every
+def test_what_a_stage_reads_is_in_its_columns(name):
+    """Otherwise a column with another name would not be found, and there would be no option to give it."""
+    stage = STAGES[name]()
+    if not isinstance(stage, Pipeline):  # its stages say it
+        assert not undeclared(stage, rows())
+
+
+def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
+    """The roles that a stage and its criterion read, and have no option for."""
+    read, key = set(), Rows.key
+
+    def recorded(self: Rows, role) -> object:
+        if isinstance(role, str) and role in COLUMNS:
+            read.add((self.reader, role))
+        return key(self, role)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "key", recorded)
+        if stage.knows_the_table():
+            stage.work_on(stage.read_table(batch, None).seen_by(stage))
+        else:
+            stage(batch)
+    parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}
+    return [
+        f"{reader}: add {role!r} to its columns"
+        for reader, role in sorted(read)
+        if not hasattr(parts[reader], f"{role}_key")
+    ]
+
+
+def test_the_error_for_a_missing_column_names_only_an_option_that_the_stage_has():
+    class Voting(BatchTransform, columns=("reward",)):
+        def decide(self, rows: Rows) -> None:
+            rows["tone" if len(rows) == 1 else "rollout"]
+
+    batch = TensorDict({"rid": [4, 5], ("next", "reward"): [0.0, 7.0]}, batch_size=[2])
+    with pytest.raises(MissingKeyError, match=r"'rollout_id'; .* add 'rollout' to the `columns`"):
+        Voting()(batch)
+    with pytest.raises(MissingKeyError, match=r"needs the key 'tone'; the batch has \[.*'rid'\]$"):
+        Voting()(batch[:1])
 
 
 @every

@@ -25,7 +25,7 @@ baseline or a scale is one line in ``advantage/baselines.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from math import isfinite
@@ -35,7 +35,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .columns import DEFAULTS, WRITERS
+from .columns import COLUMNS, DEFAULTS, WRITERS
 from .errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
 from .ids import Ids, as_ids
 from .options import nested_key
@@ -96,6 +96,7 @@ class Rows:
         reader: class name of the stage, for messages.
         stage: name of the stage in the pipeline; a prefix of its reasons and metrics.
         index: (M,) int64, table indices of the rows of this view; None: all rows.
+        declared: roles whose key the stage has an option for; None: not known.
 
     Example:
         >>> from tensordict import TensorDict
@@ -116,8 +117,10 @@ class Rows:
         reader: str = "a stage",
         stage: str = "",
         index: Tensor | None = None,
+        declared: Collection[str] | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
+        self.declared = declared
         self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
 
     # -- in and out ---------------------------------------------------------------------------------------
@@ -206,8 +209,8 @@ class Rows:
 
     def seen_by(self, stage: Any, name: str = "") -> Rows:
         """A view of the rows that have not left, with columns under the names that a stage uses."""
-        names = {**DEFAULTS, **column_keys(stage)}
-        return Rows(self.table, names, type(stage).__name__, name, self.table.index)
+        own = column_keys(stage)
+        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.index, own)
 
     def __len__(self) -> int:
         return self.table.size if self.index is None else len(self.index)
@@ -249,8 +252,8 @@ class Rows:
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{self.reader} needs one number per row in {self.key(role)!r} ({self._option(role)}), for "
-                f"{len(self)} rows; found {tuple(column.shape)}"
+                f"{self.reader} needs one number per row in {self._named(role)}, for {len(self)} rows; found "
+                f"{tuple(column.shape)}"
             )
         return column
 
@@ -264,7 +267,7 @@ class Rows:
         column = self.number(role)
         if column.dtype is not torch.bool:
             raise BatchError(
-                f"{self.reader} needs one bool per row in {self.key(role)!r} ({self._option(role)}); found "
+                f"{self.reader} needs one bool per row in {self._named(role)}; found "
                 f"{self.table.dtypes[self.key(role)]}"
             )
         return column
@@ -405,7 +408,7 @@ class Rows:
             return self
         rows = chosen.nonzero().flatten()
         index = rows if self.index is None else self.index[rows]
-        return Rows(self.table, self.names, self.reader, self.stage, index)
+        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
 
     @cached_property
     def statistics(self) -> Rows:
@@ -427,7 +430,9 @@ class Rows:
     @property
     def on_arrival(self) -> Rows:
         """A view of all rows of the table, including rows that have left."""
-        return self if self.index is None else Rows(self.table, self.names, self.reader, self.stage)
+        if self.index is None:
+            return self
+        return Rows(self.table, self.names, self.reader, self.stage, declared=self.declared)
 
     def from_arrival(self, values: Tensor) -> Tensor:
         """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
@@ -820,9 +825,9 @@ class Rows:
                 found.add(key)
                 table.masked_columns[key] = None
         if not found and bool(rows.any()):
-            lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
+            lacks = f"neither {self._named('loss_mask')} nor {self._named('log_prob')}"
             if table.finite is not None:
-                lacks = f"no {loss_mask!r} (loss_mask_key), the only mask under masked_log_prob='keep'"
+                lacks = f"no {self._named('loss_mask')}, the only mask under masked_log_prob='keep'"
             raise BatchError(
                 f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
                 f"would still train. It has {key_names(batch)}; set the keys, or drop the rows"
@@ -1049,11 +1054,16 @@ class Rows:
         return column[0].dtype if isinstance(column, list) else column.dtype
 
     def _option(self, role: Any) -> str:
-        if isinstance(role, str) and role in self.names:
-            return f"{role}_key"
-        return str(self.key(role))
+        """The option of the stage that names a column; empty if it has none."""
+        has_option = self.names if self.declared is None else self.declared
+        return f"{role}_key" if isinstance(role, str) and role in has_option else ""
 
-    def missing(self, role: Any, option: str | None = None) -> MissingKeyError:
+    def _named(self, role: Any, option: str = "") -> str:
+        """The key of a column, and the option that names it, for messages."""
+        option = option or self._option(role)
+        return f"{self.key(role)!r}" + (f" ({option})" if option else "")
+
+    def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
         key = self.key(role)
         if key in WRITERS:
@@ -1062,11 +1072,17 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
-        if self.table.no_lengths and option in OF_LENGTHS:
+        if self.table.no_lengths and (option or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
+        what = f". If it goes by another name, set {option}{who_stamps(option)}" if option else ""
+        if not option and isinstance(role, str) and role in COLUMNS:
+            what = (
+                f". If it goes by another name, add {role!r} to the `columns` of {self.reader}, and set "
+                f"{role}_key{who_stamps(f'{role}_key')}"
+            )
         return MissingKeyError(
-            f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
-            f"If it goes by another name, set {option}{who_stamps(option)}"
+            f"{self.reader} needs the key {self._named(role, option)}; the batch has "
+            f"{key_names(self.table.batch)}{what}"
         )
 
 
