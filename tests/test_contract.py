@@ -442,6 +442,57 @@ def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
     )
 
 
+# Here these take rollouts without a reward, which they refuse with their defaults.
+WITHOUT_REWARDS = {
+    "collapse": lambda: FanOutCollapse(missing="mask"),
+    "advantage": lambda: GroupRelativeAdvantage(missing="skip"),
+}
+# Stages with a metric that counts rows without a reward on purpose.
+COUNT_UNREWARDED = {
+    "filter-mask": "a row without a reward is not kept",
+    "filter-exclude": "as filter-mask",
+    "filter-best": "a rollout without a reward is kept",
+    "advantage": "these rows have the advantage 0, and `unscorable` counts them",
+}
+
+
+@every
+def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
+    """It is as if they were absent. A metric that no reward changes, such as a count, may count them."""
+    make = WITHOUT_REWARDS.get(name, STAGES[name])
+    try:
+        unrewarded = metrics_with(make(), torch.nan)
+    except BatchError as refusal:
+        if "must be finite" not in str(refusal):
+            raise
+        return
+    absent = metrics_with(make(), None)
+    scored = [metrics_with(make(), reward / 16) for reward in (0, 2, 9)]
+    counted = [
+        metric
+        for metric, found in unrewarded.items()
+        if found != absent[metric] and any(each[metric] != found for each in scored)
+    ]
+    if name in COUNT_UNREWARDED:
+        assert counted, "it counts none: take its line out of COUNT_UNREWARDED"
+        return
+    assert not counted, (
+        f"{counted} count a rollout without a reward. Leave out the rows whose reward is NaN, which equals "
+        "nothing, not even itself; or give the reason in COUNT_UNREWARDED"
+    )
+
+
+def metrics_with(stage: BatchTransform, reward: float | None) -> dict[str, str]:
+    """What the stage records if rollout 1, of two rows, has this reward; None: if it is not there."""
+    batch = rows()
+    its = batch["rollout_id"] == 1
+    for key in (("next", "reward"), REWARD, RETURN):
+        batch[key][its] = torch.nan if reward is None else reward
+    pipeline = stage if isinstance(stage, Pipeline) else Pipeline({"stage": stage})
+    found = pipeline.run(batch if reward is not None else batch[~its]).metrics
+    return {metric: repr(value) for metric, value in found.items() if metric.startswith("stage/")}
+
+
 def others(out: TensorDict) -> TensorDict:
     """The rows of all rollouts but 0, in the order of the batch."""
     stay = out["rollout_id"] != 0

@@ -532,9 +532,7 @@ class Rows:
         """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
         return self.count("loss_mask", finite=True) * self.in_loss
 
-    def reduce(
-        self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str | None = None
-    ) -> Tensor:
+    def reduce(self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str = "") -> Tensor:
         """(M,): reduce a column of any width to one number per row, on its device.
 
         Args:
