@@ -17,6 +17,7 @@ from test_criteria import CRITERIA
 import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline import ConfigError
+from headrace.pipeline.certify import Refused
 from headrace.pipeline.sources import READERS
 from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_relative_advantage
 
@@ -75,7 +76,7 @@ def lacking_equations() -> list[str]:
 def uncertified() -> list[str]:
     certified = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
     missing = set(NAMES) - {each["recipe"] for each in certified}
-    return [f"{name}: its certificates. Run `make certificates`" for name in sorted(missing)]
+    return [f"{name}: its certificates. Run `make certificates ARGS={name}`" for name in sorted(missing)]
 
 
 def lacking_recipes() -> list[str]:
@@ -192,6 +193,19 @@ def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, t
     generate.check()
     generate.generate()
     assert capsys.readouterr().out == "up to date\n"
+
+
+def test_certificates_of_named_recipes_leave_those_of_others(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_certificates
+
+    before = json.loads(make_certificates.PAGE.read_text())["certificates"]
+    refused = Refused("gdpo", "", 4, "")
+    monkeypatch.setattr(make_certificates, "certify_recipe", lambda node, recipe, *task: refused)
+    found = make_certificates.certificates(["gdpo"])
+    assert found == [each for each in before if each["recipe"] != "gdpo"]
+    with pytest.raises(SystemExit, match=r"^unknown recipes: grop\. The recipes are as/areal, "):
+        make_certificates.certificates(["grop"])
 
 
 @pytest.mark.slow
