@@ -65,14 +65,15 @@ The loss is a mean over tokens, rollouts or groups. `constant` means that the di
 These options are usual, so the table does not repeat them:
 
 - The std has the divisor n − 1.
-- ε = 1e-6 is added to the scale. The option `advantage.eps_mode` can change this: with `clamp`, ε is the
-  smallest scale. With `skip`, ε is only added if the scale is positive, and a scale of 0 divides nothing.
+- The divisor is the scale plus ε = 1e-6. The option `advantage.eps_mode` can change this. With `clamp`, the
+  divisor is the scale, but at least ε. With `skip`, the divisor is 1 if the scale is 0.
 - A lone rollout, the only one of its group, gets the advantage 0.
 
 These rules hold for all recipes:
 
-- If baseline or scale use the group, a group with equal rewards has an advantage of exactly 0. The
-  exception is `asymre`, where it is −delta.
+- If the baseline is of the group, the stage `advantage` gives a group with equal rewards exactly 0. The
+  exception is `asymre`, where it is −delta. Further stages can change the rewards before, as in `gr3`, or the
+  advantage after, as the whitening in `gdpo`.
 - No recipe gives NaN.
 - Use TorchRL's `GRPOLoss(aggregation="none")` with [`optimise`](gradients.md#torchrls-grpoloss), unless the
   text says "Loss:" and names another. In a loop without `optimise`, headrace's `weighted_loss` sums the
@@ -140,16 +141,14 @@ CERTIFIED = """
 How far is the expected gradient of a recipe from the gradient of the mean reward? A
 [certificate](certificates.md) computes this exactly on a small task. This table is for the task
 `stop_or_continue` with groups of four, and for the advantage alone, without the weights of the loss. 75 %
-means that the gradient of a parameter is 0.75 times the true one.
+means that the gradient of each parameter is 0.75 times the true one. 53 % to 102 % means that the factor is
+0.53 for one parameter, 1.02 for another, and between them for the rest. Then some parameters are learned
+faster than others. A common factor only changes the length of the step, and the learning rate can correct it.
 
 | length, relative to the true gradient | direction | recipes |
 |---|---|---|
 """
 PURPOSE = """
-A range such as 53 % to 102 % means that the parameters have different factors. So some of them are learned
-faster than others. A common factor only changes the length of the step, and the learning rate can correct
-it.
-
 Some recipes have another objective on purpose: they add a teacher's term, credit only the best rollout, or
 weigh prompts and tokens. Their numbers show the distance between the two objectives.
 

@@ -53,7 +53,7 @@ SETTINGS = {
         for case in ("uneven-groups", "fan-out", "lone-rollout", "lost-rollout", "truncated-session")
     },
     **{
-        ("rlinf", case): 'Run with `adv_type="grpo_dynamic"` and `advantage_mode="trajectory"`.'
+        ("rlinf", case): 'Run with `adv_type="grpo_dynamic", advantage_mode="trajectory"`.'
         for case in ("fan-out", "truncated-session")
     },
     **{

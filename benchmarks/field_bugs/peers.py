@@ -744,7 +744,7 @@ PEERS["verl"].other = (f"`{vectorised}`", lambda case: verl_estimator(case, vect
 PEERS["verl v1"].other = ("`compute_grpo_outcome_advantage`", verl)
 PEERS["ms-swift"].other = ("`compute_advantages_dynamic`", swift_dynamic)
 PEERS["trinity-rft"].other = ("`StepWiseGRPOAdvantageFn`", trinity_steps)
-PEERS["rlinf"].other = ('`adv_type="grpo_dynamic"` and `advantage_mode="trajectory"`', rlinf_dynamic)
+PEERS["rlinf"].other = ('`adv_type="grpo_dynamic", advantage_mode="trajectory"`', rlinf_dynamic)
 
 
 def answer(name: str, case: Case) -> dict[str, Any]:
