@@ -36,6 +36,7 @@ def long_run(**run):
                 "name": name,
                 "cause": "",
                 "because": "",
+                "certain": False,
                 "text": f"Step {at} has `{name}`, and it has been so at 44 of 60 steps, first at 3 "
                 "and last at 59, for which there is a word or two to say.",
             }
@@ -129,6 +130,18 @@ def test_an_advisory_leads_to_its_cause(look):
     page.one(f"#symptom-{FIRED[-1]} .because button").click()
     assert page.one(f"#symptom-{FIRED[0]}").get_attribute("open")
     assert page.seen(".because button") == symptoms()[FIRED[0]].title
+    given = page.texts("#advisories ul code")
+    assert len(given) == len(set(given))  # no remedy twice
+
+
+@pytest.mark.parametrize(("certain", "how"), [(True, "because"), (False, "probably in part because")])
+def test_the_line_of_what_the_verdict_has_said_gives_the_reason(look, certain, how):
+    run = long_run(live=None)
+    last = run["steps"][-1]
+    last["verdict"] = last["advisories"][-1]["text"]
+    last["advisories"][-1] |= {"because": FIRED[0], "certain": certain}
+    effect, cause = (symptoms()[name].title for name in (FIRED[-1], FIRED[0]))
+    assert look(run).texts("#advisories summary")[-1] == f"{effect}, {how} of this: {cause}. what to do"
 
 
 def test_an_earlier_step_names_the_advisories_of_later_steps(look):

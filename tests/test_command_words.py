@@ -40,6 +40,7 @@ def test_help_fits_a_terminal_and_lists_every_task_and_command(tmp_path):
 def test_the_help_of_a_task_has_its_options(task, tmp_path):
     shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
     assert shown.startswith(f"headrace task={task}\n")
+    assert headrace_here(tmp_path, "--help", task).stdout == shown
     reads = task in ("replay", "compare", "plan", "audit")
     for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
         assert (f"\n  source.{option}=" in shown) == reads

@@ -64,6 +64,7 @@ INNER = {
     "scaling.py": {"transforms.distributed"},
     "cutting.py": {"transforms.distributed"},
     "test_balance.py": {"transforms.split.bins"},
+    "test_contract.py": {"transforms.columns"},
     "balance.py": {"transforms.split.bins"},
     "engines.py": {"pipeline.collect.queues"},
     "test_split_trees.py": {"transforms.prefixes", "transforms.split.trees"},

@@ -44,7 +44,8 @@ MISTAKES = {
     # -- flags of other commands
     "-m": "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2",
     f"-m {REPLAY} seed=1": "none has several: headrace -m seed=1,2; leave -m out to run one job",
-    "--resume": "unknown option '--resume' (did you mean no flag: the command resumes no run",
+    "--resume": "--resume: the command resumes no run. In a loop of your own, use state_dict\n",
+    "resume=true": "resume=true: the command resumes no run",
     "--list": "did you mean headrace recipes?",
     "--verison": "unknown option '--verison' (did you mean '--version'",
     "-seed=1": "did you mean seed=1?",
@@ -53,30 +54,32 @@ MISTAKES = {
     "task=replay --source.path=dump": "did you mean source.path=dump?",
     "-m --cfg job seed=1,2": "take one of them",
     # -- names of options
-    "sed=1": "unknown option 'sed' (did you mean 'seed'?)",
+    "sed=1": "unknown option 'sed' (did you mean seed=1?)",
     "seed 1": "did you mean seed=1?",
     "lr=1e-4": "did you mean optimizer.lr=1e-4?",
-    "train.step=3": "unknown option 'train.step' (did you mean 'steps'?)",
+    "train.step=3": "unknown option 'train.step' (did you mean train.steps=3?)",
     "output=x": "did you mean hydra.run.dir=x?",
     "hydra.run.dri=x": "did you mean 'hydra.run.dir'",
     "xray=trl": "unknown option 'xray' here: it is an option of task=xray",
     "task=replay train.steps=3": "unknown option 'train.steps' here: it is an option of task=train",
     f"{REPLAY} group_by=prompt": "did you mean source.group_by=prompt?",
-    f"{REPLAY} source.groupby=prompt": "did you mean 'group_by'",
+    f"{REPLAY} source.groupby=prompt": "did you mean source.group_by=prompt?",
     "gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
     "hydra.foo=3": "unknown option 'hydra.foo'",
     "seed=1 doctor": "headrace doctor is a command of its own",
-    "task=replay group_size=3": "here: it is an option of task=train; task=replay has source.group_size and",
+    "task=replay group_size=3": "here: it is an option of task=train; for a dump set source.group_size=3\n",
     f"{REPLAY} pipeline=as/verl pipeline.stages.filter.action=drop": (
         "'pipeline.stages.filter.action': pipeline=as/verl has no stage 'filter'; it has gate, collapse"
     ),
     # -- stages
     "advantage.scale=none": "did you mean pipeline.stages.advantage.scale=none?",
     "pipeline.gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
-    "pipeline.stages.gaet.group_size=8": "unknown option 'pipeline.stages.gaet' (did you mean 'gate'?)",
+    "pipeline.stages.gaet.group_size=8": (
+        "unknown option 'pipeline.stages.gaet' (did you mean pipeline.stages.gate.group_size=8?)"
+    ),
     "pipeline.stages.gate.scale=mad": "did you mean pipeline.stages.advantage.scale=mad?",
     "~filter": "did you mean ~pipeline.stages.filter?",
-    "~pipeline.stages.fliter": "did you mean 'filter'",
+    "~pipeline.stages.fliter": "did you mean pipeline.stages.filter=null?",
     "stages gaet": "unknown stage 'gaet' (did you mean 'gate'?)",
     "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
     "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_tr",

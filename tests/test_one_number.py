@@ -50,7 +50,7 @@ def dump(tmp_path_factory):
 @pytest.fixture(scope="module")
 def replayed(dump, tmp_path_factory):
     """The page's data, and the terminal's text."""
-    out, console = tmp_path_factory.mktemp("out"), Console(width=300, record=True, file=io.StringIO())
+    out, console = tmp_path_factory.mktemp("out"), Console(width=600, record=True, file=io.StringIO())
     words = ("pipeline=dr_grpo", f"pipeline.stages.gate.group_size={SIZE}", "report.steps=50")
     replay(configure("config", "task=replay", f"source.path={dump}", *words), out, console)
     return data_of(out / "report.html"), console.export_text()
@@ -73,7 +73,7 @@ def mean_of(values, first, last):
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=60), st.lists(st.floats(0, 1), min_size=60))
 def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
-    """The reward and the response length by quarters, a share by its last five steps."""
+    """The reward and the response length by quarters, a share by its last five steps and by all."""
     history = [
         (step, {"reward/all/mean": reward, "reward/all/min": 0.0, "reward/all/max": 1.0}
          | {"rows/trained": 1.0, "rollouts/truncated": shares[step], "response_length/mean": 1 + reward})
@@ -88,7 +88,9 @@ def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
     texts = {each.name: each.text for each in advise(history[-1][1], history)}
     assert ("rollouts-truncated" in texts) == (last_five > 0.25)
     if text := texts.get("rollouts-truncated"):
+        everywhere = percent(mean_of(shares, 0, len(rewards) - 1))
         window = f"mean of steps {len(rewards) - 5} to {len(rewards) - 1}"
+        window += f"; over all {len(rewards)} steps {everywhere}"
         assert text.startswith(f"{percent(last_five)} of the rollouts were truncated ({window}).")
     if text := texts.get("lengths-explode"):
         for value, first, last in stated(text):
@@ -157,7 +159,7 @@ def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_pa
         )  # the groups that train differ in their std at every second step
         run = Pipeline(stages(weight=LossWeight())).run(batch)
         write_dump(make_report(run, step=step), tmp_path / "dump")
-    console = Console(width=300, record=True, file=io.StringIO())
+    console = Console(width=600, record=True, file=io.StringIO())
     gate = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
     words = ("pipelines=[grpo,dr_grpo]", "report.steps=50", *gate)
     config = configure("config", "task=compare", f"source.path={tmp_path / 'dump'}", *words)

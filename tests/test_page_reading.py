@@ -61,16 +61,11 @@ def test_each_rollout_is_compared_with_the_others(look):
     assert "not in the loss: filter/zero_variance" in card(page, 100).text
 
 
-def test_groups_of_equal_rewards_start_with_the_lowest(look):
-    """Group 1 has equal rewards and spreads least, group 3 has the lowest mean: it is opened first."""
+def test_groups_of_equal_rewards_come_last_the_lowest_first(look):
+    """Group 4 alone has a gradient; the means of the others are 1, 0.5 and 0.5."""
     run = pages.reading_run()
-    said = [{"name": "reward-flat", "text": "The mean reward is flat.", "cause": "", "because": ""}]
-    run["steps"] = [step | {"advisories": said} for step in run["steps"]]
-    page = look(run)
-    means = dict(zip(run["steps"][0]["groups"]["id"], run["steps"][0]["groups"]["reward_mean"], strict=True))
-    assert found(page) == [str(group) for group in sorted(means, key=lambda g: (means[g], g))]
-    assert opened(page) == found(page)[:1]
-    assert page.driver.execute_script("return document.getElementById('sort').value") == "mean"
+    run["steps"][-1]["groups"]["reward_std"] = [0.0, 0.0, 0.0, 0.1]
+    assert found(look(run)) == ["4", "2", "3", "1"]
 
 
 def test_ground_truth_and_other_columns_are_beside_the_response(look):

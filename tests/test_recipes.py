@@ -131,11 +131,11 @@ def not_five(batch):
     [
         (
             "pipeline.stages.advantge.scale=none",
-            r"unknown option 'pipeline.stages.advantge' \(did you mean 'advantage'\?\)",
+            r"option 'pipeline.stages.advantge' \(did you mean pipeline.stages.advantage.scale=none\?\)",
         ),
         (
             "pipeline.stages.advantage.scael=none",
-            r"unknown option 'pipeline.stages.advantage.scael' \(did you mean 'scale'",
+            r"option 'pipeline.stages.advantage.scael' \(did you mean pipeline.stages.advantage.scale=none\?",
         ),
         (
             "+pipeline.stages.advantage.scael=none",
@@ -145,7 +145,7 @@ def not_five(batch):
             "+pipeline.stages.advantge.scale=none",
             r"stages.advantge must be a node with a _target_, or null \(did you mean 'advantage'",
         ),
-        ("~pipeline.stages.fitler", r"unknown option 'pipeline.stages.fitler' \(did you mean 'filter'"),
+        ("~pipeline.stages.fitler", r"'pipeline.stages.fitler' \(did you mean pipeline.stages.filter=null\?"),
         ("pipeline=gprpo", r"unknown recipe 'gprpo' \(did you mean 'grpo'"),
         ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage.scale must be one of 'group'"),
         (

@@ -480,18 +480,19 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"score": NaN}', "the literal NaN"),
-        ('{"score": -Infinity}', "the literal -Infinity"),
+        ('{"input": "NaN", "score": NaN}', "'score' is the literal NaN, which is no JSON"),
+        ('{"rewards": [1, -Infinity]}', "'rewards' is the literal -Infinity"),
         ('{"a": {"b": 1, "b": 2}}', "the key 'b' twice"),
         ("[" * 100_000, "must be one JSON object"),
         ("9" * 5000, "must be one JSON object"),
         ("3", "must be one JSON object; found 3"),
-        ('{"input": "x"', "is the file cut off"),
         (
-            '{"input": "x\n"}',
-            "found Invalid control character at column",
+            '{"input": "x"',
+            """is no valid JSON: it breaks off after '{"input": "x"', and the file ends there""",
         ),
-        ("", "an empty file"),
+        ('{"input": "x\n"}', """is no valid JSON: it breaks off after '{"input": "x'$"""),
+        ('{"input": x}', "is no valid JSON: at column 11 it has 'x}'"),
+        ("", "the file is empty"),
         ('{"input": "\\ud800", "output": "", "score": 1, "step": 1}', "a string of valid Unicode"),
         (
             '{"input": "x", "output": "", "score": true, "step": 1}',

@@ -225,3 +225,21 @@ def test_the_command_trains_dumps_and_replays(tmp_path):
     assert "where the rows of 3 steps went" in shown.stdout
     again = (tmp_path / "again" / "report.html").read_text()
     assert f'"response":{json.dumps(step["rows"]["response"], separators=(",", ":"))}' in again
+
+
+def test_a_flat_replay_of_texts_says_how_to_estimate_larger_groups(tmp_path):
+    """The command that it prints runs; the page is of the recipe; texts that triple in length are noticed."""
+    (tmp_path / "my dump").mkdir()
+    for step in range(12):
+        text = {"gts": "2", "step": step, "output": "3" * (1 + 2 * (step > 5))}
+        scores = {"1+1?": (0.0, 0.0), "2+2?": (0.0, 0.0), "3+3?": (0.0, 1.0)}
+        rows = [text | {"input": asked, "score": score} for asked, two in scores.items() for score in two]
+        write_lines(tmp_path / "my dump" / f"{step}.jsonl", rows)
+    words = ["source.path=my dump", "source.group_by=prompt", "source.group_size=2"]
+    said = " ".join(headrace_here(tmp_path, "task=replay", *words, "pipeline=rloo").stdout.split())
+    plan = "headrace task=plan 'source.path=my dump' source.group_by=prompt source.group_size=2 pipeline=rloo"
+    assert said.count(f"would help: {plan}") == 1
+    assert "lengths-explode: Responses grew from 1 (steps 0 to 2) to 3 (steps 9 to 11) characters" in said
+    (page,) = tmp_path.glob("outputs/*/*/report.html")
+    assert '"title":"rloo, replay of my dump"' in page.read_text()
+    assert headrace_here(tmp_path, *shlex.split(plan)[1:]).returncode == 0

@@ -311,7 +311,7 @@ def recipes_of_mine(tmp_path):
     return f"hydra.searchpath=[file://{tmp_path}/mine]"
 
 
-NAN = (nan_score, "2.jsonl:1: .*NaN, which is no JSON")
+NAN = (nan_score, "2.jsonl:1: 'score' is the literal NaN, which is no JSON")
 LOST = (lost_row, r"'gate'.* group of 'a' has 1 of 2.*set pipeline\.stages\.gate\.on_incomplete=drop")
 FILE = {"compare": "compare.json", "plan": "plan.json", "audit": "audit.json"}
 
@@ -410,3 +410,10 @@ def test_an_unknown_status_gives_no_truncated_share():
     numbers = make_report(composed("pipeline=grpo", "pipeline.stages.gate=null").run(batch)).numbers
     assert "rollouts/truncated" not in numbers
     assert numbers["rollouts/failed"] == 0.5
+
+
+def test_a_file_without_records_is_of_the_step_of_its_name(tmp_path):
+    source = open_source(verl_steps(tmp_path, 4, lambda rows: []), group_by="prompt")
+    outcomes = dict(source.outcomes())
+    assert list(outcomes) == [0, 1, 2, 3]
+    assert "2.jsonl: the file is empty" in str(outcomes[2])

@@ -476,6 +476,7 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             (["sweep"], "headrace view sweep/0 sweep/1"),
             ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),
             ([str(run), "--port", port], f"--port {port}: address already in use. Take another port"),
+            ([str(run), "-p", port], f"--port {port}: address already in use"),
             ([str(run), "--port", "99999"], "a port is from 1 to 65535; got 99999"),
             ([str(run), "--prot", "1"], "unrecognized arguments: --prot"),
         ):

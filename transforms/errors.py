@@ -19,15 +19,26 @@ class ErrorNames:
         said = f"{name}={value if value.isdigit() else repr(value)}" if value else name
         return f"pipeline.stages.{stage}.{name}={value} (in Python {said})" if other else said
 
-    def say_missing(self, key: NestedKey, option: str, batch: Sequence[NestedKey], **_: Any) -> str:
-        """That a batch of some columns lacks this one, which an option names."""
-        column = self.say_column(key, option)
-        renamed = f"If it goes by another name, set {option}{who_stamps(option)}"
-        return f"needs the key {column}; the batch has {batch}. {renamed}"
+    def say_missing(
+        self,
+        key: NestedKey,
+        option: str,
+        batch: Sequence[NestedKey],
+        reader: str = "",
+        role: str = "",
+        **_: Any,
+    ) -> str:
+        """That a batch lacks the column of a role; the reader may have no option that names it."""
+        said = f"needs the key {self.say_column(key, option)}; the batch has {batch}"
+        if not (option or role):
+            return said
+        declare = "" if option else f"add {role!r} to the `columns` of {reader}, and "
+        option = option or f"{role}_key"
+        return f"{said}. If it goes by another name, {declare}set {option}{who_stamps(option)}"
 
     def say_column(self, key: NestedKey, option: str, **_: Any) -> str:
-        """A column, which an option names."""
-        return f"{key!r} ({option})"
+        """A column, and the option that names it, if there is one."""
+        return f"{key!r} ({option})" if option else repr(key)
 
     def say_present(self, batch: Sequence[NestedKey], **_: Any) -> str:
         """The columns of a batch."""

@@ -25,7 +25,7 @@ baseline or a scale is one line in ``advantage/baselines.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from math import isfinite
@@ -35,7 +35,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .columns import DEFAULTS, WRITERS
+from .columns import COLUMNS, DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing
 from .ids import Ids, as_ids
 from .options import nested_key
@@ -96,6 +96,7 @@ class Rows:
         reader: class name of the stage, for messages.
         stage: name of the stage in the pipeline; a prefix of its reasons and metrics.
         index: (M,) int64, table indices of the rows of this view; None: all rows.
+        declared: roles whose key the stage has an option for; None: not known.
 
     Example:
         >>> from tensordict import TensorDict
@@ -116,8 +117,10 @@ class Rows:
         reader: str = "a stage",
         stage: str = "",
         index: Tensor | None = None,
+        declared: Collection[str] | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
+        self.declared = declared
         self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
 
     # -- in and out ---------------------------------------------------------------------------------------
@@ -206,8 +209,8 @@ class Rows:
 
     def seen_by(self, stage: Any, name: str = "") -> Rows:
         """A view of the rows that have not left, with columns under the names that a stage uses."""
-        names = {**DEFAULTS, **column_keys(stage)}
-        return Rows(self.table, names, type(stage).__name__, name, self.table.index)
+        own = column_keys(stage)
+        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.index, own)
 
     def __len__(self) -> int:
         return self.table.size if self.index is None else len(self.index)
@@ -407,7 +410,7 @@ class Rows:
             return self
         rows = chosen.nonzero().flatten()
         index = rows if self.index is None else self.index[rows]
-        return Rows(self.table, self.names, self.reader, self.stage, index)
+        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
 
     @cached_property
     def statistics(self) -> Rows:
@@ -429,7 +432,9 @@ class Rows:
     @property
     def on_arrival(self) -> Rows:
         """A view of all rows of the table, including rows that have left."""
-        return self if self.index is None else Rows(self.table, self.names, self.reader, self.stage)
+        if self.index is None:
+            return self
+        return Rows(self.table, self.names, self.reader, self.stage, declared=self.declared)
 
     def from_arrival(self, values: Tensor) -> Tensor:
         """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
@@ -529,9 +534,7 @@ class Rows:
         """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
         return self.count("loss_mask", finite=True) * self.in_loss
 
-    def reduce(
-        self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str | None = None
-    ) -> Tensor:
+    def reduce(self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str = "") -> Tensor:
         """(M,): reduce a column of any width to one number per row, on its device.
 
         Args:
@@ -1070,11 +1073,11 @@ class Rows:
         return column[0].dtype if isinstance(column, list) else column.dtype
 
     def _option(self, role: Any) -> str:
-        if isinstance(role, str) and role in self.names:
-            return f"{role}_key"
-        return str(self.key(role))
+        """The option of the stage that names a column; empty if it has none."""
+        has_option = self.names if self.declared is None else self.declared
+        return f"{role}_key" if isinstance(role, str) and role in has_option else ""
 
-    def missing(self, role: Any, option: str | None = None) -> MissingKeyError:
+    def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
         key = self.key(role)
         if key in WRITERS:
@@ -1083,10 +1086,16 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
-        if self.table.no_lengths and option in OF_LENGTHS:
+        if self.table.no_lengths and (option or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
-        batch = key_names(self.table.batch)
-        return MissingKeyError(f"{self.reader} {{missing}}", key=key, option=option, batch=batch)
+        facts = {
+            "key": key,
+            "option": option,
+            "batch": key_names(self.table.batch),
+            "reader": self.reader,
+            "role": role if isinstance(role, str) and role in COLUMNS else "",
+        }
+        return MissingKeyError("{reader} {missing}", **facts)
 
     def _facts(self, role: Any) -> dict[str, Any]:
         """What errors say of a column."""

@@ -36,7 +36,6 @@ ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
 DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
 INSTEAD = {  # what to use here instead of flags of other commands
-    "resume": "no flag: the command resumes no run; in a loop of your own, use state_dict",
     "list": "headrace recipes",
     "verbose": "hydra.verbose=true",
     "v": "headrace --version",
@@ -71,8 +70,8 @@ def answer(words: Sequence[str]) -> int | None:
 
         return examine()
     if first == "help" or any(word in ("--help", "-h") for word in words):
-        tasks = [word.removeprefix("task=") for word in words if word.startswith("task=")]
-        print(help_of_task(tasks[-1]) if tasks and first != "help" else help_text())
+        tasks = [word.removeprefix("task=") for word in words if word.startswith("task=") or word in TASKS]
+        print(help_of_task(tasks[-1]) if tasks else help_text())
     elif first == "version" or "--version" in words:
         found = versions()
         print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
@@ -98,6 +97,8 @@ def ready_words(words: Sequence[str]) -> list[str]:
         ConfigError: a flag is unknown, or an argument has no value. The message suggests what may be meant.
     """
     for at, word in enumerate(words):
+        if word.partition("=")[0].lstrip("-+") == "resume":
+            raise ConfigError(f"{word}: the command resumes no run. In a loop of your own, use state_dict")
         if word.startswith("-"):
             _check_flag(word, words, at)
 

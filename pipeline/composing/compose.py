@@ -177,6 +177,8 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         having = [task for task in TASKS if _has_option(typed, [*recipe_words, f"task={task}"])]
         if having:
             here = f"; task={base.task} has {' and '.join(found)}, of other meaning" if found else ""
+            if f"source.{typed}" in found:
+                here = f"; for a dump set source.{typed}{equals}{value}"
             tasks = " and ".join(f"task={task}" for task in having)
             return f"unknown option {typed!r} here: it is an option of {tasks}{here}"
     parent: Any = base
@@ -192,7 +194,10 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
     if found:
         words = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
         return f"unknown option {typed!r} (did you mean {words}?)"
-    return f"unknown option {path!r}{suggest(name, names)}; choose from {', '.join(names)}" if names else None
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    full = f"{sign}{path.removesuffix(name)}{close[0]}{typed[len(path) :]}{equals}{value}" if close else ""
+    hint = f" (did you mean {full}?)" if full else ""
+    return f"unknown option {path!r}{hint}; choose from {', '.join(names)}" if names else None
 
 
 def _has_option(path: str, words: Sequence[str]) -> bool:

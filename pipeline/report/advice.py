@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+
+from headrace.pipeline.composing.compose import leaves
 
 from .over_steps import MIN_STEPS, RECENT, UNITS, Numbers, StepMean, mean_over, percent, quarter_means
 
 History = Sequence[tuple[int, Numbers]]
 REWARD, LENGTH = "reward/all/mean", "response_length/mean"
+LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of them
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
 LONGEST = "response_length/max"
@@ -47,6 +53,14 @@ class Advisory(NamedTuple):
     (``incomplete``, ``equal_rewards``, ``remainder``, ``no_tokens``). Remedies for others are left out."""
     because: str = ""
     """The symptom that causes it, which comes before it; empty: none of those that are found."""
+    certain: bool = False
+    """Whether that symptom leaves no gradient at any step; else it is probably a cause among others."""
+
+    @property
+    def reason(self) -> str:
+        """``Because of …``, and whether that is certain; empty: no cause is known."""
+        words = "Because" if self.certain else "Probably, in part, because"
+        return f"{words} of {self.because}." if self.because else ""
 
 
 class Advice(NamedTuple):
@@ -113,7 +127,7 @@ def numbers_read() -> list[str]:
     ]
     causes = [number for node in _symptom_nodes().values() for number in node.get("because", {}).values()]
     judged = [*(rule.number for rule in bounds()), *(number for number in causes if number)]
-    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", LENGTH, *judged]
+    return [*counts, *LEFT, REWARD, "reward/all/min", "reward/all/max", *LENGTH_UNITS, *judged]
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
@@ -170,12 +184,15 @@ def _why_left(history: History) -> str:
 def _causes_first(found: Sequence[Advisory], history: History) -> list[Advisory]:
     """The advisories, each behind the one that causes it (``because`` in symptoms.yaml)."""
     recent = [each for _, each in history[-RECENT:]]
+    no_gradient = {"rows/trained", *(rule.number for rule in bounds() if rule.zero)}
     ordered: list[Advisory] = []
     for each in found:
         for name, number in _symptom_nodes().get(each.name, {}).get("because", {}).items():
             part, whole = (sum(numbers.get(key, 0.0) for numbers in recent) for key in (number, each.number))
-            if any(other.name == name for other in found) and (number is None or 2 * part >= whole):
-                each = each._replace(because=str(name))
+            other = next((other for other in found if other.name == name), None)
+            if other is not None and (number is None or 2 * part >= whole):
+                always = other.number in no_gradient and len(other.steps) == len(history)
+                each = each._replace(because=str(name), certain=always)
                 break
         ordered.append(each)
     for each in [*ordered]:
@@ -209,8 +226,8 @@ def unchecked(history: History) -> list[str]:
     """
     last = history[-1][1] if history else {}
     judged = {rule.name: any(rule.holds(each) for _, each in history[-RECENT:]) for rule in bounds()}
-    rewards, lengths = (len(_points(history, name)) >= MIN_STEPS for name in (REWARD, LENGTH))
-    judged |= {"reward-flat": rewards, "stalled": rewards, "lengths-explode": lengths}
+    rewards, *lengths = (len(_points(history, name)) >= MIN_STEPS for name in (REWARD, *LENGTH_UNITS))
+    judged |= {"reward-flat": rewards, "stalled": rewards, "lengths-explode": any(lengths)}
     judged |= {
         "nothing-trains": "rows/trained" in last,
         "off-policy": any("/least_" in name for name in last),
@@ -317,10 +334,17 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     if rule.number not in means or not rule.fires(means[rule.number].value):
         return None
     value = means[rule.number].value
-    window = ""
+    longer = {key: _points(history, key) for key in means} if len(history) > RECENT and not rule.zero else {}
+    whole = {key: mean_over(points).value for key, points in longer.items()}
+    window, all_steps = "", ""
     if len(history) > 1:
         window = means[rule.number].window
-        window = f" ({window})" if rule.zero or len(recent) == 1 else f" (mean of {window})"
+        window = window if rule.zero or len(recent) == 1 else f"mean of {window}"
+        if whole:
+            all_steps = f"over all {len(longer[rule.number]):,} steps"
+            said = percent(whole[rule.number]) if "{share}" in rule.says else f"{whole[rule.number]:.3g}"
+            window += f"; {all_steps} {said}"
+        window = f" ({window})"
     steps = [step for step, each in history if rule.holds(each) and rule.fires(each[rule.number])]
     text = f"{rule.says.format(share=percent(value), value=f'{value:.3g}')}{window}."
     if where := said_at(steps, len(history)):
@@ -328,12 +352,23 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
     cause = ""
     if rule.also and any(solved.values()):
-        most = max(solved, key=lambda key: solved[key])
-        cause = most if 2 * solved[most] >= value and len(set(solved.values())) > 1 else ""
+        cause = _solved_by(solved, value)
+        if whole and cause != _solved_by(whole, whole[rule.number]):
+            cause = ""  # of these steps alone
         words = {"solve_none": rule.solve_none, "solve_all": rule.solve_all}.get(cause, rule.also)
-        also = words.format(**{key: percent(share) for key, share in solved.items()})
-        text += f" {also}{window}."
+        shares = {
+            key: percent(share) + (f" ({all_steps} {percent(whole[key])})" if key in whole else "")
+            for key, share in solved.items()
+        }
+        text += f" {words.format(**shares)}."
     return Advisory(rule.name, text, rule.number, tuple(steps), cause)
+
+
+def _solved_by(shares: Numbers, equal: float) -> str:
+    """``solve_none`` or ``solve_all``, which is greater, if it is half of the groups of equal rewards."""
+    none, every = (shares.get(key, 0.0) for key in ("solve_none", "solve_all"))
+    cause = "solve_none" if none > every else "solve_all"
+    return cause if none != every and 2 * max(none, every) >= equal else ""
 
 
 def _least(numbers: Numbers) -> list[Advisory]:
@@ -378,17 +413,17 @@ def _trends(history: History) -> list[Advisory]:
     if trend is not None and trend.kind in ("flat", "stalled", "fell"):
         name = "stalled" if trend.kind == "stalled" else "reward-flat"
         found.append(Advisory(name, f"The mean reward {trend.words}.", REWARD, ()))
-    lengths = _points(history, LENGTH)
-    if len(lengths) >= MIN_STEPS:
-        first, _, last = quarter_means(lengths)
+    for number, unit in LENGTH_UNITS.items():
+        lengths = _points(history, number)
+        first, _, last = quarter_means(lengths) if len(lengths) >= MIN_STEPS else [StepMean(0.0, ())] * 3
         if last.value > LENGTHS * first.value:
-            words = f"Responses grew from {_said(first, ',.3g')} to {_said(last, ',.3g')} tokens on average"
+            words = f"Responses grew from {_said(first, ',.3g')} to {_said(last, ',.3g')} {unit} on average"
             step, before, after = jump_of(lengths)
             if after - before >= (last.value - first.value) / 2:
                 words += f". They jump at step {step:,}, from {before:,.3g} to {after:,.3g}"
             else:
                 words += f". They rise most around step {step:,}"
-            found.append(Advisory("lengths-explode", f"{words}.", LENGTH, (step,)))
+            found.append(Advisory("lengths-explode", f"{words}.", number, (step,)))
     return found
 
 
@@ -511,10 +546,19 @@ class Remedy(NamedTuple):
         Python: there, options are those of Python (:func:`in_python`). Options that one of them does not have
         are not shown: what to do elsewhere is said in words.
 
+        Another task over the same dump is the whole command, with the other words that were typed.
+
         Args:
             configs: composed, one for each recipe, or that of a run in Python
                 (:func:`configs_in_effect`); empty: every option is shown.
         """
+        if configs and self.words.startswith("task="):
+            task, typed = self.words.split()[0], self.words.split()
+            if "source" in configs[0] and HydraConfig.initialized():
+                said = HydraConfig.get().overrides
+                more = (word for word in said.hydra if word.startswith("hydra.searchpath="))
+                typed = [task, *(word for word in said.task if not word.startswith("task=")), *more]
+            return self._replace(words=f"headrace {shlex.join(typed)}")
         python = any("task" not in config for config in configs)
         if configs and all(follows(config, self.words) for config in configs):
             return None
@@ -527,12 +571,15 @@ class Remedy(NamedTuple):
         return self._replace(text=f"{self.text}: {self.elsewhere}", words="", elsewhere="")
 
 
-def remedy_of(advisory: Advisory, configs: Sequence[DictConfig] = ()) -> Remedy | None:
+def remedy_of(
+    advisory: Advisory, configs: Sequence[DictConfig] = (), given: Collection[Remedy] = ()
+) -> Remedy | None:
     """The first thing to do about an advisory: an option to set, where there is one.
 
     Args:
         advisory: of a symptom.
         configs: as for :meth:`Remedy.under`.
+        given: remedies that were said before, which are not said again.
 
     Example:
         >>> remedy_of(Advisory("lengths-explode", "", "", ())).words
@@ -542,7 +589,9 @@ def remedy_of(advisory: Advisory, configs: Sequence[DictConfig] = ()) -> Remedy 
     fitting = [
         remedy
         for each in (symptom.remedies if symptom else ())
-        if each.fits(advisory.cause) and (remedy := each.under(configs)) is not None
+        if each.fits(advisory.cause)
+        and (remedy := each.under(configs)) is not None
+        and not any((remedy.words or remedy.text) == (other.words or other.text) for other in given)
     ]
     return next((remedy for remedy in fitting if remedy.words), fitting[0] if fitting else None)
 
@@ -606,8 +655,8 @@ def in_python(words: str) -> str:
         '"dapo", stages={"overlong": {"cache": 1024}}'
     """
     typed = words.split()
-    if not typed or typed[0].startswith("task="):
-        return f"headrace {words}" if typed else ""
+    if not typed:
+        return ""
     if any("@" in word or word.startswith("+") for word in typed):
         return ", ".join(f'"{word}"' for word in typed)
     recipe = [f"'{word.partition('=')[2]}'" for word in typed if word.startswith("pipeline=")]
@@ -619,16 +668,42 @@ def in_python(words: str) -> str:
 def follows(config: DictConfig, words: str) -> bool:
     """Whether a composed configuration has the values of all of these overrides already.
 
+    A recipe (``pipeline=NAME``) is there if all stages that its file adds are, and each option that it sets
+    to a word or to null: those choose how to compute, and numbers may be tuned.
+
     Example:
-        >>> config = OmegaConf.create({"pipeline": {"stages": {"filter": None}}})
+        >>> stages = {"filter": None, "advantage": {"scale": "mean"}}
+        >>> config = OmegaConf.create({"pipeline": {"stages": stages}})
         >>> follows(config, "pipeline.stages.filter=null"), follows(config, "pipeline.stages.filter=1")
+        (True, False)
+        >>> follows(config, "pipeline=maxrl"), follows(config, "pipeline=mgpo")
         (True, False)
     """
     typed = words.split()
     return bool(typed) and all(
-        _has(config, path) and OmegaConf.select(config, path) == OmegaConf.select(asked, path)
+        has_recipe(config, asked[path])
+        if path == "pipeline"
+        else _has(config, path) and OmegaConf.select(config, path) == OmegaConf.select(asked, path)
         for path, asked in ((word.partition("=")[0], OmegaConf.from_dotlist([word])) for word in typed)
     )
+
+
+def has_recipe(config: DictConfig, name: str) -> bool:
+    """Whether a composed configuration has what the file of a recipe adds to its base."""
+    own: Any = OmegaConf.to_container(_recipe_file(name))
+    added = [each for entry in own.pop("defaults") if isinstance(entry, dict) for each in entry]
+    stages = [found[1] for each in added if (found := re.match(r"/stage@(stages\.\w+)$", each))]
+    return all(OmegaConf.select(config, f"pipeline.{stage}") is not None for stage in stages) and all(
+        OmegaConf.select(config, f"pipeline.{path}") == value
+        for path, value in leaves(own).items()
+        if value is None or isinstance(value, str)
+    )
+
+
+@cache
+def _recipe_file(name: str) -> DictConfig:
+    text = (files("headrace.conf") / "pipeline" / f"{name}.yaml").read_text(encoding="utf-8")
+    return DictConfig(OmegaConf.create(text))
 
 
 def _has(config: DictConfig, path: str) -> bool:

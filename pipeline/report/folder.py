@@ -132,7 +132,7 @@ class ReportFolder:
         Args:
             config: composed; its YAML goes onto the page and into the files' metadata.
             folder: as for the class.
-            title: as for the class.
+            title: as for the class, without the name of the recipe.
 
         Raises:
             ConfigError: a setting that the class refuses.
@@ -140,16 +140,18 @@ class ReportFolder:
         """
         if config.report.dump is not None:
             refuse_rows(folder, "another folder, hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER)")
+        composed = HydraConfig.get() if HydraConfig.initialized() else None
+        recipe = composed.runtime.choices.get("pipeline") if composed else None
         try:
             made = cls(
                 folder,
-                title=title,
+                title=f"{recipe or 'headrace'}, {title}",
                 steps=config.report.steps,
                 dump=config.report.dump,
                 page=config.report.html,
                 every=config.report.every,
                 config=OmegaConf.to_yaml(config, resolve=True),
-                words=HydraConfig.get().overrides.task if HydraConfig.initialized() else (),
+                words=composed.overrides.task if composed else (),
             )
         except ValueError as err:
             raise ConfigError(f"report.{err}") from err

@@ -130,6 +130,7 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
                 "text": printable(each.text),
                 "cause": each.cause,
                 "because": each.because,
+                "certain": each.certain,
             }
             for each in said.advisories
         ],

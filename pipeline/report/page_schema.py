@@ -116,6 +116,7 @@ class PageAdvisory(TypedDict):
     text: str  # a sentence, with the number
     cause: str  # of it, `solve_none` or `solve_all`; empty: not known
     because: str  # the symptom that causes it; empty: none of those of the step
+    certain: bool  # whether that leaves no gradient at any step; else it is probably one cause of several
 
 
 class PageRemedy(TypedDict):
@@ -180,6 +181,7 @@ class PageCertificate(TypedDict):
     group_size: int  # rollouts of a group
     outcomes: int  # of a group, all of which were gone through
     refused: str  # why there are no numbers; empty: there are
+    why_zero: str  # why the advantage has no gradient; empty: it has one
     advantage: PageJudgement  # of the advantage alone
     loss: PageJudgement  # with the recipe's own loss weights
 

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.wording import printable, reason_words
 
-from .advice import BEYOND, Advisory, configs_in_effect, remedy_of
+from .advice import BEYOND, Advisory, Remedy, configs_in_effect, remedy_of
 from .funnel import funnel_table
 from .shared_tokens import tree_words
 from .step import StepReport, make_report
@@ -68,7 +68,7 @@ def show_advisories(
     unchecked: Sequence[str] = (),
     configs: Sequence[DictConfig] = (),
 ) -> list[Text]:
-    """A verdict; the first advisories, each with one remedy; and what nobody can tell, on one line.
+    """A verdict; the first advisories, each with a remedy or a cause; and, on a line, what nobody can tell.
 
     Args:
         advisories: most urgent first.
@@ -77,16 +77,16 @@ def show_advisories(
         configs: composed, so that remedies are options that the task has (:meth:`Remedy.under`).
     """
     said = verdict or ""
-    lines = []
+    lines, given = [], list[Remedy]()
     for each in advisories[:ADVISED]:
         first = each.text.partition(BEYOND)[0]
         trend = said.startswith(each.text.removesuffix("."))
         said = said if trend else said.replace(f" {first}", "")
-        remedy = remedy_of(each, configs)
+        remedy = None if each.because else remedy_of(each, configs, given)
+        given += [] if remedy is None else [remedy]
         words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
         words += f": {remedy.words}" if remedy is not None and remedy.words else ""
-        because = f"because of {each.because}." if each.because else ""
-        parts = [part for part in ("" if trend else each.text, because, words and f"→ {words}") if part]
+        parts = [part for part in ("" if trend else each.text, each.reason, words and f"→ {words}") if part]
         lines += [Text(f"{each.name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
     if len(advisories) > ADVISED:
         lines.append(Text(f"and {len(advisories) - ADVISED} more, on the page", style="yellow"))

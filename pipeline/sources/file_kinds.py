@@ -38,6 +38,7 @@ ALLOWED = re.compile(
     rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter)"
     rb"|torch\n(?:Size|device|bool|[a-z]+\d+\w*|(?!Untyped|Typed)\w+Storage)"
 )
+CONSTANT = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?:\[[^\]"{]*?)?(?:NaN|-?Infinity)\b')  # and its key
 Decoded = TypeVar("Decoded")
 
 
@@ -209,7 +210,7 @@ def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
         reading.skipped.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
         return
     if not count:
-        reading.skipped.note(SourceError(f"{path}: a dump has at least one record; found an empty file"))
+        reading.skipped.note(SourceError(f"{path}: the file is empty; a dump has at least one record"))
 
 
 def decode(line: bytes, where: str) -> dict[str, Any]:
@@ -225,13 +226,20 @@ def decode(line: bytes, where: str) -> dict[str, Any]:
     if len(line) > MAX_LINE:
         raise SourceError(f"{where}: a line has at most {MAX_LINE} bytes; found a longer one")
     try:
-        value = _DECODER.decode(line.decode())
+        text = line.decode().rstrip(" \t\r\n")
+        value = _DECODER.decode(text)
     except UnicodeDecodeError as err:
         raise SourceError(f"{where}: a line must be UTF-8; found {err.reason} at byte {err.start}") from None
     except json.JSONDecodeError as err:
-        cut = "" if line.endswith(b"\n") else ", on a last line without an end: is the file cut off?"
-        fault = f"{err.msg.removesuffix(' at')} at column {err.colno}"
-        raise SourceError(f"{where}: a line must be one JSON object; found {fault}{cut}") from None
+        cut = "" if line.endswith(b"\n") else ", and the file ends there: is it cut off?"
+        ends = err.pos >= len(text) or err.msg.startswith("Unterminated string")
+        after, found = text[-20:], text[err.pos : err.pos + 20]
+        fault = f"it breaks off after {after!r}{cut}" if ends else f"at column {err.pos + 1} it has {found!r}"
+        raise SourceError(f"{where}: a line must be one JSON object, and is no valid JSON: {fault}") from None
+    except _NoJson as err:
+        key = CONSTANT.search(text)
+        named = f"{quote(key[1])} is " if key else "found "
+        raise SourceError(f"{where}: {named}the literal {err}, which is no JSON") from None
     except (ValueError, RecursionError) as err:  # a hook's, or Python's limits on digits and nesting
         raise SourceError(f"{where}: a line must be one JSON object; found {err}") from None
     if not isinstance(value, dict):
@@ -256,8 +264,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
+class _NoJson(ValueError):
+    """A word for a number that JSON does not have."""
+
+
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"the literal {name}, which is no JSON")
+    raise _NoJson(name)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

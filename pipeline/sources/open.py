@@ -236,6 +236,7 @@ class Source:
 
     def _items(self, reading: Reading) -> Iterator[tuple[Any, Sample | TensorDictBase | SourceError, Path]]:
         """Samples, batches and errors, each with its step and its file."""
+        greatest = -1  # step so far
         for number, path in enumerate(self.files):
             reading.file = number
             last: int | None = None  # step of this file
@@ -245,10 +246,12 @@ class Source:
                     for named, fault in reading.skipped.take(last, step):
                         yield named, fault, path
                     yield step, item, path
-                    last = step
+                    last, greatest = step, max(step, greatest)
             except SourceError as err:  # of the file, and not of one of its records
                 reading.skipped.note(err)
-            for named, fault in reading.skipped.take(last, None):
+            name = path.name.partition(".")[0]  # 41.jsonl is of step 41, also where it has no record
+            of_name = int(name) if last is None and re.fullmatch(r"\d{1,18}", name, re.ASCII) else -1
+            for named, fault in reading.skipped.take(last, of_name if of_name > greatest else None):
                 yield named, fault, path
             reading.done_bytes += path.stat().st_size
             reading.position = 0

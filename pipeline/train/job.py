@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
@@ -62,9 +61,7 @@ def train(config: DictConfig, output: Path) -> float:
     frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
     collector = Collector(env, components["policy"], auto_register_policy_transforms=False, **frames)
     display = TrainingDisplay(steps, output / "metrics.csv")
-    chosen = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
-    title = f"{chosen.get('pipeline', 'headrace')}, {steps:,} step{'s' * (steps != 1)}"
-    folder = ReportFolder.configured(config, output, title=title)
+    folder = ReportFolder.configured(config, output, title=f"{steps:,} step{'s' * (steps != 1)}")
     display.console.print(show_pipeline(pipeline))
     ending = f"where the rows of {steps:,} steps went" if steps > 1 else "where the rows went"
     try:

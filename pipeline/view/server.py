@@ -71,7 +71,9 @@ def view(words: Sequence[str]) -> int:
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="+", type=Path, help="the folder of a run; at most two"
     )
-    parser.add_argument("--port", type=int, default=0, help="port of the server (default: any free port)")
+    parser.add_argument(
+        "-p", "--port", type=int, default=0, help="port of the server (default: any free port)"
+    )
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"headrace view FOLDER [FOLDER2] [--port PORT]: {message}")

@@ -81,22 +81,28 @@ export function drawTiles(kinds, { page, step, width }) {
 // Text in which `words between these` are code.
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
+const titleOf = (page, name) => page.symptoms.find((each) => each.name === name)?.title ?? name;
+
+// In place of what the verdict has said: why that is so.
+const why = (page, { name, because, certain }) =>
+  `${titleOf(page, name)}${because ? `, ${certain ? "" : "probably in part "}because of this: ${titleOf(page, because)}` : ""}.`;
+
 // What causes it, which opens where it is explained.
 function causeOf(page, name) {
-  const title = page.symptoms.find((each) => each.name === name)?.title ?? name;
   const open = () => {
     const cause = byId(`symptom-${name}`);
     cause.open = true;
     cause.querySelector("summary").focus();
   };
-  return h("p", { class: "because" }, "Look at the cause first: ", h("button", { type: "button", class: "link", on: { click: open } }, title));
+  return h("p", { class: "because" }, "Look at the cause first: ", h("button", { type: "button", class: "link", on: { click: open } }, titleOf(page, name)));
 }
 
 const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!remedy.unless || remedy.unless !== cause);
 
-function adviceLine(page, verdict, advisory, at = []) {
+function adviceLine(page, verdict, advisory, told, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
+  const isNew = ({ words, text }) => !told.has(words || text) && told.add(words || text);
   // What the verdict has said already is not said again.
   const said = verdict.startsWith(advisory.text.replace(/\.$/, ""));
   return h(
@@ -105,14 +111,14 @@ function adviceLine(page, verdict, advisory, at = []) {
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, at, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, "what to do")),
+      h("summary", {}, at, said ? why(page, advisory) : advisory.text, " ", h("span", { class: "note" }, "what to do")),
       said ? null : h("h3", {}, symptom.title),
       advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
       h(
         "ul",
         {},
-        symptom.remedies.filter((remedy) => fits(remedy, advisory.cause)).map((remedy) =>
+        symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && isNew(remedy)).map((remedy) =>
           h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)]),
         ),
       ),
@@ -140,20 +146,22 @@ export function sayNotices(page) {
 }
 
 // Of the steps behind the one that is shown: what is not said here, in the words of the last step that says it.
-function laterAdvice(page, step) {
+function laterAdvice(page, step, told) {
   const here = new Set(step.advisories.map(({ name }) => name));
   const later = new Map();
   for (const each of page.steps.filter((other) => other.step > step.step))
     for (const advisory of each.advisories) if (!here.has(advisory.name)) later.set(advisory.name, [each.step, advisory]);
   return [...later.values()].map(([at, advisory]) =>
-    adviceLine(page, "", advisory, h("span", { class: "note" }, `Later, at step ${count(at)}: `)),
+    adviceLine(page, "", advisory, told, h("span", { class: "note" }, `Later, at step ${count(at)}: `)),
   );
 }
 
 export function sayAdvice(page, step) {
   byId("verdict").textContent = step.verdict;
   byId("verdict").hidden = !step.verdict;
-  const lines = [...step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory)), ...laterAdvice(page, step)];
+  const told = new Set(); // remedies, each of which is given once
+  const lines = step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory, told));
+  lines.push(...laterAdvice(page, step, told));
   byId("advisories").hidden = !lines.length;
   byId("advisories").replaceChildren(...lines);
   byId("unchecked").hidden = !step.unchecked.length;

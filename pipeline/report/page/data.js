@@ -2,13 +2,13 @@
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "equal", "certificates", "symptoms", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
-  PageAdvisory: ["name", "text", "cause", "because"],
+  PageAdvisory: ["name", "text", "cause", "because", "certain"],
   PageRemedy: ["text", "words", "when", "unless"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
   PageRun: ["began", "written", "live", "versions", "words", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
-  PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "advantage", "loss"],
+  PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "why_zero", "advantage", "loss"],
   Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories", "unchecked"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: [

@@ -56,7 +56,7 @@ export function compareIds(a, b) {
 const orders = {
   id: () => 0,
   mean: (a, b) => (a.reward_mean ?? Infinity) - (b.reward_mean ?? Infinity),
-  std: (a, b) => (b.reward_std ?? -1) - (a.reward_std ?? -1),
+  std: (a, b) => (b.reward_std ?? -1) - (a.reward_std ?? -1) || orders.mean(a, b),
   lag: (a, b) => (b.staleness ?? -1) - (a.staleness ?? -1),
 };
 

@@ -21,10 +21,7 @@ import { drawTree, openGroup } from "./tree.js";
 
 const page = readPage(byId("page-data").textContent);
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
-// Where the reward does not move, what scores lowest says more than what spreads widest.
-const FLAT = ["reward-flat", "advantage-all-zero"];
-const isFlat = (page.steps.at(-1)?.advisories ?? []).some(({ name }) => FLAT.includes(name));
-const state = { index: 0, sort: isFlat ? "mean" : "std", filter: "all", search: "", group: null };
+const state = { index: 0, sort: "std", filter: "all", search: "", group: null };
 const PANELS = {
   answer: drawAnswer,
   funnel: drawFunnel,
