@@ -145,7 +145,7 @@ def group_relative_advantage(
     if len(reward) == 0:
         return reward.to(result_dtype)
     tokens = rows["length"] if rows.has("length") else None
-    credit = advantage_of(rows, rows["reward"], formula, low=dtype, length=tokens)
+    credit = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=tokens)
     require_fit(rows, credit, result_dtype)
     return credit.to(result_dtype).to(reward.device)
 
@@ -155,7 +155,7 @@ def advantage_of(
     reward: Tensor,
     formula: Formula,
     *,
-    low: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     length: Tensor | None = None,
 ) -> Tensor:
     """Check rewards and compute the advantage of each row: (M,) float64.
@@ -164,7 +164,8 @@ def advantage_of(
         rows: the rows; excluded ones get 0 and do not enter the statistics.
         reward: (M,) float64, the same on all segments of a rollout.
         formula: baseline, scale and the other options.
-        low: dtype of the reshape formula, to compute with its bits.
+        dtype: below float64, the advantage has the bits of the reshape formula in this dtype, where that
+            formula applies (:func:`.reshape_formula.reshaped`). None: float64.
         length: (M,) int64, tokens per row, for ``length_weighted``.
 
     Raises:
@@ -188,7 +189,7 @@ def advantage_of(
             lambda row: f"group {voters.name('group', row)} (rollout {voters.name('rollout', row)})",
         )
     require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
-    advantage = None if low in (None, torch.float64) else reshaped(per_rollout, groups, formula, low)
+    advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
     if advantage is None:
         tokens = None
         if length is not None:
@@ -415,12 +416,12 @@ class GroupRelativeAdvantage(
         """(M,) the advantage of (M,) rewards. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
-            return advantage_of(rows, reward, formula, low=self.dtype, length=length)
+            return advantage_of(rows, reward, formula, dtype=self.dtype, length=length)
         some = rows.where(known)
         credit = torch.zeros_like(reward)
         if len(some):
             tokens = None if length is None else length[known]
-            credit[known] = advantage_of(some, reward[known], formula, low=self.dtype, length=tokens)
+            credit[known] = advantage_of(some, reward[known], formula, dtype=self.dtype, length=tokens)
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:
