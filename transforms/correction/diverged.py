@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.filter.criteria import Criterion
 from headrace.transforms.options import takes_options
 from headrace.transforms.rows import Rows
+from headrace.transforms.stage import Criterion
 from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import in_loss_there, read_advantage, sum_of_tokens
 

@@ -130,9 +130,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         ]
         keep = torch.stack(kept).all(0)
         if self.on_batch is not None:
-            batch, stays = rows.shown(keep)
+            batch = rows.write()
             if len(batch):  # a rank may have no rows
-                self.on_batch(batch, stays)
+                self.on_batch(batch, rows.there(keep))
         for view, own in rows.of_each_rank(keep):
             count = int(own.sum())
             view.metric("kept", count)
