@@ -31,8 +31,8 @@ def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
     from .composing import refuse_parts_of_no_stage
     from .tasks.audit import AuditFailed
+    from .tasks.dump_steps import StepsFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
-    from .tasks.replay import StepsFailed
     from .train import TrainingInterrupted
 
     hydra_config = HydraConfig.get()

@@ -338,7 +338,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             if self._half != "second" and split.take_out_trained(rows.seen_by(split, name)):
                 return [], None
             if carried is not None or table.ranks is not None:
-                table.extend(carried, split.remainder)
+                rows.seen_by(split, name).extend(carried, split.remainder)
             seen = rows.seen_by(split, name)
             if not table.decides:
                 return take_passes(seen, split)

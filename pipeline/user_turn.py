@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from .wording import beginning
+
+LINE = 80  # characters by which a prompt is called
+
 
 class ChatFormat(NamedTuple):
     """How a chat template writes turns."""
@@ -63,6 +67,16 @@ def last_user_turn(prompt: str) -> str:
         turns.append(SYSTEM.sub("", part[:end]).strip())
     said = [turn for turn in turns if turn and not turn.startswith(TOOL)]
     return said[-1] if said else prompt
+
+
+def asked_line(prompt: str) -> str:
+    r"""What a prompt is called by: the beginning of the last turn of the user, on one line.
+
+    Example:
+        >>> asked_line("user: What is\n2+2?")
+        'What is 2+2?'
+    """
+    return beginning(" ".join(last_user_turn(prompt).split()), LINE)
 
 
 def _lines(prompt: str) -> list[str]:

@@ -26,7 +26,7 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     ranks = split._own_ranks()
     with sharing(ranks):
         rows = split.read_table(batch, ranks)
-        rows.table.extend(split.carried_rows(), split.remainder)
+        rows.extend(split.carried_rows(), split.remainder)
         permuted = split.permute(rows.seen_by(split))
         whole = permuted.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
     split.remember(permuted.state, permuted.progress)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from any_rank import PATIENCE, STREAM, cases_of, collected, join, of_stream, spread
+from batches import batch_of
 from rich.console import Console
 from tensordict import TensorDict
 
@@ -24,10 +25,13 @@ from headrace.transforms import (
     DifficultyWeight,
     FanOutCollapse,
     LossWeight,
+    RewardWithin,
+    SampleFilter,
     ShuffleSplit,
     take_rows,
 )
 
+MASK = ("masks", "all_assistant_mask")
 WAYS = ("each_rank", "first_rank")
 
 
@@ -154,6 +158,32 @@ def follow_stream(rank: int, world: int, folder: str, pipelines: list[tuple[str,
         differs += [f"{name} resumed {each}" for each in differences(found[2], found[5])]
         refused += [len(found[0]["minibatches"])]
     end(folder, rank, (differs, carried, refused))
+
+
+def carry_masked(rank: int, world: int, folder: str) -> None:
+    """The reasons and the trained rows of three batches, in both ways; the third has a pipeline without
+    filters. Rank 0 carries a masked row, and rank 1 one that waits to be trained."""
+    join(rank, world, folder)
+    split = {"split": ShuffleSplit(minibatch_size=3, unit="sample", remainder="carry", shuffle=False)}
+    out = SampleFilter(criterion=RewardWithin(high=5.0))
+    stages = {"gate": CompletenessGate(group_size=2, on_incomplete="drop"), "filter": out, **split}
+    rewards = [[1.0, 2.0, 1.0, 9.0] if rank == 0 else [1.0, 2.0, 9.0, 1.0], [1.0], [1.0, 2.0]]
+    found = []
+    for whole, last in zip(both_ways(Pipeline(stages)), both_ways(Pipeline(split)), strict=True):
+        for number, of_rows in enumerate(rewards):
+            batch = batch_of(of_rows, [10 * number + 100 * rank + row // 2 for row in range(len(of_rows))])
+            batch["rollout_id"] += 1000 * number + 100 * rank
+            if number == 2:
+                last.stages["split"].load_state_dict(whole.stages["split"].state_dict())
+            run = (last if number == 2 else whole).run(batch)
+            trained = [
+                row
+                for part in run.minibatches()
+                for row, mask in zip(part["headrace", "row"].tolist(), part[MASK], strict=True)
+                if mask.any()
+            ]
+            found.append(([run.ledger.names[code] for code in run.ledger.reason], trained))
+    end(folder, rank, found)
 
 
 # -- refusing together ------------------------------------------------------------------------------------

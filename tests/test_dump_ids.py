@@ -8,8 +8,9 @@ import re
 
 import pyarrow.parquet as pq
 import pytest
+from command import headrace_here
 from composed import composed, configure
-from dumps import slime_dump, slime_sample, tinker_row, verl_row, write_lines
+from dumps import episode, nemo_row, slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data, write_page
@@ -122,3 +123,57 @@ def test_text_ids_are_shown_without_a_dump(make_batch):
     batch["group_label"] = ["one", "two"]  # names no group: two labels of one id
     run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
     assert [row["group"] for row in run.ledger.rows("trained")] == [7, 7]
+
+
+def prompts_of_verl(folder, step, asked):
+    rows = [verl_row(None, float(i % 2), step, prompt) for i, prompt in enumerate(asked)]
+    write_lines(folder / f"{step}.jsonl", rows)
+
+
+def prompts_of_trl(folder, step, asked):
+    columns = {"step": [step] * len(asked), "accuracy": [float(i % 2) for i in range(len(asked))]}
+    prompts = [[{"role": "user", "content": prompt}] for prompt in asked]
+    said = [[{"role": "assistant", "content": "4"}]] * len(asked)
+    both = {"prompt": prompts, "completion": said, "advantage": [0.5] * len(asked)}
+    trl_dump(folder / f"completions_{step:05d}.parquet", **columns, **both)
+
+
+def prompts_of_nemo_rl(folder, step, asked):
+    rows = [nemo_row(i, float(i % 2), prompt=ord(prompt[8])) for i, prompt in enumerate(asked)]
+    write_lines(folder / f"train_data_step{step}.jsonl", rows)
+
+
+def prompts_of_prime_rl(folder, step, asked):
+    made = {"group": None, "run": None}
+    rows = [
+        episode("", f"{step}-{i}", {"r": {"score": float(i % 2)}}) | made | {"task": {"key": prompt}}
+        for i, prompt in enumerate(asked)
+    ]
+    write_lines(folder / f"step_{step}" / "train" / "effective" / "traces.jsonl", rows)
+
+
+PAIRS = ["What is 2+2?", "What is 2+2?", "What is 3+3?", "What is 3+3?"]
+FAULTY = [PAIRS, PAIRS[1:], [*PAIRS, *PAIRS[:2]], [PAIRS[0], *PAIRS, PAIRS[0]], PAIRS * 2]
+
+
+@pytest.mark.parametrize("write", [prompts_of_verl, prompts_of_trl, prompts_of_nemo_rl, prompts_of_prime_rl])
+def test_no_message_of_a_replay_shows_the_hash_of_a_prompt(write, tmp_path):
+    """The label of a group that was made from a prompt is a hash. The prompt is named, or where it is.
+
+    At step 1 a rollout lacks. At steps 2 and 3 a prompt was drawn twice, and at step 4 both were.
+    """
+    for step, asked in enumerate(FAULTY):
+        write(tmp_path / "dump", step, asked)
+        write(tmp_path / "lost", step, PAIRS[1:])
+    words = ["source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
+    for dump in ("dump", "lost"):
+        how = [f"source.path={dump}", f"hydra.run.dir=of_{dump}"]
+        done = headrace_here(tmp_path, "task=replay", *words, *how, check=False)
+        page = (tmp_path / f"of_{dump}" / "report.html").read_text()
+        notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
+        failed = (tmp_path / f"of_{dump}" / "rollouts" / "failed_steps.json").read_text()
+        said = "\n".join([done.stdout, done.stderr, *notices, failed])
+        assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said
+        named = r"('What is 2\+2\?'|'user says'|the prompt at )"
+        for step in (1, 2, 3, 4) if dump == "dump" else (0,):
+            assert re.search(rf"step {step}\b[^;]*{named}", " ".join(said.split())), said

@@ -7,7 +7,7 @@ import re
 import pytest
 from any_rank import PATIENCE, results_of
 from composed import composed
-from first_rank import compare_ways, follow_stream, refuse_what_one_decides
+from first_rank import carry_masked, compare_ways, follow_stream, refuse_what_one_decides
 from recipes import CHAINS, FEW, of
 
 from headrace.pipeline import Pipeline
@@ -64,6 +64,17 @@ def test_deciding_on_the_first_rank_keeps_the_same_state(tmp_path):
         assert differs == []
         assert carried > 4
         assert steps_again == [0] * len(pipelines)
+
+
+@pytest.mark.slow
+def test_carried_rows_of_ranks_keep_their_first_reason(tmp_path):
+    masked, waits, gone = "filter/reward_bounds", "split/carried", "gate/incomplete"
+    for rank, found in enumerate(results_of(carry_masked, 2, tmp_path)):
+        reasons = [["trained"] * 3 + [masked], [gone, masked], ["trained", "trained", masked]]
+        if rank == 1:
+            reasons = [["trained", "trained", masked, waits], [gone, waits], ["trained"] * 3]
+        trained = [[row for row, why in enumerate(of_batch) if why == "trained"] for of_batch in reasons]
+        assert found == list(zip(reasons, trained, strict=True)) * 2
 
 
 def test_an_error_on_the_first_rank_is_raised_on_all_in_time(tmp_path):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from batches import batch_of
 from composed import composed
+from hypothesis import given
+from hypothesis import strategies as st
 from policies import OLD, with_old
 from recipes import CHAINS, FEW
+from tensordict import NestedKey, TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
 from headrace.pipeline.report import make_report
-from headrace.transforms import LossWeight, ShuffleSplit
+from headrace.transforms import LossWeight, SampleFilter, ShuffleSplit
+from headrace.transforms.schema import MINIBATCH
 
 MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
 
@@ -112,3 +118,141 @@ def test_the_report_shows_a_pass_that_trained_each_trained_row():
     for row in trained:
         shown = int(columns["minibatch"][row]), float(columns["loss_weight"][row])
         assert shown in [(k % 5, weight) for order in orders if row in order for k, weight in [order[row]]]
+
+
+# -- carried rows ----------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One row."""
+
+    rollout: int
+    fails: str
+    """Names of the criteria that it fails."""
+    tokens: int
+
+
+def first(batch: TensorDict) -> torch.Tensor:
+    return batch["fails_first"] == 0
+
+
+def second(batch: TensorDict) -> torch.Tensor:
+    return batch["fails_second"] == 0
+
+
+class Foreign(torch.nn.Module):
+    """A stage of somebody's own, for which the batch is written and read again."""
+
+    def __init__(self, *in_keys: NestedKey):
+        super().__init__()
+        self.in_keys = in_keys
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        return batch.clone()
+
+
+STEPS = st.fixed_dictionaries(
+    {
+        "lines": st.lists(
+            st.tuples(st.sampled_from(["", "", "first", "second", "first second"]), st.integers(0, 2)),
+            min_size=1,
+            max_size=6,
+        ),
+        "saved": st.sampled_from(["no", "before the batch", "within the batch"]),
+    }
+)
+
+
+def rows_of(lines: list[Line], *, ragged: bool) -> TensorDict:
+    batch = batch_of([float(line.rollout % 3) for line in lines], [line.rollout for line in lines], tokens=2)
+    batch["rollout_id"] = torch.tensor([line.rollout for line in lines])
+    batch[MASK] = torch.tensor([[token < line.tokens for token in range(2)] for line in lines])
+    for name in ("first", "second"):
+        batch[f"fails_{name}"] = torch.tensor([int(name in line.fails) for line in lines])
+    return lazy_stack(list(batch.unbind(0))) if ragged else batch
+
+
+def restored(state: dict, pipeline: Pipeline) -> Pipeline:
+    """The pipeline with a state that was written to a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    pipeline.load_state_dict(torch.load(file, weights_only=True))
+    return pipeline
+
+
+@given(
+    steps=st.lists(STEPS, min_size=2, max_size=4),
+    size=st.integers(1, 3),
+    actions=st.tuples(*[st.sampled_from(["mask", "exclude", "drop", "none"])] * 2),
+    ragged=st.booleans(),
+    foreign=st.sampled_from(["", "before", "after"]),
+    empty=st.sampled_from(["exclude", "count"]),
+    loses_filters=st.booleans(),
+    weighs=st.booleans(),
+)
+def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
+    steps, size, actions, ragged, foreign, empty, loses_filters, weighs
+):
+    """Compared with a loop over lists of rows. States are saved and loaded between batches and within them;
+    the last pipeline may have no filters, so that no stage of it masks a row."""
+
+    def make(*, filters: bool) -> Pipeline:
+        named: dict = {"before": Foreign() if foreign == "before" else None}
+        for criterion, action in zip((first, second), actions, strict=True):
+            if filters and action != "none":
+                named[criterion.__name__] = SampleFilter(criterion=criterion, action=action)
+        named["split"] = ShuffleSplit(minibatch_size=size, unit="sample", remainder="carry", shuffle=False)
+        named |= {"weight": LossWeight() if weighs else None}
+        named["after"] = Foreign(MINIBATCH) if foreign == "after" else None
+        return Pipeline(named, empty=empty)
+
+    pipeline, waiting = make(filters=True), list[tuple[Line, str]]()
+    for number, step in enumerate(steps):
+        lines = [Line(10 * number + k, *drawn) for k, drawn in enumerate(step["lines"])]
+        filters = not (loses_filters and number == len(steps) - 1)
+        # 1. A loop: the reason of each row, then which rows are in a minibatch.
+        why = {line.rollout: reason for line, reason in waiting}
+        stays = []
+        for line in lines:
+            why[line.rollout] = "pipeline/empty" if empty == "exclude" and not line.tokens else ""
+            actions_on = ["exclude"] if why[line.rollout] else []
+            for name, action in zip(("first", "second"), actions if filters else (), strict=filters):
+                is_judged = not {"exclude", "drop"} & {*actions_on}
+                if action != "none" and name in line.fails and is_judged:
+                    why[line.rollout] = why[line.rollout] or f"{name}/{name}"
+                    actions_on.append(action)
+            stays += [] if "drop" in actions_on else [line]
+        came = [*lines, *(line for line, _ in waiting)] if stays else lines
+        queue = [*stays, *(line for line, _ in waiting)] if stays else []
+        in_steps = len(queue) // size * size
+        trains = [line for line in queue[:in_steps] if line.tokens and not why[line.rollout]]
+        if stays:
+            waiting = [(line, why[line.rollout]) for line in queue[in_steps:]]
+        carried = {line.rollout for line in queue[in_steps:]}
+        expected = []
+        for line in came:
+            late = "split/carried" if line.rollout in carried else "pipeline/no_loss_tokens"
+            expected.append(why[line.rollout] or ("trained" if line in trains else late))
+        # 2. The pipeline.
+        if step["saved"] == "before the batch" or not filters:
+            pipeline = restored(pipeline.state_dict(), make(filters=filters))
+        batch = rows_of(lines, ragged=ragged)
+        run = pipeline.run(batch)
+        stream, parts = run.minibatches(), list[TensorDict]()
+        if step["saved"] == "within the batch" and in_steps > size:
+            parts.append(next(stream))
+            pipeline = restored(pipeline.state_dict(), make(filters=filters))
+            run = pipeline.run(batch)
+            stream = run.minibatches()
+        parts += stream
+        # 3. Both say the same of each row, and the loss agrees.
+        assert [run.ledger.names[code] for code in run.ledger.reason] == expected
+        assert run.ledger.left.tolist() == [line not in queue[:in_steps] for line in came]
+        found = [
+            int(rollout)
+            for part in parts
+            for row, rollout in enumerate(part["rollout_id"])
+            if (part[row][MASK] & part[row][LOG_PROBS].isfinite()).any()
+        ]
+        assert found == [line.rollout for line in trains]

@@ -318,7 +318,7 @@ def test_a_step_that_lacks_a_skipped_record_is_skipped_and_says_so(tmp_path):
         (dump / f"{step}.jsonl").write_text("\n".join(rows))
     words = ("pipeline.stages.gate.on_incomplete=raise", "source.skip_bad=true")
     _, text = told(configured(dump, *words), tmp_path)
-    assert "skipped: step 2: stage 'gate'" in text
+    assert "step 2: stage 'gate'" in text
     assert re.search(r"A malformed record was skipped here: \S+2\.jsonl:4", text)
     assert json.loads((tmp_path / "plan.json").read_text())["groups"] == 2
     gate = "pipeline.stages.gate.group_size=2"

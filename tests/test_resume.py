@@ -59,6 +59,40 @@ CHANGES = [
 ]
 
 
+def without(plain: dict, *path: str) -> dict:
+    """A copy of nested dicts without one entry."""
+    first, *rest = path
+    return {
+        key: without(value, *rest) if key == first else value
+        for key, value in plain.items()
+        if key != first or rest
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        (("trained",), "found calls, carried, interrupted"),
+        (("interrupted", "after", "calls"), "found carried, interrupted, trained"),
+        (
+            ("carried", "columns", "headrace", "columns", "reason"),
+            "found calls, carried rows without reasons",
+        ),
+    ],
+)
+def test_a_state_of_another_version_is_refused_with_what_to_do(path, found):
+    split = {"minibatches": None, "minibatch_size": 3, "remainder": "carry"}
+    pipeline, restored = make(**split), make(**split)
+    list(pipeline.minibatches(sixteen()))
+    next(pipeline.minibatches(sixteen(100)))
+    state = pipeline.state_dict()
+    (key,) = (key for key in state if key.startswith("stages.split"))
+    with pytest.raises(ValueError, match=rf"{found}.*delete the split's _extra_state"):
+        restored.load_state_dict(state | {key: without(state[key], *path)})
+    restored.load_state_dict(without(state, key), strict=False)
+    assert len(list(restored.minibatches(sixteen(200)))) == 2
+
+
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=[str(change) for change, _ in CHANGES])
 def test_a_state_resumes_only_with_the_same_split_and_names_differences(change, message):
     state, _ = left_in_the_middle(sixteen())

@@ -94,6 +94,9 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
     assert '"notices":["grpo and dr_grpo give gradients of the same direction' in page
+    equal = json.loads(page.split('"equal":')[1].split("]")[0] + "]")
+    assert "reward/all/mean" in equal
+    assert "advantage/abs_mean" not in equal
     assert '"verdict":""' in page  # that of one recipe is no answer
     assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
     with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
@@ -167,9 +170,9 @@ def test_tokens_that_weigh_another_amount_are_another_gradient(make_batch):
 
 
 def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
-    """Nobody says how large groups are; at step 1 a reward is not readable, and at step 2 a rollout lacks."""
+    """Nobody says how large groups are, and at step 2 a rollout lacks."""
     for step in range(3):
-        rewards = [0.0, 1.0, 0.0 if step != 1 else "?", 1.0] + [0.5] * (step != 2)
+        rewards = [0.0, 1.0, 0.0, 1.0] + [0.5] * (step != 2)
         rows = [
             {"step": step, "row": i, "group_id": i // 2, "rollout_id": i, "reward": reward}
             for i, reward in enumerate([*rewards, 1.0])
@@ -178,9 +181,9 @@ def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
     words = ["task=compare", "source.path=dump", "pipelines=[grpo,rloo]"]
     told = headrace_here(tmp_path, *words, check=False).stderr.removeprefix("headrace: ")
     command = told.splitlines()[-1]
-    asked = ["gate.group_size=2", "source.skip_bad=true", "gate.on_incomplete=drop"]
+    asked = ["gate.group_size=2", "gate.on_incomplete=drop"]
     assert all(word in command for word in asked), told
-    assert [word in line for word, line in zip(asked, told.splitlines(), strict=False)] == [True] * 3
+    assert [word in line for word, line in zip(asked, told.splitlines(), strict=False)] == [True] * 2
     assert headrace_here(tmp_path, *shlex.split(command)[1:]).returncode == 0
 
 

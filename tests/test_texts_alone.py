@@ -5,6 +5,7 @@ And what one fault in one step does to a replay of many.
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import random
@@ -299,35 +300,70 @@ def lost_row(rows):
     return rows[1:]
 
 
+@pytest.fixture
+def recipes_of_mine(tmp_path):
+    """Two recipes, of which the first keeps a state and accepts a lost row, and the second refuses it."""
+    (tmp_path / "mine" / "pipeline").mkdir(parents=True)
+    drops, remembers = "gate: {on_incomplete: drop}", "running: {start: 0.0, decay: 0.5}"
+    for name, recipe, stages in (("accepts", "rae", f"{drops}, {remembers}"), ("refuses", "grpo", "")):
+        text = f"defaults: [{recipe}]\nstages: {{{stages}}}\n"
+        (tmp_path / "mine" / "pipeline" / f"{name}.yaml").write_text(text)
+    return f"hydra.searchpath=[file://{tmp_path}/mine]"
+
+
+NAN = (nan_score, "2.jsonl:1: .*NaN, which is no JSON")
+LOST = (lost_row, r"'gate'.* group of 'a' has 1 of 2.*set pipeline\.stages\.gate\.on_incomplete=drop")
+FILE = {"compare": "compare.json", "plan": "plan.json", "audit": "audit.json"}
+
+
 @pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        (nan_score, "2.jsonl:1: .*NaN, which is no JSON"),
-        (lost_row, r"'gate'.* has 1 of 2.*set pipeline\.stages\.gate\.on_incomplete=drop"),
-    ],
+    ("task", "fault", "why"),
+    [(task, *fault) for task in ("replay", "compare", "plan", "audit") for fault in (NAN, LOST)][:-1],
 )
-def test_a_failing_step_does_not_end_a_replay_and_is_reported(fault, why, tmp_path):
+def test_one_failing_step_is_left_out_named_and_in_no_number(task, fault, why, recipes_of_mine, tmp_path):
+    """Of six steps the third fails: all else is as if it were not there. An audit finds lost rows."""
     verl_steps(tmp_path / "dump", 6, fault)
-    words = ["task=replay", "source.path=dump", "source.group_by=prompt", "source.group_size=2"]
-    words += ["report.dump=parquet"]
+    words = [f"task={task}", "source.path=dump", *TWO, "report.dump=parquet"]
+    if task == "compare":
+        words += [recipes_of_mine, "pipelines=[accepts,refuses]"]
     done = headrace_here(tmp_path, *words, "hydra.run.dir=out", check=False)
     shown = " ".join(done.stdout.split())
-    assert done.returncode == 1
-    assert not done.stderr
+    assert (done.returncode, done.stderr) == (1, "")
     assert "1 of 6 steps failed, and is in no number here: step 2." in shown
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "1 of 6 steps failed" in page
-    notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
-    assert notices[1].startswith("step 2: ")
-    assert re.search(why, notices[1])
-    rows = tmp_path / "out" / "rollouts"
-    assert len([*rows.glob("step_*.parquet")]) == (6 if fault is lost_row else 5)  # a stage refused its rows
-    ((step, reason),) = json.loads((rows / "failed_steps.json").read_text())
+    assert re.search(
+        f"step 2: {'refuses refuses it: ' * (task == 'compare' and fault is lost_row)}.*{why}", shown
+    )
+    assert (
+        "With source.skip_bad=true, malformed records are skipped, steps that still fail are left out"
+        in shown
+    )
+    if task != "plan":  # which writes no page
+        page = html.unescape((tmp_path / "out" / "report.html").read_text())
+        assert "1 of 6 steps failed, and is in no number here: step 2." in page
+        assert re.search(why, page)
+        assert ("A step counts only if both recipes accept it" in page) == (task == "compare")
+    if task == "replay":
+        rows = tmp_path / "out" / "rollouts"
+        assert len([*rows.glob("step_*.parquet")]) == (
+            6 if fault is lost_row else 5
+        )  # those that can be read
+        ((step, reason),) = json.loads((rows / "failed_steps.json").read_text())
+    else:
+        found = json.loads((tmp_path / "out" / FILE[task]).read_text())
+        ((step, reason),) = (each.values() for each in found.pop("failed_steps"))
     assert step == 2
     assert re.search(why, reason)
-    done = headrace_here(tmp_path, *words, "hydra.run.dir=skipped", "source.skip_bad=true", check=False)
-    assert done.returncode == 0
-    assert "1 of 6 steps failed" in done.stdout
+    if fault is lost_row or task == "replay":  # else the step is there, without its malformed record
+        done = headrace_here(tmp_path, *words, "hydra.run.dir=skipped", "source.skip_bad=true", check=False)
+        assert done.returncode == 0
+        assert "1 of 6 steps failed" in done.stdout
+    (tmp_path / "dump" / "2.jsonl").unlink()
+    done = headrace_here(tmp_path, *words, "hydra.run.dir=without")
+    assert "failed" not in done.stdout
+    if task != "replay":
+        without = json.loads((tmp_path / "without" / FILE[task]).read_text())
+        assert without.pop("failed_steps") == []
+        assert {**found, "notices": []} == {**without, "notices": []}
 
 
 def test_a_replay_ends_if_its_first_three_steps_fail(tmp_path):

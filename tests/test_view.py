@@ -210,7 +210,8 @@ def test_a_long_text_is_whole_on_request(tmp_path):
     with served(tmp_path) as client:
         answer = client.ask("rows", run=0, step=0, sort="row")
         cell = answer["rows"][0][1 + [name for name, _ in answer["columns"]].index("response")]
-        assert cell == {"start": text[: stored_run.EXCERPT], "characters": len(text)}
+        assert cell["start"] == text[: stored_run.EXCERPT]
+        assert (cell["characters"], cell["end"]) == (len(text), text[-80:])
         assert client.ask("text", run=0, step=0, place=0, column="response")["text"] == text
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pages
 import pyarrow.parquet as pq
 import pytest
 from browser import CONTRAST, Page
-from stored_runs import report_of_step, served, write_run
+from busy import stages
+from stored_runs import report_of_step, served, step_batch, write_run
 
-from headrace.pipeline import ReportFolder, write_dump
+from headrace.pipeline import Pipeline, ReportFolder, make_report, write_dump
+from headrace.transforms import GroupRelativeAdvantage
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -241,6 +244,55 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
             assert not low, (width, scheme)
         assert page.driver.execute_script(UNNAMED) == 0
         assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
+
+
+def scrolled(page):
+    """What has to be moved sideways to be read."""
+    script = "return [...document.querySelectorAll('.across, .scroll')].filter((e) => e.checkVisibility() "
+    return page.driver.execute_script(script + "&& e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)")
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driver, tmp_path, width, others):
+    folder = ReportFolder(tmp_path / ("run_" * 20), every=None)
+    for step, text in ((10**6, "Think about it. " * 40), (10**6 + 1, "x" * 400)):
+        folder.add(report_of_step(step, response_text=[text] * 9, prompt_text=[text] * 9))
+    folder.fail(10**6 + 2, f"stage 'gate': group {'0a2543b4' * 8} has 7 of 8. " * 3)
+    folder.close()
+    page = Page(driver)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    with served(folder.folder, *[write_run(tmp_path / ("other_" * 12))] * others) as client:
+        for step in (10**6, 10**6 + 1):
+            driver.get("about:blank")
+            driver.get(f"{client.address}#view=steps&step={step}&sort=row")
+            until(lambda: page.count("td.response") > 0, True)
+            assert scrolled(page) == []
+            seen = "const e = document.querySelector('td.response').getBoundingClientRect(); "
+            left, right = driver.execute_script(seen + "return [e.left, e.right]")
+            assert 0 <= left < right - 150 < width
+
+
+def test_two_runs_begin_with_what_differs_and_name_what_is_equal(driver, tmp_path):
+    """The same rollouts under two scales: the rewards are equal, and the advantages differ."""
+    scales = {name: stages(advantage=GroupRelativeAdvantage(scale=name)) for name in ("group", "none")}
+    for name, made in scales.items():
+        with ReportFolder(tmp_path / name, every=None) as run:
+            for step in range(3):
+                batch = step_batch(step)
+                run.add(make_report(Pipeline(made).run(batch), step=step, batch=batch))
+    page = Page(driver)
+    with served(*[tmp_path / name for name in scales]) as client:
+        driver.get(client.address)
+        until(lambda: page.count("#steps .legend li"), 2)
+        assert page.texts("#steps .legend li")[0] == "advantage/abs_mean, group"
+        said = r"Equal in both runs, at every step that both have: the mean reward and \d+ other numbers\."
+        assert re.fullmatch(said, page.seen("#equal"))
+        assert page.texts("#steps thead th")[1] == "mean reward, both"
+        names = page.texts("#metric option")
+        assert names == sorted(names, key=lambda name: name.endswith("(equal in both runs)"))
+        assert "mean reward (equal in both runs)" in names
 
 
 def test_a_refused_step_says_why_and_shows_its_rows(driver, tmp_path):

@@ -791,6 +791,25 @@ class Rows:
             )
         self.leave(nothing, "empty", "excluded", mask_tokens=False)
 
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
+        """Append rows that an earlier batch carried to this one. All ranks call this together.
+
+        They keep their columns, their first reason, and whether they are in the loss and in the statistics.
+
+        Args:
+            carried: TensorDict ``[C]`` from :meth:`Table.taken`; None: no rows.
+            remainder: the option `remainder` of the split.
+
+        Raises:
+            BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
+        """
+        table, arrived = self.table, self.table.size
+        if table.extend(carried, remainder) and not table.masks_rows:  # no stage has masked in this batch
+            out = ~table.in_loss
+            out[:arrived] = False
+            Rows(table, self.names, self.reader, self.stage)._mask_in_loss(out)
+            table.masks_rows = True
+
     def _mask_in_loss(self, rows: Tensor) -> None:
         """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
 

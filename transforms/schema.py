@@ -15,6 +15,8 @@ column                                  shape, dtype      meaning
 ``("headrace", "in_loss")``             (N,) bool         False: masked out of the loss; absent: no row is
 ``("headrace", "length")``              (N,) int64        tokens that the row had in the loss mask before it
                                                           was masked; −1: no filter masked the row
+``("headrace", "reason")``              N texts           in a carried row, its first reason in the ledger,
+                                                          or ``trained``
 ``("headrace", "segments")``            (N,) int64        rows of the rollout before a standalone stage
                                                           dropped some of them; absent: no rollout lost a part
 ``("headrace", "minibatch")``           (N,) int64        index of the optimiser step in the batch, from 0;
@@ -75,6 +77,7 @@ COUNTED = ("headrace", "counted")
 IN_LOSS = ("headrace", "in_loss")
 SEGMENTS = ("headrace", "segments")
 LENGTH = ("headrace", "length")
+REASON = ("headrace", "reason")
 MINIBATCH = ("headrace", "minibatch")
 MICROBATCH = ("headrace", "microbatch")
 RANK = ("headrace", "rank")

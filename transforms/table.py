@@ -20,17 +20,19 @@ from torch import Tensor
 
 from .errors import BatchError
 from .ids import Ids, as_ids
-from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
+from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, REASON, ROW
 from .tensordicts import (
     ELSEWHERE,
     WIDE,
     any_row_has,
+    as_texts,
     column_of,
     count_in_loss,
     device_of,
     first_names,
     join_rows,
     leave_out,
+    listed,
     mask_tokens_of,
     number_column,
     number_of,
@@ -505,27 +507,32 @@ class Table:
     # -- rows that wait for the next batch ----------------------------------------------------------------
 
     def taken(self, numbers: Tensor) -> TensorDictBase:
-        """Make a batch of some rows of this rank, with all decisions, for :meth:`extend` of a later table.
+        """Make a batch of some rows of this rank, with all decisions and reasons, for :meth:`Rows.extend`.
 
         Args:
             numbers: (n,) int64, table indices.
         """
         part = copy(self)
         part.batch, part.live, part.gone = self.take(numbers), numbers, False
-        return leave_out(part.as_decided(), [ROW])
+        batch = leave_out(part.as_decided(), [ROW])
+        write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
+        return batch
 
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """Append rows that an earlier batch carried to this one. All ranks call this together.
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> bool:
+        """:meth:`Rows.extend`, without the masks.
 
         Args:
             carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
             remainder: the option `remainder` of the split.
 
+        Returns:
+            Whether a carried row, of any rank, is out of the loss.
+
         Raises:
             BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
         if carried is None and (self.ranks is None or remainder != "carry"):
-            return
+            return False
         if self.ranks is not None and remainder != "carry":
             raise BatchError(
                 "rows were carried from an earlier batch, and ranks that share a batch can only use them "
@@ -533,16 +540,26 @@ class Table:
                 "a split without this state"
             )
         self.settle()
-        more = Table(carried, 0 if carried is None else len(carried))
+        more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
         if carried is not None:
+            reasons = listed(column_of(carried, REASON))
+            more.batch = leave_out(carried, [REASON])
             counts = [key for key in self.columns if isinstance(key, TokenCount)]
             more.load([*(key for key in self.columns if key not in counts), *OF_THE_TABLE], counts)
-        self._append(more)
+        is_masked = self._append(more, reasons)
         if ROW in self.columns:
             self.columns[ROW] = self.row_numbers()
+        return is_masked
 
-    def _append(self, more: Table) -> None:
+    def _append(self, more: Table, reasons: list[str]) -> bool:
         """Append the rows of another table, which were carried from an earlier batch.
+
+        Args:
+            more: the other table.
+            reasons: the name of the reason of each of this rank's rows.
+
+        Returns:
+            As :meth:`extend`.
 
         Raises:
             BatchError: the two batches have different columns.
@@ -551,7 +568,7 @@ class Table:
         if ranks is not None:
             ranks.share(more)
             if not more.starts:  # no rank has carried rows
-                return
+                return False
             if more.batch is None:
                 more.batch = self.batch[:0]
         if more.batch is not None and len(more.batch):
@@ -570,7 +587,6 @@ class Table:
         for late in self.late:
             for name, values in late.numbers.items():
                 late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
-        self.reason = torch.cat([self.reason, more.reason])
         self.here, self.kept = torch.cat([self.here, more.here]), torch.cat([self.kept, more.here])
         if self.into is not None:
             self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
@@ -578,6 +594,18 @@ class Table:
         self.in_loss = torch.cat([self.in_loss, in_loss])
         arrived = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
         counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
+        # Ranks for which another decides hold their own rows alone, and need the same columns.
+        told = reasons, not bool(in_loss.all()), not bool(counted.all())
+        every = [told] if ranks is None else ranks.gather_objects(told)
+        is_masked = any(masked for _, masked, _ in every)
+        self.says_who_counts |= any(excluded for *_, excluded in every)
+        reasons = [name for names, *_ in every for name in names] if self.decides else reasons
+        for name, is_counted in zip(reasons, counted.tolist(), strict=True):
+            if name not in self.names:  # the pipeline has changed since
+                self.names.append(name)
+                self.effects.append("masked" if is_counted else "excluded")
+        codes = torch.tensor([self.names.index(name) for name in reasons], dtype=torch.int64)
+        self.reason = torch.cat([self.reason, codes])
         counted = torch.cat([arrived, counted])
         self.counted = None if bool(counted.all()) else counted
         own = slice(0, more.size) if ranks is None else more.own
@@ -590,6 +618,7 @@ class Table:
         )
         self.carried = torch.arange(before, self.size)
         self.carried_starts = [before + start for start in more.starts]
+        return is_masked
 
 
 def _unknown(like: Tensor, size: int) -> Tensor:

@@ -61,7 +61,8 @@ class ReportFolder:
             The page then says how they differ, and gives no advice.
 
     Attributes:
-        notices: sentences that the page has above all else, about steps that failed say; to be set.
+        notices: sentences about what the page lacks, such as steps that failed; to be set.
+        equal: of two recipes, names of the numbers that are the same at every step; to be set.
         failed: the steps that :meth:`fail` was told of.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
         configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
@@ -107,6 +108,7 @@ class ReportFolder:
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
         self.every, self.config, self.words, self.versus = every, config, words, versus
         self.notices: list[str] = []
+        self.equal: list[str] = []
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
         self.configs: Sequence[DictConfig] = ()
@@ -301,7 +303,7 @@ class ReportFolder:
         failed = [f"Step {each.step} failed, and is in no number here: {each.why}" for each in self.failed]
         data["notices"] = [printable(notice) for notice in self.notices or failed]
         if self.versus is not None:
-            data["versus"] = list(self.versus)
+            data["versus"], data["equal"] = list(self.versus), self.equal
         path = self.folder / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(data, path)

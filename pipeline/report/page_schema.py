@@ -195,13 +195,14 @@ class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
     symptoms: list[PageSymptom]  # of the advisories
-    notices: list[str]  # what is missing on this page, steps that failed say: sentences, above all else
+    notices: list[str]  # what is missing on this page, steps that failed say: sentences
     unsaid: list[str]  # names of numbers that a tile would show, and that the dump cannot have
     rows_kept: bool  # whether files have the rows of all steps, for `headrace view FOLDER`
     recorded: int  # steps of the run, of which `curve_steps` are all or some
     totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
+    equal: list[str]  # numbers that are the same under both at every step
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 
 

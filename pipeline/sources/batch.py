@@ -11,6 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
+from headrace.pipeline.prompt_groups import MADE, group_in_words, prompt_in_words
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FLOAT, IN_LOSS, NO_LENGTHS
@@ -288,15 +289,15 @@ def check_groups(rows: Sequence[Sample]) -> None:
         first = first_rows.setdefault(row.rollout, row)
         if first.group != row.group:
             raise SourceError(
-                f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in "
-                f"{quote(row.group)}, and at {first.where} in {quote(first.group)}"
+                f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in the "
+                f"group {_called(row)}, and at {first.where} in the group {_called(first)}"
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
         rollouts = members[row.group]
         if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
             raise SourceError(
-                f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected_rollouts} "
+                f"{row.where}: the group {_called(row)} was dispatched with {row.expected_rollouts} "
                 f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?"
             )
@@ -356,8 +357,20 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         if not leave_out or sample.group not in excess or id(sample) in drawn
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
-    drawn_again = tuple((groups[label][0].prompt or quote(label), len(groups[label])) for label in excess)
+    drawn_again = tuple((_asked(groups[label][0]), len(groups[label])) for label in excess)
     return stay, Draws(len(excess) - len(left), len(left) * leave_out, len(samples) - len(stay), drawn_again)
+
+
+def _asked(row: Sample) -> str:
+    """The prompt of a row as sentences call it; without one, the label of its group."""
+    made = MADE.fullmatch(label_text(row.group))
+    return prompt_in_words(row.prompt, row.where) if row.prompt or made else quote(row.group)
+
+
+def _called(row: Sample) -> str:
+    """The group of a row as sentences call it."""
+    label = label_text(row.group)
+    return group_in_words(label, row.prompt, row.where) if MADE.fullmatch(label) else quote(row.group)
 
 
 class Draws(NamedTuple):
@@ -370,7 +383,7 @@ class Draws(NamedTuple):
     rows_left_out: int = 0
     """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """The prompt of each of these groups, or else its label, and its number of rollouts."""
+    """For each of these groups its prompt as sentences call it, or else its label, and its rollouts."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:

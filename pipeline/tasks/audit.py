@@ -21,8 +21,9 @@ from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
+from .dump_steps import DumpSteps
 from .logged import MOST, LoggedRows, explain_logged
-from .source import each_step, open_configured, print_files, refuse_wrong_size, said_of_draws
+from .source import open_configured, print_files, refuse_wrong_size
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
@@ -101,6 +102,7 @@ def audit(
             size than the one that is set.
         SourceError: a file cannot be read.
         AuditFailed: there are findings, and ``audit.strict`` is true.
+        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
     """
     console = console or Console()
     declared = DeclaredRecipe(build_pipeline(config.pipeline))
@@ -116,14 +118,19 @@ def audit(
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, unlike = 0, 0, list[LoggedRows]()
     sizes: Counter[int] = Counter()
-    for number, batch in each_step(source, console):
+
+    def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
         step = AuditedStep(number, batch, declared, **how)
+        return batch, step, [check(step) for _, check in CHECKS.values()]
+
+    read = DumpSteps(source, console)
+    for batch, step, outcomes in read.results(checked):
         if size is not None and "expected_rollouts" not in batch.keys():
             sizes.update(step.sizes)
         before = len(results["advantages"].findings)
-        for name, (_, check) in CHECKS.items():
-            results[name].add(check(step))
+        for result, outcome in zip(results.values(), outcomes, strict=True):
+            result.add(outcome)
         if len(results["advantages"].findings) > before and sum(len(each.logged) for each in unlike) < MOST:
             unlike += _logged_rows(step, batch)
         steps, rows = steps + 1, rows + len(batch)
@@ -139,24 +146,26 @@ def audit(
         "steps": steps,
         "rows": rows,
     }
-    notices = said_of_draws(source.draws)
-    checked = [each.plain(steps) for each in results.values()]
+    notices, failed = read.said, [each._asdict() for each in read.failed]
     verdict = verdict_of(results, source.format)
-    report = head | {"verdict": verdict, "findings": found, "notices": notices, "checks": checked}
+    report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
+    report["checks"] = [each.plain(steps) for each in results.values()]
     write_whole(output / "audit.json", lambda file: file.write_text(json_text(report, indent=1)))
     title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
     tables = [_summary(results, steps, title)]
     if config.report.html:
         found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
-        page = _page(title, verdict, [*tables, *found_by], [*notices, *_lines_below(results)])
+        page = _page(title, [verdict, *notices], [*tables, *found_by], _lines_below(results))
         write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
     console.print(Text(f"\n{verdict}", style="bold"))
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
+    read.show()
     print_files(console, output)
     if found and config.audit.strict:
         raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
+    read.end()
     return found
 
 
@@ -244,10 +253,11 @@ def _lines_below(results: dict[str, CheckResult]) -> list[str]:
     return [*lines, SHARE]
 
 
-def _page(title: str, verdict: str, tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
+def _page(title: str, above: Sequence[str], tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
     """Return the page as one HTML file, which loads nothing and runs no script."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    body = f"<p><strong>{escape(printable(verdict))}</strong></p>"
+    verdict, *notices = (escape(printable(line)) for line in above)
+    body = f"<p><strong>{verdict}</strong></p>" + "".join(f"<p>{notice}</p>" for notice in notices)
     body += "".join(table._repr_html_() for table in tables)
     body += "".join(f"<p>{escape(printable(line))}</p>" for line in lines)
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'

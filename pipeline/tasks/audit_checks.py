@@ -25,10 +25,9 @@ from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
 from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
+from headrace.pipeline.prompt_groups import group_in_words
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
-from headrace.pipeline.sources.record import quote
-from headrace.pipeline.user_turn import last_user_turn
 from headrace.transforms import BatchError, Ids, Status, loss_weight
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
@@ -380,11 +379,10 @@ class AuditedStep:
         return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
     def called(self, rows: Tensor) -> str:
-        """A group as sentences call it: by its label, or if this was made from the prompt, by the prompt."""
+        """A group as sentences call it (:func:`group_in_words`)."""
         row = int(rows.nonzero()[0])
-        if self.by_prompt and self.prompts is not None:
-            return f"of {quote(last_user_turn(self.prompts[row]))}"
-        return self.group_names[row]
+        prompt = None if self.prompts is None else self.prompts[row]
+        return group_in_words(self.group_names[row], prompt, f"row {row}")
 
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -11,11 +12,14 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
+from tensordict import TensorDictBase
 
+from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import (
     Comparison,
     ReportFolder,
+    StepReport,
     gradient_share,
     last_user_turn,
 )
@@ -24,7 +28,8 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import beginning, printable
 
-from .source import each_step, open_configured, print_files, recipe_nodes, report_of
+from .dump_steps import DumpSteps
+from .source import open_configured, print_files, recipe_nodes, report_of
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
@@ -35,6 +40,7 @@ SHARE = (
     "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
     "all rows."
 )
+SAME_STEPS = "A step counts only if both recipes accept it, so both are compared on the same steps."
 NO_SHARES = (
     "Shares of the gradient are not known: the dump has no tokens. "
     "Set source.tokenizer=PATH to make tokens from its texts."
@@ -59,7 +65,8 @@ def compare(
         ConfigError: ``pipelines`` are not two recipes, ``source.path`` is missing, or one of the recipes does
             not have an option.
         SourceError: a file cannot be read.
-        BatchError: a stage refused a step's batch.
+        BatchError: a stage refused the first steps.
+        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All is written by then.
     """
     console = console or Console()
     names = list(config.pipelines)
@@ -80,23 +87,39 @@ def compare(
         every=config.report.every,
         versus=names,
     )
+    steps = DumpSteps(source, console, folder, beside=SAME_STEPS)
     with folder:
-        for step, batch in each_step(source, console):
-            first, second = (report_of(pipeline, step, batch, config) for pipeline in pipelines)
+
+        def reported(step: int, batch: TensorDictBase) -> list[StepReport]:
+            nonlocal pipelines
+            tried = copy.deepcopy(pipelines)  # a state does not remember a step that the other recipe refuses
+            both = zip(names, tried, strict=True)
+            found = [report_of(pipeline, step, batch, config, recipe=name) for name, pipeline in both]
+            pipelines = tried
+            return found
+
+        for first, second in steps.results(reported):
             differ = {f"versus/{name}": value for name, value in comparison.add(first, second).items()}
             # The report of the first recipe, with the second one's advantages and shares as further columns.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
-            folder.notices = [comparison.said]
+            pair = first.numbers, second.numbers
+            known = dict.fromkeys(folder.equal if comparison.steps > 1 else pair[0])
+            folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
+            folder.notices = [*steps.said, comparison.said]
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
+        folder.notices = [*steps.said, comparison.said]
     shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
     numbers = {"numbers": comparison.numbers, "steps_averaged": comparison.averaged}
-    result = {"pipelines": names, **numbers, "shares": shares, "movers": movers}
+    failed = [each._asdict() for each in steps.failed]
+    result = {"pipelines": names, **numbers, "shares": shares, "movers": movers, "failed_steps": failed}
     write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
     show_comparison(comparison, console)
+    steps.show()
     print_files(console, output)
+    steps.end()
     return comparison.numbers["correlation"]
 
 

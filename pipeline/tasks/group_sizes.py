@@ -13,6 +13,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
+from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
@@ -22,11 +23,11 @@ from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
-from headrace.transforms import BatchError
 from headrace.transforms.schema import has_key
 
 from .chances import chances_of_sizes, pools_of
-from .source import each_step, open_configured, report_of, sizes_of_groups, with_skipped_records
+from .dump_steps import DumpSteps
+from .source import open_configured, report_of, sizes_of_groups
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
@@ -106,25 +107,23 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
             rollouts with rewards.
         SourceError: a file cannot be read.
-        BatchError: a stage refused a step's batch; with ``source.skip_bad``, the batches of all steps.
+        BatchError: a stage refused the first steps.
+        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
     """
     console = console or Console()
     sizes = sizes_of_groups(config, "plan.group_sizes")
-    steps, tokens, pipeline = [], SharedTokens({}, {}), build_pipeline(config.pipeline)
-    source, refused = open_configured(config), None
-    for step, batch in each_step(source, console):
-        try:
-            steps.append(groups_seen(report_of(pipeline, step, batch, config)))
-        except BatchError as err:
-            refused = with_skipped_records(err, source)
-            if not source.skips:
-                raise
-            console.print(Text(f"skipped: {printable(str(refused))}", style="yellow"), soft_wrap=True)
-            continue
+    tokens, pipeline = SharedTokens({}, {}), build_pipeline(config.pipeline)
+    read = DumpSteps(open_configured(config), console)
+
+    def seen_in(step: int, batch: TensorDictBase) -> tuple[GroupsSeen, SharedTokens]:
+        found = groups_seen(report_of(pipeline, step, batch, config))
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
-        tokens += count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
-    if refused is not None and not steps:
-        raise refused
+        return found, count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
+
+    steps = []
+    for found_here, counted in read.results(seen_in):
+        steps.append(found_here)
+        tokens += counted
     start = np.cumsum([0, *(len(one.equal) for one in steps)])
     group = np.concatenate([one.group + first for one, first in zip(steps, start[:-1], strict=True)])
     seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
@@ -138,9 +137,12 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         console.print(words, highlight=False)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
-    written = json_text(found | {"tokens": numbers}, indent=1)
+    failed = [each._asdict() for each in read.failed]
+    written = json_text(found | {"tokens": numbers, "failed_steps": failed}, indent=1)
     write_whole(output / "plan.json", lambda file: file.write_text(written))
+    read.show()
     console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    read.end()
     return float(found["uninformative"])
 
 

@@ -1,11 +1,11 @@
-"""What tasks share: open and read a dump with a progress bar, report on a step, and compose recipes."""
+"""What tasks share: open a dump, report on a step, say what a dump needs, and compose recipes."""
 
 from __future__ import annotations
 
 import copy
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -15,24 +15,21 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.report import StepReport, last_user_turn, make_report
+from headrace.pipeline.prompt_groups import prompts_in_errors
+from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
-from headrace.pipeline.sources.batch import Draws
-from headrace.pipeline.sources.record import quote
 from headrace.pipeline.wording import in_words_to_type, printable, word_to_set
 from headrace.transforms import BatchError, IncompleteGroupsError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
 TRIED = 20  # steps that are run to learn which options the dump needs
 MOST_ASKED = 4  # options that stages ask for
-NAMED_DRAWS = 6  # steps in which a prompt was drawn several times, and that are named and shown
 
 
 def open_configured(config: DictConfig) -> Source:
@@ -89,60 +86,6 @@ def grader_of(node: Any) -> Callable[..., Any]:
     return grade
 
 
-def each_step(source: Source, console: Console) -> Iterator[tuple[int, TensorDictBase]]:
-    """Yield ``(step, batch)`` under a progress bar. At the end print what was skipped, split or left out.
-
-    Args:
-        source: the dump.
-        console: where to show the bar.
-
-    Raises:
-        SourceError: a step cannot be read, and steps must not be skipped.
-    """
-    for step, found in each_outcome(source, console):
-        if isinstance(found, SourceError):
-            if not source.skips:
-                raise found
-            console.print(Text(f"skipped: {printable(str(found))}", style="yellow"), soft_wrap=True)
-        else:
-            yield step or 0, found
-    for sentence in said_of_draws(source.draws):
-        console.print(Text(sentence), soft_wrap=True)
-
-
-def each_outcome(
-    source: Source, console: Console
-) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
-    """Yield each step with its batch or its error (:meth:`Source.outcomes`) under a progress bar.
-
-    Args:
-        source: the dump.
-        console: where to show the bar.
-
-    Raises:
-        SourceError: steps do not ascend, or there are none.
-    """
-    columns = (
-        TextColumn("reading"),
-        BarColumn(bar_width=20),
-        DownloadColumn(),
-        TextColumn("step {task.fields[step]}"),
-    )
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("", total=source.total_bytes, step="–")
-        for step, found in source.outcomes():
-            progress.update(task, completed=source.read_bytes, step="?" if step is None else step)
-            yield step, found
-    if source.regraded is not None:
-        console.print(Text(str(source.regraded)), soft_wrap=True)
-    if source.skipped:
-        count = source.skipped
-        skipped = "1 malformed record was" if count == 1 else f"{count:,} malformed records were"
-        console.print(f"[yellow]{skipped} skipped[/]", highlight=False)
-        for message in source.messages:
-            console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji
-
-
 def print_files(console: Console, folder: Path, *more: str) -> None:
     """Print where a task wrote its files, and the address of its page if it has one.
 
@@ -156,38 +99,15 @@ def print_files(console: Console, folder: Path, *more: str) -> None:
     console.print(Text("\n".join(map(printable, [f"written to {folder}", *at, *more]))), soft_wrap=True)
 
 
-def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
-    """Sentences about prompts that were drawn several times in one step."""
-    said = []
-    split = sum(each.split for each in draws.values())
-    left_out = sum(each.groups_left_out for each in draws.values())
-    rows = sum(each.rows_left_out for each in draws.values())
-    if draws:
-        prompts = [
-            f"step {step}, {quote(last_user_turn(prompt))}, {rollouts} rollouts"
-            for step, each in draws.items()
-            for prompt, rollouts in each.drawn
-        ]
-        drawn = "1 prompt was" if len(prompts) == 1 else f"{len(prompts):,} prompts were"
-        named = "; ".join(prompts[:NAMED_DRAWS])
-        others = ", and others" if len(prompts) > NAMED_DRAWS else ""
-        said.append(f"{drawn} drawn several times in one step: {named}{others}.")
-    if split:
-        said.append(
-            f"{split:,} of these groups {'was' if split == 1 else 'were'} split into the draws, by the "
-            "order of the dump. This is right if the trainer dumps rollouts in the order in which it drew "
-            "their prompts. verl does so with trainer.balance_batch=False."
-        )
-    if left_out:
-        said.append(
-            f"{left_out:,} of these groups, {rows:,} rows, {'was' if left_out == 1 else 'were'} left out: "
-            "the dump does not have the order of the draws."
-        )
-    return said
-
-
 def report_of(
-    pipeline: Pipeline, step: int, batch: TensorDictBase, config: DictConfig, /, **more: Any
+    pipeline: Pipeline,
+    step: int,
+    batch: TensorDictBase,
+    config: DictConfig,
+    /,
+    *,
+    recipe: str = "",
+    **more: Any,
 ) -> StepReport:
     """Run a pipeline over the batch of a step, and report on it.
 
@@ -196,6 +116,7 @@ def report_of(
         step: number of the step.
         batch: rows of the step.
         config: the composed configuration, of which ``report.solved`` is read.
+        recipe: name of the recipe, for errors; empty: there is only one.
         more: options of :func:`make_report`.
 
     Raises:
@@ -204,22 +125,9 @@ def report_of(
     try:
         run = pipeline.run(batch)
     except BatchError as err:
-        raise type(err)(f"step {step}: {err}") from err
+        refused = f"{recipe} refuses it: " if recipe else ""
+        raise type(err)(f"step {step}: {refused}{err}") from err
     return make_report(run, step=step, solved=config.report.solved, **more)
-
-
-def with_skipped_records(err: BatchError, source: Source) -> BatchError:
-    """The error of a step with the records that were skipped beside it: a group may lack their rollouts.
-
-    Args:
-        err: of the last step of the source.
-        source: the dump.
-    """
-    if not source.skips or not source.skipped_beside:
-        return err
-    more = len(source.skipped_beside) - 1
-    also = f" (and {more:,} more)" * (more > 0)
-    return type(err)(f"{err}. A malformed record was skipped here: {source.skipped_beside[0]}{also}")
 
 
 def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
@@ -309,11 +217,7 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
             if said
             else []
         )
-        bad = next(_bad_steps(open_source(config.source.path, **options)), None)
-        if lines and bad is not None and config.task != "replay" and not config.source.skip_bad:
-            lines.append(f"{printable(str(bad))}. Fix the dump, or set source.skip_bad=true")
-            typed.append("source.skip_bad=true")
-        source = open_source(config.source.path, skip_bad="source.skip_bad=true" in typed, **options)
+        source = open_source(config.source.path, skip_bad=config.source.skip_bad, **options)
     except (SourceError, ValueError, StopIteration):
         return err
     if config.task != "audit":  # which runs no gate, and keeps what other tasks refuse
@@ -395,21 +299,15 @@ def _good_steps(source: Source) -> Iterator[tuple[int, TensorDictBase]]:
             yield step, found
 
 
-def _bad_steps(source: Source) -> Iterator[SourceError]:
-    """What is wrong with the steps, of the first ones, that cannot be read."""
-    for _, found in islice(source.outcomes(), TRIED):
-        if isinstance(found, SourceError):
-            yield found
-
-
 def _refused(
     steps: Sequence[tuple[int, TensorDictBase]], pipelines: Sequence[Pipeline]
 ) -> Iterator[tuple[int, BatchError]]:
     """The steps whose batch a pipeline refuses, each with the first error."""
     for step, batch in steps:
         try:
-            for pipeline in pipelines:
-                pipeline.run(batch)
+            with prompts_in_errors(batch):
+                for pipeline in pipelines:
+                    pipeline.run(batch)
         except BatchError as err:
             yield step, err
 

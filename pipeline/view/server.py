@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl
 
 from headrace.pipeline.composing import ConfigError
+from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.wording import printable
 
 from .stored_run import StoredRun, StoredStep, UnreadableRows
@@ -253,7 +254,10 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
         )
-    return {"runs": found}
+    first, second = runs[0].steps(), runs[-1].steps()
+    both = ((first[step].numbers, second[step].numbers) for step in first if step in second)
+    equal = names_of_equal(both) if len(runs) > 1 else []
+    return {"runs": found, "equal": [printable(str(name)) for name in equal]}
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import beginning, printable
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
+END = 80  # characters of the end of a longer text
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
 LABEL = 160  # characters of the last user turn by which a prompt is listed
 MAX_STEP_ROWS = 2**22  # as for dumps that are read back
@@ -231,7 +232,7 @@ class StoredRun:
         Returns:
             ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``asked``: by row, what the
             user asked, if its group was made from the prompt (else None), ``found``: rows that match, ``of``:
-            rows of the step. A text is ``{"start", "characters"}``.
+            rows of the step. A text is ``{"start", "characters"}``, and a long one has its ``end``.
 
         Raises:
             UnreadableRows: no such step or column, or a file that cannot be read.
@@ -566,7 +567,8 @@ def cell_of(value: Any, kind: str) -> Any:
     if value is None:
         return None
     if kind == "text":
-        return {"start": printable(value[:EXCERPT], keep="\n\t"), "characters": len(value)}
+        end = {"end": printable(value[-END:], keep="\n\t")} if len(value) > EXCERPT else {}
+        return {"start": printable(value[:EXCERPT], keep="\n\t"), "characters": len(value)} | end
     if kind == "numbers":
         return [each if each is not None and math.isfinite(each) else None for each in value]
     if isinstance(value, float):

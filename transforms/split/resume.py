@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import few
+from headrace.transforms.schema import REASON
 from headrace.transforms.table import Table
 from headrace.transforms.tensordicts import column_of, flat_rows, from_plain, leaves_of, to_plain
 
@@ -77,21 +78,40 @@ class SplitState(NamedTuple):
 
     def to_plain(self) -> dict[str, Any]:
         """Convert to dicts, tensors and lists, which ``torch.load`` reads with ``weights_only=True``."""
-        plain: dict[str, Any] = {"calls": self.calls, "carried": to_plain(self.carried)}
-        if self.trained is not None:
-            columns = {name: column.cpu() for name, column in self.trained.columns.items()}
-            plain |= {"trained": {"rows": self.trained.rows, "columns": columns}}
-        return plain if self.interrupted is None else plain | {"batch": self.interrupted.to_plain()}
+        interrupted, trained = self.interrupted, self.trained
+        if trained is not None:
+            trained = trained._replace(columns={name: each.cpu() for name, each in trained.columns.items()})
+        return {
+            "calls": self.calls,
+            "carried": to_plain(self.carried),
+            "interrupted": None if interrupted is None else interrupted.to_plain(),
+            "trained": None if trained is None else trained._asdict(),
+        }
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> SplitState:
-        """Restore the output of :meth:`to_plain`."""
-        state, batch = cls(plain["calls"], from_plain(plain["carried"])), plain.get("batch")
-        if "trained" in plain:
-            state = state._replace(trained=KnownBatch(**plain["trained"]))
-        if batch is None:
-            return state
-        return state._replace(interrupted=InterruptedBatch.from_plain(batch))
+        """Restore the output of :meth:`to_plain`.
+
+        Raises:
+            ValueError: another version of headrace has saved the state.
+        """
+        carried, found = from_plain(plain.get("carried")), sorted(plain)
+        if carried is not None and column_of(carried, REASON) is None:
+            found[found.index("carried")] = "carried rows without reasons"
+        if found != sorted(cls._fields):
+            raise ValueError(
+                f"the state of a split has {', '.join(sorted(cls._fields))}; found {', '.join(found)}. "
+                "Another version of headrace has saved it: load it with that version, or delete the split's "
+                "_extra_state and load the rest with strict=False. The split then begins anew, without "
+                "carried rows"
+            )
+        interrupted, trained = plain["interrupted"], plain["trained"]
+        return cls(
+            plain["calls"],
+            carried,
+            None if interrupted is None else InterruptedBatch.from_plain(interrupted),
+            None if trained is None else KnownBatch(**trained),
+        )
 
 
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
@@ -271,8 +291,7 @@ class SplitMemory:
                 progress.done = True
             self._earlier = []
             if (batch := self.state.interrupted) is not None:
-                trained = None if batch.columns is None else KnownBatch(batch.rows, batch.columns)
-                self.state = batch.after._replace(trained=trained)
+                self.state = batch.after._replace(trained=KnownBatch(batch.rows, batch.columns))
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state for ``state_dict``.
@@ -293,7 +312,11 @@ class SplitMemory:
         return (self._progress.state(self.state) if self._progress else self.state).to_plain()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the output of :meth:`get_extra_state`."""
+        """Restore the output of :meth:`get_extra_state`.
+
+        Raises:
+            ValueError: another version of headrace has saved the state.
+        """
         self.state, self._progress, self._earlier = SplitState.from_plain(state), None, []
         self.restored = True
 

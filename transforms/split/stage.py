@@ -232,7 +232,7 @@ class ShuffleSplit(
         they agree without communication.
 
         Args:
-            rows: of all ranks, with the carried ones (``rows.table.extend(split.carried_rows())``).
+            rows: of all ranks, with the carried ones (``rows.extend(split.carried_rows())``).
             epochs: passes, ≥ 1.
 
         Raises:
@@ -384,7 +384,7 @@ class ShuffleSplit(
                 if self.take_out_trained(rows.seen_by(self)):
                     out = rows.write()
                 else:
-                    rows.table.extend(self.state.carried, self.remainder)
+                    rows.seen_by(self).extend(self.state.carried, self.remainder)
                     permuted = self.permute(rows.seen_by(self))
                     steps = permuted.steps(
                         [(rows.table.written_columns(), rows.table.late, rows.table.batch)]

@@ -1,7 +1,7 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
 import { curveOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
-import { count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
+import { andList, count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
 const TILES = [
   { metric: /^reward\/all\/mean$/, label: "reward", unit: "mean over rollouts", text: short },
@@ -29,8 +29,6 @@ function valueAxis(low, high, text, width, height) {
 }
 
 function drawTile({ label, unit, text }, name, page, step, width) {
-  if (page.unsaid?.includes(name) && !isNumber(step.numbers[name]))
-    return h("div", { class: "tile" }, h("h2", {}, label), h("p", { class: "note" }, "not in this dump"));
   const values = page.curves[name] ?? [];
   const steps = page.curve_steps;
   const range = extent(values);
@@ -46,21 +44,38 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}`));
 }
 
-export const drawAnswer = (view) => drawTiles(TILES, view);
+// Of two recipes, what differs: the rollouts are the same, and so are most numbers.
+const APART = [
+  { metric: /^versus\/gradient_moved$/, label: "gradient that moves", unit: "to other groups", text: inPercent },
+  { metric: /^versus\/gradient_cosine$/, label: "cosine of the gradient shares", unit: "1: equal", text: short },
+];
+const isEqual = (page) => ({ metric }) => (page.equal ?? []).some((name) => metric.test(name));
+
+export function drawAnswer(view) {
+  const { page } = view;
+  if (!page.versus) return drawTiles(TILES, view);
+  const equal = TILES.filter(isEqual(page)).map(({ label }) => label);
+  const said = `Equal under both, at every step: ${andList(equal)}.`;
+  const apart = TILES.filter((tile) => !isEqual(page)(tile));
+  return [...drawTiles([...APART, ...apart], view), equal.length ? h("p", { class: "note" }, said) : null];
+}
 
 // A tile for each number that the page has, at the step shown, with its curve over the steps.
 export function drawTiles(kinds, { page, step, width }) {
   const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers), ...(page.unsaid ?? [])])];
   const tiles = kinds.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
-  const known = tiles.filter(([, name]) => name !== undefined);
+  const isAbsent = ([, name]) => page.unsaid?.includes(name) && !isNumber(step.numbers[name]);
+  const absent = tiles.filter(isAbsent).map(([{ label }]) => label);
+  const known = tiles.filter((tile) => tile[1] !== undefined && !isAbsent(tile));
   const fit = Math.max(1, Math.floor((width + GAP) / (TILE + GAP)));
   const most = width < 2 * TILE ? 2 : fit;
   const columns = Math.ceil(known.length / Math.ceil(known.length / most)); // as many in each line, or nearly
   const each = (width - GAP * (columns - 1)) / columns;
   const style = { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` };
-  return known.length
-    ? [h("div", { class: "tiles", style }, known.map(([tile, name]) => drawTile(tile, name, page, step, each)))]
-    : [];
+  return [
+    known.length ? h("div", { class: "tiles", style }, known.map(([tile, name]) => drawTile(tile, name, page, step, each))) : null,
+    absent.length ? h("p", { class: "note" }, `Not in this dump: ${andList(absent)}.`) : null,
+  ];
 }
 
 // Text in which `words between these` are code.
@@ -106,12 +121,22 @@ function adviceLine(page, verdict, advisory, at = []) {
   );
 }
 
-// What is missing on this page: steps that failed, numbers that a dump cannot have. Or how two recipes differ.
+// Above all else: how two recipes differ, or which steps failed, which open to the reasons. What else is to be
+// known of a dump is below the answer.
 export function sayNotices(page) {
-  byId("notices").hidden = !page.notices?.length;
-  byId("notices").replaceChildren(
-    ...(page.notices ?? []).map((text, i) => h("li", { class: i === 0 && text.includes("steps failed") ? "failed" : "" }, withCode(text))),
-  );
+  const said = page.notices ?? [];
+  const fails = (text) => / failed, and (is|are) in no number here/.test(text);
+  const isReason = (text, i) => i > 0 && fails(said[0]) && /^(a )?step /.test(text);
+  const why = said.filter(isReason);
+  const top = said.filter((text, i) => fails(text) || (page.versus && i === said.length - 1));
+  const line = (text, i) =>
+    i === 0 && why.length
+      ? h("details", {}, h("summary", {}, withCode(text), " ", h("span", { class: "note" }, "why")), why.map((each) => h("p", {}, withCode(each))))
+      : withCode(text);
+  const below = said.filter((text, i) => !top.includes(text) && !isReason(text, i));
+  byId("notices").replaceChildren(...top.map((text, i) => h("li", { class: fails(text) ? "failed" : "" }, line(text, i))));
+  byId("notes").replaceChildren(...below.map((text) => h("li", {}, withCode(text))));
+  for (const name of ["notices", "notes"]) byId(name).hidden = !byId(name).childElementCount;
 }
 
 // Of the steps behind the one that is shown: what is not said here, in the words of the last step that says it.

@@ -28,7 +28,7 @@ function path(xs, ys) {
 // A long name may be broken after a slash or an underscore, and not within a word.
 const breakable = (name) => name.split(/(?<=[/_])/).flatMap((word, i) => (i ? [h("wbr"), word] : [word]));
 
-const FIRST_CURVES = ["reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "advantages/", "rows/"];
+const FIRST_CURVES = ["versus/", "reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "advantages/", "rows/"];
 
 // What a run is about comes first; what it took, and what never changes, says less, and comes last.
 function inOrder(page) {
@@ -38,7 +38,7 @@ function inOrder(page) {
   };
   const place = (name) => {
     const found = FIRST_CURVES.findIndex((start) => name.startsWith(start));
-    return (flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
+    return (page.equal?.includes(name) ? 300 : flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
   };
   return Object.keys(page.curves).sort((a, b) => place(a) - place(b));
 }

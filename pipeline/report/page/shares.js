@@ -6,6 +6,7 @@ const MOST_GROUPS = 10;
 const SEEN = 0.0005; // a share that moves by less is shown as +0.0
 
 const perCent = (share) => `${(100 * share).toFixed(1)} %`;
+const inOneLine = (share) => perCent(share).replace(" ", "\u00a0");
 const points = (gap) => `${gap < 0 ? "−" : "+"}${Math.abs(100 * gap).toFixed(1)}`;
 
 function sharesByGroup(model) {
@@ -47,11 +48,11 @@ export function drawShares(page, model, step) {
           ["group", first, second, "difference, in points"],
           some.map(({ group, one, other }) => [
             beginning(group.label?.replace(/\s+/g, " ") ?? String(group.id), 48),
-            perCent(one),
-            perCent(other),
+            inOneLine(one),
+            inOneLine(other),
             points(other - one),
           ]),
-          h("caption", {}, less > 0 ? `those that move most, of ${count(groups.length)}` : "by how much they move"),
+          h("caption", {}, less > 0 ? `the ${count(some.length)} of ${count(groups.length)} groups whose share moves most` : "groups by how much their share moves"),
         )
       : null,
   ];

@@ -10,7 +10,7 @@ function groupName(group, room) {
   const letters = Math.floor(room / 7.6);
   const [id, label] = [String(group.id), group.label?.replace(/\s+/g, " ")];
   // A long id, such as a hash, would leave no room for the prompt.
-  const named = label ? (id.length > letters / 2 ? label : `${id}  ${label}`) : `group ${id}`;
+  const named = label ? (id.length + 12 > letters ? label : `${id}  ${label}`) : `group ${id}`;
   const text = named.length > letters && !label ? id : named;
   return beginning(text, Math.max(2, letters));
 }
@@ -75,7 +75,7 @@ function stripFrame(lines, width) {
   const frame = {
     width,
     none,
-    left: (width > 900 ? 260 : wide ? 190 : 84) + (none ? 24 : 0),
+    left: (width > 900 ? 260 : wide ? 190 : 104) + (none ? 24 : 0),
     right: width - (wide ? 70 : 14),
   };
   const domain = extent(

@@ -1,6 +1,6 @@
 // The state of the viewer, which is its address, and the parts that draw it.
 import { byId, h } from "./dom.js";
-import { count, number } from "./numbers.js";
+import { andList, count, number, plural } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
 import { drawPrompt, drawPrompts, keyOfRow, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
@@ -8,11 +8,12 @@ import { REWARD, drawSteps, linesOf, markStep } from "./view_steps.js";
 
 const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "same", "search", "by", "run", "place"];
 const CONTROLS = { steps: ["metric", "sort", "order", "reason", "group", "text"], prompts: ["search", "by", "same"] };
-const DEFAULTS = { view: "steps", order: "ascending", by: "lowest", metric: REWARD };
+const DEFAULTS = { view: "steps", order: "ascending", by: "lowest" };
 const WAIT = 250; // milliseconds after the last letter that is typed
 let runs = [];
 let lines = []; // of each run, by step
 let steps = []; // of all runs
+let equal = []; // names of the numbers that two runs have in common at every step
 
 function readState() {
   const given = new URLSearchParams(window.location.hash.slice(1));
@@ -79,7 +80,7 @@ let drawn = null; // the rows that are shown, so that another control that chang
 
 function drawRows(state) {
   const step = state.number;
-  options(byId("metric"), metrics().map((name) => [name, name === REWARD ? "mean reward" : name]), state.metric);
+  options(byId("metric"), metrics().map((name) => [name, metricName(name)]), state.metric);
   markStep(runs, lines, { ...state, metric: byId("metric").value }, (chosen) => go({ step: String(chosen) }));
   byId("rows-title").textContent = `Rows of step ${count(step)}`;
   byId("number").value = step;
@@ -114,8 +115,21 @@ function drawRows(state) {
   if (numbers.open) drawNumbers();
 }
 
-// The numbers that any run has, the mean reward first.
-const metrics = () => [...new Set([REWARD, ...runs.flatMap((run) => run.metrics)])];
+// The numbers that any run has, the mean reward first. Times come behind, and what is equal in both runs is last.
+function metrics() {
+  const place = (name) => (equal.includes(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
+  return [...new Set([REWARD, ...runs.flatMap((run) => run.metrics)])].sort((a, b) => place(a) - place(b));
+}
+
+const metricName = (name) => (name === REWARD ? "mean reward" : name) + (equal.includes(name) ? " (equal in both runs)" : "");
+
+// In one line, which curves of two runs are one.
+function sayEqual() {
+  const others = equal.filter((name) => name !== REWARD).length;
+  const named = [equal.includes(REWARD) ? "the mean reward" : null, others ? plural(others, "other number") : null];
+  byId("equal").hidden = !equal.length;
+  byId("equal").textContent = `Equal in both runs, at every step that both have: ${andList(named.filter(Boolean))}.`;
+}
 
 const SORTS = ["", "advantage", "loss_weight", "tokens", "row"];
 
@@ -169,7 +183,7 @@ function listen() {
 
 async function start() {
   try {
-    ({ runs } = await ask("runs"));
+    ({ runs, equal } = await ask("runs"));
   } catch (error) {
     byId("title").textContent = "The run cannot be shown";
     byId("summary").textContent = error.message;
@@ -192,6 +206,7 @@ async function start() {
   document.querySelector("main").hidden = false;
   if (!steps.length) return;
   byId("steps").hidden = false;
+  sayEqual();
   drawSteps(runs, lines);
   listen();
   draw();

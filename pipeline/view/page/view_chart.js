@@ -26,7 +26,7 @@ export function rewardChart({ names, lines, chosen, width, choose, what = "mean 
   const svg = s(
     "svg",
     { class: "rewards", width, height: HEIGHT, role: "img", "aria-label": `${what[0].toUpperCase()}${what.slice(1)} by step: ${spoken(names, lines)}` },
-    ticks(y.domain, 4).flatMap((value) => [
+    ticks(y.domain, 5).flatMap((value) => [
       s("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
       s("text", { class: "end", x: MARGIN.left - 7, y: y(value) + 4 }, number(value)),
     ]),

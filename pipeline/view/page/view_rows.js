@@ -1,18 +1,19 @@
 // Rows of a step as a table, some at a time. What is in a row becomes text nodes only.
 import { h, message } from "./dom.js";
-import { NONE, beginning, count, isNumber, number, shortId } from "./numbers.js";
+import { NONE, count, isNumber, number, shortId } from "./numbers.js";
 import { ask, columnName, link, rangeOf, reasonName } from "./view_api.js";
 
 const COUNT = 50; // rows at a time
 const AT_ONCE = 20000; // characters of a text that are fetched when its row is opened
-const LINE = 180; // characters of a text in the table
-const SHOWN = ["row", "group_id", "rollout_id", "rollout_reward", "advantage", "loss_weight", "tokens", "reason"];
+const [LINE, END] = [180, 60]; // characters of a text in the table, and how many of them are its end
+// In the order of reading; the rest is in a row that is opened.
+const SHOWN = ["group_id", "rollout_id", "rollout_reward", "advantage", "tokens", "reason"];
 const OTHERS = "other_columns"; // a JSON object of what else the dump has that was replayed
 const TEXTS = ["prompt", "response", "ground_truth"]; // first, when a row is opened
 
 const oneLine = (cell) => {
-  const text = cell.start.replace(/\s+/g, " ").trim();
-  return text.length > LINE || cell.characters > cell.start.length ? `${text.slice(0, LINE)}…` : text;
+  const [text, end] = [cell.start, cell.end ?? cell.start].map((part) => part.replace(/\s+/g, " ").trim());
+  return text.length > LINE || cell.end ? `${text.slice(0, LINE - END)} … ${end.slice(-END)}` : text;
 };
 
 function shownValue(name, value) {
@@ -61,25 +62,28 @@ export function rowsPanel({ run, name, step, wanted, state, title = null, withou
       body.replaceChildren(...message(answer.of ? "No row of this step matches." : "This step has no rows."));
       return;
     }
-    body.replaceChildren(rowsTable({ run, step, answer, state, without, label: `Rows of ${name}, step ${step}` }));
+    body.replaceChildren(rowsTable({ run, step, answer, state, without, sort: wanted.sort, label: `Rows of ${name}, step ${step}` }));
   };
   load(0);
   return panel;
 }
 
-function rowsTable({ run, step, answer, state, without, label }) {
+function rowsTable({ run, step, answer, state, without, sort, label }) {
   const names = answer.columns.map(([column]) => column);
   const has = (column) => names.includes(column);
   const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
-  const shown = SHOWN.filter(has);
-  if (!has("rollout_reward") && has("reward")) shown.splice(3, 0, "reward");
   const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
+  // Groups that were made from the prompt are called by it, and once.
+  const byPrompt = texts.includes("prompt") && answer.asked.every((asked) => asked !== null);
+  const shown = SHOWN.filter((column) => has(column) && !(byPrompt && column === "group_id"));
+  if (!has("rollout_reward") && has("reward")) shown.splice(shown.indexOf("rollout_id") + 1, 0, "reward");
+  if (has(sort) && !shown.includes(sort)) shown.splice(shown.indexOf("reason"), 0, sort);
   const width = shown.length + texts.length + 1;
   const head = h(
     "tr",
     {},
     h("th", { scope: "col" }, h("span", { class: "unseen" }, "open")),
-    [...shown, ...texts].map((column) => h("th", { scope: "col" }, columnName(column))),
+    [...shown, ...texts].map((column) => h("th", { scope: "col", class: column }, columnName(column))),
   );
   const body = answer.rows.flatMap((cells, k) => {
     const id = value(cells, "row") ?? cells[0];
@@ -99,13 +103,12 @@ function rowsTable({ run, step, answer, state, without, label }) {
       h("td", { class: "opens" }, button),
       shown.map((column) => {
         const label = has(labelled[column]) ? value(cells, labelled[column]) : null;
-        const asked = column === "group_id" && answer.asked[k];
-        const text = asked ? beginning(asked, 24) : label ? shortId(oneLine(label)) : shownValue(column, value(cells, column));
+        const text = label ? shortId(oneLine(label)) : shownValue(column, value(cells, column));
         const full = label ? oneLine(label) : isNumber(value(cells, column)) ? String(value(cells, column)) : null;
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);
       }),
-      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, shownValue(column, value(cells, column))))),
+      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, byPrompt && column === "prompt" ? answer.asked[k] : shownValue(column, value(cells, column))))),
     );
     line.addEventListener("click", (e) => {
       if (e.target !== button && !window.getSelection().toString()) toggle();

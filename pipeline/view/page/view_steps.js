@@ -1,21 +1,19 @@
 // The list of steps, of one run or of two beside one another.
 import { byId, h } from "./dom.js";
-import { NONE, count, isNumber, number } from "./numbers.js";
+import { NONE, count, inPercent, isNumber, number } from "./numbers.js";
 import { ask, link, reasonName } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
-
-const percent = (share) => (isNumber(share) ? `${number(100 * share)} %` : NONE);
 
 // What is shown of each run, and the words that explain it.
 const NUMBERS = [
   ["reward", "mean reward", (line) => number(line.reward)],
-  ["flat", "groups with equal rewards", (line) => percent(line.flat)],
+  ["flat", "groups with equal rewards", (line) => inPercent(line.flat)],
   ["trained", "rows in the loss", (line) => (isNumber(line.trained) ? `${count(line.trained)} of ${count(line.rows)}` : NONE)],
 ];
 const MORE = [
   ["groups", "groups", (line) => count(line.groups)],
   ["length", "mean length (tokens)", (line) => number(line.length)],
-  ["truncated", "truncated rollouts", (line) => percent(line.truncated)],
+  ["truncated", "truncated rollouts", (line) => inPercent(line.truncated)],
   ["left", "rows not in the loss, by reason", (line) => reasons(line.left)],
 ];
 
@@ -33,7 +31,8 @@ export function linesOf({ steps }) {
 
 export function drawSteps(runs, lines) {
   const two = runs.length > 1;
-  const shown = two ? NUMBERS : [...NUMBERS, ...MORE];
+  const isKnown = ([name]) => name === "reward" || lines.some((of) => [...of.values()].some((line) => line[name] !== null));
+  const shown = (two ? NUMBERS : [...NUMBERS, ...MORE]).filter(isKnown);
   const failed = runs.map((run) => new Map(run.failed));
   const known = [...lines, ...failed].flatMap((of) => [...of.keys()]);
   // A failed step may have no number: it comes last.
@@ -42,6 +41,10 @@ export function drawSteps(runs, lines) {
     if (step === null) return "no number";
     return lines.some((of) => of.has(step)) ? h("a", { href: link({ view: "steps", step }) }, count(step)) : count(step);
   };
+  // A number that is equal in both runs at all steps has one column.
+  const isEqual = (value) => (step) => lines.every((of) => of.has(step)) && value(lines[0].get(step)) === value(lines[1].get(step));
+  const once = new Set(shown.filter(([, , value]) => two && all.every(isEqual(value))).map(([name]) => name));
+  const runsOf = (name) => (once.has(name) ? [runs[0]] : runs);
   const cell = (step, [name, , value], i, first) => {
     const of = { class: `of-run${i} ${name}` };
     if (lines[i].has(step) && !failed[i].has(step)) return h("td", of, value(lines[i].get(step)));
@@ -49,21 +52,25 @@ export function drawSteps(runs, lines) {
     if (!first) return two ? h("td", of, NONE) : null;
     return h("td", { class: `of-run${i} failed`, colspan: two ? 1 : shown.length }, `failed: ${failed[i].get(step)}`);
   };
+  const nameOf = ({ name }) => h("span", { class: "run" }, name);
+  const apart = two && !once.has("reward");
   const heads = shown.flatMap(([name, words]) =>
-    runs.map((run, i) => h("th", { scope: "col", class: `of-run${i} ${name}` }, two ? `${words}, ${run.name}` : words)),
+    runsOf(name).map((run, i) =>
+      h("th", { scope: "col", class: `of-run${i} ${name}` }, once.has(name) ? `${words}, both` : two ? [`${words}, `, nameOf(run)] : words),
+    ),
   );
   const body = all.map((step) =>
     h(
       "tr",
       { "data-step": step },
       h("th", { scope: "row" }, stepName(step)),
-      shown.flatMap((column, at) => runs.map((_, i) => cell(step, column, i, at === 0))),
-      two ? h("td", { class: "difference" }, difference(lines, step)) : null,
+      shown.flatMap((column, at) => runsOf(column[0]).map((_, i) => cell(step, column, i, at === 0))),
+      apart ? h("td", { class: "difference" }, difference(lines, step)) : null,
     ),
   );
-  const last = two ? h("th", { scope: "col" }, `mean reward, ${runs[1].name} − ${runs[0].name}`) : null;
+  const last = apart ? h("th", { scope: "col" }, ["mean reward, ", nameOf(runs[1]), " − ", nameOf(runs[0])]) : null;
   const head = h("tr", {}, h("th", { scope: "col" }, "step"), heads, last);
-  const table = h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, body));
+  const table = h("table", { class: two ? "plain two" : "plain" }, h("thead", {}, head), h("tbody", {}, body));
   const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "List of steps" }, table);
   byId("steps").querySelector(".body").replaceChildren(box);
 }
