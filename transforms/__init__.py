@@ -30,7 +30,7 @@ from .correction.importance import importance_weight
 from .correction.stage import RolloutCorrection
 from .correction.token_filter import TokenFilter
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError, StreamWarning
-from .filter.criteria import Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
+from .filter.criteria import Criterion, Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
 from .filter.group_criteria import BestOf, GroupMeanWithin
 from .filter.stage import SampleFilter
 from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
@@ -55,7 +55,7 @@ from .split.gather import split_microbatches, split_minibatches
 from .split.plan import Plan, assign_rows
 from .split.shuffle import Cut, shuffle_split
 from .split.stage import ShuffleSplit
-from .stage import BatchTransform, Criterion
+from .stage import BatchTransform
 from .tensordicts import take_rows
 from .weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss
 

@@ -19,9 +19,9 @@ It acts through these methods:
 A view keeps its rows when some of them leave. The next stage gets a new view without these rows. Only the
 statistics of a view (``rows.statistics``, ``rows.voters``) lose rows that it excludes, and at once.
 
-A stage is a subclass of ``BatchTransform`` with ``decide(rows)``. A criterion is a subclass of ``Criterion``,
-whose ``decide(rows)`` returns (M,) bool, True where the row stays. Both are in ``stage.py``. A baseline or a
-scale is one line in ``advantage/baselines.py``.
+A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is a subclass of
+``Criterion`` (``filter/criteria.py``), whose ``decide(rows)`` returns (M,) bool, True where the row stays. A
+baseline or a scale is one line in ``advantage/baselines.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base classes of stages and criteria. They decide on the table of a batch and keep nothing of it."""
+"""The base class of all stages. A stage decides on the table of a batch and keeps nothing of the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
@@ -239,52 +238,6 @@ class BatchTransform(TakesColumns, Transform):
         """The stage and its options as text, which must be equal on all ranks that share a batch."""
         options = describe_options(self, leave_out=("process_group", *self._own_of_rank))
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
-
-
-class Criterion(TakesColumns):
-    """The base class of criteria. Subclasses implement :meth:`decide`.
-
-    Example:
-        >>> class Polite(Criterion):
-        ...     reason, in_keys = "rude", ("tone",)
-        ...     def decide(self, rows):
-        ...         return rows["tone"] > 0
-        >>> from tensordict import TensorDict
-        >>> from headrace.transforms import SampleFilter
-        >>> td = TensorDict({"tone": [1.0, -1.0], "rollout_id": [4, 5]}, batch_size=[2])
-        >>> SampleFilter(criterion=Polite(), action="drop")(td)["rollout_id"].tolist()
-        [4]
-    """
-
-    reason: str = ""  # empty: the name of the class
-    unit: str = "sample"
-    in_keys: tuple[NestedKey, ...] = ()
-    before_baseline: bool = False  # it must run before the stages that compute a baseline
-    within_groups: bool = False  # its result for a row depends only on the rows of the same group
-    reads_tokens: bool = False  # it reads token columns, not only the table
-
-    def decide(self, rows: Rows) -> Tensor:
-        """(M,) bool, True where the row stays. A subclass may implement ``__call__(batch)`` instead."""
-        if type(self).__call__ is Criterion.__call__:
-            raise NotImplementedError(f"{type(self).__name__} must implement decide(rows) or __call__(batch)")
-        return rows.ask(self)
-
-    def judge(self, rows: Rows) -> Tensor:
-        """:meth:`decide` in a filter, whose columns may have other names than those of this criterion."""
-        return self.decide(rows.seen_by(self, rows.stage))
-
-    @property
-    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
-        """Token counts that this criterion reads, as those of a stage."""
-        return [(self.loss_mask_key, None)] if hasattr(self, "loss_mask_key") else []
-
-    def __call__(self, batch: TensorDictBase) -> Tensor:
-        """(N,) bool: apply the criterion to a batch, outside a filter."""
-        rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
-        return self.decide(rows)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({describe_options(self)})"
 
 
 @cache

@@ -10,10 +10,9 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.columns import ColumnNames
-from headrace.transforms.options import takes_options
+from headrace.transforms.columns import ColumnNames, TakesColumns
+from headrace.transforms.options import describe_options, takes_options
 from headrace.transforms.rows import Rows
-from headrace.transforms.stage import Criterion
 from headrace.transforms.tensordicts import count_true
 from headrace.transforms.tokens import in_loss_there, read_advantage, sum_of_tokens
 
@@ -101,7 +100,7 @@ def over_tokens(values: Tensor, mask: Tensor, level: str) -> Tensor:
 
 
 class Diverged(
-    Criterion,
+    TakesColumns,
     columns=("old_log_prob", "sampler_log_prob", "loss_mask", "advantage", "rollout"),
     needed=("rollout",),
 ):
@@ -189,6 +188,9 @@ class Diverged(
             *([self.rollout_key] if unit == "rollout" else []),
         )
         self.before_baseline = judges == "all"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe_options(self)})"
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool, for SampleFilter. With ``level="token"`` (B, T) bool, which SampleFilter refuses."""

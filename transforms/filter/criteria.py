@@ -18,23 +18,69 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.columns import ColumnNames
+from headrace.transforms.columns import ColumnNames, TakesColumns
 from headrace.transforms.options import (
     INF,
     LowerBound,
     UpperBound,
     at_least,
+    describe_options,
     nested_key,
     within,
 )
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, STATUS_KEYS, Status
-from headrace.transforms.stage import Criterion
 from headrace.transforms.tensordicts import flat_rows
 
 
+class Criterion(TakesColumns):
+    """The base class of criteria. Subclasses implement :meth:`decide`.
+
+    Example:
+        >>> class Polite(Criterion):
+        ...     reason, in_keys = "rude", ("tone",)
+        ...     def decide(self, rows):
+        ...         return rows["tone"] > 0
+        >>> from tensordict import TensorDict
+        >>> from headrace.transforms import SampleFilter
+        >>> td = TensorDict({"tone": [1.0, -1.0], "rollout_id": [4, 5]}, batch_size=[2])
+        >>> SampleFilter(criterion=Polite(), action="drop")(td)["rollout_id"].tolist()
+        [4]
+    """
+
+    reason: str = ""  # empty: the name of the class
+    unit: str = "sample"
+    in_keys: tuple[NestedKey, ...] = ()
+    before_baseline: bool = False  # it must run before the stages that compute a baseline
+    within_groups: bool = False  # its result for a row depends only on the rows of the same group
+    reads_tokens: bool = False  # it reads token columns, not only the table
+
+    def decide(self, rows: Rows) -> Tensor:
+        """(M,) bool, True where the row stays. A subclass may implement ``__call__(batch)`` instead."""
+        if type(self).__call__ is Criterion.__call__:
+            raise NotImplementedError(f"{type(self).__name__} must implement decide(rows) or __call__(batch)")
+        return rows.ask(self)
+
+    def judge(self, rows: Rows) -> Tensor:
+        """:meth:`decide` in a filter, whose columns may have other names than those of this criterion."""
+        return self.decide(rows.seen_by(self, rows.stage))
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Token counts that this criterion reads, as those of a stage."""
+        return [(self.loss_mask_key, None)] if hasattr(self, "loss_mask_key") else []
+
+    def __call__(self, batch: TensorDictBase) -> Tensor:
+        """(N,) bool: apply the criterion to a batch, outside a filter."""
+        rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
+        return self.decide(rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe_options(self)})"
+
+
 class _FunctionCriterion(Criterion):
-    """A callable from a batch to (N,) bool, with the attributes of a criterion that it may lack."""
+    """A callable from a batch to (N,) bool, or one with `decide`, with the attributes that it may lack."""
 
     def __init__(self, function: Callable[[TensorDictBase], Tensor]):
         self.function = function
@@ -44,7 +90,8 @@ class _FunctionCriterion(Criterion):
             setattr(self, name, getattr(function, name, getattr(Criterion, name)))
 
     def judge(self, rows: Rows) -> Tensor:
-        return rows.ask(self.function)
+        decide = getattr(self.function, "decide", None)
+        return rows.ask(self.function) if decide is None else decide(rows.seen_by(self.function, rows.stage))
 
     def __repr__(self) -> str:
         return repr(self.function)

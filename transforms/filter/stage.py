@@ -115,8 +115,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
 
     def needs_each_rank(self) -> str:
         """Needed for `on_batch`, for a user's criterion, and for a criterion that reads tokens."""
-        _, *given = stage_parts(self)
-        own = any(not type(criterion).__module__.startswith("headrace.") for criterion in given)
+        own = any(not type(part).__module__.startswith("headrace.") for part in stage_parts(self)[1:])
         if self.on_batch is not None or own:
             return "code of your own"
         reads_tokens = any(each.reads_tokens for each in self._criteria)

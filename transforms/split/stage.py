@@ -427,21 +427,20 @@ class ShuffleSplit(
                 )
         return labels, [Ids(labels.index_select(0, own)) for own in of_ranks]
 
-    def _refuse_again(self, on_arrival: Rows) -> None:
-        """Refuse a batch that has ids of carried rows again.
+    def _refuse_again(self, rows: Rows) -> None:
+        """Refuse a batch that has ids of carried rows again; `rows` are all rows of the table.
 
         Raises:
             BatchError: lists the ids.
         """
-        unit, table = "group" if self.unit == "group" else "rollout", on_arrival.table
-        if on_arrival.key(unit) is None or not on_arrival.has(unit):
+        unit, table = "group" if self.unit == "group" else "rollout", rows.table
+        if rows.key(unit) is None or not rows.has(unit):
             return
-        ids = on_arrival.integers(unit, f"{unit}_id")
+        ids = rows.integers(unit, f"{unit}_id")
         came = table.here.index_fill(0, table.carried, False)
         waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
         if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
-            own_ids = number_column(table.batch, on_arrival.key(unit))
-            ids = ids.index_copy(0, table.live, own_ids.long().cpu())
+            ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())
             own = torch.zeros_like(came).index_fill_(0, table.live, True)
             came, waiting = came & own, waiting & own
         if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
