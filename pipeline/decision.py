@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS
 from headrace.transforms.entry import label_key, labels_said
-from headrace.transforms.errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
+from headrace.transforms.errors import BatchError, ErrorNames, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import nested_key, takes_options
 from headrace.transforms.rows import column_keys, stage_parts
@@ -169,6 +167,42 @@ class Decision:
         return f"Decision({self.ledger})"
 
 
+class _PlainNames(ErrorNames):
+    """The names of plain columns.
+
+    Args:
+        columns: the names of those that there are.
+        names: of the columns, by their key in a TensorDict.
+        of_tokens: the keys of columns with a number for each token, which the recipe reads.
+    """
+
+    def __init__(
+        self, columns: Sequence[str], names: Mapping[NestedKey, str], of_tokens: Sequence[NestedKey]
+    ):
+        self.columns, self.names, self.of_tokens = listing(columns), names, of_tokens
+
+    def say_missing(self, key: NestedKey, option: str, *_: Any, **__: Any) -> str:
+        name = self.names.get(key, "")
+        if self.of_tokens and (name in COUNTS or key in self.of_tokens):
+            return (
+                "reads numbers of each token, and plain columns have one number a row: give a TensorDict [N] "
+                f"of rows with {listing(map(repr, self.of_tokens))}"
+            )
+        return f"needs the column {self.say_column(key, option)}{MEANS.get(name, '')}; {self.say_present()}"
+
+    def say_column(self, key: NestedKey, option: str, **_: Any) -> str:
+        return repr(self.names.get(key, key))
+
+    def say_present(self, *_: Any, **__: Any) -> str:
+        return f"the columns are {self.columns}"
+
+    def say_stamped(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def say_workers(self, **_: Any) -> str:
+        return "Workers need their own ids"
+
+
 class Decider:
     """Run a recipe on plain columns, batch after batch. Use it for recipes with a state.
 
@@ -229,8 +263,13 @@ class Decider:
         """
         if isinstance(columns, TensorDictBase):
             return self._decide(columns, _rows_of(columns), {})
-        with self._in_names_of(columns):
+        try:
             return self._decide(None, *self._read(columns))
+        except BatchError as err:
+            names = {key: name for name, key in self._keys.items()} | {STATUS_KEYS[0]: "status"}
+            names |= {mask: count for count in COUNTS for mask in self._masks(count)}
+            err.names = _PlainNames(list(columns), names, columns_of_tokens(self.pipeline))
+            raise
 
     def _decide(
         self, came: TensorDictBase | None, batch: TensorDictBase, texts: dict[NestedKey, list[str]]
@@ -257,36 +296,6 @@ class Decider:
             carried = run.of_rank(run.rows[ELSEWHERE])[len(batch) :]
         self.rows += len(batch)
         return Decision(run, carried, came)
-
-    @contextmanager
-    def _in_names_of(self, columns: Mapping[str, Any]) -> Iterator[None]:
-        """Errors name the plain columns, not the keys of a TensorDict and the options that hold them."""
-        try:
-            yield
-        except BatchError as err:
-            text, of_tokens = str(err), columns_of_tokens(self.pipeline)
-            names = {key: name for name, key in self._keys.items()} | {STATUS_KEYS[0]: "status"}
-            names |= {mask: count for count in COUNTS for mask in self._masks(count)}
-            lacks = re.search(r" needs the key (.+?) \(\w+\); the batch has .*\]", text)
-            if lacks:
-                key = next((key for key in (*names, *of_tokens) if repr(key) == lacks[1]), None)
-                name = names.get(key, "")
-                if of_tokens and (name in COUNTS or key in of_tokens):
-                    text = (
-                        f"{text[: lacks.start()]} reads numbers of each token, and plain columns have one "
-                        f"number a row: give a TensorDict [N] of rows with {listing(map(repr, of_tokens))}"
-                    )
-                else:
-                    needs = f" needs the column {repr(name) if name else lacks[1]}{MEANS.get(name, '')}"
-                    text = f"{text[: lacks.start()]}{needs}; the columns are {listing(columns)}"
-            else:
-                text = re.sub(r"it has \[.*?\]", f"the columns are {listing(columns)}", text)
-                for key in names:
-                    text = text if isinstance(key, str) else text.replace(repr(key), repr(names[key]))
-                text = re.sub(r" \(\w+_key\)", "", text).replace(who_stamps("group_id"), "")
-                text = text.replace(NUMBER_WORKERS, "Workers need their own ids")
-            err.args = (text,)
-            raise
 
     def reads(self, name: str) -> bool:
         """Whether the recipe reads a column of this name."""

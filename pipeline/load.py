@@ -170,9 +170,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
             config.masked_log_prob = "nan"
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
-        raise ConfigError(
-            f"the pipeline's configuration does not resolve: {explain_composition(err)}"
-        ) from err
+        raise ConfigError(f"the pipeline is not complete: {explain_composition(err)}") from err
     stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
     if not isinstance(stages, dict):
         raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")

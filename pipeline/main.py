@@ -127,4 +127,4 @@ def paragraph_of(err: Exception) -> str:
     if str(err).startswith("Config group override"):  # Hydra does not say which
         files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
         return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
-    return in_words_to_type(str(err))
+    return in_words_to_type(err)

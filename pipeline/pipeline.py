@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
 from headrace.transforms.distributed import (
     DecideOn,
-    OtherRankError,
     RankOptions,
     Ranks,
     SharedIds,
@@ -41,7 +40,7 @@ from .notebook import StageListing
 from .one_decides import Epoch, check_by_table, hand_out_passes, take_passes
 from .order import arrange, check_column_names, check_order, index_of_split
 from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
-from .stage import as_module, with_stage
+from .stage import as_module, stage_in_errors
 from .wording import printable
 
 log = logging.getLogger(__name__.rpartition(".")[0])
@@ -394,16 +393,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Add the stage's name to errors that are raised inside."""
         if table.ranks is not None:
             table.ranks.place = f"stage {name!r}"
-        try:
+        with stage_in_errors(name, stage):
             yield
-        except OtherRankError:
-            raise
-        except Exception as err:
-            if hasattr(err, "stage_named"):
-                raise
-            named = with_stage(name, stage, err)
-            named.stage_named = name  # type: ignore[attr-defined]
-            raise named from err
 
     def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
         """Run a callable on a batch that has all decisions so far, and read the table again."""
@@ -471,8 +462,6 @@ def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> No
     """Run the stages' checks on a batch without rows: a gate may expect groups."""
     for name, stage in stages.items():
         if isinstance(stage, BatchTransform):
-            try:
+            with stage_in_errors(name, stage):
                 stage.enter(batch)
                 stage.apply_to_nothing(batch)
-            except BatchError as err:
-                raise with_stage(name, stage, err) from err

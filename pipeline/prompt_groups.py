@@ -48,16 +48,14 @@ def prompts_in_errors(batch: TensorDictBase) -> Iterator[None]:
     try:
         yield
     except BatchError as err:
-        if MADE.search(str(err)) and "group_label" in batch.keys():
+        if "group_label" in batch.keys():
             size = len(batch)
             labels = strings(batch["group_label"], size) or []
             prompts = strings(batch["prompt_text"], size) if "prompt_text" in batch.keys() else None
-
-            def called(found: re.Match[str]) -> str:
-                rows = [row for row, label in enumerate(labels) if label == found[1]]
-                texts = [] if prompts is None else [prompts[row] for row in rows if prompts[row]]
-                place = f"row {rows[0]}" if rows else "a row that is not in the batch"
-                return group_in_words(found[1], next(iter(texts), None), place)
-
-            err.args = (re.sub(rf"'?({MADE.pattern})'?", called, str(err)),)
+            rows = {label: row for row, label in reversed([*enumerate(labels)])}
+            texts = {label: text for label, text in zip(labels, prompts or [], strict=False) if text}
+            for number, said in err.labels.items():
+                label = said[1:-1]  # without its quotes
+                if MADE.fullmatch(label) and label in rows:
+                    err.labels[number] = group_in_words(label, texts.get(label), f"row {rows[label]}")
         raise

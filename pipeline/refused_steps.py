@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -27,15 +26,14 @@ def refused_report(batch: TensorDictBase, step: int, err: BatchError) -> StepRep
     Example:
         >>> from tensordict import TensorDict
         >>> batch = TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
-        >>> refused_report(batch, 7, BatchError("stage 'collapse', FanOutCollapse(): ...")).names
-        ('trained', 'collapse/refused_step')
+        >>> refused_report(batch, 7, BatchError("columns differ in length")).names
+        ('trained', 'pipeline/refused_step')
     """
     try:
         report = make_report(Pipeline({}).run(batch), step=step)
     except BatchError:
         return None
-    stage = re.search(r"stage '(\w+)'", str(err))
-    names = ("trained", f"{stage[1] if stage else 'pipeline'}/refused_step")
+    names = ("trained", f"{err.stage or 'pipeline'}/refused_step")
     reason = np.ones(len(report), dtype=np.int64)
     columns = {**report.columns, "reason": reason}
     found = replace(report, columns=columns, names=names, actions=("trained", "dropped"))

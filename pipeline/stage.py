@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
 
+from headrace.transforms.distributed.barrier import OtherRankError
 from headrace.transforms.errors import BatchError
 from headrace.transforms.stage import BatchTransform
 
@@ -31,10 +33,19 @@ class CallableStage(nn.Module):
         return getattr(self.function, "__name__", repr(self.function))
 
 
-def with_stage(name: str, stage: nn.Module, error: Exception) -> Exception:
-    """Add a stage's name and options to its error. A BatchError keeps its class, others are StageError."""
-    kind = type(error) if isinstance(error, BatchError) else StageError
-    return kind(f"stage {name!r}, {stage!r}: {error}")
+@contextmanager
+def stage_in_errors(name: str, stage: nn.Module) -> Iterator[None]:
+    """Add a stage's name and options to errors raised inside. Others than BatchError become StageError."""
+    try:
+        yield
+    except (OtherRankError, StageError):
+        raise
+    except BatchError as err:
+        if not err.stage:
+            err.stage, err.made_by = name, repr(stage)
+        raise
+    except Exception as err:
+        raise StageError(f"stage {name!r}, {stage!r}: {err}") from err
 
 
 def as_module(stage: Any) -> nn.Module:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import re
 import unicodedata
 from collections.abc import Iterable
+from typing import Any
+
+from headrace.transforms.errors import BatchError, ErrorNames
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -89,38 +91,39 @@ def reason_words(stage: str, reason: str) -> str:
     return f"{stage}: {reason.replace('_', ' ')}"
 
 
-def in_words_to_type(text: str) -> str:
-    """What a stage says to set, as the word to type.
+class CommandNames(ErrorNames):
+    """The names of options in errors, for who types a command: ``pipeline.stages.gate.group_size``."""
+
+    def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
+        """The words to type."""
+        if not stage:
+            return super().option(stage, name, value, other=other)
+        return f"pipeline.stages.{stage}.{name}{f'={value}' * bool(value)}"
+
+    def say_infinite(self, **_: Any) -> str:
+        """Nothing: no word adds a stage before the collapse."""
+        return ""
+
+
+def in_words_to_type(err: Exception) -> str:
+    """The text of an error, with the options to set as words to type.
 
     Example:
-        >>> in_words_to_type("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
+        >>> error = BatchError("group {group} has 3 of 8: set {on_incomplete=drop}", group=7)
+        >>> error.stage, error.made_by = "gate", "CompletenessGate()"
+        >>> in_words_to_type(error)
         "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
     """
-    stage = re.search(r"stage '(\w+)', ", text)
-    if stage is None:
-        return text
-
-    def word(found: re.Match[str]) -> str:
-        value = "null" if found[3] == "None" else found[3]
-        return f"{found[1]}pipeline.stages.{stage[1]}.{found[2]}={value}"
-
-    text = re.sub(r" \(in Python [^)]*\)|, for infinity \w+\(.*?\) before the collapse", "", text)
-    text = re.sub(r"\b([Ss]et (?:[a-z ]+: )?)(\w+)=['\"]?(\w+)['\"]?", word, text)
-    return re.sub(r"\b([Ss]et) (group_size)\b", rf"\1 pipeline.stages.{stage[1]}.\2", text)
+    return err.said(CommandNames()) if isinstance(err, BatchError) else str(err)
 
 
-def word_to_set(text: str) -> str | None:
+def word_to_set(err: Exception) -> str | None:
     """The first word that an error of a stage says to type; None: it names none.
 
     Example:
-        >>> word_to_set("stage 'gate', CompletenessGate(): group 7 has 3 of 8: set on_incomplete='drop'")
-        'pipeline.stages.gate.on_incomplete=drop'
-        >>> mask = "mask them: for NaN pipeline.stages.collapse.missing=mask (in Python missing='mask')"
-        >>> said = f"stage 'collapse', FanOutCollapse(): found nan at row 0. Score them, or {mask}"
-        >>> word_to_set(said), in_words_to_type(said).endswith("=mask")
-        ('pipeline.stages.collapse.missing=mask', True)
+        >>> word_to_set(BatchError("found {found}: set {collapse/missing=mask}, or {columns=2}", found=3))
+        'pipeline.stages.collapse.missing=mask'
     """
-    found = re.search(
-        r"\b(?:[Ss]et (?:[a-z ]+: )?|for NaN )(pipeline\.stages\.[\w.]+=\w+)", in_words_to_type(text)
-    )
-    return found and found[1]
+    options = err.options if isinstance(err, BatchError) else []
+    words = (f"pipeline.stages.{stage}.{name}={value}" for stage, name, value in options if stage and value)
+    return next(words, None)

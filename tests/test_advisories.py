@@ -356,6 +356,16 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
         compose_config("config", *typed, *sorted({word for line in here for word in line}))
 
 
+@pytest.mark.parametrize(("recipe", "shown"), [("grpo", True), ("gfpo", True), ("as/verl", False)])
+def test_old_rows_can_be_masked_where_the_recipe_has_another_criterion(recipe, shown):
+    config = compose_config("config", "task=replay", f"pipeline={recipe}")
+    found = [now.words for _, remedy in FIRED if (now := remedy.under([config])) is not None]
+    fresh = [words for words in found if "fresh" in words]
+    assert bool(fresh) == shown
+    for words in fresh:
+        composed(f"pipeline={recipe}", *words.split())
+
+
 ROWS = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], "reward": [1.0] * 4, "tokens": [2] * 4}
 
 

@@ -42,6 +42,7 @@ from headrace.transforms import (
     RewardsVary,
     RewardWithin,
     RolloutCorrection,
+    Rows,
     RunningBaseline,
     SampleFilter,
     ScoreRows,
@@ -55,6 +56,7 @@ from headrace.transforms import (
     TurnAdvantage,
     TurnDiscount,
 )
+from headrace.transforms.columns import COLUMNS
 from headrace.transforms.schema import IN_LOSS, PADDING, RETURN, REWARD
 
 REAL = ("masks", "all_attention_mask")
@@ -440,6 +442,57 @@ def test_a_rollout_of_more_rows_changes_no_other_rollout(name):
     )
 
 
+# Here these take rollouts without a reward, which they refuse with their defaults.
+WITHOUT_REWARDS = {
+    "collapse": lambda: FanOutCollapse(missing="mask"),
+    "advantage": lambda: GroupRelativeAdvantage(missing="skip"),
+}
+# Stages with a metric that counts rows without a reward on purpose.
+COUNT_UNREWARDED = {
+    "filter-mask": "a row without a reward is not kept",
+    "filter-exclude": "as filter-mask",
+    "filter-best": "a rollout without a reward is kept",
+    "advantage": "these rows have the advantage 0, and `unscorable` counts them",
+}
+
+
+@every
+def test_a_metric_of_rewards_leaves_out_rollouts_without_one(name):
+    """It is as if they were absent. A metric that no reward changes, such as a count, may count them."""
+    make = WITHOUT_REWARDS.get(name, STAGES[name])
+    try:
+        unrewarded = metrics_with(make(), torch.nan)
+    except BatchError as refusal:
+        if "must be finite" not in str(refusal):
+            raise
+        return
+    absent = metrics_with(make(), None)
+    scored = [metrics_with(make(), reward / 16) for reward in (0, 2, 9)]
+    counted = [
+        metric
+        for metric, found in unrewarded.items()
+        if found != absent[metric] and any(each[metric] != found for each in scored)
+    ]
+    if name in COUNT_UNREWARDED:
+        assert counted, "it counts none: take its line out of COUNT_UNREWARDED"
+        return
+    assert not counted, (
+        f"{counted} count a rollout without a reward. Leave out the rows whose reward is NaN, which equals "
+        "nothing, not even itself; or give the reason in COUNT_UNREWARDED"
+    )
+
+
+def metrics_with(stage: BatchTransform, reward: float | None) -> dict[str, str]:
+    """What the stage records if rollout 1, of two rows, has this reward; None: if it is not there."""
+    batch = rows()
+    its = batch["rollout_id"] == 1
+    for key in (("next", "reward"), REWARD, RETURN):
+        batch[key][its] = torch.nan if reward is None else reward
+    pipeline = stage if isinstance(stage, Pipeline) else Pipeline({"stage": stage})
+    found = pipeline.run(batch if reward is not None else batch[~its]).metrics
+    return {metric: repr(value) for metric, value in found.items() if metric.startswith("stage/")}
+
+
 def others(out: TensorDict) -> TensorDict:
     """The rows of all rollouts but 0, in the order of the batch."""
     stay = out["rollout_id"] != 0
@@ -472,6 +525,49 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
     for key in out.keys(True, True):
         written = key not in batch.keys(True) or not alike(out, batch[numbers], key)
         assert not written or key in allowed, f"{name} writes {key!r}, which is not in its out_keys"
+
+
+@every
+def test_what_a_stage_reads_is_in_its_columns(name):
+    """Otherwise a column with another name would not be found, and there would be no option to give it."""
+    stage = STAGES[name]()
+    if not isinstance(stage, Pipeline):  # its stages say it
+        assert not undeclared(stage, rows())
+
+
+def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
+    """The roles that a stage and its criterion read, and have no option for."""
+    read, key = set(), Rows.key
+
+    def recorded(self: Rows, role) -> object:
+        if isinstance(role, str) and role in COLUMNS:
+            read.add((self.reader, role))
+        return key(self, role)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "key", recorded)
+        if stage.knows_the_table():
+            stage.work_on(stage.read_table(batch, None).seen_by(stage))
+        else:
+            stage(batch)
+    parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}
+    return [
+        f"{reader}: add {role!r} to its columns"
+        for reader, role in sorted(read)
+        if not hasattr(parts[reader], f"{role}_key")
+    ]
+
+
+def test_the_error_for_a_missing_column_names_only_an_option_that_the_stage_has():
+    class Voting(BatchTransform, columns=("reward",)):
+        def decide(self, rows: Rows) -> None:
+            rows["tone" if len(rows) == 1 else "rollout"]
+
+    batch = TensorDict({"rid": [4, 5], ("next", "reward"): [0.0, 7.0]}, batch_size=[2])
+    with pytest.raises(MissingKeyError, match=r"'rollout_id'; .* add 'rollout' to the `columns`"):
+        Voting()(batch)
+    with pytest.raises(MissingKeyError, match=r"needs the key 'tone'; the batch has \[.*'rid'\]$"):
+        Voting()(batch[:1])
 
 
 @every

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from recipes import of
 from tensordict import TensorDict
-from test_contract import rows
+from test_contract import rows, undeclared
 
 from headrace.transforms import (
     BestOf,
@@ -79,3 +79,9 @@ def test_more_rows_of_a_rollout_change_no_other():
             fanned = torch.cat([batch(), *[batch()[:1]] * 3])
             fanned["masks", "all_assistant_mask"][8:] = False
             assert kept(name, fanned, 0) == kept(name, batch(), 0)
+
+
+def test_what_a_criterion_reads_is_in_its_columns():
+    for name, make in CRITERIA.items():
+        with of(name):
+            assert not undeclared(SampleFilter(criterion=make(), action="drop"), batch())

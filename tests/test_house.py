@@ -64,6 +64,7 @@ INNER = {
     "scaling.py": {"transforms.distributed"},
     "cutting.py": {"transforms.distributed"},
     "test_balance.py": {"transforms.split.bins"},
+    "test_contract.py": {"transforms.columns"},
     "balance.py": {"transforms.split.bins"},
     "engines.py": {"pipeline.collect.queues"},
     "test_split_trees.py": {"transforms.prefixes", "transforms.split.trees"},
@@ -109,6 +110,7 @@ INNER = {
     "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_laws.py": {"transforms.options"},
+    "test_tasks.py": {"pipeline.tasks.perform"},
     "test_option_types.py": {
         "pipeline.composing",
         "pipeline.composing.compose",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from test_criteria import CRITERIA
 import headrace.pipeline
 import headrace.transforms
 from headrace.pipeline import ConfigError
+from headrace.pipeline.certify import Refused
 from headrace.pipeline.sources import READERS
 from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_relative_advantage
 
@@ -54,11 +56,22 @@ def lacking_pages_and_tests() -> list[str]:
         part.__name__ for kind in (BatchTransform, Criterion, TokenTerm) for part in classes_of(kind)
     )
     contracts = ("test_contract.py", "test_criteria.py")
-    tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py") if path.name not in contracts)
+    tests = [path.read_text() for path in ROOT.glob("tests/test_*.py") if path.name not in contracts]
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     unsaid = [f"{name}: a word of docs/glossary.md" for name in parts if f"`{name}`" not in glossary]
-    tested = set(re.findall(r"\w+", tests))
+    tested = set[str]().union(*map(used_in, tests))
     return unsaid + [f"{name}: a test of its numbers" for name in parts if name not in tested]
+
+
+def used_in(text: str) -> set[str]:
+    """The names of headrace that a test uses; not those in its texts and comments, nor its own."""
+    nodes = list(ast.walk(ast.parse(text)))
+    modules = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {
+        alias.name for node in modules if str(node.module).startswith("headrace") for alias in node.names
+    }
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return (imported & names) | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def lacking_equations() -> list[str]:
@@ -75,7 +88,7 @@ def lacking_equations() -> list[str]:
 def uncertified() -> list[str]:
     certified = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
     missing = set(NAMES) - {each["recipe"] for each in certified}
-    return [f"{name}: its certificates. Run `make certificates`" for name in sorted(missing)]
+    return [f"{name}: its certificates. Run `make certificates ARGS={name}`" for name in sorted(missing)]
 
 
 def lacking_recipes() -> list[str]:
@@ -92,13 +105,15 @@ def lacking_recipes() -> list[str]:
         measures.setdefault(measure, []).append(name)
     for alike in chains.values():
         if len(set(alike) & set(CHAINS)) != 1:
-            lacking.append(
-                f"one of {', '.join(alike)}: a line of CHAINS in tests/recipes.py, for their stages"
-            )
+            lacking.append(f"{one_of(alike)}: a line of CHAINS in tests/recipes.py, for its stages")
     for alike in measures.values():
         if not set(alike) & set(ADVANTAGES):
-            lacking.append(f"one of {', '.join(alike)}: a line of ADVANTAGES in tests/recipes.py")
+            lacking.append(f"{one_of(alike)}: a line of ADVANTAGES in tests/recipes.py")
     return lacking
+
+
+def one_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
 
 def lacking_readers() -> list[str]:
@@ -139,6 +154,13 @@ def test_every_table_lists_a_new_part(monkeypatch):
     lacking = outdated(make_listings, make_stages) + lacking_stages() + lacking_readers()
     lacking += lacking_pages_and_tests() + lacking_equations() + uncertified()
     assert not lacking, "to be added:\n" + "\n".join(lacking)
+
+
+def test_a_class_that_a_test_only_mentions_is_not_tested():
+    own = "class Clip: ...\nClip()  # Clip\n'Clip'\n"
+    assert used_in("from headrace.transforms import Clip\n'Clip'") == used_in(own) == set()
+    assert used_in("from headrace.transforms import Clip\nClip()") == {"Clip"}
+    assert used_in("import headrace.transforms as parts\nparts.Clip()") == {"Clip"}
 
 
 def test_the_tools_say_what_a_new_part_lacks(monkeypatch, tmp_path):
@@ -192,6 +214,19 @@ def test_generate_writes_a_stage_before_it_reads_a_recipe_with_it(monkeypatch, t
     generate.check()
     generate.generate()
     assert capsys.readouterr().out == "up to date\n"
+
+
+def test_certificates_of_named_recipes_leave_those_of_others(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import make_certificates
+
+    before = json.loads(make_certificates.PAGE.read_text())["certificates"]
+    refused = Refused("gdpo", "", 4, "")
+    monkeypatch.setattr(make_certificates, "certify_recipe", lambda node, recipe, *task: refused)
+    found = make_certificates.certificates(["gdpo"])
+    assert found == [each for each in before if each["recipe"] != "gdpo"]
+    with pytest.raises(SystemExit, match=r"^unknown recipes: grop\. The recipes are as/areal, "):
+        make_certificates.certificates(["grop"])
 
 
 @pytest.mark.slow

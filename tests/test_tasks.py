@@ -20,6 +20,7 @@ from rich.console import Console
 from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
 from headrace.pipeline.report import Comparison
 from headrace.pipeline.tasks.compare import compare, show_comparison
+from headrace.pipeline.tasks.perform import perform
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight
 
@@ -79,6 +80,13 @@ def test_a_refused_step_is_named(dump, tmp_path):
     config = configured("replay", dump, "pipeline.stages.gate.group_size=3")
     with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
         told(replay, config, tmp_path / "out")
+
+
+def test_all_options_that_a_dump_needs_are_named_at_once(make_batch, tmp_path):
+    write_dump(make_report(Pipeline({}).run(make_batch([0.0, float("nan")], [5, 5]))), tmp_path / "dump")
+    config = configured("replay", tmp_path / "dump")
+    with pytest.raises(ConfigError, match=r"(?s)gate\.group_size=2\n.*headrace .*size=2 .*missing=mask$"):
+        perform(config, tmp_path / "out", [])
 
 
 def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):

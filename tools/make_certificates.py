@@ -1,11 +1,15 @@
 """Write docs/certificates.json: the certificate of every recipe on every task, in a minute or two.
 
-python tools/make_certificates.py
+python tools/make_certificates.py               # all recipes
+python tools/make_certificates.py dapo as/verl  # only these; the others keep theirs
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +34,24 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def certificates() -> list[dict[str, Any]]:
-    """All of them, but of recipes that refuse a task's rows."""
+def certificates(named: Collection[str] = ()) -> list[dict[str, Any]]:
+    """All of them, but of recipes that refuse a task's rows.
+
+    Args:
+        named: the recipes that are computed; the others keep the certificates that they have. Empty: all.
+
+    Raises:
+        SystemExit: there is no such recipe.
+    """
+    if unknown := set(named) - set(recipes()):
+        sys.exit(f"unknown recipes: {', '.join(sorted(unknown))}. The recipes are {', '.join(recipes())}")
     tasks = small_tasks(compose_config("config", "task=certify"))
+    before = json.loads(PAGE.read_text())["certificates"] if named else []
     found = []
     for recipe in recipes():
+        if named and recipe not in named:
+            found += [each for each in before if each["recipe"] == recipe]
+            continue
         node = compose_config("load", f"pipeline={recipe}").pipeline
         for name, task in tasks.items():
             certificate = certify_recipe(node, recipe, task, name)
@@ -45,5 +62,5 @@ def certificates() -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    lines = ",\n".join(json_text(each) for each in certificates())
+    lines = ",\n".join(json_text(each) for each in certificates(sys.argv[1:]))
     PAGE.write_text(f'{{"certificates": [\n{lines}\n]}}\n')

@@ -330,6 +330,7 @@ def tables() -> str:
             "|---|---|---|---|---|---|---|",
         ]
         lines += ["| " + " | ".join([", ".join(names), *cells]) + " |" for cells, names in alike.items()]
+        lines += [f"\n`{each['recipe']}`: {each['why_zero']}." for each in here if "why_zero" in each]
         taken = {each["recipe"] for each in here}
         if without := ", ".join(f"`{name}`" for name in recipes if name not in taken):
             lines += ["", f"These recipes need other columns, or refuse the rewards of this task: {without}."]

@@ -234,8 +234,10 @@ class FanOutCollapse(
         value = rows["reward"]
         if self.columns == 1 and value.ndim > 1:
             raise BatchError(
-                f"FanOutCollapse needs one number per row in {self.reward_key!r} (reward_key), for "
-                f"{len(rows)} rows; found {tuple(value.shape)}. If these are several rewards, set columns"
+                f"FanOutCollapse needs one number per row in {{column}}, for {len(rows)} rows; found "
+                f"{tuple(value.shape)}. If these are several rewards, set columns",
+                key=self.reward_key,
+                option="reward_key",
             )
         if self.columns > 1 and value.shape[1:] != (self.columns,):
             raise BatchError(

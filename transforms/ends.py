@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import NUMBER_WORKERS
 from .ids import Ids
 from .rows import Rows
 from .schema import EXPECTED_SEGMENTS
 
 MORE_ENDS = (
     "found more ends (True) in {found}. Are ids reused by two workers, or did a sampler repeat rows? Their "
-    f"rewards would be added up. {NUMBER_WORKERS}."
+    "rewards would be added up. {workers}."
 )
 
 
@@ -75,7 +74,7 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         rows.require(
             begun <= (expected if together else 1),
             "a rollout begins once; found several beginnings (True) in {found}. Was it restarted with the "
-            f"same id? The rewards of both attempts would be added up. {NUMBER_WORKERS}. If segments have "
+            "same id? The rewards of both attempts would be added up. {workers}. If segments have "
             "their own beginnings, such as those of sub-agents, give the batch a column expected_segments, "
             "or set segment_key of the gate",
             lambda row: rows.segments(row, begins),
@@ -97,7 +96,7 @@ def require_ends(rows: Rows, ends: Ends) -> None:
     rows.require(
         ~beyond,
         "a rollout ends with its last row; found rows after the end (True) in {found}. Are ids reused by "
-        f"two workers? {NUMBER_WORKERS}. If the rows are in another order, set segment_key to the column "
+        "two workers? {workers}. If the rows are in another order, set segment_key to the column "
         "that numbers them",
         lambda row: rows.segments(row, done),
     )

@@ -5,7 +5,6 @@ The text is kept in a label column, and errors show it in place of the numbers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -128,8 +127,7 @@ def labels_said(known: Callable[[], Iterable[Sequence[Any]]]) -> Iterator[None]:
             for labels in known():
                 numbers = as_ids(labels, "id").tolist()
                 names |= {str(n): repr(label) for n, label in zip(numbers, labels, strict=True)}
-        if names:
-            err.args = (re.sub(r"\d+", lambda number: names.get(number[0], number[0]), str(err)),)
+        err.labels |= names
         raise
 
 

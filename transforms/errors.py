@@ -2,11 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tensordict import NestedKey
+
+FIELD = re.compile(r"\{(?:(\w+)/)?(\w+)(?:=(\w*))?\}")  # {fact}, {option=value}, {stage/option=value}
+
+
+class ErrorNames:
+    """The names of columns and options in errors: here those of Python. Other callers have a subclass."""
+
+    def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
+        """An option to set to a value, which may be empty; `other`: not of the stage that raises."""
+        said = f"{name}={value if value.isdigit() else repr(value)}" if value else name
+        return f"pipeline.stages.{stage}.{name}={value} (in Python {said})" if other else said
+
+    def say_missing(
+        self,
+        key: NestedKey,
+        option: str,
+        batch: Sequence[NestedKey],
+        reader: str = "",
+        role: str = "",
+        **_: Any,
+    ) -> str:
+        """That a batch lacks the column of a role; the reader may have no option that names it."""
+        said = f"needs the key {self.say_column(key, option)}; the batch has {batch}"
+        if not (option or role):
+            return said
+        declare = "" if option else f"add {role!r} to the `columns` of {reader}, and "
+        option = option or f"{role}_key"
+        return f"{said}. If it goes by another name, {declare}set {option}{who_stamps(option)}"
+
+    def say_column(self, key: NestedKey, option: str, **_: Any) -> str:
+        """A column, and the option that names it, if there is one."""
+        return f"{key!r} ({option})" if option else repr(key)
+
+    def say_present(self, batch: Sequence[NestedKey], **_: Any) -> str:
+        """The columns of a batch."""
+        return f"it has {batch}"
+
+    def say_stamped(self, ids: str, **_: Any) -> str:
+        """Where ids of this name are stamped."""
+        return who_stamps(ids)
+
+    def say_workers(self, **_: Any) -> str:
+        """How workers get ids of their own."""
+        return "Workers need their own ids: set StampIds(worker=…) or RepeatSampler(rank=…)"
+
+    def say_infinite(self, **_: Any) -> str:
+        """How infinite rewards are left out."""
+        return ", for infinity SampleFilter(criterion=Finite(), action='exclude') before the collapse"
 
 
 class BatchError(ValueError):
-    """The batch is invalid and cannot be trained on."""
+    """The batch is invalid and cannot be trained on.
+
+    Args:
+        text: what is required, what was found and what to do. A field in braces is a fact, or what
+            :class:`ErrorNames` says of the facts; ``{action=drop}`` is an option of the stage to set.
+        facts: what the text says, by name.
+
+    Attributes:
+        stage: name of the stage that refused the batch; empty if no pipeline ran it.
+        made_by: that stage with its options.
+        step: number of the batch's step, if it is known.
+        recipe: name of the recipe that refused the batch, where there are several.
+        more: what follows the text.
+        labels: texts of ids that the batch has as text, by their number.
+        names: how the text names columns and options.
+
+    Example:
+        >>> error = BatchError("group {group} is incomplete: set {on_incomplete=drop}", group=7)
+        >>> error.stage, error.made_by = "gate", "CompletenessGate()"
+        >>> str(error)
+        "stage 'gate', CompletenessGate(): group 7 is incomplete: set on_incomplete='drop'"
+    """
+
+    def __init__(self, text: str = "", /, **facts: Any):
+        super().__init__(text)
+        self.facts, self.names, self.labels = facts, ErrorNames(), dict[str, str]()
+        self.stage = self.made_by = self.recipe = self.more = ""
+        self.step: int | None = None
+
+    def __str__(self) -> str:
+        return self.said(self.names)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def said(self, names: ErrorNames) -> str:
+        """The text, with these names of columns and options."""
+
+        def field(found: re.Match[str]) -> str:
+            stage, name, value = found.groups()
+            if value is not None:
+                return names.option(stage or self.stage, name, value, other=stage is not None)
+            say = getattr(names, f"say_{name}", None) if self.facts else None
+            return str(say(**self.facts) if say else self.facts.get(name, found[0]))
+
+        text = re.sub(r"\d+", lambda id: self.labels.get(id[0], id[0]), FIELD.sub(field, self.args[0]))
+        step = "" if self.step is None else f"step {self.step}: "
+        recipe = f"{self.recipe} refuses it: " if self.recipe else ""
+        stage = f"stage {self.stage!r}, {self.made_by}: " if self.stage else ""
+        return f"{step}{recipe}{stage}{text}{self.more}"
+
+    @property
+    def options(self) -> list[tuple[str, str, str]]:
+        """The options that the text says to set: the stage, the option, and the value, which may be empty."""
+        found = [field.groups() for field in FIELD.finditer(self.args[0])]
+        return [(stage or self.stage, name, value) for stage, name, value in found if value is not None]
 
 
 class MissingKeyError(BatchError):
@@ -23,9 +130,6 @@ class StreamWarning(UserWarning):
 
 class ProcessedTwiceError(BatchError):
     """A pipeline has already processed this batch."""
-
-
-NUMBER_WORKERS = "Workers need their own ids: set StampIds(worker=…) or RepeatSampler(rank=…)"
 
 
 def who_stamps(name: str) -> str:

@@ -23,7 +23,7 @@ from .table import Effect
 OnIncomplete = Literal["raise", "drop", "keep"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set on_incomplete='drop', "
+    "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set {on_incomplete=drop}, "
     "or 'keep' with min_rollouts"
 )
 
@@ -372,9 +372,11 @@ class CompletenessGate(
         status = rows.status
         if self.group_size is None and not rows.has("expected"):
             raise MissingKeyError(
-                "The gate must know how many rollouts each group was dispatched with: set group_size, or "
-                f"give the batch a column {self.expected_key!r} (expected_key); it has "
-                f"{key_names(rows.table.batch)}"
+                "The gate must know how many rollouts each group was dispatched with: set {group_size=}, or "
+                "give the batch a column {column}; {present}",
+                key=self.expected_key,
+                option="expected_key",
+                batch=key_names(rows.table.batch),
             )
         presence = count_present(rows, self.group_size, ends, status)
         rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
@@ -454,6 +456,4 @@ class CompletenessGate(
         size = "all" if self.group_size is None else self.group_size
         found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
         plural = "s" if len(found) > 1 else ""
-        raise IncompleteGroupsError(
-            REFUSAL.format(count=len(found), found=listing(found), s=plural, hint=hint)
-        )
+        raise IncompleteGroupsError(REFUSAL, count=len(found), found=listing(found), s=plural, hint=hint)

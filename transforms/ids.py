@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import BatchError, listing, who_stamps
+from .errors import BatchError, listing
 
 SHORT = torch.iinfo(torch.int16)
 
@@ -91,10 +91,8 @@ def as_ids(
     if not isinstance(ids, Tensor):
         missing = [row for row, value in enumerate(ids) if value is None]
         if missing:
-            raise BatchError(
-                f"every row needs a {name}; None at rows {listing(map(str, missing))} of {len(ids)}"
-                + who_stamps(name)
-            )
+            found = f"{listing(map(str, missing))} of {len(ids)}"
+            raise BatchError("every row needs a {ids}; None at rows {found}{stamped}", ids=name, found=found)
         if any(isinstance(value, str) for value in ids):
             try:
                 return number_labels(ids).to(device)  # type: ignore[arg-type]  # it checks the types

@@ -26,7 +26,7 @@ baseline or a scale is one line in ``advantage/baselines.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from math import isfinite
@@ -36,8 +36,8 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .columns import DEFAULTS, WRITERS
-from .errors import NUMBER_WORKERS, BatchError, MissingKeyError, listing, who_stamps
+from .columns import COLUMNS, DEFAULTS, WRITERS
+from .errors import BatchError, MissingKeyError, listing
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import (
@@ -98,6 +98,7 @@ class Rows:
         reader: class name of the stage, for messages.
         stage: name of the stage in the pipeline; a prefix of its reasons and metrics.
         index: (M,) int64, table indices of the rows of this view; None: all rows.
+        declared: roles whose key the stage has an option for; None: not known.
 
     Example:
         >>> from tensordict import TensorDict
@@ -118,8 +119,10 @@ class Rows:
         reader: str = "a stage",
         stage: str = "",
         index: Tensor | None = None,
+        declared: Collection[str] | None = None,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
+        self.declared = declared
         self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
 
     # -- in and out ---------------------------------------------------------------------------------------
@@ -208,8 +211,8 @@ class Rows:
 
     def seen_by(self, stage: Any, name: str = "") -> Rows:
         """A view of the rows that have not left, with columns under the names that a stage uses."""
-        names = {**DEFAULTS, **column_keys(stage)}
-        return Rows(self.table, names, type(stage).__name__, name, self.table.index)
+        own = column_keys(stage)
+        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.index, own)
 
     def __len__(self) -> int:
         return self.table.size if self.index is None else len(self.index)
@@ -251,8 +254,9 @@ class Rows:
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{self.reader} needs one number per row in {self.key(role)!r} ({self._option(role)}), for "
-                f"{len(self)} rows; found {tuple(column.shape)}"
+                f"{self.reader} needs one number per row in {{column}}, for {len(self)} rows; found "
+                f"{tuple(column.shape)}",
+                **self._facts(role),
             )
         return column
 
@@ -266,8 +270,9 @@ class Rows:
         column = self.number(role)
         if column.dtype is not torch.bool:
             raise BatchError(
-                f"{self.reader} needs one bool per row in {self.key(role)!r} ({self._option(role)}); found "
-                f"{self.table.dtypes[self.key(role)]}"
+                f"{self.reader} needs one bool per row in {{column}}; found "
+                f"{self.table.dtypes[self.key(role)]}",
+                **self._facts(role),
             )
         return column
 
@@ -406,7 +411,7 @@ class Rows:
             return self
         rows = chosen.nonzero().flatten()
         index = rows if self.index is None else self.index[rows]
-        return Rows(self.table, self.names, self.reader, self.stage, index)
+        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
 
     @cached_property
     def statistics(self) -> Rows:
@@ -428,7 +433,9 @@ class Rows:
     @property
     def on_arrival(self) -> Rows:
         """A view of all rows of the table, including rows that have left."""
-        return self if self.index is None else Rows(self.table, self.names, self.reader, self.stage)
+        if self.index is None:
+            return self
+        return Rows(self.table, self.names, self.reader, self.stage, declared=self.declared)
 
     def from_arrival(self, values: Tensor) -> Tensor:
         """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
@@ -528,9 +535,7 @@ class Rows:
         """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
         return self.count("loss_mask", finite=True) * self.in_loss
 
-    def reduce(
-        self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str | None = None
-    ) -> Tensor:
+    def reduce(self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str = "") -> Tensor:
         """(M,): reduce a column of any width to one number per row, on its device.
 
         Args:
@@ -589,10 +594,11 @@ class Rows:
         found = listing(dict.fromkeys(map(describe, bad[:DESCRIBED])))
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
-        note = who_stamps(ids)
+        s = "" if len(bad) == 1 else "s"
+        err = error(message + "{stamped}", found=found, count=len(bad), s=s, ids=ids)
         if self.table.ranks is not None:
-            note += self.table.ranks.note(self.table.own.start)
-        raise error(message.format(found=found, count=len(bad), s="" if len(bad) == 1 else "s") + note)
+            err.more = self.table.ranks.note(self.table.own.start)
+        raise err
 
     def require_size(
         self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
@@ -649,7 +655,7 @@ class Rows:
 
         self.require(
             group_of_rollout == groups,
-            "a rollout belongs to one group; found {found}. Are ids reused? " + NUMBER_WORKERS,
+            "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
             describe,
         )
 
@@ -664,8 +670,7 @@ class Rows:
             self.require(
                 torch.isfinite(reward),
                 "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
-                "pipeline.stages.collapse.missing=mask (in Python missing='mask'), for infinity "
-                "SampleFilter(criterion=Finite(), action='exclude') before the collapse",
+                "{collapse/missing=mask}{infinite}",
                 lambda row: (
                     f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
                 ),
@@ -674,7 +679,7 @@ class Rows:
             self.require(
                 self.rollouts.spread(reward[self.rollouts.first]) == reward,
                 "all segments of a rollout must have the same reward; found {found}. If each segment has its "
-                "own reward, set how they are reduced: reward='sum', 'last', …",
+                "own reward, set how they are reduced: {reward=sum}, 'last', …",
                 lambda row: self.segments(row, reward),
             )
 
@@ -786,7 +791,7 @@ class Rows:
                 ~nothing,
                 "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
                 "change the baseline of its group, but the rollout would not train. Was its response cut off "
-                "or masked? Set empty='exclude' to leave it out of the statistics",
+                "or masked? Set {empty=exclude} to leave it out of the statistics",
                 lambda row: f"rollout {self.name('rollout', row)}",
             )
         self.leave(nothing, "empty", "excluded", mask_tokens=False)
@@ -991,11 +996,11 @@ class Rows:
         return column[0].dtype if isinstance(column, list) else column.dtype
 
     def _option(self, role: Any) -> str:
-        if isinstance(role, str) and role in self.names:
-            return f"{role}_key"
-        return str(self.key(role))
+        """The option of the stage that names a column; empty if it has none."""
+        has_option = self.names if self.declared is None else self.declared
+        return f"{role}_key" if isinstance(role, str) and role in has_option else ""
 
-    def missing(self, role: Any, option: str | None = None) -> MissingKeyError:
+    def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
         key = self.key(role)
         if key in WRITERS:
@@ -1004,12 +1009,20 @@ class Rows:
                 f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
             )
         option = option or self._option(role)
-        if self.table.no_lengths and option in OF_LENGTHS:
+        if self.table.no_lengths and (option or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
-        return MissingKeyError(
-            f"{self.reader} needs the key {key!r} ({option}); the batch has {key_names(self.table.batch)}. "
-            f"If it goes by another name, set {option}{who_stamps(option)}"
-        )
+        facts = {
+            "key": key,
+            "option": option,
+            "batch": key_names(self.table.batch),
+            "reader": self.reader,
+            "role": role if isinstance(role, str) and role in COLUMNS else "",
+        }
+        return MissingKeyError("{reader} {missing}", **facts)
+
+    def _facts(self, role: Any) -> dict[str, Any]:
+        """What errors say of a column."""
+        return {"key": self.key(role), "option": self._option(role)}
 
 
 def stage_parts(stage: Any) -> list[Any]:

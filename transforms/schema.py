@@ -64,7 +64,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError, MissingKeyError, who_stamps
+from .errors import BatchError, MissingKeyError
 from .options import takes_options
 from .tensordicts import any_row_has, entries_of
 
@@ -167,10 +167,7 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
     if value is None and option in OF_LENGTHS and has_key(batch, NO_LENGTHS):
         raise no_lengths(reader)
     if value is None:
-        raise MissingKeyError(
-            f"{reader} needs the key {key!r} ({option}); the batch has {key_names(batch)}. "
-            f"If it goes by another name, set {option}{who_stamps(option)}"
-        )
+        raise MissingKeyError(f"{reader} {{missing}}", key=key, option=option, batch=key_names(batch))
     return value
 
 

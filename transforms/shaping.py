@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .columns import ColumnNames
-from .errors import who_stamps
 from .ids import Ids, add_up
 from .options import INF, LowerBound, UpperBound, at_least, has_effect, takes_options, within
 from .rows import Rows
@@ -206,9 +205,9 @@ class _LengthShaping(_RewardShaping):
         rollouts = rows.ids("rollout", checked=False).everyone
         rows.require(
             rollouts.labels >= 0,
-            "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up"
-            + who_stamps("rollout_id"),
+            "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up",
             lambda row: f"{int(rollouts.labels[row])} at row {rows.at(row)}",
+            ids="rollout_id",
         )
         return rollouts.spread(rollouts.sum(rows.lengths))
 

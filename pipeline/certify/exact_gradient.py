@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
@@ -23,6 +24,7 @@ from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import stage_parts
 from headrace.transforms.schema import MINIBATCH, TOKEN_WEIGHT, has_key
+from headrace.transforms.table import TRAINED
 
 from .small_task import Prompt, SmallTask
 
@@ -215,6 +217,8 @@ class Gradients(NamedTuple):
     """Σ A ∇log π over the tokens in the loss of the group, divided by its number of rollouts."""
     loss: Tensor | None
     """Σ w A ∇log π with the recipe's loss weights; None if it writes none."""
+    why_zero: str = ""
+    """The reason why the advantage has no gradient in any outcome, with the stage; empty if it has one."""
 
 
 def gradients_of(
@@ -253,10 +257,14 @@ def gradients_of(
     batches = [batch] if together else batch.split(rows_of_outcomes)
     fresh = copy.deepcopy(pipeline) if remembers else pipeline
     advantage, loss = score.new_zeros(2, outcomes, score.shape[1])
+    reasons = Counter[str]()
     for rows in batches:
         if remembers:
             pipeline = copy.deepcopy(fresh)
-        trained = pipeline.run(rows).batch
+        run = pipeline.run(rows)
+        trained = run.batch
+        if (ledger := run.ledger) is not None:
+            reasons.update(ledger.counts())
         if len(trained) == 0:
             continue
         credit = trained[keys.get("advantage", "advantage")].reshape(len(trained), -1)  # (N, 1) or (N, T)
@@ -272,7 +280,18 @@ def gradients_of(
             if has_key(trained, TOKEN_WEIGHT):
                 each = torch.einsum("nt,ntp->np", credit * trained[TOKEN_WEIGHT], scores)
             loss.index_add_(0, trained[OUTCOME], each * weight)
-    return Gradients(advantage, loss if pipeline.weighs else None)
+    why_zero = "" if bool(advantage.any()) else _why_zero(reasons)
+    return Gradients(advantage, loss if pipeline.weighs else None, why_zero)
+
+
+def _why_zero(reasons: Counter[str]) -> str:
+    """Why all gradients are 0: the stages that took rows out, or an advantage of 0."""
+    total, trained = reasons.total(), reasons.pop(TRAINED, 0)
+    out = ", ".join(f"{name} {count} of {total} rows" for name, count in reasons.items() if count)
+    if not trained:
+        return f"no row trains; out: {out}"
+    zero = "the advantage of every token in the loss is 0"
+    return f"{zero}; out: {out}" if out else zero
 
 
 def _keep_within(stages: list[nn.Module]) -> bool:

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from headrace.pipeline.wording import suggest
 
@@ -140,6 +140,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         found = _unknown_option(path[1], overrides, config_name)
         return found or f"unknown option {path[1]!r}{suggest(path[1], OF_HYDRA)}"
     place = getattr(error, "full_key", None)  # of an interpolation, or of a required value
+    if isinstance(error, MissingMandatoryValue):
+        return f"{place} has no value: set {place}=…"
     message = re.sub(r"Interpolation key '(.*)' not found", r"it refers to ${\1}, which is unknown", message)
     return f"{place}: {message.splitlines()[0]}" if place else message
 

@@ -91,7 +91,14 @@ def _node_named(name: str, folder: str, where: str) -> DictConfig:
             f"{where}: unknown {folder} {name!r}{suggest(name, known)}; choose from {', '.join(known)}, or "
             "give an object, or a node with a _target_"
         )
-    return DictConfig(OmegaConf.create(files.joinpath(f"{name}.yaml").read_text(encoding="utf-8")))
+    node = OmegaConf.create(files.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+    if required := [str(option) for option in node if OmegaConf.is_missing(node, option)]:
+        chosen = f"{'+' * where.endswith('.also')}{folder}@{where}={name}"
+        raise ConfigError(
+            f"{where}: {name} needs {' and '.join(required)}. Set, for example, "
+            f"{' '.join([chosen, *(f'{where}.{option}=1' for option in required)])}"
+        )
+    return DictConfig(node)
 
 
 def _check_options(path: str, plain: Any) -> None:

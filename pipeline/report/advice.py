@@ -534,7 +534,7 @@ def has_options(config: DictConfig, words: str) -> bool:
     chosen = [path.partition("@")[2] for path in paths if "@" in path]
     return all(
         _has(config, path.partition("@")[2] or path)
-        or (path.startswith("+") and any(path[1:].startswith(f"{each}.") for each in chosen))
+        or any(path.removeprefix("+").startswith(f"{each}.") for each in chosen)
         for path in paths
     )
 

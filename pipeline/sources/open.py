@@ -270,7 +270,7 @@ class Source:
                 batch, changed = regrade(batch, self._grade)
                 self.regraded = (self.regraded or Regraded()).with_step(changed)
         except SourceError as err:
-            raise SourceError(f"step {step}: {err}") from err
+            raise SourceError(f"step {step}: {err}", lacks=err.lacks) from err
         return batch
 
 

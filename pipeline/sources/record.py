@@ -26,13 +26,17 @@ class SourceError(ValueError):
     and the middle of a long message is omitted. The traceback does not show the decoder's error, whose text
     is not escaped.
 
+    Attributes:
+        lacks: the option that is missing or wrong, ``group_by`` or ``group_size``, if it is one of these.
+
     Example:
         >>> print(SourceError("a.jsonl:3: found \x1b[2J"))
         a.jsonl:3: found \x1b[2J
     """
 
-    def __init__(self, message: str):
+    def __init__(self, message: str, *, lacks: str = ""):
         super().__init__(_cut(printable(_cut(message))))
+        self.lacks = lacks
         self.__suppress_context__ = True
 
 

@@ -86,7 +86,7 @@ class DumpSteps:
             raise first
 
     def _leave_out(self, step: int | None, found: TensorDictBase | SourceError, err: Exception) -> None:
-        rows, why = None, in_words_to_type(str(err)).removeprefix(f"step {step}: ")
+        rows, why = None, in_words_to_type(err).removeprefix(f"step {step}: ")
         if isinstance(err, BatchError) and not isinstance(found, SourceError):
             if self.folder is not None and self.folder.dump is not None:
                 rows = refused_report(found, step or 0, err)

@@ -25,7 +25,7 @@ from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.wording import in_words_to_type, printable, word_to_set
-from headrace.transforms import BatchError, IncompleteGroupsError
+from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
 TRIED = 20  # steps that are run to learn which options the dump needs
@@ -125,8 +125,8 @@ def report_of(
     try:
         run = pipeline.run(batch)
     except BatchError as err:
-        refused = f"{recipe} refuses it: " if recipe else ""
-        raise type(err)(f"step {step}: {refused}{err}") from err
+        err.step, err.recipe = step, recipe
+        raise
     return make_report(run, step=step, solved=config.report.solved, **more)
 
 
@@ -151,77 +151,61 @@ def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> Non
         )
 
 
-def sizes_in_dump(config: DictConfig) -> Counter[int]:
-    """How many groups have each number of rollouts, in the first steps of a dump."""
-    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by")}
-    sizes = Counter[int]()
-    for _, batch in islice(_good_steps(open_source(config.source.path, **options)), TRIED):
-        sizes.update(rollouts_per_group(batch["group_id"], batch["rollout_id"]).tolist())
-    return sizes
-
-
 def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
     """Return a better error if the dump needs options that the command lacks.
 
-    If a group is too large or incomplete, it says whether ``group_size`` is wrong. Else it has the whole
-    command: how groups are made, the size that most groups of the first step have, and what
-    the stages ask for at the first steps. Any other error is returned unchanged, and so is one that names the
-    only option that is needed.
+    If the gate refuses a group, it says whether ``group_size`` is wrong. Else it has the whole command: how
+    groups are made, the size that most groups of the first step have, and what the stages ask for at the
+    first steps. Any other error is returned unchanged, and so is one that names the only option that is
+    needed.
 
     Args:
         err: the error of a task that reads a dump.
         config: the composed configuration.
         words: overrides of the command line.
     """
-    if config.get("source") is None:
+    gate, source_size = "pipeline.stages.gate.group_size", OmegaConf.select(config, "source.group_size")
+    lacks, stage = getattr(err, "lacks", ""), getattr(err, "stage", "")
+    no_group, of_size = lacks == "group_by", lacks == "group_size" or stage == "gate"
+    no_size = isinstance(err, BatchError) and ("gate", "group_size", "") in err.options
+    if config.get("source") is None or not (no_group or of_size or word_to_set(err)):
         return err
-    if isinstance(err, IncompleteGroupsError) or "dispatched" in str(err):
-        gate = OmegaConf.select(config, "pipeline.stages.gate.group_size")
-        of_source = OmegaConf.select(config, "source.group_size")
-        option = "source" if of_source else "pipeline.stages.gate"
-        try:
-            refuse_wrong_size(of_source or gate, sizes_in_dump(config), option)
-        except ConfigError as better:
-            return better
-        except (SourceError, ValueError):
-            pass
-    no_group, no_size = "a sample needs a group" in str(err), "how many rollouts each group" in str(err)
-    stage_asks = isinstance(err, BatchError) and word_to_set(str(err)) is not None
-    if not (no_group or no_size or stage_asks):
-        return err
-    options: Any = {name: config.source[name] for name in ("format", "reward_key", "group_by", "group_size")}
-    if no_group:
-        options["group_by"] = "prompt"
-    typed = ["source.group_by=prompt"] if no_group else []
-    said = []
-    if no_group:
-        said.append(
-            "The dump has no id of a group. If each prompt was drawn once a step, equal prompts are a group."
-        )
+    how = {"group_by": "prompt"} if no_group else {}
+    typed, said, lines = [f"source.{name}={value}" for name, value in how.items()], [], []
     try:
-        source = open_source(config.source.path, **options)
-        step, batch = next(_good_steps(source))
-        if (no_group or no_size) and config.source.group_size is None:
-            reads = "group_size" in READERS[source.format].options
-            if not reads and "stage 'gate'" not in str(err):
+        format, steps = _first_steps(config, **how, group_size=None)
+        if of_size:
+            sizes = Counter[int]()
+            for _, batch in steps:
+                sizes.update(rollouts_per_group(batch["group_id"], batch["rollout_id"]).tolist())
+            set_size = source_size or OmegaConf.select(config, gate)
+            refuse_wrong_size(set_size, sizes, "source" if source_size else gate.removesuffix(".group_size"))
+        if no_group:
+            said.append(
+                "The dump has no id of a group. If each prompt was drawn once a step, equal prompts are a "
+                "group."
+            )
+        if (no_group or no_size) and source_size is None:
+            reads, size = "group_size" in READERS[format].options, usual_size(steps[0][1])
+            if not (reads or no_size):
                 return err
-            size = usual_size(batch)
             said.append(
                 "The dump does not say how many rollouts each group was dispatched with. "
                 f"Most groups of this step have {size}. If your trainer samples {size} for each prompt,"
             )
-            typed.append(f"{'source' if reads else 'pipeline.stages.gate'}.group_size={size}")
-            options["group_size"] = size if reads else None
-        lines = (
-            [f"step {step}: {' '.join(said)} {'set' if said[-1][-1] == ',' else 'Set'} {' '.join(typed)}"]
-            if said
-            else []
-        )
-        source = open_source(config.source.path, skip_bad=config.source.skip_bad, **options)
-    except (SourceError, ValueError, StopIteration):
+            typed.append(f"source.group_size={size}" if reads else f"{gate}={size}")
+            source_size = size if reads else None
+        if said:
+            to_set = f"{'set' if said[-1][-1] == ',' else 'Set'} {' '.join(typed)}"
+            lines.append(f"step {steps[0][0]}: {' '.join(said)} {to_set}")
+        if source_size:  # it says how the draws of a prompt are told apart
+            _, steps = _first_steps(config, **how, group_size=source_size)
+    except ConfigError as better:
+        return better
+    except (SourceError, ValueError, IndexError):
         return err
     if config.task != "audit":  # which runs no gate, and keeps what other tasks refuse
-        for line, word in _asked_by_stages(source, config, [*words, *typed]):
+        for line, word in _asked_by_stages(steps, config, [*words, *typed]):
             lines.append(line)
             typed.append(word)
     if not said and len(typed) < 2:
@@ -244,7 +228,7 @@ def words_for_groups(path: Path) -> list[str]:
             _, found = next(source.outcomes())
             if not isinstance(found, SourceError):
                 break
-            if "a sample needs a group" not in str(found):
+            if found.lacks != "group_by":
                 return []
             words = ["source.group_by=prompt"]
         if isinstance(found, SourceError) or "expected_rollouts" in found.keys():
@@ -266,7 +250,9 @@ def usual_size(batch: TensorDictBase) -> int:
     return int(rollouts_per_group(batch["group_id"], batch["rollout_id"]).mode().values)
 
 
-def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _asked_by_stages(
+    steps: Sequence[tuple[int, TensorDictBase]], config: DictConfig, words: Sequence[str]
+) -> Iterator[tuple[str, str]]:
     """What the stages ask for at the first steps, one after the other: the sentence, and the word to type."""
     if config.task == "compare":
         nodes = list(recipe_nodes(config.pipelines, words).values())
@@ -277,26 +263,29 @@ def _asked_by_stages(source: Source, config: DictConfig, words: Sequence[str]) -
                 parsed = OmegaConf.from_dotlist([f"value={value}"]).value  # a number is no text
                 OmegaConf.update(nodes[0], path.removeprefix("pipeline."), parsed)
     try:
-        steps = list(islice(_good_steps(source), TRIED))
         for _ in range(MOST_ASKED):
             step, err = next(_refused(steps, [build_pipeline(node) for node in nodes]))
-            word = word_to_set(str(err))
+            word = word_to_set(err)
             if word is None:
                 return
-            yield f"step {step}: {in_words_to_type(str(err))}", word
+            yield f"step {step}: {in_words_to_type(err)}", word
             path, _, value = word.partition("=")
             for node in nodes:
                 if OmegaConf.select(node, path.removeprefix("pipeline.").rpartition(".")[0]) is not None:
                     OmegaConf.update(node, path.removeprefix("pipeline."), value)
-    except (SourceError, ConfigError, StopIteration):
+    except (ConfigError, StopIteration):
         return
 
 
-def _good_steps(source: Source) -> Iterator[tuple[int, TensorDictBase]]:
-    """The steps that can be read: a step without one of its records would lack rollouts."""
-    for step, found in source.outcomes():
-        if step is not None and not isinstance(found, SourceError):
-            yield step, found
+def _first_steps(config: DictConfig, **options: Any) -> tuple[str, list[tuple[int, TensorDictBase]]]:
+    """The format of a dump, and the first of its steps that can be read.
+
+    A step without one of its records would lack rollouts.
+    """
+    names = ("format", "reward_key", "group_by", "group_size", "skip_bad")
+    source = open_source(config.source.path, **{name: config.source[name] for name in names} | options)
+    steps = [(step or 0, found) for step, found in islice(source.outcomes(), TRIED)]
+    return source.format, [(step, found) for step, found in steps if not isinstance(found, SourceError)]
 
 
 def _refused(

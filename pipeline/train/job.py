@@ -79,7 +79,7 @@ def train(config: DictConfig, output: Path) -> float:
                 try:
                     report = _train_step(pipeline, batch, components, config, step, record)
                 except BatchError as err:
-                    folder.fail(step, in_words_to_type(str(err)), refused_report(batch, step, err))
+                    folder.fail(step, in_words_to_type(err), refused_report(batch, step, err))
                     raise
                 folder.add(report)
                 display.step({"step": step, **report.numbers})

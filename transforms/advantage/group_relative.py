@@ -179,7 +179,7 @@ def advantage_of(
     voters, per_rollout = rows.voters, rows.to_voters(reward)
     groups = voters.groups
     if formula.least_group > 1:
-        needs = "at least two rollouts; found one in {found}. Gate incomplete groups, or set singleton='zero'"
+        needs = "at least two rollouts; found one in {found}. Gate incomplete groups, or set {singleton=zero}"
         if formula.k is not None:
             needs = f"at least k={formula.k} rollouts; found fewer in {{found}}. "
             needs += "Gate incomplete groups, or lower k"

@@ -11,7 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.errors import NUMBER_WORKERS, BatchError, listing, who_stamps
+from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.schema import (
     EXPECTED_SEGMENTS,
@@ -40,14 +40,13 @@ DEFAULTS |= {"done": 1, "begins": -1, "ends": 1}
 """Values for missing columns."""
 
 STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)
-STAMPED = who_stamps("rollout_id")
 RULES = {
     "partition": "every row needs a partition ≥ 0; found {found}: groups of different partitions would be "
     "mixed up",
     "group": "every row needs a group_id ≥ 0; found {found}: rows without an id would be compared with one "
-    f"another{STAMPED}",
+    "another{stamped}",
     "rollout": "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be treated as one "
-    f"rollout{STAMPED}",
+    "rollout{stamped}",
     "segment": "every row needs a segment number ≥ 0; found {found}: a rollout has segments 0, 1, …",
     "status": f"status must be one of {STATUSES}; found {{found}}",
     "newer": "no row may be newer than assembler.version={version}; found {found}. Set assembler.version "
@@ -55,12 +54,12 @@ RULES = {
     "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
     "expected": "expected_rollouts must be one number ≥ {least} per group; found {found}. Check that all "
     "workers send the same number",
-    "home": f"a rollout belongs to one group; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
-    "last": f"a rollout must end with its last segment; found {{found}}. Are ids reused? {NUMBER_WORKERS}",
+    "home": "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
+    "last": "a rollout must end with its last segment; found {found}. Are ids reused? {workers}",
     "begins": "a rollout must begin only once (is_init); found a second beginning before the end of {found}. "
-    f"The rewards of two rollouts would be added up. {NUMBER_WORKERS}",
+    "The rewards of two rollouts would be added up. {workers}",
     DUPLICATE: "a rollout must end only once, and a segment must arrive only once; found again {found}. Do "
-    f"two workers use the same numbers, or were rows sent twice? {NUMBER_WORKERS}. Set segment_key if rows "
+    "two workers use the same numbers, or were rows sent twice? {workers}. Set segment_key if rows "
     "may arrive in another order. Set on_duplicate='drop' to keep the first of each",
     LATE: "rollouts must arrive before their group is closed; too late: {found}. Set on_late='drop' to drop "
     "them",
@@ -144,7 +143,7 @@ def arriving_rows(
         values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
         if values and (min(values) < low or max(values) > high):
             odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
-            raise BatchError(RULES[name].format(found=listing(odd)))
+            raise BatchError(RULES[name], found=listing(odd), ids="rollout_id")
     read |= {"arrival": piece.place, "piece": repeat(piece)}
     defaults = DEFAULTS | {"expected": group_size}
     rows = zip(*(read.get(name) or repeat(defaults[name]) for name in Row._fields))  # noqa: B905
@@ -243,4 +242,4 @@ def _refuse(broken: Mapping[str, list[str]], least: int, version: int) -> None:
     for rule, message in RULES.items():
         if rule in broken:
             found = listing(dict.fromkeys(broken[rule]))
-            raise BatchError(message.format(found=found, least=least, version=version))
+            raise BatchError(message, found=found, least=least, version=version)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.errors import BatchError, who_stamps
+from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
@@ -224,9 +224,9 @@ class MergeTurns(
         rollout = rows.integers("rollout", "rollout_id")
         rows.require(
             rollout >= 0,
-            "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be merged"
-            + who_stamps("rollout_id"),
+            "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be merged",
             lambda row: f"{int(rollout[row])} at row {rows.at(row)}",
+            ids="rollout_id",
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
         if turn is not None:

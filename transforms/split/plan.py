@@ -358,7 +358,7 @@ def make_plan(cut: Cut, assigned: Sequence[Assigned], options: CutOptions) -> Pl
             if held and not all(map(all, by_rank)):
                 raise BatchError(
                     f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
-                    "micro-batches, and no micro-batch may be empty: set remainder='pad', or make "
+                    "micro-batches, and no micro-batch may be empty: set {remainder=pad}, or make "
                     "minibatches larger"
                 )
             pieces.append(rows)
@@ -495,7 +495,7 @@ def _rank_in_errors(rank: int, ranks: int) -> Iterator[None]:
         yield
     except BatchError as err:
         if ranks > 1:
-            err.args = (f"{err} (These are the rows of rank {rank}.)",)
+            err.more += f" (These are the rows of rank {rank}.)"
         raise
 
 
@@ -589,7 +589,7 @@ def fit_budget(
             if cut.sizes and not held:
                 raise BatchError(
                     "every minibatch has fewer rows than micro-batches, so remainder='drop' would drop all "
-                    f"{len(cut.order)} rows: raise max_tokens, or set remainder='pad'"
+                    f"{len(cut.order)} rows: raise max_tokens, or set {{remainder=pad}}"
                 )
             together = torch.cat([cut.order[:0], *held])
             out = cut.order[~torch.isin(cut.order, together)]

@@ -112,7 +112,7 @@ def _bounds(units: int, minibatches: int | None, size: int | None, remainder: st
     if leftover and remainder == "raise":
         wanted = f"{minibatches} equal minibatches" if minibatches else f"minibatches of {size} units"
         raise BatchError(
-            f"{units} units cannot be cut into {wanted}: {leftover} left over. Set remainder='uneven' to "
+            f"{units} units cannot be cut into {wanted}: {leftover} left over. Set {{remainder=uneven}} to "
             "train them in minibatches of different sizes, 'carry' to keep them for the next batch, or 'drop'"
         )
     if remainder == "drop" and leftover == units:
@@ -120,7 +120,7 @@ def _bounds(units: int, minibatches: int | None, size: int | None, remainder: st
         raise BatchError(
             f"{units} units are too few for {wanted}, and remainder='drop' would drop all of them: no "
             "optimiser step is left. Give the split more units, make minibatches smaller, or set "
-            "remainder='carry' or 'uneven'"
+            "{remainder=carry} or 'uneven'"
         )
     if remainder in ("drop", "carry"):
         units -= leftover

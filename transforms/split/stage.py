@@ -423,7 +423,7 @@ class ShuffleSplit(
                 raise BatchError(
                     f"{self.unit}s {listing(map(str, found))} have rows on more than one rank. Each rank "
                     "cuts its own minibatches, so these rows would be in several optimiser steps. Keep the "
-                    f"rows of a {self.unit} on one rank, or set minibatches=1"
+                    f"rows of a {self.unit} on one rank, or set {{minibatches=1}}"
                 )
         return labels, [Ids(labels.index_select(0, own)) for own in of_ranks]
 

@@ -1,0 +1,37 @@
+"""Errors carry their facts, and speak in the names of the caller."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from headrace import decide
+from headrace.pipeline import ConfigError, load_pipeline
+from headrace.transforms import BatchError, IncompleteGroupsError
+
+
+def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
+    with pytest.raises(IncompleteGroupsError, match=r"group 7 has 1 of 2 .*set on_incomplete='drop'") as info:
+        load_pipeline("grpo", group_size=2).run(make_batch([1.0, 2.0, 3.0], [5, 5, 7]))
+    came = pickle.loads(pickle.dumps(info.value))
+    assert (came.stage, came.options) == ("gate", [("gate", "on_incomplete", "drop")])
+    assert str(came) == str(info.value)
+
+
+def test_braces_in_the_ids_of_a_batch_are_no_fields_of_an_error():
+    columns = {"group_id": ["{found}", "{found}", "{s}"], "rollout_id": [0, 1, 2], "reward": [1.0, 0.0, 1.0]}
+    with pytest.raises(BatchError, match=r"1 incomplete group: group '\{s\}' has 1 of 2"):
+        decide(columns, group_size=2)
+
+
+@pytest.mark.parametrize("name", ["best_of", "fresh", "diverged"])
+@pytest.mark.parametrize("option", ["also", "criterion"])
+def test_what_is_said_about_a_short_name_that_lacks_an_option_composes(option, name):
+    with pytest.raises(
+        ConfigError, match=rf"filter\.{option}: {name} needs \w+\. Set, for example, "
+    ) as info:
+        load_pipeline("grpo", f"pipeline.stages.filter.{option}={name}")
+    words = str(info.value).partition("Set, for example, ")[2].split()
+    part = getattr(load_pipeline("grpo", *words).stages["filter"], option)
+    assert type(part).__name__ == name.title().replace("_", "")
