@@ -150,7 +150,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         ids = {"rollouts": self.rollout_key, "groups": self.group_key}
         self._keys = Keys.of(arranged.values(), self.loss_mask_key, self.log_prob_key, ids, self.report_keys)
         self.asked = Asked.of([self, *arranged.values()], self._keys)
-        self._half: Half | None = None  # the whole
+        self._half: Half | None = None  # None: this pipeline is no half
         LastRun.__init__(self)
 
     def run(self, batch: TensorDictBase, epochs: int = 1) -> Run:
@@ -255,7 +255,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             group = resolve_group(options.process_group)
             ranks = Ranks(group, options.shared_ids, options.patience, options.decide_on)
         one_for_all = nullcontext() if ranks is None else sharing(ranks)
-        with ExitStack() as held:
+        with ExitStack() as locks:
             with one_for_all, labels_in_errors(batch, list(asked.ids)):
                 # 1. Read the table. A second half accepts only rows of the first half.
                 given = batch if self._half is None else check_half(batch, self._half)
@@ -267,12 +267,12 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 if len(flat) or ranks is not None:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.finite = None if self.masked_log_prob == "nan" else self._finite()
-                # 2. Decide.
+                # 2. Decide. A table without rows has `starts` if the first rank decides for rows of others.
                 if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
                     refuse_nothing(stages, flat)
                     run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
                 else:
-                    run, permuted = self._decide(stages, rows, epochs, held, whole=whole)
+                    run, permuted = self._decide(stages, rows, epochs, locks, whole=whole)
             # 3. Change the states: no stage has refused the batch on any rank.
             if rows is not None:
                 if permuted is not None:
@@ -283,56 +283,52 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         return run
 
     def _decide(
-        self, stages: dict[str, nn.Module], rows: Rows, epochs: int, held: ExitStack, *, whole: bool
+        self, stages: dict[str, nn.Module], rows: Rows, epochs: int, locks: ExitStack, *, whole: bool
     ) -> tuple[Run, Permuted | None]:
-        """Run the stages. The split stays locked until `held` closes: it may carry rows to the next batch."""
-        table, keys, at = rows.table, self._keys, self._split_index
+        """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch."""
+        table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         if table.decides:  # else the first rank does all this, and hands out the results
             if self._takes_empty_out and self._half != "second":
                 rows.seen_by(self, "pipeline").take_empty_out(self.empty)
-            for name in list(stages)[:at]:
+            for name in list(stages)[:split_index]:
                 self._stage(name, stages[name], rows)
             note_advantage(rows, keys)
         if table.ranks is not None:
             hand_out(table)
         passes, permuted, carried = list[Epoch](), None, None
-        if at is not None:
-            split = cast(ShuffleSplit, stages[self.order[at]])
-            held.enter_context(split.lock)
+        if split_index is not None:
+            split = cast(ShuffleSplit, stages[self.order[split_index]])
+            locks.enter_context(split.lock)
             carried = split.carried_rows()
-            passes, permuted = self._run_epochs(stages, rows, at, epochs, carried)
+            passes, permuted = self._run_epochs(stages, rows, self.order[split_index:], epochs)
         if table.carried is not None:
             note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
-        places = [each.places for each in passes]
+        places = [epoch.places for epoch in passes]
         self._record_no_loss_tokens(rows, places, weights_came)
         processed = torch.full((table.size,), self._half != "first")
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
         steps = None
-        if at is not None and permuted is not None:
-            for each in passes:
-                each.columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(self.order[at], permuted.split, table):
-                steps = permuted.steps([each[1:] for each in passes])
+        if split_index is not None and permuted is not None:
+            for epoch in passes:
+                epoch.columns[PROCESSED] = (processed, torch.bool, 1)
+            with self._named(self.order[split_index], permuted.split, table):
+                steps = permuted.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in passes])
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
         return run, permuted
 
     def _run_epochs(
-        self,
-        stages: dict[str, nn.Module],
-        rows: Rows,
-        at: int,
-        epochs: int,
-        carried: TensorDictBase | None,
+        self, stages: dict[str, nn.Module], rows: Rows, names: Sequence[str], epochs: int
     ) -> tuple[list[Epoch], Permuted | None]:
-        """Run the split once, and the stages after it on each epoch."""
-        table, (name, *later), passes = rows.table, self.order[at:], list[Epoch]()
+        """Run the split, which is the first of these names, once, and the other stages on each epoch."""
+        table, (name, *later), passes = rows.table, names, list[Epoch]()
         split = cast(ShuffleSplit, stages[name])
+        carried = split.carried_rows()
         if table.left == 0 and table.ranks is None:
             name_reasons(rows, name, split)
             return [], None
@@ -346,27 +342,32 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             if not table.decides:
                 return take_passes(seen, split)
             permuted = split.permute(seen, epochs)
-        as_split = table.batch, table.live, table.kept
-        for each in permuted.passes:
-            table.batch, table.live, table.kept = as_split
+        before = table.batch, table.live, table.kept
+        for places in permuted.passes:
+            table.batch, table.live, table.kept = before
             with table.restoring_columns():
-                for key in PLACES:
-                    table.columns.pop(key, None)
-                    table.written.pop(key, None)
-                    if key[-1] in each:
-                        table.columns[key], table.written[key] = each[key[-1]], Written(torch.int64, 1)
-                for name in later:
-                    self._stage(name, stages[name], rows, after_split=True)
-                places = dict(each)
-                table.load([self._keys.weight], most=AHEAD)
-                weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
-                weight = table.columns.get(weight_key)
-                if weight is not None and weight.ndim == 1:  # in the precision of the loss
-                    places["loss_weight"] = weight.to(rows.dtype(weight_key)).double()
-                passes.append(Epoch(places, table.written_columns(), table.late, table.batch))
+                passes.append(self._run_epoch({name: stages[name] for name in later}, rows, places))
         if table.ranks is not None:
             hand_out_passes(table, passes, permuted.of_ranks)
         return passes, permuted
+
+    def _run_epoch(self, later: Mapping[str, nn.Module], rows: Rows, places: Mapping[str, Tensor]) -> Epoch:
+        """Write the places of one epoch into the table, and run the stages after the split on it."""
+        table = rows.table
+        for key in PLACES:
+            table.columns.pop(key, None)
+            table.written.pop(key, None)
+            if key[-1] in places:
+                table.columns[key], table.written[key] = places[key[-1]], Written(torch.int64, 1)
+        for name, stage in later.items():
+            self._stage(name, stage, rows, after_split=True)
+        found = dict(places)
+        table.load([self._keys.weight], most=AHEAD)
+        weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
+        weight = table.columns.get(weight_key)
+        if weight is not None and weight.ndim == 1:  # in the precision of the loss
+            found["loss_weight"] = weight.to(rows.dtype(weight_key)).double()
+        return Epoch(found, table.written_columns(), table.late, table.batch)
 
     def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""

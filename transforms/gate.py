@@ -99,7 +99,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
             )
     else:
         expected = torch.full_like(have, group_size or 0)
-    if not torch.equal(have, expected):
+    if not torch.equal(have, expected):  # else no group has too many, and the check costs time
         rows.require(
             groups.spread(have <= expected),
             "a group cannot have more rollouts than were dispatched; found {found}. If groups have different "
@@ -388,7 +388,8 @@ class CompletenessGate(
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
             firsts = groups.first[incomplete].sort().values.tolist()
             found = [describe_group(rows, row, status, presence) for row in firsts]
-            hint = "" if ends is not None else shared_ids(rows, presence)  # ends would differ, too
+            # With ends, a rollout id that is repeated by mistake ends twice, and was refused above.
+            hint = "" if ends is not None else shared_ids(rows, presence)
             self._refuse(found, without_rows, hint + self._doubt(presence.have, incomplete))
         dropped = incomplete
         if self.on_incomplete == "keep":

@@ -16,7 +16,8 @@ It acts through these methods:
 - ``put`` writes a column;
 - ``metric`` records a number of the batch.
 
-A view does not change when rows leave. The next stage gets a new view without these rows.
+A view keeps its rows when some of them leave. The next stage gets a new view without these rows. Only the
+statistics of a view (``rows.statistics``, ``rows.voters``) lose rows that it excludes, and at once.
 
 A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is a subclass of
 ``Criterion`` (``filter/criteria.py``), whose ``decide(rows)`` returns (M,) bool, True where the row stays. A
@@ -76,7 +77,8 @@ DESCRIBED = 100  # most rows that an error describes
 class Rows:
     """A view of the table: the rows that a stage sees, with columns under the names that the stage uses.
 
-    M is the number of rows of this view. To convert values of other rows to them and back, use:
+    M is the number of rows of this view, N ≥ M ≥ S ≥ V, and N ≥ B. To convert values of other rows to the M
+    rows and back, use:
 
     ======================================================= ======================= =====================
     of                                                      to the M rows           from the M rows
@@ -313,26 +315,25 @@ class Rows:
             fill: value of a new column on rows outside of this view. None: NaN, or 0 for integers and bools.
         """
         table, key = self.table, cast(NestedKey, self.key(role))
-        given = values.dtype  # a new column of the batch keeps it; the table holds float64, int64 and bool
-        if given is not torch.bool:
-            values = values.double() if values.is_floating_point() else values.long()
-        there = table.columns.get(key)
-        if there is not None and there.dtype != values.dtype:
-            kind = torch.float64 if torch.float64 in (there.dtype, values.dtype) else torch.int64
-            table.columns[key], values = there.to(kind), values.to(kind)
-        before = table.written.get(key)
+        column, written = table.columns.get(key), table.written.get(key)
+        # 1. How the batch will have it: as it was written before, else as it came, else as the values are.
         if dtype is None:
-            dtype = before.dtype if before else table.dtypes.get(key, given)
-            if dtype is torch.float64 and key not in table.dtypes and not before:
-                dtype = FLOAT
+            new = FLOAT if values.dtype is torch.float64 else values.dtype
+            dtype = written.dtype if written else table.dtypes.get(key, new)
         if ndim is None:
-            there = None if before or key not in table.dtypes else number_column(table.batch, key, raw=True)
-            ndim = before.ndim if before else values.ndim if there is None else there.ndim
+            came = None if written or key not in table.dtypes else number_column(table.batch, key, raw=True)
+            ndim = written.ndim if written else values.ndim if came is None else came.ndim
+        # 2. How the table has it: as bool, int64 or float64, of which the last can hold the others.
+        if values.dtype is not torch.bool:
+            values = values.double() if values.is_floating_point() else values.long()
+        if column is not None and column.dtype != values.dtype:
+            kind = torch.float64 if torch.float64 in (column.dtype, values.dtype) else torch.int64
+            column, values = column.to(kind), values.to(kind)
+        # 3. Rows outside of this view keep their values.
         if self.index is None:
             column = values
         else:
-            column = table.columns.get(key)
-            if column is None or column.dtype != values.dtype or column.shape[1:] != values.shape[1:]:
+            if column is None or column.shape[1:] != values.shape[1:]:
                 nothing = float("nan") if values.is_floating_point() else 0
                 column = values.new_full((table.size, *values.shape[1:]), nothing if fill is None else fill)
             column = column.index_copy(0, self.index, values)
@@ -351,16 +352,16 @@ class Rows:
         """
         key, table = self.key(role), self.table
         column = table.columns.get(key) if key is None or self.has(role) else None
-        known = table.ids.get((key, id(self.index)))
+        known = table.ids.get(key) if self.index is table.index else None
         if known is not None and known[0] is column:
             ids = known[1]
         else:
             labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
             ids = Ids(labels, self.counted)
             if self.index is table.index:
-                table.ids[key, id(self.index)] = column, ids
+                table.ids[key] = column, ids
         if checked and ids.lowest < 0:
-            why = {"group": "compared with one another", "rollout": "taken for one rollout"}.get(role, "one")
+            why = "compared with one another" if role == "group" else f"taken for one {role}"
             self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
         return ids
 
@@ -622,7 +623,7 @@ class Rows:
             needed: (M,) bool, rows that need an id; None: rows that are not excluded.
         """
         labels = ids.labels if isinstance(ids, Ids) else ids
-        if labels is not ids and ids.lowest >= 0:
+        if isinstance(ids, Ids) and ids.lowest >= 0:
             return
         ok, needed = labels >= 0, self.counted if needed is None else needed
         self.require(
@@ -756,7 +757,7 @@ class Rows:
         table.in_loss = table.in_loss.masked_fill(out, False)
         if effect == "excluded":
             table.counted = ~out if table.counted is None else table.counted.masked_fill(out, False)
-            for known in ("counted", "statistics", "voters"):
+            for known in ("counted", "statistics", "voters"):  # computed again, from the new `table.counted`
                 self.__dict__.pop(known, None)
             table.ids.clear()
         if effect in ("dropped", "carried"):
@@ -795,22 +796,6 @@ class Rows:
             )
         self.leave(nothing, "empty", "excluded", mask_tokens=False)
 
-    def merge(self, into: Tensor, reason: str = "merged") -> None:
-        """Merge rows into other rows: the tokens move there, and the merged rows leave.
-
-        Rows that are out of the loss leave, and their tokens are not merged (:meth:`Table.with_merged`).
-
-        Args:
-            into: (M,) int64, for each row of this view the table index of the row that it is merged into; its
-                own table index if it stays.
-            reason: name of the reason.
-        """
-        table = self.table
-        own = torch.arange(table.size) if self.index is None else self.index
-        step = torch.arange(table.size).index_copy_(0, own, torch.where(self.in_loss, into, own))
-        table.into = step if table.into is None else step[table.into]
-        self.leave(into != own, reason, "dropped")
-
     def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
         """Append rows that an earlier batch carried to this one. All ranks call this together.
 
@@ -837,13 +822,11 @@ class Rows:
         """
         table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
         log_prob = self.key("log_prob") if table.finite is None else None
-        found = set[Any]()
-        for key in (loss_mask, log_prob):
-            # Tokens that are stored elsewhere are masked there.
-            if key is not None and (table.elsewhere or parts_of(batch, key)):
-                found.add(key)
-                table.masked_columns[key] = None
-        if not found and bool(rows.any()):
+        # Tokens that are stored elsewhere are masked there.
+        keys = [key for key in (loss_mask, log_prob) if key is not None]
+        to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
+        table.masked_columns |= dict.fromkeys(to_mask)
+        if not to_mask and bool(rows.any()):
             lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
             if table.finite is not None:
                 lacks = f"no {loss_mask!r} (loss_mask_key), the only mask under masked_log_prob='keep'"
@@ -851,9 +834,8 @@ class Rows:
                 f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
                 f"would still train. It has {key_names(batch)}; set the keys, or drop the rows"
             )
-        if table.elsewhere and column_of(batch, number_of(loss_mask)) is None:
-            return
-        if loss_mask in found:
+        has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
+        if loss_mask in to_mask and has_counts:  # note the lengths that the rows have until now
             tokens = self.count("loss_mask")
             if self.has(LENGTH):
                 before = self[LENGTH]
@@ -872,11 +854,6 @@ class Rows:
         keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
         fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(self.table.live)
         return self.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
-
-    def shown(self, values: Tensor) -> tuple[TensorDictBase, Tensor]:
-        """The batch with all decisions so far, and (M,) `values` for its rows, on its device."""
-        batch = self.write()
-        return batch, self.of_rank(values).to(device_of(batch))
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
@@ -958,10 +935,6 @@ class Rows:
         """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
         return self.of_rank(values).to(device_of(self.table.batch))
 
-    def stored_as(self, batch: TensorDictBase) -> None:
-        """Replace :meth:`tokens` by the same rows in another storage, such as a dense one."""
-        self.table.batch = batch
-
     def accept(self, batch: TensorDictBase) -> None:
         """Take the batch that a token-level stage made from :meth:`tokens`.
 
@@ -983,14 +956,9 @@ class Rows:
                 "Take rows out with rows.leave"
             )
         table.batch = batch
-        self.table.forget(
-            {
-                key
-                for key in {source for key in table.columns for source in sources_of(key)}
-                if not same_column(before, batch, key)
-                and not (key in table.written and column_of(batch, key) is None)
-            }
-        )
+        in_table = {key for key in table.written if column_of(batch, key) is None}
+        read = {key for column in table.columns for key in sources_of(column)} - in_table
+        table.forget({key for key in read if not same_column(before, batch, key)})
 
     def when_gathered(
         self,
@@ -1012,51 +980,6 @@ class Rows:
             self.table.ranks.refuse_tokens()
         every = {name: self.to_arrival(values) for name, values in numbers.items()}
         self.table.late.append(Late(change, every, tuple(writes)))
-
-    def change_advantage(
-        self, how: Callable[..., Tensor], *, at_least: torch.dtype | None = None, **numbers: Tensor
-    ) -> None:
-        """Change the advantage element by element.
-
-        An advantage per row changes in the table, now. An advantage per token changes when rows are gathered.
-
-        Args:
-            how: a function ``how(advantage, **numbers)``. The advantage is float64 per row, or at least
-                float32 per token. The numbers broadcast to it.
-            at_least: the advantage keeps its dtype, or is promoted to this one.
-            numbers: by name, (M,) float for the rows of this view.
-
-        Raises:
-            MissingKeyError: the batch has no advantage.
-            BatchError: the advantage is not floating-point.
-        """
-        table, key, dtype = self.table, self.key("advantage"), self.advantage_dtype
-        if dtype is None:
-            raise self.missing("advantage")
-        if not dtype.is_floating_point:
-            raise BatchError(f"the advantage must be floating-point; found {dtype}")
-        # All ranks decide alike, because the table is the same on all ranks. The widths of rows are not.
-        column = table.columns.get(key)
-        per_row = key in table.written or (column is not None and column.ndim == 1)
-        if per_row and not table.is_late(key):
-            changed = how(self["advantage"], **numbers)
-            self.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))
-            return
-
-        def change(batch: TensorDictBase, numbers: dict[str, Tensor]) -> None:
-            rows = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
-            for number, part in enumerate(rows):
-                advantage = part.get(key)
-                wide = advantage.to(torch.promote_types(advantage.dtype, torch.float32))
-                own = {name: each.to(wide.dtype) for name, each in numbers.items()}
-                if part is batch:
-                    own = {name: each.view(-1, *[1] * (wide.ndim - 1)) for name, each in own.items()}
-                else:
-                    own = {name: each[number] for name, each in own.items()}
-                kept = torch.promote_types(advantage.dtype, at_least or advantage.dtype)
-                part.set(key, how(wide, **own).to(kept))
-
-        self.when_gathered(change, [key], **numbers)
 
     @property
     def advantage_dtype(self) -> torch.dtype | None:

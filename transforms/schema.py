@@ -94,9 +94,6 @@ MASKS = ("headrace", "masks")
 NO_LENGTHS = ("headrace", "no_lengths")
 OF_LENGTHS = ("loss_mask_key", "tokens_key", "length_key")  # options of columns from which lengths are known
 
-# In the table alone, (N,) float64: the baseline b + δ of the row; NaN: its reward is in no baseline.
-BASELINE_USED = "baseline used"
-
 STATUS_KEYS = (("next", "status"), "status")  # keys of the status; the first that is found is read
 DONE = ("next", "done")  # True on the last row of a rollout; TorchRL's collectors write it
 COLLECTED = ("collector", "mask")  # False on rows with which TorchRL's collectors pad a batch

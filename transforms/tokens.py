@@ -277,6 +277,53 @@ def read_advantage(
     return credit.detach().reshape(size, -1) if size else credit.new_zeros(0, tokens)
 
 
+def change_advantage(
+    rows: Rows, how: Callable[..., Tensor], *, at_least: torch.dtype | None = None, **numbers: Tensor
+) -> None:
+    """Change the advantage element by element.
+
+    An advantage per row changes in the table, now. An advantage per token changes when rows are gathered.
+
+    Args:
+        rows: the view of a stage.
+        how: a function ``how(advantage, **numbers)``. The advantage is float64 per row, or at least
+            float32 per token. The numbers broadcast to it.
+        at_least: the advantage keeps its dtype, or is promoted to this one.
+        numbers: by name, (M,) float for the rows of the view.
+
+    Raises:
+        MissingKeyError: the batch has no advantage.
+        BatchError: the advantage is not floating-point.
+    """
+    table, key, dtype = rows.table, rows.key("advantage"), rows.advantage_dtype
+    if dtype is None:
+        raise rows.missing("advantage")
+    if not dtype.is_floating_point:
+        raise BatchError(f"the advantage must be floating-point; found {dtype}")
+    # All ranks decide alike, because the table is the same on all ranks. The widths of rows are not.
+    column = table.columns.get(key)
+    per_row = key in table.written or (column is not None and column.ndim == 1)
+    if per_row and not table.is_late(key):
+        changed = how(rows["advantage"], **numbers)
+        rows.put("advantage", changed, dtype=torch.promote_types(dtype, at_least or dtype))
+        return
+
+    def change(batch: TensorDictBase, numbers: dict[str, Tensor]) -> None:
+        parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+        for number, part in enumerate(parts):
+            advantage = part.get(key)
+            wide = advantage.to(torch.promote_types(advantage.dtype, torch.float32))
+            own = {name: each.to(wide.dtype) for name, each in numbers.items()}
+            if part is batch:
+                own = {name: each.view(-1, *[1] * (wide.ndim - 1)) for name, each in own.items()}
+            else:
+                own = {name: each[number] for name, each in own.items()}
+            kept = torch.promote_types(advantage.dtype, at_least or advantage.dtype)
+            part.set(key, how(wide, **own).to(kept))
+
+    rows.when_gathered(change, [key], **numbers)
+
+
 def first_token(chosen: Tensor, *columns: Tensor) -> list[Tensor]:
     """Find the first chosen token of each row: (B,) int64, −1 if none is chosen; and its values in `columns`.
 

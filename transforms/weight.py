@@ -31,6 +31,7 @@ from .schema import (
 from .stage import BatchTransform
 from .tensordicts import column_of
 from .tokens import (
+    change_advantage,
     describe_row,
     in_blocks,
     read_tokens,
@@ -431,8 +432,8 @@ class LossWeight(
                     "these rows already have weights (num_tokens), and a second fold would apply weights "
                     "twice. Use one LossWeight"
                 )
-            rows.change_advantage(
-                lambda advantage, factor: advantage * factor, at_least=torch.float32, factor=factor
+            change_advantage(
+                rows, lambda advantage, factor: advantage * factor, at_least=torch.float32, factor=factor
             )
             rows.put(FOLDED_WEIGHT, weight, dtype=dtype, ndim=1)
         for name in ("tokens", "samples", "rollouts", "groups"):

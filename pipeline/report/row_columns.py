@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.pipeline.account_keys import OF_TOKENS
 from headrace.transforms.ids import Ids
 from headrace.transforms.rewards import weighted_reward
-from headrace.transforms.schema import BASELINE_USED, REWARD
+from headrace.transforms.schema import REWARD
 from headrace.transforms.table import TokenCount
 from headrace.transforms.tensordicts import flat_rows
 
@@ -77,7 +77,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
 def _compared(run: Run, found: dict[str, Tensor], counted: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) rollouts with which a row was compared, itself included; (N,) the baseline, NaN: not known."""
     table, unknown = run.known_rows.table, torch.full_like(found["advantage"], torch.nan)
-    used = table.columns.get(BASELINE_USED)
+    used = None if table.baseline is None else table.baseline()
     now = counted & found["advantage"].isfinite() & found.get("reward", found["advantage"]).isfinite()
     if used is not None:  # a carried row was compared at an earlier step
         carried = torch.zeros_like(now)

@@ -12,6 +12,7 @@ from headrace.transforms.options import takes_options, within
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tokens import change_advantage
 
 
 @takes_options
@@ -70,9 +71,8 @@ class SignFactors(BatchTransform, columns=("advantage",)):
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        rows.change_advantage(
-            lambda advantage: torch.where(advantage > 0, advantage * self.positive, advantage * self.negative)
-        )
+        positive, negative = self.positive, self.negative
+        change_advantage(rows, lambda a: torch.where(a > 0, a * positive, a * negative))
 
 
 class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")):
@@ -121,6 +121,6 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         factor = groups.spread(difficulty_weight(mean.clamp(0, 1), self.strength))
         if rows.counted is not None:
             factor = factor * rows.counted
-        rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
+        change_advantage(rows, lambda advantage, factor: advantage * factor, factor=factor)
         for view, own, counted in rows.of_each_rank(factor, counts):
             view.metric("mean", mean_of(own[counted]))

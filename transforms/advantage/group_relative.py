@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,11 +14,11 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import mean_of
+from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import as_dtype, at_least, has_effect, takes_options
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import BASELINE_USED, COUNTED, FLOAT, REWARD, REWARDS
+from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
 
 from .baselines import (
@@ -146,7 +147,7 @@ def group_relative_advantage(
     if len(reward) == 0:
         return reward.to(result_dtype)
     tokens = rows["length"] if rows.has("length") else None
-    credit = advantage_of(rows, rows["reward"], formula, low=dtype, length=tokens)
+    credit = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=tokens)
     require_fit(rows, credit, result_dtype)
     return credit.to(result_dtype).to(reward.device)
 
@@ -156,9 +157,8 @@ def advantage_of(
     reward: Tensor,
     formula: Formula,
     *,
-    low: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     length: Tensor | None = None,
-    note: bool = False,
 ) -> Tensor:
     """Check rewards and compute the advantage of each row: (M,) float64.
 
@@ -166,9 +166,9 @@ def advantage_of(
         rows: the rows; excluded ones get 0 and do not enter the statistics.
         reward: (M,) float64, the same on all segments of a rollout.
         formula: baseline, scale and the other options.
-        low: dtype of the reshape formula, to compute with its bits.
+        dtype: below float64, the advantage has the bits of the reshape formula in this dtype, where that
+            formula applies (:func:`.reshape_formula.reshaped`). None: float64.
         length: (M,) int64, tokens per row, for ``length_weighted``.
-        note: keep the baseline of each row in the table.
 
     Raises:
         BatchError: as :func:`group_relative_advantage`.
@@ -191,21 +191,33 @@ def advantage_of(
             lambda row: f"group {voters.name('group', row)} (rollout {voters.name('rollout', row)})",
         )
     require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
-    advantage = None if low in (None, torch.float64) else reshaped(per_rollout, groups, formula, low)
-    if advantage is None or note:
-        tokens = None
-        if length is not None:
-            tokens = rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
-        g = Grouped(per_rollout, groups, tokens)
-        advantage = g.unsorted(advantage_in_groups(g, formula)) if advantage is None else advantage
-    if note:
-        baseline = rows.from_voters(g.unsorted(baseline_in_groups(g, formula)))
-        used = torch.full((rows.table.size,), torch.nan, dtype=torch.float64)
-        used[slice(None) if rows.index is None else rows.index] = baseline
-        rows.table.columns[BASELINE_USED] = (
-            used if rows.table.counted is None else used.masked_fill(~rows.table.counted, torch.nan)
-        )
+    tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
+    compared = partial(Grouped, per_rollout, groups, tokens)
+    table = rows.table
+    table.baseline = partial(_baseline_by_row, compared, formula, rows.rollouts, rows.index, table.size)
+    advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
+    if advantage is None:
+        g = compared()
+        advantage = g.unsorted(advantage_in_groups(g, formula))
     return rows.from_voters(advantage)
+
+
+def _baseline_by_row(
+    compared: Callable[[], Grouped], formula: Formula, rollouts: Ids, index: Tensor | None, size: int
+) -> Tensor:
+    """(N,) the baseline of each row of a table of this size; NaN: the row's reward is in none.
+
+    It keeps no view of the table, and so no batch.
+    """
+    g = compared()
+    of_rollouts = torch.full((rollouts.n,), torch.nan, dtype=torch.float64)
+    of_rollouts[rollouts.of[rollouts.is_first]] = g.unsorted(baseline_in_groups(g, formula))
+    baseline = rollouts.spread(of_rollouts)
+    if rollouts.counts is not None:
+        baseline = baseline.masked_fill(~rollouts.counts, torch.nan)
+    return (
+        baseline if index is None else baseline.new_full((size,), torch.nan).index_copy_(0, index, baseline)
+    )
 
 
 def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
@@ -400,11 +412,12 @@ class GroupRelativeAdvantage(
                 for factor, column in zip(factors, rewards.unbind(1), strict=True)
             ]
             credit = torch.stack(credits).sum(0)
+            rows.table.baseline = None  # each reward has its own
             if self.clip is not None:  # rows without a reward, and excluded rows, keep 0
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit = self._among_known(rows, reward, self.formula, length, note=True)
+            credit = self._among_known(rows, reward, self.formula, length)
         # 3. Write the advantage in the dtype of the collected reward.
         dtype = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
@@ -421,20 +434,16 @@ class GroupRelativeAdvantage(
             if self.missing == "skip":
                 view.metric("unscorable", scored.isnan().sum())
 
-    def _among_known(
-        self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None, *, note: bool = False
-    ) -> Tensor:
+    def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
         """(M,) the advantage of (M,) rewards. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
-            return advantage_of(rows, reward, formula, low=self.dtype, length=length, note=note)
+            return advantage_of(rows, reward, formula, dtype=self.dtype, length=length)
         some = rows.where(known)
         credit = torch.zeros_like(reward)
         if len(some):
             tokens = None if length is None else length[known]
-            credit[known] = advantage_of(
-                some, reward[known], formula, low=self.dtype, length=tokens, note=note
-            )
+            credit[known] = advantage_of(some, reward[known], formula, dtype=self.dtype, length=tokens)
         return credit
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:

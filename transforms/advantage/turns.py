@@ -14,6 +14,7 @@ from headrace.transforms.places import places_on_arrival
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import FINISHED, RETURN, SEGMENTS
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.tokens import change_advantage
 
 
 def turns_to_go(rollout_id: Tensor, turn: Tensor | None = None) -> Tensor:
@@ -164,4 +165,4 @@ class TurnDiscount(BatchTransform, columns=("advantage", "rollout", "turn")):
         rollouts, place = places_on_arrival(rows)
         to_go = rows.from_arrival(rollouts.spread(rollouts.count) - 1 - place)
         factor = torch.full_like(to_go, self.discount, dtype=torch.float64).pow(to_go)
-        rows.change_advantage(lambda advantage, factor: advantage * factor, factor=factor)
+        change_advantage(rows, lambda advantage, factor: advantage * factor, factor=factor)

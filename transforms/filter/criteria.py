@@ -48,7 +48,7 @@ class Criterion(TakesColumns):
         [4]
     """
 
-    reason: str
+    reason: str = ""  # empty: the name of the class
     unit: str = "sample"
     in_keys: tuple[NestedKey, ...] = ()
     before_baseline: bool = False  # it must run before the stages that compute a baseline
@@ -61,6 +61,15 @@ class Criterion(TakesColumns):
             raise NotImplementedError(f"{type(self).__name__} must implement decide(rows) or __call__(batch)")
         return rows.ask(self)
 
+    def judge(self, rows: Rows) -> Tensor:
+        """:meth:`decide` in a filter, whose columns may have other names than those of this criterion."""
+        return self.decide(rows.seen_by(self, rows.stage))
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Token counts that this criterion reads, as those of a stage."""
+        return [(self.loss_mask_key, None)] if hasattr(self, "loss_mask_key") else []
+
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool: apply the criterion to a batch, outside a filter."""
         rows = Rows.read(batch, keys=self.in_keys).seen_by(self)
@@ -68,6 +77,29 @@ class Criterion(TakesColumns):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"
+
+
+class _FunctionCriterion(Criterion):
+    """A callable from a batch to (N,) bool, or one with `decide`, with the attributes that it may lack."""
+
+    def __init__(self, function: Callable[[TensorDictBase], Tensor]):
+        self.function = function
+        named = getattr(function, "func", function)  # the function inside a functools.partial
+        self.reason = str(getattr(named, "reason", "") or getattr(named, "__name__", type(named).__name__))
+        for name in ("unit", "in_keys", "before_baseline", "within_groups", "reads_tokens"):
+            setattr(self, name, getattr(function, name, getattr(Criterion, name)))
+
+    def judge(self, rows: Rows) -> Tensor:
+        decide = getattr(self.function, "decide", None)
+        return rows.ask(self.function) if decide is None else decide(rows.seen_by(self.function, rows.stage))
+
+    def __repr__(self) -> str:
+        return repr(self.function)
+
+
+def as_criterion(criterion: Callable[[TensorDictBase], Tensor]) -> Criterion:
+    """The criterion itself, or any other callable as one."""
+    return criterion if isinstance(criterion, Criterion) else _FunctionCriterion(criterion)
 
 
 class RewardsVary(Criterion, columns=("reward", "group")):

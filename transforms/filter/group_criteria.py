@@ -17,6 +17,7 @@ from headrace.transforms.schema import REWARD
 from .criteria import Criterion
 
 By = Literal["reward", "length", "efficiency", "variance"]
+ROUNDING = 2.0**-40  # of Σ R²: variances are equal up to rounding if they differ by less
 
 
 def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Tensor | None = None) -> Tensor:
@@ -71,21 +72,21 @@ def best_of(reward: Tensor, groups: Ids, ids: Tensor, k: int, by: By, length: Te
     table[groups.of, place + 1] = reward - groups.spread(groups.max(reward))
     sums, squares = table.cumsum(1), table.square().cumsum(1)
     count = groups.count[:, None]
-    every, every_square = sums.gather(1, count), squares.gather(1, count)
+    sum_of_all, squares_of_all = sums.gather(1, count), squares.gather(1, count)
     # 3. The number a of largest rewards that maximises the variance. Among variances that are equal up to
     #    rounding, the largest a.
-    most, high = torch.full_like(every, -1.0), torch.full_like(count, k)
-    for taken in range(k, -1, -1):
-        head = count.clamp_max(taken)
-        tail = (count - k + taken).clamp_min(0)
-        total = sums.gather(1, head) + (every - sums.gather(1, tail))
-        square = squares.gather(1, head) + (every_square - squares.gather(1, tail))
-        spread = square - total.square() / k
-        better = spread > most + every_square * 2.0**-40
-        high, most = torch.where(better, taken, high), torch.where(better, spread, most)
-    high, count = groups.spread(high.flatten()), groups.spread(groups.count)
-    largest = place < high
-    return (count <= k) | largest | (places(reward.masked_fill(largest, float("inf"))) < k - high)
+    best, best_a = torch.full_like(sum_of_all, -1.0), torch.full_like(count, k)
+    for a in range(k, -1, -1):
+        largest_end = count.clamp_max(a)  # in the sorted rewards, those before it are the a largest,
+        smallest_begin = (count - k + a).clamp_min(0)  # and those from here on the k − a smallest
+        total = sums.gather(1, largest_end) + (sum_of_all - sums.gather(1, smallest_begin))
+        square = squares.gather(1, largest_end) + (squares_of_all - squares.gather(1, smallest_begin))
+        variance = square - total.square() / k  # times k
+        better = variance > best + squares_of_all * ROUNDING
+        best_a, best = torch.where(better, a, best_a), torch.where(better, variance, best)
+    best_a, count = groups.spread(best_a.flatten()), groups.spread(groups.count)
+    largest = place < best_a
+    return (count <= k) | largest | (places(reward.masked_fill(largest, float("inf"))) < k - best_a)
 
 
 class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):

@@ -12,10 +12,12 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import Rows
+from headrace.transforms.rows import Rows, stage_parts
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import Effect
+
+from .criteria import Criterion, as_criterion
 
 Action = Literal["mask", "exclude", "drop"]
 EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
@@ -79,21 +81,21 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self._criteria = [criterion] if also is None else [criterion, also]
-        self._units = [unit or cast(Unit, getattr(each, "unit", "sample")) for each in self._criteria]
+        self._criteria = [as_criterion(each) for each in (criterion, also) if each is not None]
+        self._units = [unit or cast(Unit, each.unit) for each in self._criteria]
         reads = [key for own in self._units for key in unit_keys(own, self.rollout_key, self.group_key)]
-        reads += [key for each in self._criteria for key in getattr(each, "in_keys", ())]
+        reads += [key for each in self._criteria for key in each.in_keys]
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
         super().__init__(list(dict.fromkeys(reads)), writes[action])
         self.criterion, self.also, self.unit = criterion, also, unit
         self.action, self.on_batch = action, on_batch
-        self._reasons = list(map(_reason_of, self._criteria))
+        self._reasons = [each.reason or type(each).__name__ for each in self._criteria]
         self.reasons = dict.fromkeys(self._reasons, EFFECTS[action])
 
     @property
     def before_baseline(self) -> bool:  # type: ignore[override]
         """Whether a criterion must be before the stages that compute a baseline."""
-        return any(getattr(each, "before_baseline", False) for each in self._criteria)
+        return any(each.before_baseline for each in self._criteria)
 
     @property
     def takes_rows(self) -> Literal["", "drop", "exclude"]:
@@ -103,22 +105,20 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
         """Whether the criteria compare rows within groups only, and no `on_batch` sees the whole batch."""
-        within = all(getattr(each, "within_groups", False) for each in self._criteria)
-        return self.on_batch is None and within
+        return self.on_batch is None and all(each.within_groups for each in self._criteria)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
         """Tokens of the rows that it masks, and tokens that its criteria count."""
-        counted = [getattr(each, "loss_mask_key", None) for each in self._criteria]
         masked = (self.loss_mask_key, self.log_prob_key)
-        return [masked, *((key, None) for key in counted if key is not None)]
+        return [masked, *(tokens for each in self._criteria for tokens in each.tokens_counted)]
 
     def needs_each_rank(self) -> str:
         """Needed for `on_batch`, for a user's criterion, and for a criterion that reads tokens."""
-        own = any(not type(each).__module__.startswith("headrace.") for each in self._criteria)
+        own = any(not type(part).__module__.startswith("headrace.") for part in stage_parts(self)[1:])
         if self.on_batch is not None or own:
             return "code of your own"
-        reads_tokens = any(getattr(each, "reads_tokens", False) for each in self._criteria)
+        reads_tokens = any(each.reads_tokens for each in self._criteria)
         return "it reads tokens" if reads_tokens else super().needs_each_rank()
 
     def decide(self, rows: Rows) -> None:
@@ -129,9 +129,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         ]
         keep = torch.stack(kept).all(0)
         if self.on_batch is not None:
-            batch, stays = rows.shown(keep)
+            batch = rows.write()
             if len(batch):  # a rank may have no rows
-                self.on_batch(batch, stays)
+                self.on_batch(batch, rows.there(keep))
         for view, own in rows.of_each_rank(keep):
             count = int(own.sum())
             view.metric("kept", count)
@@ -140,16 +140,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             rows.leave(~stays, reason, EFFECTS[self.action])
 
 
-def _reason_of(criterion: Callable[[TensorDictBase], Tensor]) -> str:
-    """The name under which the ledger counts the rows that a criterion takes out."""
-    function = getattr(criterion, "func", criterion)  # the function inside a functools.partial
-    return str(getattr(function, "reason", None) or getattr(function, "__name__", type(function).__name__))
-
-
-def _kept_by(criterion: Callable[[TensorDictBase], Tensor], unit: Unit, rows: Rows) -> Tensor:
+def _kept_by(criterion: Criterion, unit: Unit, rows: Rows) -> Tensor:
     """(M,) bool: the rows that a criterion keeps, by whole units."""
-    decide = getattr(criterion, "decide", None)
-    keep = rows.ask(criterion) if decide is None else decide(rows.seen_by(criterion, rows.stage))
+    keep = criterion.judge(rows)
     if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
         found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
         raise BatchError(

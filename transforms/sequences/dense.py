@@ -185,7 +185,7 @@ class DenseRows(
             rows.require(found[law] == 1, message, describe_row(rows))
 
         # 5. Build the dense batch of the same rows.
-        rows.stored_as(rest)
+        rows.table.batch = rest
         dense = shallow_copy(rest)
         for key, column in columns.items():
             fill = self.pad_id if key == self.tokens_key else None

@@ -289,7 +289,7 @@ class MergeTurns(
         stays = rows.of_rank(target) == rows.table.live
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", rows.of_rank(found["broken"]).sum())
-        rows.merge(target)
+        leave_merged(rows, target)
 
         # 4. Move token columns to the rows that are kept.
         kept = stays.nonzero().flatten().to(device)
@@ -317,6 +317,23 @@ class MergeTurns(
                 f"{tuple(mask.shape)}"
             )
         return mask
+
+
+def leave_merged(rows: Rows, into: Tensor) -> None:
+    """Merge rows into other rows: the tokens move there, and the merged rows leave.
+
+    Rows that are out of the loss leave, and their tokens are not merged (:meth:`Table.with_merged`).
+
+    Args:
+        rows: the view of the stage.
+        into: (M,) int64, for each row of the view the table index of the row that it is merged into; its
+            own table index if it stays.
+    """
+    table = rows.table
+    own = torch.arange(table.size) if rows.index is None else rows.index
+    step = torch.arange(table.size).index_copy_(0, own, torch.where(rows.in_loss, into, own))
+    table.into = step if table.into is None else step[table.into]
+    rows.leave(into != own, "merged", "dropped")
 
 
 def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -184,7 +184,7 @@ def _assign(
         return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
 
     # 1. The items to assign: rows, or trees in the order of their first rows. Shared tokens cost nothing.
-    tokens, costs, item_of = lengths, cost(lengths), lengths
+    tokens, costs, item_of = lengths, cost(lengths), None  # None: each row is an item
     if tree is not None:
         trees = Ids(tree)
         item_of = Ids(trees.spread(trees.first)).of
@@ -215,9 +215,9 @@ def _assign(
         place = torch.empty(count, dtype=torch.int64).scatter_(0, bins, torch.arange(count))
         place = place.index_select(0, bin_of)
     # 4. Each row goes where its item goes.
-    if tree is not None:
+    if item_of is not None:
         place = place.index_select(0, item_of)
-    in_order = bin_of is None and tree is None
+    in_order = bin_of is None and item_of is None
     order = torch.arange(len(place)) if in_order else stable_order(place)
     return Assigned(order, torch.bincount(place, minlength=count).view(ranks, -1).tolist())
 
@@ -297,43 +297,43 @@ class Plan:
 
 
 def assign_minibatches(
-    order: Cut,
+    cut: Cut,
     lengths: Tensor,
-    cut: CutOptions,
+    options: CutOptions,
     forest: Forest | None,
     multiples: Sequence[int] | None = None,
 ) -> list[Assigned]:
     """Assign the rows of each minibatch to ranks and micro-batches (:func:`assign_rows`).
 
     Args:
-        order: rows by minibatch.
+        cut: rows by minibatch.
         lengths: (N,) int64, tokens per row.
-        cut: the options.
+        options: the options.
         forest: keeps the rows of a tree together; None: each row is its own tree.
-        multiples: `multiple_of` for each minibatch; None: that of `cut`.
+        multiples: `multiple_of` for each minibatch; None: that of the options.
     """
     assigned: list[Assigned] = []
-    for number, rows in enumerate(order.order.split(order.sizes) if order.sizes else ()):
-        multiple_of = cut.multiple_of if multiples is None else multiples[number]
+    for number, rows in enumerate(cut.order.split(cut.sizes) if cut.sizes else ()):
+        multiple_of = options.multiple_of if multiples is None else multiples[number]
         tree = shared = None
         if forest is not None:
-            tree, shared = forest.pieces(rows, cut.max_tokens)
-        microbatches = cut.microbatches
-        if microbatches is not None and cut.remainder != "pad":  # fewer rather than empty ones
+            tree, shared = forest.pieces(rows, options.max_tokens)
+        microbatches = options.microbatches
+        if microbatches is not None and options.remainder != "pad":  # fewer rather than empty ones
             items = len(rows) if tree is None else len(tree.unique())
-            microbatches = max(min(microbatches, items // cut.ranks), 1)
-        in_one = cut.max_tokens is None and cut.microbatch_size is None and (microbatches or 1) == 1
-        if in_one and cut.ranks == multiple_of == 1:
+            microbatches = max(min(microbatches, items // options.ranks), 1)
+        in_one = options.max_tokens is None and options.microbatch_size is None and (microbatches or 1) == 1
+        if in_one and options.ranks == multiple_of == 1:
             assigned.append(Assigned(rows, [[len(rows)]]))
             continue
         positions, sizes = _assign(
             lengths.index_select(0, rows),
-            cut.ranks,
+            options.ranks,
             microbatches,
-            cut.microbatch_size,
-            cut.max_tokens,
-            cut.balance,
-            cut.linear,
+            options.microbatch_size,
+            options.max_tokens,
+            options.balance,
+            options.linear,
             multiple_of,
             tree,
             shared,
@@ -342,7 +342,7 @@ def assign_minibatches(
     return assigned
 
 
-def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan:
+def make_plan(cut: Cut, assigned: Sequence[Assigned], options: CutOptions) -> Plan:
     """Join the assigned rows into one plan. Under ``pad``, add padding rows.
 
     ``pad`` fills all micro-batches up to the row count of the largest. With `max_tokens` it adds one row to
@@ -353,8 +353,8 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
     """
     pieces: list[Tensor] = []
     sizes: list[list[list[int]]] = []
-    if cut.remainder != "pad" or len(order.order) == 0:
-        for number, (held, (rows, by_rank)) in enumerate(zip(order.sizes, assigned, strict=True)):
+    if options.remainder != "pad" or len(cut.order) == 0:
+        for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
             if held and not all(map(all, by_rank)):
                 raise BatchError(
                     f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
@@ -363,34 +363,34 @@ def make_plan(order: Cut, assigned: Sequence[Assigned], cut: CutOptions) -> Plan
                 )
             pieces.append(rows)
             sizes.append(by_rank)
-        return Plan(torch.cat(pieces) if pieces else order.order, None, sizes, order.left)
+        return Plan(torch.cat(pieces) if pieces else cut.order, None, sizes, cut.left)
     full, start, padding = 1, 0, list[tuple[bool, int]]()
-    if cut.max_tokens is None:
+    if options.max_tokens is None:
         full = max(size for each in assigned for of_rank in each.sizes for size in of_rank)
-    for held, (rows, by_rank) in zip(order.sizes, assigned, strict=True):
+    for held, (rows, by_rank) in zip(cut.sizes, assigned, strict=True):
         in_each = [size for of_rank in by_rank for size in of_rank]
         # Padding copies the first row of this minibatch, or of the batch if this minibatch has no row.
         copied = start if held else 0
         for part in rows.split(in_each):
             short = max(full - len(part), 0)
-            pieces += [part, order.order[copied : copied + 1].expand(short)]
+            pieces += [part, cut.order[copied : copied + 1].expand(short)]
             padding += [(False, len(part)), (True, short)]
         start += held
         sizes.append([[max(size, full) for size in of_rank] for of_rank in by_rank])
     is_padding, runs = (torch.tensor(column) for column in zip(*padding, strict=True))
     of_rows = is_padding.repeat_interleave(runs)
-    return Plan(torch.cat(pieces), of_rows if bool(of_rows.any()) else None, sizes, order.left)
+    return Plan(torch.cat(pieces), of_rows if bool(of_rows.any()) else None, sizes, cut.left)
 
 
 def measure_plan(
-    plan: Plan, lengths: Tensor, cut: CutOptions, forest: Forest | None = None
+    plan: Plan, lengths: Tensor, options: CutOptions, forest: Forest | None = None
 ) -> dict[str, float]:
     """Compute the metrics of a plan: its minibatches, micro-batches, padding, and the balance of ranks.
 
     Args:
         plan: of a batch.
         lengths: (N,) int64, tokens per row.
-        cut: the options it was cut by.
+        options: the options it was cut by.
         forest: counts the shared tokens of a micro-batch once; None: no tokens are shared.
     """
     counts = [len(ranks[0]) for ranks in plan.sizes]
@@ -399,7 +399,7 @@ def measure_plan(
         "microbatches": float(sum(counts)),
         "padded": 0.0 if plan.padding is None else float(plan.padding.sum()),
     }
-    if cut.measures and counts:
+    if options.measures and counts:
         k, m, r = plan.numbers
         loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
         real = torch.tensor(1) if plan.padding is None else ~plan.padding
@@ -422,7 +422,7 @@ def draw_plans(
     parts: Sequence[tuple[Tensor, Ids | None]],
     labels: Tensor | None,
     lengths: Tensor,
-    cut: CutOptions,
+    options: CutOptions,
     *,
     calls: int,
     epochs: int,
@@ -438,7 +438,7 @@ def draw_plans(
         parts: by rank, (n,) int64, its row numbers, ascending; and the unit of each, None: each row is one.
         labels: (N,) int64, the unit of each row; None: each row is a unit.
         lengths: (N,) int64, tokens per row.
-        cut: the options.
+        options: the options.
         calls: number of permutations drawn before; it seeds the next ones.
         epochs: passes, ≥ 1.
         forest: keeps the rows of a tree in one micro-batch; None: each row is its own tree.
@@ -451,39 +451,40 @@ def draw_plans(
             minibatches.
     """
     # 1. The order of each rank and pass. A rank that is alone has all rows, and its numbers are row numbers.
-    orders = []
+    cuts = []
     for rank, (rows, units) in enumerate(parts):
         own = list[Cut]()
         with _rank_in_errors(rank, len(parts)):
             for call in range(calls, calls + epochs):
-                generator = torch.Generator().manual_seed(stream_seed("split", cut.seed, call))
-                how = cut.minibatches, cut.minibatch_size, cut.remainder, cut.shuffle
-                order = cut_order(len(rows), units, *how, generator)
+                generator = torch.Generator().manual_seed(stream_seed("split", options.seed, call))
+                how = options.minibatches, options.minibatch_size, options.remainder, options.shuffle
+                cut = cut_order(len(rows), units, *how, generator)
                 if len(rows) < len(lengths):  # from indices into `rows` to row numbers
-                    held, left = rows.index_select(0, order.order), rows.index_select(0, order.left)
-                    order = Cut(held, order.sizes, left)
-                own.append(order)
-                if cut.remainder == "carry" and call == calls and len(order.left):
-                    rows = order.order.sort().values
+                    order, left = rows.index_select(0, cut.order), rows.index_select(0, cut.left)
+                    cut = Cut(order, cut.sizes, left)
+                own.append(cut)
+                if options.remainder == "carry" and call == calls and len(cut.left):
+                    rows = cut.order.sort().values
                     units = None if labels is None else Ids(labels.index_select(0, rows))
-        orders.append(own)
+        cuts.append(own)
     # 2. The micro-batches of each rank, and then the same number of them on all ranks.
-    if cut.max_tokens is not None and cut.remainder == "drop":
-        orders = fit_budget(orders, labels, lengths, cut)
-    assigned = [[assign_minibatches(order, lengths, cut, forest) for order in own] for own in orders]
+    if options.max_tokens is not None and options.remainder == "drop":
+        cuts = fit_budget(cuts, labels, lengths, options)
+    assigned = [[assign_minibatches(cut, lengths, options, forest) for cut in own] for own in cuts]
     if len(parts) > 1:
-        counts = most_microbatches(assigned, cut)
-        for own, own_assigned in zip(orders, assigned, strict=True):
+        counts = most_microbatches(assigned, options)
+        for own, own_assigned in zip(cuts, assigned, strict=True):
             for epoch, most in enumerate(counts):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
+                # If this rank has fewer in one step, all steps of the pass are assigned again.
                 if [len(each.sizes[0]) for each in own_assigned[epoch]] != most:
-                    own_assigned[epoch] = assign_minibatches(own[epoch], lengths, cut, forest, most)
+                    own_assigned[epoch] = assign_minibatches(own[epoch], lengths, options, forest, most)
     # 3. One plan for each rank and pass.
     plans = []
-    for rank, (own, own_assigned) in enumerate(zip(orders, assigned, strict=True)):
+    for rank, (own, own_assigned) in enumerate(zip(cuts, assigned, strict=True)):
         with _rank_in_errors(rank, len(parts)):
-            plans.append([make_plan(*pair, cut) for pair in zip(own, own_assigned, strict=True)])
+            plans.append([make_plan(*pair, options) for pair in zip(own, own_assigned, strict=True)])
     return plans
 
 
@@ -498,19 +499,21 @@ def _rank_in_errors(rank: int, ranks: int) -> Iterator[None]:
         raise
 
 
-def most_microbatches(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: CutOptions) -> list[list[int]]:
+def most_microbatches(
+    assigned: Sequence[Sequence[Sequence[Assigned]]], options: CutOptions
+) -> list[list[int]]:
     """By pass and optimiser step, the largest number of micro-batches that a rank has.
 
     Args:
         assigned: by rank, pass and minibatch.
-        cut: the options.
+        options: the options.
 
     Raises:
         BatchError: ranks have different numbers of minibatches.
     """
     counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in assigned]
     steps = [len(own[0]) for own in counts]
-    if cut.minibatches is None and len(set(steps) - {0}) > 1:
+    if options.minibatches is None and len(set(steps) - {0}) > 1:
         raise BatchError(
             f"all ranks must take the same number of optimiser steps; they have {steps} minibatches, by "
             "rank: give all ranks the same number of units, or set minibatches=K instead of minibatch_size"
@@ -520,7 +523,7 @@ def most_microbatches(assigned: Sequence[Sequence[Sequence[Assigned]]], cut: Cut
 
 
 def fit_budget(
-    orders: Sequence[Sequence[Cut]], labels: Tensor | None, lengths: Tensor, cut: CutOptions
+    cuts: Sequence[Sequence[Cut]], labels: Tensor | None, lengths: Tensor, options: CutOptions
 ) -> list[list[Cut]]:
     """Drop the last units of minibatches that need more micro-batches than a rank has rows.
 
@@ -530,14 +533,18 @@ def fit_budget(
     until no limit changes, because a rank that drops rows can fill fewer micro-batches. A minibatch with
     limit 0 is dropped on all ranks.
 
+    For example, ``max_tokens`` is 10, rank 0 has three rows of 6 tokens, and rank 1 has two rows of 5 tokens.
+    Rank 0 needs three micro-batches and can fill three. Rank 1 needs one and can fill two. So the limit is 2,
+    and rank 0 drops its last row.
+
     Args:
-        orders: by rank and pass.
+        cuts: by rank and pass.
         labels: (N,) int64, the unit of each row; None: each row is a unit.
         lengths: (N,) int64, tokens per row.
-        cut: the options, with `max_tokens`.
+        options: the options, with `max_tokens`.
 
     Returns:
-        The orders, with the dropped rows in `left`.
+        The cuts, with the dropped rows in `left`.
 
     Raises:
         BatchError: a rank has no minibatch left.
@@ -545,13 +552,13 @@ def fit_budget(
 
     def capacity(rows: Tensor) -> int:
         """Micro-batches per rank that these rows can fill."""
-        return len(rows) // cut.ranks // cut.multiple_of * cut.multiple_of
+        return len(rows) // options.ranks // options.multiple_of * options.multiple_of
 
     def needed(rows: Tensor) -> int:
         """Micro-batches per rank that these rows need to keep the budget."""
-        multiple_of = cut.ranks * cut.multiple_of
+        multiple_of = options.ranks * options.multiple_of
         own = lengths.index_select(0, rows)
-        return bins_within(own, cut.max_tokens or 1, multiple_of=multiple_of) // cut.ranks
+        return bins_within(own, options.max_tokens or 1, multiple_of=multiple_of) // options.ranks
 
     def shorten(rows: Tensor, limit: int) -> Tensor:
         """The longest run of leading units that keeps the budget in `limit` micro-batches per rank."""
@@ -562,9 +569,7 @@ def fit_budget(
         return rows[: ends[bisect_right(ends, limit, key=lambda end: needed(rows[:end])) - 1]]
 
     # By rank, the minibatches of all passes, one after the other.
-    minibatches = [
-        [rows for order in own if order.sizes for rows in order.order.split(order.sizes)] for own in orders
-    ]
+    minibatches = [[rows for cut in own if cut.sizes for rows in cut.order.split(cut.sizes)] for own in cuts]
     most: list[int] = []
     while True:
         capacities = zip_longest(*([capacity(rows) for rows in own] for own in minibatches))
@@ -572,21 +577,21 @@ def fit_budget(
         if fewest == most:
             break
         most = fewest
-        minibatches = [
+        minibatches = [  # not strict: a rank may have fewer minibatches than there are steps
             [shorten(rows, limit) for rows, limit in zip(own, most, strict=False)] for own in minibatches
         ]
     fitted: list[list[Cut]] = []
-    for own, mine in zip(orders, minibatches, strict=True):
+    for own, mine in zip(cuts, minibatches, strict=True):
         fitted.append([])
         kept = iter(zip(mine, most, strict=False))
-        for order in own:
-            held = [rows for _, (rows, limit) in zip(order.sizes, kept, strict=False) if limit > 0]
-            if order.sizes and not held:
+        for cut in own:
+            held = [rows for rows, limit in islice(kept, len(cut.sizes)) if limit > 0]
+            if cut.sizes and not held:
                 raise BatchError(
                     "every minibatch has fewer rows than micro-batches, so remainder='drop' would drop all "
-                    f"{len(order.order)} rows: raise max_tokens, or set {{remainder=pad}}"
+                    f"{len(cut.order)} rows: raise max_tokens, or set {{remainder=pad}}"
                 )
-            together = torch.cat([order.order[:0], *held])
-            out = order.order[~torch.isin(order.order, together)]
-            fitted[-1].append(Cut(together, [len(rows) for rows in held], torch.cat([out, order.left])))
+            together = torch.cat([cut.order[:0], *held])
+            out = cut.order[~torch.isin(cut.order, together)]
+            fitted[-1].append(Cut(together, [len(rows) for rows in held], torch.cat([out, cut.left])))
     return fitted

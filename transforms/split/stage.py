@@ -192,21 +192,21 @@ class ShuffleSplit(
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
         SplitMemory.__init__(self)
         ids = self.rollout_key, self.group_key
-        reads = [*unit_keys(unit, *ids), *([self.length_key] if self.cut.measures else [])]
+        reads = [*unit_keys(unit, *ids), *([self.length_key] if self.options.measures else [])]
         has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
         has_effect(ShuffleSplit, "linear", linear, balance == "attention", "balance='attention'")
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
 
     @property
-    def cut(self) -> CutOptions:
+    def options(self) -> CutOptions:
         """The options that name no column."""
         return self.checked(CutOptions)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
         """The mask that defines the lengths of rows, if any option needs them."""
-        return [(self.length_key, None)] if self.cut.measures else []
+        return [(self.length_key, None)] if self.options.measures else []
 
     def same_on_all_ranks(self) -> str:
         """The options and the state that must be equal on all ranks, as text to compare."""
@@ -240,41 +240,40 @@ class ShuffleSplit(
             BatchError: as :func:`shuffle_split` and :func:`assign_rows`; or an interrupted batch is expected,
                 and this is another.
         """
-        cut, table, before = self.cut, rows.table, self.state
+        options, table = self.options, rows.table
         # 1. If a batch was interrupted, check that this is the same one.
-        parts = table.of_ranks(table.here)
-        own = parts[rows.rank]
+        of_ranks = table.of_ranks(table.here)  # table indices
+        own = of_ranks[rows.rank]
         progress = self._progress_of(table, own, epochs)
 
         # 2. Read what the permutations depend on: units, lengths and trees.
-        every = Rows(table, rows.names, rows.reader, rows.stage)
-        labels, units = self._units(rows, every, parts)
-        if table.carried is not None and cut.remainder == "carry":
-            self._refuse_again(every)
+        labels, units = self._units(rows, of_ranks)
+        if table.carried is not None and options.remainder == "carry":
+            self._refuse_again(rows.on_arrival)
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
-        if cut.measures:
-            lengths = every.count("length")
+        if options.measures:
+            lengths = rows.on_arrival.count("length")
             if self.length_key in table.masked_columns:  # masked tokens cost nothing
                 lengths = lengths * table.in_loss
-            if cut.max_tokens is not None and cut.oversized == "raise":
-                self._refuse_oversized(table, lengths, torch.cat(parts))
-        if cut.tree != "none":
-            forest = self._forest(every, parts, lengths)
+            if options.max_tokens is not None and options.oversized == "raise":
+                self._refuse_oversized(table, lengths, torch.cat(of_ranks))
+        if options.tree != "none":
+            forest = self._forest(rows.on_arrival, of_ranks, lengths)
 
         # 3. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
         by_rank = draw_plans(
-            list(zip(parts, units, strict=True)),
+            list(zip(of_ranks, units, strict=True)),
             labels,
             lengths,
-            cut,
-            calls=before.calls,
+            options,
+            calls=self.state.calls,
             epochs=epochs,
             forest=forest,
         )
         passes = [_numbers_by_row(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
 
         # 4. Carry or drop the leftover rows.
-        trained, kept, carries = None, None, cut.remainder == "carry"
+        trained, kept, carries = None, None, options.remainder == "carry"
         for reason, effect in self.reasons.items():
             rows.name_reason(reason, effect)
         if any(len(plan.left) for plans in by_rank for plan in plans):
@@ -286,16 +285,16 @@ class ShuffleSplit(
 
         # 5. Record the metrics of this rank's rows.
         for (view,) in rows.of_each_rank():
-            own, last = parts[view.rank], by_rank[view.rank][-1]
-            measured = measure_plan(last, lengths, cut, forest)
-            measured["left"] = 0.0 if trained is None else float((~trained[own]).sum())
-            if cut.max_tokens is not None and len(last.sizes):
-                measured["oversized"] = float((lengths[own] > cut.max_tokens).sum())
+            numbers, last = of_ranks[view.rank], by_rank[view.rank][-1]
+            measured = measure_plan(last, lengths, options, forest)
+            measured["left"] = 0.0 if trained is None else float((~trained[numbers]).sum())
+            if options.max_tokens is not None and len(last.sizes):
+                measured["oversized"] = float((lengths[numbers] > options.max_tokens).sum())
             if carries:
-                measured["carried_in"] = float(len(own) - len(_without_carried(table, own)))
+                measured["carried_in"] = float(len(numbers) - len(_without_carried(table, numbers)))
             for name, value in measured.items():
                 view.metric(name, value)
-        state = SplitState(before.calls + epochs, kept)
+        state = SplitState(self.state.calls + epochs, kept)
         return Permuted(rows, self, passes, by_rank[rows.rank], state, progress, by_rank)
 
     def permuted_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Permuted:
@@ -320,7 +319,7 @@ class ShuffleSplit(
 
     def _progress_of(self, table: Table, own: Tensor, epochs: int) -> Progress:
         """The progress of a batch, still at its start; `own`: (n,) the table rows of this rank."""
-        cut_by = self.cut.plain | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
+        cut_by = self.options.plain | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
         came = _without_carried(table, own)
         batch = KnownBatch(len(came), identifying_columns(table, came, self.reward_key))
         return Progress(self.state, batch, cut_by)
@@ -365,11 +364,11 @@ class ShuffleSplit(
             len(own),
         )
         rows.leave(torch.ones(len(rows), dtype=torch.bool), "trained_before")
-        table.notes[self] = "trained_before"
+        table.notes[self] = "trained_before"  # for `state_after`, which this batch reaches without `remember`
         return True
 
     def state_after(self, rows: Rows) -> None:
-        """After a skipped batch, let the same batch be trained if it is given once more."""
+        """If `take_out_trained` skipped this batch, let it be trained if it is given once more."""
         if rows.table.notes.pop(self, None) is not None:
             self.restored = False
 
@@ -396,9 +395,7 @@ class ShuffleSplit(
             self.state_after(rows)
         return out
 
-    def _units(
-        self, rows: Rows, every: Rows, parts: Sequence[Tensor]
-    ) -> tuple[Tensor | None, list[Ids] | list[None]]:
+    def _units(self, rows: Rows, of_ranks: Sequence[Tensor]) -> tuple[Tensor | None, list[Ids] | list[None]]:
         """The (N,) labels of the units, and the units of each rank's rows.
 
         Raises:
@@ -406,19 +403,19 @@ class ShuffleSplit(
                 minibatches.
         """
         if self.unit == "sample":
-            return None, [None] * len(parts)
+            return None, [None] * len(of_ranks)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
         known = rows.ids(self.unit, checked=False).everyone
         if known.lowest < 0:  # also an id of an excluded row
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)
-        labels = torch.arange(rows.table.size) if key is None else every.integers(self.unit, name)
+        labels = torch.arange(rows.table.size) if key is None else rows.on_arrival.integers(self.unit, name)
         if ranks is None:
             return labels, [known]
         if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):
             rank = torch.zeros_like(labels)
-            for number, part in enumerate(parts):
-                rank[part] = number
+            for number, own in enumerate(of_ranks):
+                rank[own] = number
             rank = rank if rows.index is None else rank[rows.index]
             on_several = (known.min(rank) != known.max(rank)).nonzero().flatten()
             if len(on_several):
@@ -428,22 +425,22 @@ class ShuffleSplit(
                     "cuts its own minibatches, so these rows would be in several optimiser steps. Keep the "
                     f"rows of a {self.unit} on one rank, or set {{minibatches=1}}"
                 )
-        return labels, [Ids(labels.index_select(0, part)) for part in parts]
+        return labels, [Ids(labels.index_select(0, own)) for own in of_ranks]
 
-    def _refuse_again(self, every: Rows) -> None:
-        """Refuse a batch that has ids of carried rows again.
+    def _refuse_again(self, rows: Rows) -> None:
+        """Refuse a batch that has ids of carried rows again; `rows` are all rows of the table.
 
         Raises:
             BatchError: lists the ids.
         """
-        unit, table = "group" if self.unit == "group" else "rollout", every.table
-        if every.key(unit) is None or not every.has(unit):
+        unit, table = "group" if self.unit == "group" else "rollout", rows.table
+        if rows.key(unit) is None or not rows.has(unit):
             return
-        ids = every.integers(unit, f"{unit}_id")
+        ids = rows.integers(unit, f"{unit}_id")
         came = table.here.index_fill(0, table.carried, False)
         waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
         if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
-            ids = ids.index_copy(0, table.live, number_column(table.batch, every.key(unit)).long().cpu())
+            ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())
             own = torch.zeros_like(came).index_fill_(0, table.live, True)
             came, waiting = came & own, waiting & own
         if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
@@ -468,21 +465,22 @@ class ShuffleSplit(
                 f"oversized='alone'{note}"
             )
 
-    def _forest(self, every: Rows, parts: Sequence[Tensor], lengths: Tensor) -> Forest:
+    def _forest(self, on_arrival: Rows, of_ranks: Sequence[Tensor], lengths: Tensor) -> Forest:
         """The prefix trees of the rows; only rows of one rollout or group share a prefix."""
-        every.table.settle()
-        every.table.compact()
-        batch, reader = every.table.batch, type(self).__name__
-        tokens = read_tokens(batch, self.tokens_key, reader=reader, option="tokens_key").long()
-        mask = read_tokens(batch, self.length_key, reader=reader, option="length_key").bool()
-        key = every.key(self.tree)
-        ids = torch.arange(len(lengths)) if key is None else every.integers(self.tree, f"{self.tree}_id")
-        order, shared = prefix_order(left_aligned(tokens, mask), ids[every.table.live])
+        table, reader = on_arrival.table, type(self).__name__
+        table.settle()
+        table.compact()
+        tokens = read_tokens(table.batch, self.tokens_key, reader=reader, option="tokens_key").long()
+        mask = read_tokens(table.batch, self.length_key, reader=reader, option="length_key").bool()
+        key = on_arrival.key(self.tree)
+        ids = torch.arange(len(lengths)) if key is None else on_arrival.integers(self.tree, f"{self.tree}_id")
+        order, shared = prefix_order(left_aligned(tokens, mask), ids[table.live])
         rank = torch.arange(len(order))
         by_row = torch.empty(len(order), 2, dtype=torch.int64)
         by_row[order] = torch.stack([rank, shared], 1)
-        rank, shared = every.measure(Reduced("prefixes", self.tokens_key), by_row).unbind(1)  # of all ranks
-        order = torch.cat([part[rank[part].argsort()] for part in parts])
+        by_row = on_arrival.measure(Reduced("prefixes", self.tokens_key), by_row)  # of all ranks
+        rank, shared = by_row.unbind(1)
+        order = torch.cat([own[rank[own].argsort()] for own in of_ranks])
         return Forest(order, shared[order], lengths)
 
 
