@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
 from headrace.transforms.distributed import (
     DecideOn,
+    OtherRankError,
     RankOptions,
     Ranks,
     SharedIds,
@@ -40,7 +41,7 @@ from .notebook import StageListing
 from .one_decides import Epoch, check_by_table, hand_out_passes, take_passes
 from .order import arrange, check_column_names, check_order, index_of_split
 from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
-from .stage import as_module, stage_in_errors
+from .stage import StageError, as_module
 from .wording import printable
 
 log = logging.getLogger(__name__.rpartition(".")[0])
@@ -315,7 +316,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if split_index is not None and permuted is not None:
             for epoch in passes:
                 epoch.columns[PROCESSED] = (processed, torch.bool, 1)
-            with self._named(self.order[split_index], permuted.split, table):
+            with stage_in_errors(self.order[split_index], permuted.split, table):
                 steps = permuted.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in passes])
                 if whole:
                     steps.refuse_to_resume()
@@ -332,7 +333,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if table.left == 0 and table.ranks is None:
             name_reasons(rows, name, split)
             return [], None
-        with self._named(name, split, table):
+        with stage_in_errors(name, split, table):
             # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
             if self._half != "second" and split.take_out_trained(rows.seen_by(split, name)):
                 return [], None
@@ -375,7 +376,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if table.left == 0:
             name_reasons(rows, name, stage)
             return
-        with self._named(name, stage, table):
+        with stage_in_errors(name, stage, table):
             before = table.left
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
@@ -387,14 +388,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     f"{table.left}. Put it before the split"
                 )
         table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
-
-    @contextmanager
-    def _named(self, name: str, stage: nn.Module, table: Table) -> Iterator[None]:
-        """Add the stage's name to errors that are raised inside."""
-        if table.ranks is not None:
-            table.ranks.place = f"stage {name!r}"
-        with stage_in_errors(name, stage):
-            yield
 
     def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
         """Run a callable on a batch that has all decisions so far, and read the table again."""
@@ -450,6 +443,23 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         seen = Rows(table, rows.names, stage="pipeline")
         code = seen.name_reason("no_loss_tokens", "masked")
         table.reason = table.reason.masked_fill(masked, code)
+
+
+@contextmanager
+def stage_in_errors(name: str, stage: nn.Module, table: Table | None = None) -> Iterator[None]:
+    """Add a stage's name and options to errors raised inside. Others than BatchError become StageError."""
+    if table is not None and table.ranks is not None:
+        table.ranks.place = f"stage {name!r}"
+    try:
+        yield
+    except (OtherRankError, StageError):
+        raise
+    except BatchError as err:
+        if not err.stage:
+            err.stage, err.made_by = name, repr(stage)
+        raise
+    except Exception as err:
+        raise StageError(f"stage {name!r}, {stage!r}: {err}") from err
 
 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
 
-from headrace.transforms.distributed.barrier import OtherRankError
-from headrace.transforms.errors import BatchError
 from headrace.transforms.stage import BatchTransform
 
 
@@ -31,21 +28,6 @@ class CallableStage(nn.Module):
 
     def __repr__(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
-
-
-@contextmanager
-def stage_in_errors(name: str, stage: nn.Module) -> Iterator[None]:
-    """Add a stage's name and options to errors raised inside. Others than BatchError become StageError."""
-    try:
-        yield
-    except (OtherRankError, StageError):
-        raise
-    except BatchError as err:
-        if not err.stage:
-            err.stage, err.made_by = name, repr(stage)
-        raise
-    except Exception as err:
-        raise StageError(f"stage {name!r}, {stage!r}: {err}") from err
 
 
 def as_module(stage: Any) -> nn.Module:
