@@ -21,7 +21,7 @@ from rich.text import Text
 from .command.sweep import record_job
 from .command.words import answer, ready_words
 from .composing import explain_composition
-from .wording import in_words_to_type, printable
+from .wording import printable
 
 EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
 
@@ -30,6 +30,7 @@ EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before 
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
     from .composing import refuse_parts_of_no_stage
+    from .error_words import CommandNames
     from .tasks.audit import AuditFailed
     from .tasks.dump_steps import StepsFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
@@ -50,6 +51,7 @@ def run_task(config: DictConfig) -> float:
         if not in_sweep:
             sys.exit(1)
     except REFUSALS as err:  # before Hydra prints a line of its own about it
+        err.names = CommandNames()  # type: ignore[union-attr]  # which a BatchError speaks with
         failure = fail(err, expected=True, go_on=in_sweep)
     except Exception as err:
         failure = fail(err, expected=False, go_on=in_sweep)
@@ -127,4 +129,4 @@ def paragraph_of(err: Exception) -> str:
     if str(err).startswith("Config group override"):  # Hydra does not say which
         files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
         return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
-    return in_words_to_type(err)
+    return str(err)

@@ -14,13 +14,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 from tensordict import TensorDictBase
 
+from headrace.pipeline.error_words import in_words_to_type
 from headrace.pipeline.failed_steps import FailedStep
 from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.report import ReportFolder
 from headrace.pipeline.sources import Source, SourceError
 from headrace.pipeline.sources.batch import Draws
-from headrace.pipeline.wording import in_words_to_type, printable
+from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError, MissingKeyError
 from headrace.transforms.errors import listing
 

@@ -19,12 +19,13 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.composing import compose_config
+from headrace.pipeline.error_words import in_words_to_type, word_to_set
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
-from headrace.pipeline.wording import in_words_to_type, printable, word_to_set
+from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
