@@ -24,8 +24,8 @@ from tables import Cell, Row, Table
 SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
 TARGET = 1.5  # of the smallest
 NOTE = f"""The time, in ms, of the loop over the {MINIBATCHES} minibatches of the grpo recipe: on a rank,
-which has its share of the rows, and in one process, which has all rows. The ratio is that of the CPU
-times."""
+and in one process, which has the rows of all ranks. "2 × 1,024" is two ranks with 1,024 rows each. The
+ratio is that of the CPU times."""
 # What a process group is asked for; those that this version has.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce

@@ -86,7 +86,7 @@ def test_a_certificate_without_a_gradient_names_the_stage_that_took_the_rows_out
     """The ratio of the stale sampler is out of the bounds of `mis` for each rollout."""
     _, text, (found,) = told(tmp_path, "pipeline=mis", "certify.only=[stale_sampler]")
     assert found["advantage"]["ratio"] == [0.0, 0.0]
-    assert found["why_zero"] == "no row trains; out: reject/diverged 324 of 324 rows"
+    assert found["why_zero"] == "no row trains. Removed by stage/reason: reject/diverged 324 of 324 rows"
     assert f"mis: {found['why_zero']}" in text
 
 

@@ -289,9 +289,9 @@ def _why_zero(reasons: Counter[str]) -> str:
     total, trained = reasons.total(), reasons.pop(TRAINED, 0)
     out = ", ".join(f"{name} {count} of {total} rows" for name, count in reasons.items() if count)
     if not trained:
-        return f"no row trains; out: {out}"
+        return f"no row trains. Removed by stage/reason: {out}"
     zero = "the advantage of every token in the loss is 0"
-    return f"{zero}; out: {out}" if out else zero
+    return f"{zero}. Removed by stage/reason: {out}" if out else zero
 
 
 def _keep_within(stages: list[nn.Module]) -> bool:
