@@ -14,6 +14,7 @@ from busy import busy_batch, stages
 from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from headrace import decide, load_pipeline
 from headrace.pipeline import Pipeline, build_pipeline, make_report
@@ -607,3 +608,14 @@ def test_a_verdict_has_the_graded_reward_beside_the_one_after_a_penalty():
         verdicts[0] == "The mean reward is 0.25. At this step it is 0.25 after overlong, and 0.5 as graded."
     )
     assert verdicts[1] == "The mean reward is 0.5."
+
+
+def test_a_stage_that_changes_only_the_advantage_is_not_in_the_verdict():
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    columns = {"group_id": torch.zeros(4, dtype=torch.int64), "rollout_id": torch.arange(4)}
+    columns |= {("next", "reward"): torch.tensor([0.0, 1.0, 1.0, 0.0]), ("masks", "all_assistant_mask"): mask}
+    entropy = {("entropy", "full"): torch.tensor([[0.0, 1.0]] * 4)}
+    pipeline = load_pipeline("high_entropy", group_size=4, minibatches=1)
+    numbers = pipeline.run(TensorDict(columns | entropy, batch_size=[4])).report().numbers
+    assert numbers["forks/changed"] == 0.5  # the tokens of less entropy have the advantage 0
+    assert verdict(numbers) == "The mean reward is 0.5."

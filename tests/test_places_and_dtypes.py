@@ -327,7 +327,7 @@ def test_lengths_beyond_half_precision_are_penalized_as_by_python_floats():
             found = OverlongPunishment(max_length=440, cache=7)(rows)[REWARD].tolist()
             assert found == [80 - 4 / 7] * 2
             metrics = said_by(LengthPenalty(coefficient=0.001), rows).metrics
-            assert metrics == {"changed": 1, "mean": pytest.approx(-0.437, rel=1e-12)}
+            assert metrics == {"reward_changed": 1, "mean": pytest.approx(-0.437, rel=1e-12)}
 
 
 # -- tokens in the loss that are no tokens ------------------------------------------------------------------

@@ -150,7 +150,7 @@ class _RewardShaping(BatchTransform):
         for view, before, after in rows.of_each_rank(reward, shaped):
             known = ~before.isnan()  # a missing reward stays missing
             rewarded = known.double().sum().clamp_min(1)
-            view.metric("changed", (known & (after != before)).sum() / rewarded)
+            view.metric("reward_changed", (known & (after != before)).sum() / rewarded)
             view.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 

@@ -276,7 +276,9 @@ def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
 def _shaped(numbers: Numbers) -> str:
     """Which stages have changed the reward, and the mean before; empty: none."""
     stages = [
-        name.removesuffix("/changed") for name in numbers if name.endswith("/changed") and numbers[name]
+        name.removesuffix("/reward_changed")
+        for name, share in numbers.items()
+        if name.endswith("/reward_changed") and share
     ]
     if not stages or REWARD not in numbers:
         return ""
@@ -389,7 +391,7 @@ def _unused(numbers: Numbers) -> list[Advisory]:
     longest = numbers.get(LONGEST, math.inf)
     for name, free in numbers.items():
         stage, _, last = name.rpartition("/")
-        if last == "unpunished" and numbers.get(f"{stage}/changed") == 0 and 2 * longest <= free:
+        if last == "unpunished" and numbers.get(f"{stage}/reward_changed") == 0 and 2 * longest <= free:
             words = f"{stage} changed 0 rewards: the longest response has {longest:,.0f} tokens"
             words += f", and it punishes those above {free:,.0f}."
             found.append(Advisory("penalty-unused", words, name, ()))

@@ -35,7 +35,7 @@ const UNIT_BY_NAME = [
   [/\/(tokens|max_tokens|shared_tokens|unpunished)$/, () => "tokens"],
   [/\/(minibatches|microbatches)$/, (found) => found[1].replace("micro", "micro-")],
   [/\/kl_\w+$/, () => "nats"],
-  [/\/(reward_mean|abs_mean|mean|changed|keys|chi2_\w+|weight_\w+|rank_imbalance)$/, () => ""],
+  [/\/(reward_mean|abs_mean|mean|changed|reward_changed|keys|chi2_\w+|weight_\w+|rank_imbalance)$/, () => ""],
 ];
 
 // The unit of a metric; null where the name is not known.
