@@ -22,7 +22,7 @@ from headrace.pipeline.report import Comparison
 from headrace.pipeline.tasks.compare import compare, show_comparison
 from headrace.pipeline.tasks.perform import perform
 from headrace.pipeline.tasks.replay import replay
-from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight
+from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight, MissingKeyError
 
 pytestmark = pytest.mark.slow
 
@@ -177,15 +177,27 @@ def test_tokens_that_weigh_another_amount_are_another_gradient(make_batch):
     assert "different gradients, at 1 of 2 rows. They differ in the tokens of 1 rows" in comparison.said
 
 
+def dump_of_lines(folder, *steps):
+    """The rewards of each step, of groups of two."""
+    for step, rewards in enumerate(steps):
+        rows = [
+            {
+                "step": step,
+                "row": i,
+                "group_id": 9 * step + i // 2,
+                "rollout_id": 9 * step + i,
+                "reward": reward,
+            }
+            for i, reward in enumerate(rewards)
+        ]
+        write_lines(folder / f"step_{step:08d}.jsonl", rows)
+    return folder
+
+
 def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
     """Nobody says how large groups are, and at step 2 a rollout lacks."""
-    for step in range(3):
-        rewards = [0.0, 1.0, 0.0, 1.0] + [0.5] * (step != 2)
-        rows = [
-            {"step": step, "row": i, "group_id": i // 2, "rollout_id": i, "reward": reward}
-            for i, reward in enumerate([*rewards, 1.0])
-        ]
-        write_lines(tmp_path / "dump" / f"step_{step:08d}.jsonl", rows)
+    whole, lacks = [0.0, 1.0, 0.0, 1.0, 0.5, 1.0], [0.0, 1.0, 0.0, 1.0, 1.0]
+    dump_of_lines(tmp_path / "dump", whole, whole, lacks)
     words = ["task=compare", "source.path=dump", "pipelines=[grpo,rloo]"]
     told = headrace_here(tmp_path, *words, check=False).stderr.removeprefix("headrace: ")
     command = told.splitlines()[-1]
@@ -193,6 +205,29 @@ def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
     assert all(word in command for word in asked), told
     assert [word in line for word, line in zip(asked, told.splitlines(), strict=False)] == [True] * 2
     assert headrace_here(tmp_path, *shlex.split(command)[1:]).returncode == 0
+
+
+def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
+    folder = dump_of_lines(tmp_path / "dump", ["no number", 1.0], [0.0, 1.0], [0.0, 1.0])
+    words = ["pipeline=high_entropy", "pipeline.stages.gate.group_size=2"]
+    with pytest.raises(MissingKeyError, match=r"step 1: stage 'forks'.*needs the tokens"):
+        told(replay, configured("replay", folder, *words), tmp_path / "out")
+
+
+def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
+    """Of the first step, one of them carries two of six rollouts to the second, which has eight then."""
+    folder = dump_of_lines(tmp_path / "dump", *[[0.0, 1.0] * 3] * 3)
+    mine = tmp_path / "mine" / "pipeline" / "carries.yaml"
+    mine.parent.mkdir(parents=True)
+    split = "{minibatches: null, minibatch_size: 4, remainder: carry}"
+    mine.write_text(f"defaults: [grpo]\nstages: {{split: {split}}}\n")
+    words = ["pipeline.stages.gate.group_size=2", f"hydra.searchpath=[file://{tmp_path}/mine]"]
+    with pytest.raises(RuntimeError, match="2 of 3 steps failed"):
+        told(compare, configured("compare", folder, "pipelines=[carries,grpo]"), tmp_path / "out", words)
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert found["numbers"]["rows"] == 6
+    assert [each["step"] for each in found["failed_steps"]] == [1, 2]
+    assert "one has 8 rows and the other 6" in found["failed_steps"][0]["why"]
 
 
 @pytest.mark.parametrize(

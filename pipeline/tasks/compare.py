@@ -90,16 +90,17 @@ def compare(
     steps = DumpSteps(source, console, folder, beside=SAME_STEPS)
     with folder:
 
-        def reported(step: int, batch: TensorDictBase) -> list[StepReport]:
+        def reported(step: int, batch: TensorDictBase) -> tuple[StepReport, StepReport, dict[str, float]]:
             nonlocal pipelines
             tried = copy.deepcopy(pipelines)  # a state does not remember a step that the other recipe refuses
             both = zip(names, tried, strict=True)
-            found = [report_of(pipeline, step, batch, config, recipe=name) for name, pipeline in both]
+            first, second = (report_of(pipeline, step, batch, config, recipe=name) for name, pipeline in both)
+            apart = comparison.add(first, second)
             pipelines = tried
-            return found
+            return first, second, apart
 
-        for first, second in steps.results(reported):
-            differ = {f"versus/{name}": value for name, value in comparison.add(first, second).items()}
+        for first, second, apart in steps.results(reported):
+            differ = {f"versus/{name}": value for name, value in apart.items()}
             # The report of the first recipe, with the second one's advantages and shares as further columns.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}

@@ -7,7 +7,7 @@ terminal, the files, the page and the exit status show that it failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,7 +28,7 @@ from headrace.transforms.errors import listing
 Result = TypeVar("Result")
 GIVE_UP = 3  # failed steps, without one that passed, after which a task ends: its options do not fit the dump
 NAMED = 20  # failed steps whose reason is shown
-NAMED_DRAWS = 6  # steps in which a prompt was drawn several times, and that are named and shown
+NAMED_DRAWS = 6  # prompts that were drawn several times in one step, and that are named
 
 
 class StepsFailed(RuntimeError):
@@ -64,8 +64,8 @@ class DumpSteps:
 
         Raises:
             SourceError: steps do not ascend, or there are none; or the first steps cannot be read.
-            BatchError: a column is missing at the first step, all steps fail, or the first three do and
-                ``source.skip_bad`` is false: the recipe does not fit the dump.
+            BatchError: a column is missing at the first step that can be read, all steps fail, or the first
+                three do and ``source.skip_bad`` is false: the recipe does not fit the dump.
         """
         first: SourceError | BatchError | None = None
         for step, found in _with_progress(self.source, self.console):
@@ -73,13 +73,13 @@ class DumpSteps:
                 if isinstance(found, SourceError):
                     raise found
                 with prompts_in_errors(found):
-                    result = of(step or 0, found)
+                    result = of(cast(int, step), found)  # a batch has a number
             except (SourceError, BatchError) as err:
                 first = first or err
                 self._leave_out(step, found, err)
                 ends = len(self.failed) == GIVE_UP and not self.source.skips
                 if not self.passed and (ends or isinstance(err, MissingKeyError)):
-                    raise first from None
+                    raise (err if isinstance(err, MissingKeyError) else first) from None
                 continue
             self.passed += 1
             yield result
@@ -88,9 +88,9 @@ class DumpSteps:
 
     def _leave_out(self, step: int | None, found: TensorDictBase | SourceError, err: Exception) -> None:
         rows, why = None, in_words_to_type(err).removeprefix(f"step {step}: ")
-        if isinstance(err, BatchError) and not isinstance(found, SourceError):
+        if step is not None and isinstance(err, BatchError) and not isinstance(found, SourceError):
             if self.folder is not None and self.folder.dump is not None:
-                rows = refused_report(found, step or 0, err)
+                rows = refused_report(found, step, err)
             if self.source.skips and self.source.skipped_beside:  # its groups may lack their rollouts
                 more = len(self.source.skipped_beside) - 1
                 also = f" (and {more:,} more)" * (more > 0)

@@ -285,8 +285,10 @@ def _first_steps(config: DictConfig, **options: Any) -> tuple[str, list[tuple[in
     """
     names = ("format", "reward_key", "group_by", "group_size", "skip_bad")
     source = open_source(config.source.path, **{name: config.source[name] for name in names} | options)
-    steps = [(step or 0, found) for step, found in islice(source.outcomes(), TRIED)]
-    return source.format, [(step, found) for step, found in steps if not isinstance(found, SourceError)]
+    outcomes = islice(source.outcomes(), TRIED)
+    return source.format, [
+        (step, found) for step, found in outcomes if step is not None and not isinstance(found, SourceError)
+    ]
 
 
 def _refused(
