@@ -77,7 +77,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
 def _compared(run: Run, found: dict[str, Tensor], counted: Tensor) -> tuple[Tensor, Tensor]:
     """(N,) rollouts with which a row was compared, itself included; (N,) the baseline, NaN: not known."""
     table, unknown = run.known_rows.table, torch.full_like(found["advantage"], torch.nan)
-    used = None if table.baseline is None else table.baseline()
+    used = None if table.baseline is None else table.baseline(table.size)
     now = counted & found["advantage"].isfinite() & found.get("reward", found["advantage"]).isfinite()
     if used is not None:  # a carried row was compared at an earlier step
         carried = torch.zeros_like(now)

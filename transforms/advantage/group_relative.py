@@ -193,8 +193,7 @@ def advantage_of(
     require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
     tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
     compared = partial(Grouped, per_rollout, groups, tokens)
-    table = rows.table
-    table.baseline = partial(_baseline_by_row, compared, formula, rows.rollouts, rows.index, table.size)
+    rows.table.baseline = partial(_baseline_by_row, compared, formula, rows.rollouts, rows.index)
     advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
     if advantage is None:
         g = compared()
@@ -205,7 +204,7 @@ def advantage_of(
 def _baseline_by_row(
     compared: Callable[[], Grouped], formula: Formula, rollouts: Ids, index: Tensor | None, size: int
 ) -> Tensor:
-    """(N,) the baseline of each row of a table of this size; NaN: the row's reward is in none.
+    """(N,) the baseline of each row of the table, which has N rows by now; NaN: the row's reward is in none.
 
     It keeps no view of the table, and so no batch.
     """
@@ -215,9 +214,8 @@ def _baseline_by_row(
     baseline = rollouts.spread(of_rollouts)
     if rollouts.counts is not None:
         baseline = baseline.masked_fill(~rollouts.counts, torch.nan)
-    return (
-        baseline if index is None else baseline.new_full((size,), torch.nan).index_copy_(0, index, baseline)
-    )
+    index = torch.arange(len(baseline)) if index is None else index
+    return torch.full((size,), torch.nan, dtype=torch.float64).index_copy_(0, index, baseline)
 
 
 def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
