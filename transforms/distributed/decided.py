@@ -39,7 +39,7 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
     ranks.place = "what rank 0 decides"
     if ranks.decides:
         decided = {name: getattr(table, name) for name in DECIDED}
-        decided["baseline"] = table.baseline and partial(_known, table.baseline(table.size))
+        decided["compared"] = table.compared and partial(_known, table.compared(table.size))
         written = _Pickled(table.told | {ROW: table.columns[ROW]}, (decided, more))
         messages = []
         for rank, own in enumerate(of_ranks or [None] * ranks.size):
@@ -58,7 +58,7 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
     return more, own
 
 
-def _known(column: Tensor, _: int) -> Tensor:
+def _known(column: Tensor, size: int) -> Tensor:
     return column
 
 
