@@ -487,6 +487,12 @@ def test_no_recipe_is_advised_to_who_has_it(recipe):
     assert remedy.under([compose_config("config", "task=replay")]) == remedy
 
 
+def test_a_recipe_is_advised_to_who_has_its_options_but_another_criterion():
+    remedy = FIRED[0][1]._replace(words="pipeline=gfpo")
+    words = ("pipeline.stages.filter.action=exclude", "+pipeline.stages.filter.criterion.by=efficiency")
+    assert remedy.under([compose_config("config", "task=replay", *words)]) == remedy
+
+
 def test_no_remedy_is_given_twice():
     """None of two symptoms, and none beside its cause."""
     config = compose_config("config", "task=replay")
@@ -619,3 +625,15 @@ def test_a_stage_that_changes_only_the_advantage_is_not_in_the_verdict():
     numbers = pipeline.run(TensorDict(columns | entropy, batch_size=[4])).report().numbers
     assert numbers["forks/changed"] == 0.5  # the tokens of less entropy have the advantage 0
     assert verdict(numbers) == "The mean reward is 0.5."
+
+
+def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
+    """Of twenty steps, ten have the four groups that the rule needs: nine of them of 0.75, and one of 0."""
+    key = "groups/largest_gradient_share"
+    history = [
+        (step, QUIET | {key: 0.75 * (step != 1), "groups/in": 4.0 if step % 2 else 1.0}) for step in range(20)
+    ]
+    (found,) = advise(history[-1][1], history)
+    assert "over all 10 steps 68 %" in found.text
+    assert "at 9 of 10 steps, first at 3 and last at 19" in found.text
+    assert found.steps == tuple(range(3, 20, 2))

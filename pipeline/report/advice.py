@@ -327,7 +327,8 @@ def _at_each(rule: Bound, history: History) -> Advisory | None:
 def _bound(rule: Bound, history: History) -> Advisory | None:
     if rule.each_step:
         return _at_each(rule, history)
-    recent = [(step, each) for step, each in history[-RECENT:] if rule.holds(each)]
+    judged = [(step, each) for step, each in history if rule.holds(each)]
+    recent = [(step, each) for step, each in judged if step >= history[-RECENT:][0][0]]
     means = {
         key: mean_over(points)
         for key in (rule.number, "solve_all", "solve_none")
@@ -336,7 +337,7 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     if rule.number not in means or not rule.fires(means[rule.number].value):
         return None
     value = means[rule.number].value
-    longer = {key: _points(history, key) for key in means} if len(history) > RECENT and not rule.zero else {}
+    longer = {} if rule.zero or len(history) <= RECENT else {key: _points(judged, key) for key in means}
     whole = {key: mean_over(points).value for key, points in longer.items()}
     window, all_steps = "", ""
     if len(history) > 1:
@@ -347,9 +348,9 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
             said = percent(whole[rule.number]) if "{share}" in rule.says else f"{whole[rule.number]:.3g}"
             window += f"; {all_steps} {said}"
         window = f" ({window})"
-    steps = [step for step, each in history if rule.holds(each) and rule.fires(each[rule.number])]
+    steps = [step for step, each in judged if rule.fires(each[rule.number])]
     text = f"{rule.says.format(share=percent(value), value=f'{value:.3g}')}{window}."
-    if where := said_at(steps, len(history)):
+    if where := said_at(steps, len(judged)):
         text += f"{BEYOND}{rule.words} {where}."
     solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
     cause = ""
@@ -636,7 +637,10 @@ def configs_in_effect(options: Mapping[str, Mapping[str, Any]]) -> list[DictConf
         True
     """
     plain = {
-        stage: {name: value if _is_plain(value) else {} for name, value in own.items()}
+        stage: {
+            name: value if _is_plain(value) else {"_target_": type(value).__name__}
+            for name, value in own.items()
+        }
         for stage, own in options.items()
     }
     of_pipeline = plain.pop("", {})
@@ -692,10 +696,18 @@ def follows(config: DictConfig, words: str) -> bool:
 
 def has_recipe(config: DictConfig, name: str) -> bool:
     """Whether a composed configuration has what the file of a recipe adds to its base."""
-    own: Any = OmegaConf.to_container(_recipe_file(name))
-    added = [each for entry in own.pop("defaults") if isinstance(entry, dict) for each in entry]
-    stages = [found[1] for each in added if (found := re.match(r"/stage@(stages\.\w+)$", each))]
-    return all(OmegaConf.select(config, f"pipeline.{stage}") is not None for stage in stages) and all(
+    own: Any = OmegaConf.to_container(_conf_file("pipeline", name))
+    entries = [each for entry in own.pop("defaults") if isinstance(entry, dict) for each in entry.items()]
+    for entry, choice in entries:
+        found = re.match(r"(?:override )?/(stage|criterion|term)@(stages\.[\w.]+)$", entry)
+        part = OmegaConf.select(config, f"pipeline.{found[2]}") if found else None
+        if found and part is None:
+            return False
+        if found and found[1] != "stage":  # of a run in Python, only the name of the class is known
+            target = _conf_file(found[1], choice)["_target_"].rpartition(".")[2]
+            if not OmegaConf.is_dict(part) or str(part.get("_target_")).rpartition(".")[2] != target:
+                return False
+    return all(
         OmegaConf.select(config, f"pipeline.{path}") == value
         for path, value in leaves(own).items()
         if value is None or isinstance(value, str)
@@ -703,8 +715,8 @@ def has_recipe(config: DictConfig, name: str) -> bool:
 
 
 @cache
-def _recipe_file(name: str) -> DictConfig:
-    text = (files("headrace.conf") / "pipeline" / f"{name}.yaml").read_text(encoding="utf-8")
+def _conf_file(folder: str, name: str) -> DictConfig:
+    text = (files("headrace.conf") / folder / f"{name}.yaml").read_text(encoding="utf-8")
     return DictConfig(OmegaConf.create(text))
 
 
