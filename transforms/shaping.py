@@ -240,6 +240,12 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
         self.max_length, self.cache, self.weight = max_length, cache, weight
 
+    def decide(self, rows: Rows) -> None:
+        """Rewrite the reward, and record the number of tokens that are not punished."""
+        super().decide(rows)
+        for view, _ in rows.of_each_rank(rows[REWARD]):
+            view.metric("unpunished", self.max_length - self.cache)
+
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
         length = self.rollout_lengths(rows)

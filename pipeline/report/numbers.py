@@ -47,8 +47,6 @@ def numbers_of(
     ``rollouts/no_reward``                  number of rollouts that are trained without a reward
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
     ``tokens/mean``, ``tokens/max``         tokens in the loss per row, as collected
-    ``<stage>/unpunished``                  tokens that a stage with a `cache` does not punish (of
-                                            :attr:`StepReport.numbers`)
     ``response_characters/mean``, ``max``   characters of the response per rollout, where a dump has texts and
                                             nobody knows their tokens (of :attr:`StepReport.numbers`)
     ``logged_advantage/…``                  how far a dump's advantages are from ours (:func:`logged_numbers`)

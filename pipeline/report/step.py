@@ -172,11 +172,6 @@ class StepReport:
             **self.metrics,
             **left,
             **self._characters(),
-            **{
-                f"{name}/unpunished": float(own["max_length"] - own["cache"])
-                for name, own in self.options.items()
-                if {"max_length", "cache"} <= own.keys()
-            },
             **numbers_of(self.columns, self.rollouts, self.groups, self.solved, compared=compared),
         }
 
