@@ -700,7 +700,7 @@ def has_recipe(config: DictConfig, name: str) -> bool:
     entries = [each for entry in own.pop("defaults") if isinstance(entry, dict) for each in entry.items()]
     for entry, choice in entries:
         found = re.match(r"(?:override )?/(stage|criterion|term)@(stages\.[\w.]+)$", entry)
-        part = OmegaConf.select(config, f"pipeline.{found[2]}") if found else None
+        part: Any = OmegaConf.select(config, f"pipeline.{found[2]}") if found else None
         if found and part is None:
             return False
         if found and found[1] != "stage":  # of a run in Python, only the name of the class is known
