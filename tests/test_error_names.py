@@ -35,3 +35,12 @@ def test_what_is_said_about_a_short_name_that_lacks_an_option_composes(option, n
     words = str(info.value).partition("Set, for example, ")[2].split()
     part = getattr(load_pipeline("grpo", *words).stages["filter"], option)
     assert type(part).__name__ == name.title().replace("_", "")
+
+
+@pytest.mark.parametrize("text", ["found {fuond}", "the column {column}", "{missing}", "{found} {present}"])
+def test_a_field_that_is_not_among_the_facts_is_refused_where_the_error_is_made(text):
+    with pytest.raises(KeyError, match="is not among the facts"):
+        BatchError(text, found=1)
+    facts = {"found": 1, "fuond": 1, "key": "reward", "option": "", "batch": []}
+    error = BatchError(text + "{drop=all}", **facts)
+    assert "{" not in str(error) and str(pickle.loads(pickle.dumps(error))) == str(error)
