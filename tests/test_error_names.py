@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from torch.distributed import HashStore
 
 from headrace import decide
 from headrace.pipeline import ConfigError, load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError
+from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, number_labels
+from headrace.transforms.distributed import barrier
 
 
 def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
@@ -43,4 +45,41 @@ def test_a_field_that_is_not_among_the_facts_is_refused_where_the_error_is_made(
         BatchError(text, found=1)
     facts = {"found": 1, "fuond": 1, "key": "reward", "option": "", "batch": []}
     error = BatchError(text + "{drop=all}", **facts)
-    assert "{" not in str(error) and str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert "{" not in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+class Odd:
+    """A criterion that returns no bools, whose repr has braces."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, batch):
+        return self.text
+
+    def __repr__(self):
+        return self.text
+
+
+def one_rank():
+    ranks = barrier.Barrier.__new__(barrier.Barrier)
+    ranks.size, ranks.rank, ranks.patience, ranks._store = 1, 0, 9, HashStore()
+    return ranks
+
+
+@pytest.mark.parametrize("data", ["{found}", "{a=b}", "{gate/a=b}", "{missing}"])
+def test_braces_in_data_are_shown_as_they_are(make_batch, data):
+    ids = {"group_id": [0, 0], "rollout_id": [0, 1]}
+    for refuse in (
+        lambda: number_labels([(data,)]),
+        lambda: decide(ids | {"group_id": [data, (data,)], "reward": [1.0, 0.0]}),
+        lambda: decide(ids | {"reward": [data, data]}),
+        lambda: decide(ids | {data: [0]}),
+        lambda: SampleFilter(criterion=Odd(data))(make_batch([1.0, 2.0], [5, 5])),
+        lambda: one_rank().meet("a batch", ValueError(data)),
+    ):
+        with pytest.raises(BatchError) as info:
+            refuse()
+        assert data in str(info.value)
+        assert not info.value.options
