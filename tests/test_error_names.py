@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from headrace import decide
 from headrace.pipeline import ConfigError, load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, number_labels
+from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, TreeAdvantage, number_labels
 from headrace.transforms.distributed import barrier
 
 
@@ -83,3 +83,9 @@ def test_braces_in_data_are_shown_as_they_are(make_batch, data):
             refuse()
         assert data in str(info.value)
         assert not info.value.options
+
+
+def test_segments_of_several_rewards_name_the_option_of_the_collapse_in_any_stage(make_batch):
+    with pytest.raises(BatchError, match=r"must have the same reward") as info:
+        TreeAdvantage()(make_batch([1.0, 2.0, 3.0], [5, 5, 5], [0, 0, 1]))
+    assert info.value.options == [("collapse", "reward", "sum")]

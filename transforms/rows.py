@@ -679,7 +679,7 @@ class Rows:
             self.require(
                 self.rollouts.spread(reward[self.rollouts.first]) == reward,
                 "all segments of a rollout must have the same reward; found {found}. If each segment has its "
-                "own reward, set how they are reduced: {reward=sum}, 'last', …",
+                "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
                 lambda row: self.segments(row, reward),
             )
 
