@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from headrace import decide
-from headrace.pipeline import ConfigError, load_pipeline
+from headrace.pipeline import ConfigError, Decider, load_pipeline
 from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, TreeAdvantage, number_labels
 from headrace.transforms.distributed import barrier
 
@@ -89,3 +90,41 @@ def test_segments_of_several_rewards_name_the_option_of_the_collapse_in_any_stag
     with pytest.raises(BatchError, match=r"must have the same reward") as info:
         TreeAdvantage()(make_batch([1.0, 2.0, 3.0], [5, 5, 5], [0, 0, 1]))
     assert info.value.options == [("collapse", "reward", "sum")]
+
+
+@pytest.mark.parametrize(
+    ("expected", "todo"),
+    [
+        (
+            {"group_size": 2},
+            "give the column 'expected_rollouts' instead of group_size. If not, are group ids",
+        ),
+        ({"expected_rollouts": [2, 2, 2]}, "Correct the column 'expected_rollouts', or are group ids"),
+    ],
+)
+def test_a_group_with_too_many_rollouts_says_where_its_size_came_from(expected, todo):
+    columns = {"group_id": [5, 5, 5], "rollout_id": [0, 1, 2], "reward": [1.0, 0.0, 1.0]}
+    size = expected.pop("group_size", None)
+    with pytest.raises(BatchError, match=rf"has 3 of 2\. .*{todo} reused"):
+        decide(columns | expected, group_size=size)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "tis", "mt_grpo", "tree_grpo", "gtpo", "rae", "mgpo"])
+def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
+    columns = {"group_id": [5, 5], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
+    columns |= {"expected_rollouts": [2, 2], "tokens": [3, 3], "length": [3, 3]}
+    decider = Decider(recipe)
+    columns |= {name: [0, 0] for name in ("turn", "role", "policy_version") if decider.reads(name)}
+    said = []
+    for name in columns:
+        others = {other: values for other, values in columns.items() if other != name}
+        for wrong in (None, torch.ones(2, 2), torch.tensor([0.5, 1.5]), [1, 3], [3, 3]):
+            given = others if wrong is None else others | {name: wrong}
+            try:
+                Decider(recipe, group_size=2).decide(given)
+            except BatchError as err:
+                said.append(str(err))
+            except ValueError:  # the recipe does not read this column
+                continue
+    assert said
+    assert not [words for words in said if "_key)" in words]
