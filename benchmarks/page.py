@@ -31,7 +31,8 @@ HOW = """## How it was measured
   the median time over the rounds, if it does not say otherwise.
 - "A / B" or "A over B" is the time of A, divided by the time of B. 2 means that A takes twice as long.
 - A ratio is computed in each round, and a table shows the median ratio. So it can differ from that of the two
-  times next to it, and be above 1 where A has the smaller time. A ratio varies by about a tenth from run to run.
+  times next to it, and be above 1 where A has the smaller time. A ratio varies by about a tenth from run to
+  run.
 - "(≤ 2)" is a target. A number that misses its target is bold.
 """
 Number = Callable[[str, str, str, str], float]

@@ -129,7 +129,8 @@ class Decision:
     def compared(self) -> Tensor:
         """(N + C,) int64, rollouts whose rewards the advantage compared with the row's, which counts as one.
 
-        0: the row left before that, or has no reward. 1: most recipes give this row the advantage 0.
+        0: the row left before that, or has no reward. 1: most recipes give this row the advantage 0. −1: not
+        known, for example of a row that an earlier batch carried over.
         """
         none = np.zeros(len(self.keep), np.int64)
         return torch.from_numpy(self._columns.get("compared", none))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from headrace import decide, make_report
+from headrace import Pipeline, decide, make_report
 from headrace.pipeline.report import page_data, show_report
-from headrace.transforms import GroupRelativeAdvantage
+from headrace.transforms import GroupRelativeAdvantage, ShuffleSplit
 
 NAN = float("nan")
 # The case of a team: group 0 keeps one rollout, and in group 1 the mean of the compared rewards is 4/15.
@@ -81,6 +81,22 @@ def test_an_advantage_that_is_not_scaled_is_the_reward_less_the_baseline(baselin
     known = np.array(CUT["reward"]) - found.baseline.numpy()
     assert found.advantage.numpy()[rows] == pytest.approx(known[rows], abs=1e-12)
     assert found.baseline.isnan().tolist() == (found.compared == 0).tolist()
+
+
+def test_a_carried_row_has_no_baseline_at_its_second_step(make_batch):
+    pipeline = Pipeline(
+        {
+            "advantage": GroupRelativeAdvantage(scale="none"),
+            "split": ShuffleSplit(minibatch_size=4, remainder="carry", shuffle=False),
+        }
+    )
+    for first in (0, 6):
+        rollouts = [*range(first, first + 6)]
+        pipeline(make_batch([0.0, 1, 1, 0, 2, 4], [first] * 3 + [first + 1] * 3, rollouts))
+    columns = make_report(pipeline).columns
+    assert columns["rollout_id"].tolist() == [*range(6, 12), 4, 5]
+    assert columns["compared"].tolist()[:6] == [3] * 6
+    assert columns["baseline"].tolist() == pytest.approx([2 / 3] * 3 + [2] * 3 + [NAN] * 2, nan_ok=True)
 
 
 @pytest.mark.parametrize(

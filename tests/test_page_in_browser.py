@@ -214,7 +214,10 @@ def test_a_page_of_certificates_shows_only_them(look):
     cells = [cell.text for cell in page.all("#certificates tbody tr:first-child td")]
     assert cells[:6] == ["grpo", "1.0225 −0.5000", "9.9 %", "0.9952", "0.0733", "0.98"]
     assert cells[6:] == ["grpo", "", "–", "–", "–", "–"]
-    assert "grpo: no row trains. Removed by stage/reason: gate/failed 9 of 9 rows" in page.one("#certificates").text
+    assert (
+        "grpo: no row trains. Removed by stage/reason: gate/failed 9 of 9 rows"
+        in page.one("#certificates").text
+    )
     assert "without <b>gigpo: needs <i>'state_id'" in page.one("#certificates").text
     assert [
         section.get_attribute("id") for section in page.all("main section") if section.is_displayed()

@@ -167,8 +167,8 @@ class Table:
         of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
         told: columns that the other ranks also have, if this rank decides for them.
         unread: metrics that are computed when they are read.
-        baseline: computes the baseline ``b + δ`` of each row, (N,) float64; NaN: its reward is in none.
-            None: a row has several baselines, or none is known.
+        compared: computes (N, 2) float64 for N rows: how many rollouts the advantage compared with the row's,
+            itself included, and the baseline ``b + δ`` or NaN. None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
         decides: False if the first rank decides for this one, which then takes over its results.
@@ -192,7 +192,7 @@ class Table:
         self.of_others: dict[int, dict[str, float]] = {}
         self.told: dict[Any, Tensor] = {}
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
-        self.baseline: Callable[[], Tensor] | None = None
+        self.compared: Callable[[int], Tensor] | None = None
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}

@@ -111,7 +111,8 @@ WRONG = {
     ),
     ("trinity-rft", "micro-batches"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",
-        "is verl's engine. It adds up the losses of the micro-batches and does not divide by their number, so with two of them all weights are twice as large as with one",
+        "is verl's engine. It adds up the losses of the micro-batches and does not divide by their number, "
+        "so with two of them all weights are twice as large as with one",
     ),
     ("trinity-rft", "ranks"): TOKEN_MEAN.format(
         "`token-mean` is a mean over all unmasked elements (`aggregate_loss`)",

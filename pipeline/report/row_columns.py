@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from headrace.pipeline.account_keys import OF_TOKENS
-from headrace.transforms.ids import Ids
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.schema import REWARD
 from headrace.transforms.table import TokenCount
@@ -64,7 +63,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     if table.counted is not None:
         found["counted"] = counted.long()
     if "advantage" in found:
-        found["compared"], found["baseline"] = _compared(run, found, counted)
+        found["compared"], found["baseline"] = _compared(run)
     found |= run.trained_at
     weight = first("loss_weight")
     if "loss_weight" not in found and weight is not None and weight.numel() == table.size:
@@ -74,21 +73,15 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     return {name: run.of_rank(column).numpy() for name, column in found.items()}
 
 
-def _compared(run: Run, found: dict[str, Tensor], counted: Tensor) -> tuple[Tensor, Tensor]:
-    """(N,) rollouts with which a row was compared, itself included; (N,) the baseline, NaN: not known."""
-    table, unknown = run.known_rows.table, torch.full_like(found["advantage"], torch.nan)
-    used = None if table.baseline is None else table.baseline()
-    now = counted & found["advantage"].isfinite() & found.get("reward", found["advantage"]).isfinite()
-    if used is not None:  # a carried row was compared at an earlier step
-        carried = torch.zeros_like(now)
-        carried = carried if table.carried is None else carried.index_fill(0, table.carried, True)
-        now = used.isfinite() | (now & carried)
-    rollouts = Ids(found.get("rollout_id", torch.arange(table.size)), now)
+def _compared(run: Run) -> tuple[Tensor, Tensor]:
+    """(N,) rollouts that were compared with a row, −1: not known; (N,) the baseline, NaN: not known."""
+    table = run.known_rows.table
+    if table.compared is None:
+        return torch.full((table.size,), -1), torch.full((table.size,), torch.nan, dtype=torch.float64)
+    number, baseline = table.compared(table.size).unbind(1)
+    if table.carried is not None:  # which were compared at an earlier step
+        number = number.index_fill(0, table.carried, -1)
     stages = list(run.stages.values())
-    relative = [stage.formula.is_relative for stage in stages if hasattr(stage, "advantage_by_row")]
-    by = found.get("peers", found.get("group_id"))
-    if by is None or relative == [False]:
-        by = torch.zeros_like(rollouts.labels)
-    among = Ids(by, rollouts.is_first)
     writers = [stage for stage in stages if run.keys.found["advantage"][0] in getattr(stage, "out_keys", ())]
-    return among.spread(among.count) * now, used if used is not None and len(writers) == 1 else unknown
+    one = len(writers) == 1 and not any(getattr(stage, "several", "") == "decoupled" for stage in writers)
+    return number.long(), baseline if one else torch.full_like(baseline, torch.nan)

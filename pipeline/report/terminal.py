@@ -129,7 +129,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
     asked = "prompt" in report.texts
     prompt = [FittedColumn("prompt", gives="cut", leaves=3)] if asked else []
     some_left = ((groups["compared"] >= 0) & (groups["compared"] < groups["rollouts"])).any()
-    compared = [FittedColumn("compared", right=True)] if some_left else []
+    compared = [FittedColumn("compared", right=True, leaves=4)] if some_left else []
     table = FittedTable(
         [
             FittedColumn("group", gives="cut" if "group_label" in report.texts else "nothing", right=True),

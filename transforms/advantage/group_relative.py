@@ -193,8 +193,7 @@ def advantage_of(
     require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
     tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
     compared = partial(Grouped, per_rollout, groups, tokens)
-    table = rows.table
-    table.baseline = partial(_baseline_by_row, compared, formula, rows.rollouts, rows.index, table.size)
+    rows.table.compared = partial(_compared_by_row, compared, rows.rollouts, rows.index, formula=formula)
     advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
     if advantage is None:
         g = compared()
@@ -202,22 +201,28 @@ def advantage_of(
     return rows.from_voters(advantage)
 
 
-def _baseline_by_row(
-    compared: Callable[[], Grouped], formula: Formula, rollouts: Ids, index: Tensor | None, size: int
+def _none_compared(size: int) -> Tensor:
+    return torch.tensor([0, torch.nan], dtype=torch.float64).repeat(size, 1)
+
+
+def _compared_by_row(
+    compared: Callable[[], Grouped], rollouts: Ids, index: Tensor | None, size: int, *, formula: Formula
 ) -> Tensor:
-    """(N,) the baseline of each row of a table of this size; NaN: the row's reward is in none.
+    """(N, 2) for a table of N rows by now: rollouts compared with the row's, itself included; the baseline.
 
     It keeps no view of the table, and so no batch.
     """
     g = compared()
-    of_rollouts = torch.full((rollouts.n,), torch.nan, dtype=torch.float64)
-    of_rollouts[rollouts.of[rollouts.is_first]] = g.unsorted(baseline_in_groups(g, formula))
-    baseline = rollouts.spread(of_rollouts)
+    number = g.spread(g.count) if formula.is_relative else torch.full_like(g.reward, len(g.reward))
+    level = torch.stack([g.unsorted(number), g.unsorted(baseline_in_groups(g, formula))], 1)
+    of_rollouts = torch.empty(rollouts.n, 2, dtype=torch.float64)
+    of_rollouts[:, 0], of_rollouts[:, 1] = 0, torch.nan
+    of_rollouts[rollouts.of[rollouts.is_first]] = level
+    each = rollouts.spread(of_rollouts)
     if rollouts.counts is not None:
-        baseline = baseline.masked_fill(~rollouts.counts, torch.nan)
-    return (
-        baseline if index is None else baseline.new_full((size,), torch.nan).index_copy_(0, index, baseline)
-    )
+        each[~rollouts.counts] = torch.tensor([0, torch.nan], dtype=torch.float64)
+    index = torch.arange(len(each)) if index is None else index
+    return _none_compared(size).index_copy_(0, index, each)
 
 
 def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
@@ -404,6 +409,7 @@ class GroupRelativeAdvantage(
         if self.missing == "mask":
             statistics.require_rewards(rows.to_statistics(reward), siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
+        rows.table.compared = _none_compared  # until a rollout is
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
             factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
@@ -412,7 +418,6 @@ class GroupRelativeAdvantage(
                 for factor, column in zip(factors, rewards.unbind(1), strict=True)
             ]
             credit = torch.stack(credits).sum(0)
-            rows.table.baseline = None  # each reward has its own
             if self.clip is not None:  # rows without a reward, and excluded rows, keep 0
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)

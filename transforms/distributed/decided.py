@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
     ranks.place = "what rank 0 decides"
     if ranks.decides:
         decided = {name: getattr(table, name) for name in DECIDED}
+        decided["compared"] = table.compared and partial(_known, table.compared(table.size))
         written = _Pickled(table.told | {ROW: table.columns[ROW]}, (decided, more))
         messages = []
         for rank, own in enumerate(of_ranks or [None] * ranks.size):
@@ -54,6 +56,10 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
     table.index = table.here.nonzero().flatten() if table.gone else None
     table.ids.clear()
     return more, own
+
+
+def _known(column: Tensor, size: int) -> Tensor:
+    return column
 
 
 class _Pickled(pickle.Pickler):

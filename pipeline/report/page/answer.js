@@ -84,8 +84,11 @@ const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {
 const titleOf = (page, name) => page.symptoms.find((each) => each.name === name)?.title ?? name;
 
 // In place of what the verdict has said: why that is so.
-const why = (page, { name, because, certain }) =>
-  `${titleOf(page, name)}${because ? `, ${certain ? "" : "probably in part "}because of this: ${titleOf(page, because)}` : ""}.`;
+function why(page, advisory) {
+  if (!advisory.because) return `${titleOf(page, advisory.name)}.`;
+  const part = advisory.certain ? "" : "probably in part ";
+  return `${titleOf(page, advisory.name)}, ${part}because of this: ${titleOf(page, advisory.because)}.`;
+}
 
 // What causes it, which opens where it is explained.
 function causeOf(page, name) {

@@ -96,7 +96,7 @@ export function comparisonOf(group) {
   const reasons = [...new Set(left.flatMap((rollout) => rollout.reasons))].map(reasonWords);
   const why = reasons.length ? ` (${reasons.join(", ")})` : "";
   return [
-    compared && left.length ? `${count(compared)} of ${count(members.length)} compared` : null,
+    compared > 0 && left.length ? `${count(compared)} of ${count(members.length)} compared` : null,
     isNumber(baseline) ? `baseline ${number(baseline)}` : null,
     left.length ? `${count(left.length)} not counted${why}` : null,
   ];

@@ -9,7 +9,7 @@ let treeShown = PAGE;
 let treeView = null;
 
 function groupNode({ group, rollouts }) {
-  const some = group.compared && group.compared < group.members.length;
+  const some = group.compared > 0 && group.compared < group.members.length;
   const facts = [
     some && group.complete ? null : `${ofExpected(group)} rollouts`,
     ...comparisonOf(group),
