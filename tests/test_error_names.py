@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from headrace import decide
 from headrace.pipeline import ConfigError, Decider, load_pipeline
 from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, TreeAdvantage, number_labels
 from headrace.transforms.distributed import barrier
+
+ERRORS = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
 
 
 def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
@@ -128,3 +133,17 @@ def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
                 continue
     assert said
     assert not [words for words in said if "_key)" in words]
+
+
+def test_no_text_of_an_error_without_facts_has_a_field():
+    field = re.compile(r"\{(\w+/)?\w+\}")
+    for path in (Path(__file__).parents[1] / area for area in ("transforms", "pipeline", "adapters")):
+        for file in path.rglob("*.py"):
+            for call in ast.walk(ast.parse(file.read_text())):
+                if (
+                    isinstance(call, ast.Call)
+                    and getattr(call.func, "id", "") in ERRORS
+                    and not call.keywords
+                ):
+                    words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
+                    assert not [each for each in words if field.search(str(each))], (file, call.lineno)
