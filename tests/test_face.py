@@ -35,18 +35,24 @@ def test_type_checkers_see_all_names_of_both_packages():
     assert stars == ["from .pipeline import *", "from .transforms import *"]
 
 
-def test_importing_listing_and_misspelling_do_not_import_torch():
-    code = (
-        "import sys, headrace\n"
-        "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace)\n"
-        "assert not hasattr(headrace, 'open_source') and not hasattr(headrace, 'load_pipelines')\n"
-        "headrace.pipeline\n"
-        "assert 'torch' not in sys.modules\n"
-        "from headrace import GroupRelativeAdvantage\n"
-        "assert 'torch' in sys.modules and 'hydra' not in sys.modules\n"
-    )
+def run(*lines: str) -> None:
+    code = "\n".join(["import sys, headrace", *lines])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_importing_listing_and_misspelling_do_not_import_torch():
+    run(
+        "assert 'load_pipeline' in dir(headrace) and 'whiten' in dir(headrace)",
+        "assert not hasattr(headrace, 'open_source') and not hasattr(headrace, 'load_pipelines')",
+        "headrace.pipeline",
+        "assert 'torch' not in sys.modules",
+    )
+
+
+@pytest.mark.slow
+def test_importing_a_stage_does_not_import_hydra():
+    run("headrace.GroupRelativeAdvantage", "assert 'torch' in sys.modules and 'hydra' not in sys.modules")
 
 
 @pytest.mark.parametrize(

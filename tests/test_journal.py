@@ -164,6 +164,7 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
         assert sorted(came) == sorted(taken + rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**9))

@@ -102,6 +102,7 @@ def gradient_by_loops(batch: TensorDict, way: str) -> torch.Tensor:
     return theta.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choose", ["product", "where"])
 @pytest.mark.parametrize("way", ["rows", "tokens", "both"])
 @given(

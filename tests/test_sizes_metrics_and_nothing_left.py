@@ -157,6 +157,7 @@ def test_row_order_changes_no_bit_of_the_metrics(recipes):
             assert before == after, (recipe, kind)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_row_order_changes_no_bit_of_divergences_and_padding_only_rounding(data):
     rows, tokens = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 12))

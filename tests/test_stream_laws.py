@@ -358,6 +358,7 @@ class Workers:
         self.running += draw.split(1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**9),

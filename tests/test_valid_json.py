@@ -7,6 +7,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from headrace.pipeline.valid_json import json_text
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +30,7 @@ def writers(tree: ast.AST, name: str = "") -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_json_writer_refuses_nan_or_writes_null():
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     found = {
