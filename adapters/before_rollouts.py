@@ -93,7 +93,8 @@ def require_columns(
         decider.decide(columns)
     except MissingKeyError as err:
         raise MissingKeyError(
-            f"the recipe does not fit {hook}, which gives it the columns {', '.join(names)}: {err}"
+            f"the recipe does not fit {hook}, which gives it the columns {', '.join(names)}: {{why}}",
+            why=str(err),
         ) from err
     except (BatchError, ValueError):  # about the rows that were made up, and not about a column
         return

@@ -124,8 +124,10 @@ def options_are_words() -> Iterator[None]:
         yield
     except MissingKeyError as err:
         raise MissingKeyError(
-            f"{err}. Options are overrides of the recipe {os.environ.get(RECIPE) or 'by default'}, in the "
-            f'environment of every process: {OVERRIDES}="pipeline.stages.gate.group_size=8"'
+            "{why}. Options are overrides of the recipe {recipe}, in the environment of every process: "
+            f'{OVERRIDES}="pipeline.stages.gate.group_size=8"',
+            why=str(err),
+            recipe=os.environ.get(RECIPE) or "by default",
         ) from err
 
 

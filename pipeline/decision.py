@@ -335,7 +335,9 @@ class Decider:
         """Return the columns as a batch, and the texts of ids that are text, by key."""
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) != 1:
-            raise BatchError(f"columns must have one entry for each row; got {lengths or 'no columns'}")
+            raise BatchError(
+                "columns must have one entry for each row; got {found}", found=lengths or "no columns"
+            )
         rows = next(iter(lengths.values()))
         batch, texts = TensorDict({}, [rows]), dict[NestedKey, list[str]]()
         unread = []
@@ -367,7 +369,11 @@ class Decider:
                 try:
                     found = np.asarray(values, dtype=float if name == "reward" else None)
                 except ValueError as err:
-                    raise BatchError(f"{name} must be one number for each row, or K of them: {err}") from err
+                    message, why = (
+                        "{column_name} must be one number for each row, or K of them: {why}",
+                        str(err),
+                    )
+                    raise BatchError(message, column_name=name, why=why) from err
                 batch[key] = torch.from_numpy(found) if found.dtype.kind in "biuf" else list(values)
         if unread:
             of_tokens = {*columns_of_tokens(self.pipeline), self.pipeline.log_prob_key}

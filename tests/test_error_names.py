@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
+from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from headrace import decide
-from headrace.pipeline import ConfigError, load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError
+from headrace.pipeline import ConfigError, Decider, load_pipeline
+from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, TreeAdvantage, number_labels
+from headrace.transforms.distributed import barrier
+
+ERRORS = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
 
 
 def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
@@ -35,3 +43,107 @@ def test_what_is_said_about_a_short_name_that_lacks_an_option_composes(option, n
     words = str(info.value).partition("Set, for example, ")[2].split()
     part = getattr(load_pipeline("grpo", *words).stages["filter"], option)
     assert type(part).__name__ == name.title().replace("_", "")
+
+
+@pytest.mark.parametrize("text", ["found {fuond}", "the column {column}", "{missing}", "{found} {present}"])
+def test_a_field_that_is_not_among_the_facts_is_refused_where_the_error_is_made(text):
+    with pytest.raises(KeyError, match="is not among the facts"):
+        BatchError(text, found=1)
+    facts = {"found": 1, "fuond": 1, "key": "reward", "option": "", "batch": []}
+    error = BatchError(text + "{drop=all}", **facts)
+    assert "{" not in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+class Odd:
+    """A criterion that returns no bools, whose repr has braces."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, batch):
+        return self.text
+
+    def __repr__(self):
+        return self.text
+
+
+def one_rank():
+    ranks = barrier.Barrier.__new__(barrier.Barrier)
+    ranks.size, ranks.rank, ranks.patience, ranks._store = 1, 0, 9, HashStore()
+    return ranks
+
+
+@pytest.mark.parametrize("data", ["{found}", "{a=b}", "{gate/a=b}", "{missing}"])
+def test_braces_in_data_are_shown_as_they_are(make_batch, data):
+    ids = {"group_id": [0, 0], "rollout_id": [0, 1]}
+    for refuse in (
+        lambda: number_labels([(data,)]),
+        lambda: decide(ids | {"group_id": [data, (data,)], "reward": [1.0, 0.0]}),
+        lambda: decide(ids | {"reward": [data, data]}),
+        lambda: decide(ids | {data: [0]}),
+        lambda: SampleFilter(criterion=Odd(data))(make_batch([1.0, 2.0], [5, 5])),
+        lambda: one_rank().meet("a batch", ValueError(data)),
+    ):
+        with pytest.raises(BatchError) as info:
+            refuse()
+        assert data in str(info.value)
+        assert not info.value.options
+
+
+def test_segments_of_several_rewards_name_the_option_of_the_collapse_in_any_stage(make_batch):
+    with pytest.raises(BatchError, match=r"must have the same reward") as info:
+        TreeAdvantage()(make_batch([1.0, 2.0, 3.0], [5, 5, 5], [0, 0, 1]))
+    assert info.value.options == [("collapse", "reward", "sum")]
+
+
+@pytest.mark.parametrize(
+    ("expected", "todo"),
+    [
+        (
+            {"group_size": 2},
+            "give the column 'expected_rollouts' instead of group_size. If not, are group ids",
+        ),
+        ({"expected_rollouts": [2, 2, 2]}, "Correct the column 'expected_rollouts', or are group ids"),
+    ],
+)
+def test_a_group_with_too_many_rollouts_says_where_its_size_came_from(expected, todo):
+    columns = {"group_id": [5, 5, 5], "rollout_id": [0, 1, 2], "reward": [1.0, 0.0, 1.0]}
+    size = expected.pop("group_size", None)
+    with pytest.raises(BatchError, match=rf"has 3 of 2\. .*{todo} reused"):
+        decide(columns | expected, group_size=size)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "tis", "mt_grpo", "tree_grpo", "gtpo", "rae", "mgpo"])
+def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
+    columns = {"group_id": [5, 5], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
+    columns |= {"expected_rollouts": [2, 2], "tokens": [3, 3], "length": [3, 3]}
+    decider = Decider(recipe)
+    columns |= {name: [0, 0] for name in ("turn", "role", "policy_version") if decider.reads(name)}
+    said = []
+    for name in columns:
+        others = {other: values for other, values in columns.items() if other != name}
+        for wrong in (None, torch.ones(2, 2), torch.tensor([0.5, 1.5]), [1, 3], [3, 3]):
+            given = others if wrong is None else others | {name: wrong}
+            try:
+                Decider(recipe, group_size=2).decide(given)
+            except BatchError as err:
+                said.append(str(err))
+            except ValueError:  # the recipe does not read this column
+                continue
+    assert said
+    assert not [words for words in said if "_key)" in words]
+
+
+def test_no_text_of_an_error_without_facts_has_a_field():
+    field = re.compile(r"\{(\w+/)?\w+\}")
+    for path in (Path(__file__).parents[1] / area for area in ("transforms", "pipeline", "adapters")):
+        for file in path.rglob("*.py"):
+            for call in ast.walk(ast.parse(file.read_text())):
+                if (
+                    isinstance(call, ast.Call)
+                    and getattr(call.func, "id", "") in ERRORS
+                    and not call.keywords
+                ):
+                    words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
+                    assert not [each for each in words if field.search(str(each))], (file, call.lineno)

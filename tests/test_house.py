@@ -80,6 +80,7 @@ INNER = {
         "transforms.options",
     },
     "test_logging.py": {"transforms.distributed.barrier"},
+    "test_error_names.py": {"transforms.distributed.barrier"},
     "test_notebook.py": {"pipeline.notebook"},
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
     "test_advisories.py": {"pipeline.composing", "pipeline.report.folder"},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 from tensordict import NestedKey
@@ -62,8 +63,12 @@ class BatchError(ValueError):
 
     Args:
         text: what is required, what was found and what to do. A field in braces is a fact, or what
-            :class:`ErrorNames` says of the facts; ``{action=drop}`` is an option of the stage to set.
-        facts: what the text says, by name.
+            :class:`ErrorNames` says of the facts; ``{action=drop}`` is an option of the stage to set. A text
+            without facts has no other fields.
+        facts: what the text says, by name. Data is always a fact: its braces are shown as they are.
+
+    Raises:
+        KeyError: a field of the text is not among the facts.
 
     Attributes:
         stage: name of the stage that refused the batch; empty if no pipeline ran it.
@@ -83,6 +88,9 @@ class BatchError(ValueError):
 
     def __init__(self, text: str = "", /, **facts: Any):
         super().__init__(text)
+        for field in FIELD.finditer(text) if facts else ():
+            if field[3] is None and not _is_known(field[2], facts):
+                raise KeyError(f"{field[0]} of {text!r} is not among the facts {[*facts]}")
         self.facts, self.names, self.labels = facts, ErrorNames(), dict[str, str]()
         self.stage = self.made_by = self.recipe = self.more = ""
         self.step: int | None = None
@@ -100,8 +108,9 @@ class BatchError(ValueError):
             stage, name, value = found.groups()
             if value is not None:
                 return names.option(stage or self.stage, name, value, other=stage is not None)
-            say = getattr(names, f"say_{name}", None) if self.facts else None
-            return str(say(**self.facts) if say else self.facts.get(name, found[0]))
+            if name in self.facts or not self.facts:
+                return str(self.facts.get(name, found[0]))
+            return str(getattr(names, f"say_{name}")(**self.facts))
 
         text = re.sub(r"\d+", lambda id: self.labels.get(id[0], id[0]), FIELD.sub(field, self.args[0]))
         step = "" if self.step is None else f"step {self.step}: "
@@ -114,6 +123,17 @@ class BatchError(ValueError):
         """The options that the text says to set: the stage, the option, and the value, which may be empty."""
         found = [field.groups() for field in FIELD.finditer(self.args[0])]
         return [(stage or self.stage, name, value) for stage, name, value in found if value is not None]
+
+
+def _is_known(name: str, facts: Mapping[str, Any]) -> bool:
+    """Whether a field is a fact, or can be said of the facts."""
+    say = getattr(ErrorNames, f"say_{name}", None)
+    if name in facts or say is None:
+        return name in facts
+    _, *arguments = signature(say).parameters.values()  # without self
+    needed = {each.name for each in arguments if each.default is each.empty}
+    needed -= {each.name for each in arguments if each.kind is Parameter.VAR_KEYWORD}
+    return needed <= facts.keys()
 
 
 class MissingKeyError(BatchError):

@@ -81,6 +81,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = groups.max(sizes)
+        todo = "Correct the column {column}, or are group ids reused between steps?"
         rows.require(
             groups.spread(expected.clamp_min(1)) == sizes,
             "expected_rollouts must be one number ≥ 1 per group; found {found}",
@@ -92,23 +93,26 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         if group_size is not None:
             rows.require(
                 sizes == group_size,
-                f"group_size and the column {rows.key('expected')!r} (expected_key) must give the same "
-                f"number of rollouts per group: group_size={group_size}, but {{found}}. Leave group_size "
-                "out, or correct the column",
+                "group_size and the column {column} must give the same number of rollouts per group: "
+                f"group_size={group_size}, but {{found}}. Leave group_size out, or correct the column",
                 lambda row: f"group {rows.name('group', row)} expects {int(sizes[row])}",
+                role="expected",
             )
     else:
         expected = torch.full_like(have, group_size or 0)
+        todo = (
+            "If groups have different sizes, give the column {column} instead of group_size. "
+            "If not, are group ids reused between steps?"
+        )
     if not torch.equal(have, expected):  # else no group has too many, and the check costs time
         rows.require(
             groups.spread(have <= expected),
-            "a group cannot have more rollouts than were dispatched; found {found}. If groups have different "
-            f"sizes, give the column {rows.key('expected')!r} instead of group_size. If not, "
-            "are group ids reused between steps?",
+            f"a group cannot have more rollouts than were dispatched; found {{found}}. {todo}",
             lambda row: (
                 f"group {rows.name('group', row)} has {int(have[groups.of[row]])} of "
                 f"{int(expected[groups.of[row]])}"
             ),
+            role="expected",
         )
     return Presence(lost, present, have, expected)
 

@@ -43,7 +43,7 @@ def number_labels(labels: Sequence[str]) -> Tensor:
         odd = [
             f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if isinstance(label, odd_types)
         ]
-        raise BatchError(f"labels must be one string per row; found {listing(odd)}")
+        raise BatchError("labels must be one string per row; found {found}", found=listing(odd))
     distinct, of = _distinct(labels)
     if "" in distinct:
         empty = [str(row) for row, label in enumerate(labels) if not label]
@@ -52,7 +52,8 @@ def number_labels(labels: Sequence[str]) -> Tensor:
     taken: dict[int, str] = {}
     for label, number in zip(distinct, numbers, strict=True):
         if taken.setdefault(number, label) != label:
-            raise BatchError(f"the labels {taken[number]!r} and {label!r} have the same hash: rename one")
+            found = f"{taken[number]!r} and {label!r}"
+            raise BatchError("the labels {found} have the same hash: rename one", found=found)
     return torch.tensor(numbers, dtype=torch.int64)[of]
 
 
@@ -97,11 +98,12 @@ def as_ids(
             try:
                 return number_labels(ids).to(device)  # type: ignore[arg-type]  # it checks the types
             except BatchError as err:
-                raise BatchError(f"{name}: {err}") from err
+                raise BatchError("{ids}: {why}", ids=name, why=str(err)) from err
         try:
             ids = torch.tensor(ids, dtype=torch.int64 if len(ids) == 0 else None, device=device)
         except (TypeError, ValueError, RuntimeError) as err:
-            raise BatchError(f"{name} must be integers, at most 63 bits, or strings: {err}") from err
+            message = "{ids} must be integers, at most 63 bits, or strings: {why}"
+            raise BatchError(message, ids=name, why=str(err)) from err
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise BatchError(f"{name} must be integers, got {ids.dtype}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:

@@ -571,6 +571,7 @@ class Rows:
         describe: Callable[[int], str] | None = None,
         error: type[BatchError] = BatchError,
         ids: str = "",
+        role: Any = None,
     ) -> None:
         """Refuse the batch unless (M,) bool `ok` is True for all rows.
 
@@ -583,6 +584,7 @@ class Rows:
             error: class of the error.
             ids: ``group_id`` or ``rollout_id`` if these ids are missing. The message then says where ids are
                 stamped.
+            role: role of the column that the message names: ``{column}``.
 
         Raises:
             BatchError: `ok` is False for some rows; the message describes them.
@@ -595,7 +597,8 @@ class Rows:
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
         s = "" if len(bad) == 1 else "s"
-        err = error(message + "{stamped}", found=found, count=len(bad), s=s, ids=ids)
+        column = {} if role is None else self._facts(role)
+        err = error(message + "{stamped}", found=found, count=len(bad), s=s, ids=ids, **column)
         if self.table.ranks is not None:
             err.more = self.table.ranks.note(self.table.own.start)
         raise err
@@ -679,7 +682,7 @@ class Rows:
             self.require(
                 self.rollouts.spread(reward[self.rollouts.first]) == reward,
                 "all segments of a rollout must have the same reward; found {found}. If each segment has its "
-                "own reward, set how they are reduced: {reward=sum}, 'last', …",
+                "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
                 lambda row: self.segments(row, reward),
             )
 
@@ -1050,10 +1053,13 @@ _OPTIONS: dict[tuple[type, tuple[str, ...]], list[str]] = {}  # by class and nam
 def no_loss_mask(batch: TensorDictBase, key: NestedKey) -> MissingKeyError:
     """Make the error for a batch that does not say which tokens are in the loss."""
     return MissingKeyError(
-        f"tokens in the loss are those of the mask {key!r} (loss_mask_key), or of a response after its "
+        "tokens in the loss are those of the mask {column}, or of a response after its "
         f"prompt: {PROMPT!r} and {RESPONSE!r}, together as wide as {ATTENTION!r}. Finite log-probabilities "
-        "do not say which tokens train, because those of a scored prompt are finite too. The batch has "
-        f"{key_names(batch)}: write the mask, True where a token trains"
+        "do not say which tokens train, because those of a scored prompt are finite too. "
+        "Write the mask into the batch, True where a token trains; {present}",
+        key=key,
+        option="loss_mask_key",
+        batch=key_names(batch),
     )
 
 

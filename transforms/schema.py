@@ -198,8 +198,9 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         labels = "" if isinstance(value, Tensor) else ". headrace.transforms.number_labels makes them numbers"
         raise BatchError(
-            f"{reader} needs one number per row in {key!r} ({option}), for {len(batch)} rows; found "
-            f"{found}{labels}"
+            f"{reader} needs one number per row in {{column}}, for {len(batch)} rows; found {found}{labels}",
+            key=key,
+            option=option,
         )
     return value if value.ndim == 1 else value.reshape(-1)
 

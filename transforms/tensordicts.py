@@ -336,13 +336,16 @@ def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
     )
     for other in others:
         if odd := sorted(map(str, first ^ other)):
-            raise BatchError(f"{what} must have the same columns; only some have {', '.join(odd)}")
+            raise BatchError(
+                f"{what} must have the same columns; only some have {{found}}", found=", ".join(odd)
+            )
     try:
         return torch.cat(list(batches), 0)
     except RuntimeError as err:
         raise BatchError(
             f"{what} must have columns of the same width; pad them to one, or keep ragged rows in a lazy "
-            f"stack: {err}"
+            "stack: {why}",
+            why=str(err),
         ) from err
 
 

@@ -69,7 +69,8 @@ def read_tokens(
         column = column.squeeze(-1)
     if not isinstance(column, Tensor) or column.ndim != 2:
         found = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
-        raise BatchError(f"{reader} needs one number per token, (N, T), in {key!r} ({option}); found {found}")
+        message = f"{reader} needs one number per token, (N, T), in {{column}}; found {found}"
+        raise BatchError(message, key=key, option=option)
     return column.detach()
 
 
@@ -167,7 +168,7 @@ def whole_numbers(column: Tensor, key: NestedKey, option: str) -> Tensor:
         BatchError: its dtype is not an integer.
     """
     if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
-        raise BatchError(f"{key!r} ({option}) must hold integers; found {column.dtype}")
+        raise BatchError(f"{{column}} must hold integers; found {column.dtype}", key=key, option=option)
     return column.long()
 
 
@@ -272,7 +273,9 @@ def read_advantage(
     if not credit.is_floating_point() or credit.numel() not in (size, size * tokens):
         raise BatchError(
             f"the advantage must be floating-point, per row, (N, 1, 1), or per token, (N, {tokens}, 1); "
-            f"{reader} found {key!r} (advantage_key) {credit.dtype} {tuple(credit.shape)}"
+            f"{reader} found {{column}} {credit.dtype} {tuple(credit.shape)}",
+            key=key,
+            option="advantage_key",
         )
     return credit.detach().reshape(size, -1) if size else credit.new_zeros(0, tokens)
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from headrace.pipeline.account_keys import weights_of_stages
+from headrace.pipeline.error_words import in_words_to_type
 from headrace.pipeline.load import ConfigError
 from headrace.transforms.errors import BatchError
 
@@ -172,7 +173,7 @@ def certify_recipe(
     try:
         found = gradients_of(pipeline, batch, task.score(), outcomes, group_size)
     except BatchError as err:
-        return Refused(recipe, task_name, group_size, str(err))
+        return Refused(recipe, task_name, group_size, in_words_to_type(err))
     return Certificate(
         recipe,
         task_name,

@@ -105,7 +105,8 @@ class GroupUnit(SampleUnit):
         if len(heads) and not len(rows):
             raise BatchError(
                 f"none of the drawn groups {few(group[heads])} can be used: each has reached "
-                f"max_uses={self.max_uses}, or is too old for {sampler!r}"
+                f"max_uses={self.max_uses}, or is too old for {{sampler}}",
+                sampler=repr(sampler),
             )
         if len(rows):
             candidates = Rows.read(columns[rows], keys=self.gate.in_keys)

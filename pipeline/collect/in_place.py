@@ -205,7 +205,8 @@ class QueuedGroups:
         if column is None:
             raise BatchError(
                 f"every row of partition {self.partition!r} needs the field {self.reward!r} (reward); some "
-                f"of {listing(keys)} lack it. Is the reward computed before rows are sampled?"
+                "of {found} lack it. Is the reward computed before rows are sampled?",
+                found=listing(keys),
             )
         return torch.stack([row.sum() for row in column.unbind()]).float()
 

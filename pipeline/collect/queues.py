@@ -205,8 +205,9 @@ class RolloutQueue:
             return fetch_rows(_queue(), keys, self.partition, tag)
         if odd := [key for key, tag in pieces if "table" not in tag]:
             raise BatchError(
-                f"all producers of partition {self.partition!r} must use decided_by; puts {listing(odd)} did "
-                "not: create the producers' RolloutQueue with the decided_by of the reader"
+                f"all producers of partition {self.partition!r} must use decided_by; puts {{found}} did "
+                "not: create the producers' RolloutQueue with the decided_by of the reader",
+                found=listing(odd),
             )
         parts = []
         tables = _tables([key for key, _ in pieces], self._pieces)
@@ -329,7 +330,8 @@ def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
     if TABLE not in found.keys() or found.batch_size[0] != len(keys):
         raise BatchError(
             f"TransferQueue must return all tables that were put into partition {partition!r}; some of "
-            f"these are missing: {listing(keys)}"
+            "these are missing: {found}",
+            found=listing(keys),
         )
     return [unpack_thin(table) for table in found[TABLE].unbind()]
 
@@ -766,6 +768,7 @@ def fetch_rows(queue: Any, keys: Sequence[str], partition: str, tag: Mapping[str
     if columns.batch_size[0] != len(keys):
         raise BatchError(
             f"TransferQueue must return all rows that were put into partition {partition!r}; it returned "
-            f"{columns.batch_size[0]} of {len(keys)}: {listing(keys)}"
+            f"{columns.batch_size[0]} of {len(keys)}: {{found}}",
+            found=listing(keys),
         )
     return decode_rows(columns, tag)

@@ -302,8 +302,9 @@ class StampIds(Transform):
         if found:
             raise BatchError(
                 f"the {self.repeats} rollouts of a group must have the same prompt ({key!r}); "
-                f"{listing(found)}. Set repeats to how often the environment repeats each prompt in a row, "
-                f"and append {type(self).__name__} before the first reset"
+                "{found}. Set repeats to how often the environment repeats each prompt in a row, "
+                f"and append {type(self).__name__} before the first reset",
+                found=listing(found),
             )
         self._prompt = last
 

@@ -152,7 +152,8 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         if not isinstance(term, Tensor) or term.shape != trains.shape:
             shape = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
             raise BatchError(
-                f"a term must return one number per token, {tuple(trains.shape)}; {self.term!r} gave {shape}"
+                f"a term must return one number per token, {tuple(trains.shape)}; {{term}} gave {shape}",
+                term=repr(self.term),
             )
         factor = float(self.factor() if callable(self.factor) else self.factor)
         late = getattr(self.term, "elementwise", False)
@@ -219,8 +220,8 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             return batch
         if not hasattr(self.term, "in_keys"):
             raise BatchError(
-                "for ragged rows a term needs in_keys, the columns that are padded for it; "
-                f"{self.term!r} has none"
+                "for ragged rows a term needs in_keys, the columns that are padded for it; {term} has none",
+                term=repr(self.term),
             )
         seen = TensorDict({}, batch_size=batch.batch_size, device=device_of(batch))
         for key in dict.fromkeys([*self._term_keys, self.advantage_key, self.loss_mask_key]):

@@ -198,8 +198,10 @@ class TokenTerm(TakesColumns):
             return column.detach().reshape(-1, 1).expand_as(trains)
         if column.numel() != trains.numel():
             raise BatchError(
-                f"{reader} needs one number per token in {key!r} ({option}), {tuple(trains.shape)}, or one "
-                f"per row; found {tuple(column.shape)}"
+                f"{reader} needs one number per token in {{column}}, {tuple(trains.shape)}, or one "
+                f"per row; found {tuple(column.shape)}",
+                key=key,
+                option=option,
             )
         return column.detach().reshape(trains.shape)
 

@@ -102,7 +102,8 @@ def find_columns(
         dtype = piece.numbers(key, name).dtype
         if name in ("done", "begins"):
             if dtype is not torch.bool:
-                raise BatchError(f"{READER} needs one bool per row in {key!r} ({name}_key); found {dtype}")
+                message = f"{READER} needs one bool per row in {{column}}; found {dtype}"
+                raise BatchError(message, key=key, option=f"{name}_key")
         elif name != "reward":
             as_ids(torch.empty(1, dtype=dtype), str(key))
     return found

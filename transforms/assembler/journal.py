@@ -396,8 +396,9 @@ def _to_json(value: Any, tensors: Tensors, path: tuple[Any, ...]) -> str:
     column = [str(name) for above, name in pairwise(path) if above == "columns"]
     raise BatchError(
         "a journal can store tensors, text, numbers, None, and lists, tuples and dicts of them; found a "
-        f"{type(value).__name__} in column {'.'.join(column) or path}: remove the column, or convert it to "
-        "one of these"
+        f"{type(value).__name__} in column {{found}}: remove the column, or convert it to "
+        "one of these",
+        found=".".join(column) or str(path),
     )
 
 

@@ -70,8 +70,7 @@ def settle(plan: StreamPlan, options: Any) -> None:
     for reason, message in REFUSALS.items() if refused else ():
         if words := [group.describe(plan.puts) for group in refused if group.reason == reason]:
             s, most = "s" if len(words) > 1 else "", options.max_pending_groups
-            found = message.format(count=len(words), s=s, found=listing(words), most=most)
-            raise IncompleteGroupsError(found)
+            raise IncompleteGroupsError(message, count=len(words), s=s, found=listing(words), most=most)
     for group in plan.groups.values():
         if not group.waits:
             for number, rollout in group.rollouts.items():

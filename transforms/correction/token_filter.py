@@ -136,6 +136,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
             found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
             raise BatchError(
                 f"a criterion must return one bool per token, {tuple(mask.shape)}, or one per row; "
-                f"{self.criterion!r} returned {found}"
+                f"{{criterion}} returned {found}",
+                criterion=repr(self.criterion),
             )
         return keep.reshape(len(batch), -1) if len(batch) else mask

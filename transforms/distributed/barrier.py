@@ -79,7 +79,7 @@ class Barrier:
             if store.add(f"{key}/left", 0) >= self.size - len(self._absent(number)):
                 break
             time.sleep(0.01)
-        raise OtherRankError(decision) from error
+        raise OtherRankError("{decision}", decision=decision) from error
 
     def _decide(self, key: str, decision: str) -> str:
         """Write a decision if there is none yet, and return the one that is stored."""

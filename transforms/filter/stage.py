@@ -147,7 +147,8 @@ def _kept_by(criterion: Criterion, unit: Unit, rows: Rows) -> Tensor:
         found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
         raise BatchError(
             f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
-            f"{criterion!r} returned {found}"
+            f"{{criterion}} returned {found}",
+            criterion=repr(criterion),
         )
     keep = keep.flatten()
     if rows.counted is not None:

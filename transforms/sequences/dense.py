@@ -125,8 +125,11 @@ class DenseRows(
         if self.loss_mask_key not in columns:
             if parts is None:
                 raise MissingKeyError(
-                    f"{rows.reader} needs the key {self.loss_mask_key!r} (loss_mask_key), True at tokens in "
-                    f"the loss, or the key {RESPONSE!r}; the batch has {key_names(batch)}"
+                    f"{rows.reader} needs a batch with the column {{column}}, True at tokens in the loss, "
+                    f"or the column {RESPONSE!r}; {{present}}",
+                    key=self.loss_mask_key,
+                    option="loss_mask_key",
+                    batch=key_names(batch),
                 )
             response = parts.response & attention
             has_response = count_true(response) > 0

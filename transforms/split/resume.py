@@ -181,9 +181,10 @@ class Progress:
         if last is not None and (differences := list(_differences(last, batch, options))):
             raise BatchError(
                 f"a batch of {last.rows} rows was interrupted after {last.taken} minibatches, and this "
-                f"batch differs from it: {'; '.join(differences)}. To train its remaining minibatches, give "
+                "batch differs from it: {found}. To train its remaining minibatches, give "
                 "that batch again, with the same options. To drop them and start another batch, call "
-                "discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()"
+                "discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()",
+                found="; ".join(differences),
             )
 
     @property
