@@ -256,7 +256,7 @@ def test_a_padding_token_inside_a_response_is_refused():
 
 
 def test_rows_without_a_response_or_loss_mask_are_refused():
-    with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\).*or the key \('tokens', 'response'\)"):
+    with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\).*or the column \('tokens', 'response'\)"):
         DenseRows(pad_id=PAD)(ragged(ROWS).exclude(RESPONSE))
     with pytest.raises(MissingKeyError, match=r"\('tokens', 'full'\) \(tokens_key\)"):
         DenseRows(pad_id=PAD)(ragged(ROWS).exclude(FULL))

@@ -255,7 +255,7 @@ def test_each_minibatch_has_its_own_mean_for_any_cut(unit, make_batch):
 
 
 def test_a_batch_without_a_loss_mask_or_its_substitute_is_refused():
-    with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\), or of a response.*write the mask"):
+    with pytest.raises(MissingKeyError, match=r"\(loss_mask_key\), or of a response.*Write the mask"):
         LossWeight()(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
 
 
