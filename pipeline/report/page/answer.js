@@ -105,9 +105,9 @@ const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!rem
 function adviceLine(page, verdict, advisory, told, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
-  const isNew = ({ words, text }) => !told.has(words || text);
-  const remedies = symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && isNew(remedy));
-  for (const { words, text } of remedies) told.add(words || text);
+  const doing = (remedy) => remedy.words || remedy.text;
+  const remedies = symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && !told.has(doing(remedy)));
+  for (const remedy of remedies) told.add(doing(remedy));
   // What the verdict has said already is not said again.
   const said = verdict.startsWith(advisory.text.replace(/\.$/, ""));
   return h(
@@ -121,7 +121,7 @@ function adviceLine(page, verdict, advisory, told, at = []) {
       advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
       remedies.length
-        ? h("ul", {}, remedies.map(({ text, words }) => h("li", {}, withCode(text), words && [": ", h("code", {}, words)])))
+        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)])))
         : null,
       h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),
