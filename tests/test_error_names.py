@@ -118,7 +118,7 @@ def test_a_group_with_too_many_rollouts_says_where_its_size_came_from(expected, 
 def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
     columns = {"group_id": [5, 5], "rollout_id": [0, 1], "reward": [1.0, 0.0]}
     columns |= {"expected_rollouts": [2, 2], "tokens": [3, 3], "length": [3, 3]}
-    decider = Decider(recipe)
+    decider = Decider(recipe, group_size=2)
     columns |= {name: [0, 0] for name in ("turn", "role", "policy_version") if decider.reads(name)}
     said = []
     for name in columns:
@@ -126,7 +126,7 @@ def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
         for wrong in (None, torch.ones(2, 2), torch.tensor([0.5, 1.5]), [1, 3], [3, 3]):
             given = others if wrong is None else others | {name: wrong}
             try:
-                Decider(recipe, group_size=2).decide(given)
+                decider.decide(given)
             except BatchError as err:
                 said.append(str(err))
             except ValueError:  # the recipe does not read this column
