@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections import defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
@@ -13,7 +14,7 @@ import pytest
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.transforms import BatchTransform
+from headrace.transforms import BatchError, BatchTransform
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("transforms", "pipeline", "adapters")
@@ -287,6 +288,15 @@ def test_data_is_never_checked_with_assert():
         for node in ast.walk(TREES[path])
         if isinstance(node, ast.Assert)
     ]
+
+
+def test_no_text_of_an_error_without_facts_has_a_field():
+    errors = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
+    for path in SOURCES:
+        for call in ast.walk(TREES[path]):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in errors and not call.keywords:
+                words = [str(each.value) for each in ast.walk(call) if isinstance(each, ast.Constant)]
+                assert not [each for each in words if re.search(r"\{(\w+/)?\w+\}", each)], (path, call.lineno)
 
 
 def test_every_folder_of_modules_is_a_package():
