@@ -75,7 +75,7 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
             refuse_parts_of_no_stage(composed, overrides)
             return composed
     except (HydraException, OmegaConfBaseException) as err:
-        raise ConfigError(explain_composition(err, overrides, config_name)) from err
+        raise ConfigError(explain_composition(err, overrides, config_name)) from None  # not 80 lines of Hydra
     finally:
         GlobalHydra.instance().clear()
         if outer is not None:
