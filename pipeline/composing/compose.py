@@ -118,6 +118,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
             hint = f" (did you mean pipeline={wanted}?)"
         if word == "recipe" and wanted in TASKS:
             hint = f" (did you mean task={wanted}?)"
+        if word == "source":
+            hint = f" (did you mean source.path={wanted}?)"
         others = "headrace recipes lists all" if word == "recipe" else f"choose from {', '.join(known)}"
         return f"unknown {word} {wanted!r}{hint}; {others}"
     if isinstance(error, OverrideParseException):
