@@ -37,7 +37,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import COLUMNS, DEFAULTS, WRITERS
-from .errors import BatchError, MissingKeyError, listing
+from .errors import BatchError, ColumnFact, MissingKeyError, listing
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import (
@@ -49,8 +49,10 @@ from .schema import (
     REWARD,
     SEGMENTS,
     STATUS_KEYS,
+    facts_of,
     key_names,
     no_lengths,
+    not_written,
 )
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
@@ -254,9 +256,9 @@ class Rows:
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{self.reader} needs one number per row in {{column}}, for {len(self)} rows; found "
+                f"{{reader}} needs one number per row in {{column}}, for {len(self)} rows; found "
                 f"{tuple(column.shape)}",
-                **self._facts(role),
+                **self.facts(role),
             )
         return column
 
@@ -269,10 +271,9 @@ class Rows:
         """
         column = self.number(role)
         if column.dtype is not torch.bool:
+            found = self.table.dtypes[self.key(role)]
             raise BatchError(
-                f"{self.reader} needs one bool per row in {{column}}; found "
-                f"{self.table.dtypes[self.key(role)]}",
-                **self._facts(role),
+                f"{{reader}} needs one bool per row in {{column}}; found {found}", **self.facts(role)
             )
         return column
 
@@ -570,8 +571,8 @@ class Rows:
         message: str,
         describe: Callable[[int], str] | None = None,
         error: type[BatchError] = BatchError,
-        ids: str = "",
         role: Any = None,
+        **facts: Any,
     ) -> None:
         """Refuse the batch unless (M,) bool `ok` is True for all rows.
 
@@ -582,9 +583,9 @@ class Rows:
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
             error: class of the error.
-            ids: ``group_id`` or ``rollout_id`` if these ids are missing. The message then says where ids are
-                stamped.
-            role: role of the column that the message names: ``{column}``.
+            role: role or key of the column that the message names: ``{column}``.
+            facts: what else the message names, by its field. Data, whose text may have braces, must be one.
+                With ``ids="group_id"`` or ``"rollout_id"`` the message says where these ids are stamped.
 
         Raises:
             BatchError: `ok` is False for some rows; the message describes them.
@@ -597,8 +598,8 @@ class Rows:
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
         s = "" if len(bad) == 1 else "s"
-        column = {} if role is None else self._facts(role)
-        err = error(message + "{stamped}", found=found, count=len(bad), s=s, ids=ids, **column)
+        facts = {"ids": "", **facts} | ({} if role is None else self.facts(role))
+        err = error(message + "{stamped}", found=found, count=len(bad), s=s, **facts)
         if self.table.ranks is not None:
             err.more = self.table.ranks.note(self.table.own.start)
         raise err
@@ -631,7 +632,7 @@ class Rows:
         ok, needed = labels >= 0, self.counted if needed is None else needed
         self.require(
             ok if needed is None else ok | ~needed,
-            f"{who} needs a {name} ≥ 0; found {{found}}: {why}",
+            f"{who} needs a {{ids}} ≥ 0; found {{found}}: {why}",
             lambda row: f"{int(labels[row])} at row {self.at(row)}",
             ids=name,
         )
@@ -830,12 +831,15 @@ class Rows:
         to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
         table.masked_columns |= dict.fromkeys(to_mask)
         if not to_mask and bool(rows.any()):
-            lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
+            lacks = "neither {mask} nor {log_prob}"
             if table.finite is not None:
-                lacks = f"no {loss_mask!r} (loss_mask_key), the only mask under masked_log_prob='keep'"
+                lacks = "no {mask}, the only mask under masked_log_prob='keep'"
             raise BatchError(
                 f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
-                f"would still train. It has {key_names(batch)}; set the keys, or drop the rows"
+                "would still train; {present}. Set the keys, or drop the rows",
+                mask=ColumnFact(loss_mask, "loss_mask_key"),
+                log_prob=ColumnFact(log_prob, "log_prob_key"),
+                batch=key_names(batch),
             )
         has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
         if loss_mask in to_mask and has_counts:  # note the lengths that the rows have until now
@@ -998,34 +1002,22 @@ class Rows:
             return None
         return column[0].dtype if isinstance(column, list) else column.dtype
 
-    def _option(self, role: Any) -> str:
-        """The option of the stage that names a column; empty if it has none."""
-        has_option = self.names if self.declared is None else self.declared
-        return f"{role}_key" if isinstance(role, str) and role in has_option else ""
-
     def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
-        key = self.key(role)
-        if key in WRITERS:
-            writer = WRITERS[key]
-            return MissingKeyError(
-                f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
-            )
-        option = option or self._option(role)
-        if self.table.no_lengths and (option or f"{role}_key") in OF_LENGTHS:
+        if (key := self.key(role)) in WRITERS:
+            return not_written(self.reader, key, WRITERS[key])
+        facts = self.facts(role, option)
+        if self.table.no_lengths and (facts["option"] or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
-        facts = {
-            "key": key,
-            "option": option,
-            "batch": key_names(self.table.batch),
-            "reader": self.reader,
-            "role": role if isinstance(role, str) and role in COLUMNS else "",
-        }
         return MissingKeyError("{reader} {missing}", **facts)
 
-    def _facts(self, role: Any) -> dict[str, Any]:
-        """What errors say of a column."""
-        return {"key": self.key(role), "option": self._option(role)}
+    def facts(self, role: Any, option: str = "") -> dict[str, Any]:
+        """What errors say of a column (:func:`facts_of`); `option`: that names it, if the stage says so."""
+        has_option = self.names if self.declared is None else self.declared
+        if not option and isinstance(role, str) and role in has_option:
+            option = f"{role}_key"
+        facts = facts_of(self.table.batch, self.key(role), option, self.reader)
+        return facts | {"role": role if isinstance(role, str) and role in COLUMNS else ""}
 
 
 def stage_parts(stage: Any) -> list[Any]:
@@ -1057,9 +1049,7 @@ def no_loss_mask(batch: TensorDictBase, key: NestedKey) -> MissingKeyError:
         f"prompt: {PROMPT!r} and {RESPONSE!r}, together as wide as {ATTENTION!r}. Finite log-probabilities "
         "do not say which tokens train, because those of a scored prompt are finite too. "
         "Write the mask into the batch, True where a token trains; {present}",
-        key=key,
-        option="loss_mask_key",
-        batch=key_names(batch),
+        **facts_of(batch, key, "loss_mask_key"),
     )
 
 

@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.errors import BatchError, ColumnFact, listing
 from headrace.transforms.schema import (
     IN_LOSS,
     MASKS,
@@ -403,10 +403,12 @@ def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
     if has_key(batch, ELSEWHERE) or has_key(batch, NO_LENGTHS):
         return
     if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
-        other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"
+        where = "{mask}" if log_prob is None else "{mask} or {log_prob}"
         raise BatchError(
-            f"padding rows are masked in {mask!r} (loss_mask_key){other}, and the batch has no such column: "
-            f"it has {key_names(batch)}"
+            f"padding rows are masked in {where}, and the batch has no such column; {{present}}",
+            mask=ColumnFact(mask, "loss_mask_key"),
+            log_prob=ColumnFact(log_prob, "log_prob_key"),
+            batch=key_names(batch),
         )
     if has_key(batch, columns.mask):
         check_mask(batch, columns.mask)
