@@ -812,12 +812,10 @@ class Rows:
         Raises:
             BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
-        table, arrived = self.table, self.table.size
-        if table.extend(carried, remainder) and not table.masks_rows:  # no stage has masked in this batch
-            out = ~table.in_loss
-            out[:arrived] = False
-            Rows(table, self.names, self.reader, self.stage)._mask_in_loss(out)
-            table.masks_rows = True
+        table, arrived, has_masked = self.table, self.table.size, self.table.masks_rows
+        table.extend(carried, remainder)
+        if table.masks_rows and not has_masked:  # only carried rows are out of the loss
+            self.on_arrival._mask_in_loss(~table.in_loss & (torch.arange(table.size) >= arrived))
 
     def _mask_in_loss(self, rows: Tensor) -> None:
         """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.

@@ -521,21 +521,18 @@ class Table:
         write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
         return batch
 
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> bool:
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
         """:meth:`Rows.extend`, without the masks.
 
         Args:
             carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
             remainder: the option `remainder` of the split.
 
-        Returns:
-            Whether a carried row, of any rank, is out of the loss.
-
         Raises:
             BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
         if carried is None and (self.ranks is None or remainder != "carry"):
-            return False
+            return
         if self.ranks is not None and remainder != "carry":
             raise BatchError(
                 "rows were carried from an earlier batch, and ranks that share a batch can only use them "
@@ -543,35 +540,18 @@ class Table:
                 "a split without this state"
             )
         self.settle()
+        # 1. Read the carried rows into a table of their own, and exchange them.
         more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
         if carried is not None:
             reasons = listed(column_of(carried, REASON))
             more.batch = leave_out(carried, [REASON])
             counts = [key for key in self.columns if isinstance(key, TokenCount)]
             more.load([*(key for key in self.columns if key not in counts), *OF_THE_TABLE], counts)
-        is_masked = self._append(more, reasons)
-        if ROW in self.columns:
-            self.columns[ROW] = self.row_numbers()
-        return is_masked
-
-    def _append(self, more: Table, reasons: list[str]) -> bool:
-        """Append the rows of another table, which were carried from an earlier batch.
-
-        Args:
-            more: the other table.
-            reasons: the name of the reason of each of this rank's rows.
-
-        Returns:
-            As :meth:`extend`.
-
-        Raises:
-            BatchError: the two batches have different columns.
-        """
         ranks, before = self.ranks, self.size
         if ranks is not None:
             ranks.share(more)
             if not more.starts:  # no rank has carried rows
-                return False
+                return
             if more.batch is None:
                 more.batch = self.batch[:0]
         if more.batch is not None and len(more.batch):
@@ -600,7 +580,7 @@ class Table:
         # Ranks for which another decides hold their own rows alone, and need the same columns.
         told = reasons, not bool(in_loss.all()), not bool(counted.all())
         every = [told] if ranks is None else ranks.gather_objects(told)
-        is_masked = any(masked for _, masked, _ in every)
+        self.masks_rows |= any(masked for _, masked, _ in every)
         self.says_who_counts |= any(excluded for *_, excluded in every)
         reasons = [name for names, *_ in every for name in names] if self.decides else reasons
         for name, is_counted in zip(reasons, counted.tolist(), strict=True):
@@ -621,7 +601,8 @@ class Table:
         )
         self.carried = torch.arange(before, self.size)
         self.carried_starts = [before + start for start in more.starts]
-        return is_masked
+        if ROW in self.columns:
+            self.columns[ROW] = self.row_numbers()
 
 
 def _unknown(like: Tensor, size: int) -> Tensor:
