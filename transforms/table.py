@@ -226,6 +226,8 @@ class Table:
         self.carried: Tensor | None = None
         self.carried_starts: list[int] = []
 
+    # -- rows, and the ranks that they belong to ----------------------------------------------------------
+
     @property
     def left(self) -> int:
         """The number of rows that have not left."""
@@ -413,10 +415,12 @@ class Table:
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
             masked = (~in_loss).to(device_of(batch))
-            if self.elsewhere:
-                _mask_numbers(batch, self.masked_columns, masked)
-            for key in () if self.elsewhere else self.masked_columns:
-                mask_tokens_of(batch, key, masked)
+            for key in self.masked_columns:
+                if not self.elsewhere:
+                    mask_tokens_of(batch, key, masked)
+                elif (counts := column_of(batch, number_of(key))) is not None:  # their tokens are elsewhere
+                    out = masked.view(-1, *[1] * (counts.ndim - 1))
+                    write_column(batch, number_of(key), counts.masked_fill(out, 0))
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -609,15 +613,6 @@ def _unknown(like: Tensor, size: int) -> Tensor:
     """A column of `size` unknown values: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)
-
-
-def _mask_numbers(batch: TensorDictBase, keys: Collection[NestedKey], masked: Tensor) -> None:
-    """Set the token counts of masked rows to 0, for tokens that are stored elsewhere."""
-    for key in keys:
-        numbers = column_of(batch, number_of(key))
-        if numbers is not None:
-            out = masked.view(-1, *[1] * (numbers.ndim - 1))
-            write_column(batch, number_of(key), numbers.masked_fill(out, 0))
 
 
 def sources_of(key: Any) -> list[NestedKey]:
