@@ -232,13 +232,13 @@ class GatheredRows:
                 batch = batch.exclude(key)
         self.batch, self.late, self.sizes, self.finite = batch, list(late), list(sizes), steps.table.finite
         self.masks: tuple[list[NestedKey], Tokens | None] | None = None
-        """Where rows out of the loss are masked, and values out of the mask made finite, by who has them."""
+        """For tokens that are stored elsewhere: the columns to mask there, and those to make finite."""
         if steps.table.elsewhere:
             if changed := [key for each in self.late for key in each.writes]:
                 columns_of_tokens = listing(map(str, dict.fromkeys(changed)))
                 raise BatchError(
-                    f"{columns_of_tokens} are computed from tokens, and the tokens of these rows are stored elsewhere: "
-                    "fetch the rows before the pipeline (RolloutQueue.fetch)"
+                    f"{columns_of_tokens} are computed from tokens, and the tokens of these rows are stored "
+                    "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
                 )
             keys = dict.fromkeys([*steps.table.masked_columns, *steps.loss_columns[:2]])
             self.masks = [key for key in keys if key is not None], self.finite
