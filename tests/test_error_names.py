@@ -6,11 +6,20 @@ import pickle
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.distributed import HashStore
 
 from headrace import decide
 from headrace.pipeline import ConfigError, Decider, load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, TreeAdvantage, number_labels
+from headrace.transforms import (
+    BatchError,
+    CombineIds,
+    IncompleteGroupsError,
+    Rows,
+    SampleFilter,
+    TreeAdvantage,
+    number_labels,
+)
 from headrace.transforms.distributed import barrier
 
 
@@ -80,6 +89,9 @@ def test_braces_in_data_are_shown_as_they_are(make_batch, data):
         lambda: decide(ids | {data: [0]}),
         lambda: SampleFilter(criterion=Odd(data))(make_batch([1.0, 2.0], [5, 5])),
         lambda: one_rank().meet("a batch", ValueError(data)),
+        lambda: CombineIds(keys=(data, "b"), into="c")(TensorDict({data: [-1], "b": [0]}, batch_size=[1])),
+        lambda: Rows.of(group=[1]).require(torch.zeros(1, dtype=torch.bool), "{found} {column}", role=data),
+        lambda: Rows.of(group=[1])[data],
     ):
         with pytest.raises(BatchError) as info:
             refuse()
