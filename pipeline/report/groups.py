@@ -23,13 +23,12 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     Returns:
         (R,) `group`, `rollout`, `row` (the first one), `segments` (number of rows), `reward` (of the first
         row that has one; NaN if the rollout left before its rows got one common reward), `advantage` (of the
-        first row that has one), `baseline` (likewise), `empty` (whether it arrived without a token in the loss, and
-        is for this reason in no statistic),
-        `compared` (rollouts that the advantage compared with it, itself included; −1 if unknown), `trained`
-        (whether one of its rows is trained), `failed` (failed or aborted), `truncated` (whether one of its
-        rows is truncated), `tokens` (in the loss, over all its rows, as collected; 0 if unknown), `reason`
-        (the code of its first row; 0 if one of its rows is trained), `staleness` (versions behind the newest;
-        -1 if unknown).
+        first row that has one), `baseline` (likewise), `empty` (arrived without a token in the loss, and is
+        in no statistic for this reason), `compared` (rollouts that the advantage compared with it, itself
+        included; −1 if unknown), `trained` (whether one of its rows is trained), `failed` (failed or
+        aborted), `truncated` (whether one of its rows is truncated), `tokens` (in the loss, over all its
+        rows, as collected; 0 if unknown), `reason` (the code of its first row; 0 if one of its rows is
+        trained), `staleness` (versions behind the newest; -1 if unknown).
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
@@ -85,10 +84,9 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         (G,) `id`, `row` (the first one), `segments` (number of rows), `rollouts` (neither failed nor
         aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts), `compared` (rollouts
         that the advantage compared; −1 if unknown), `baseline` (the one of these; NaN if unknown, or if they
-        have several). Over the rollouts of
-        :func:`has_reward`, whatever a filter does with them later: `reward_mean`, `reward_std` (ddof 1; NaN for one rollout),
-        `reward_min`, `reward_max`, `zero_variance` (whether there are at least two and their compared rewards
-        are equal). `staleness` (the greatest; -1 if unknown).
+        have several). Over the rollouts of :func:`has_reward`, whatever a filter did: `reward_mean`,
+        `reward_std` (ddof 1; NaN for one rollout), `reward_min`, `reward_max`, `zero_variance` (whether there
+        are at least two and their compared rewards are equal). `staleness` (the greatest; -1 if unknown).
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}

@@ -53,11 +53,12 @@ class StepReport:
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
             is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`
             (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
-            collected), `trained_tokens` (after all stages), `status`, `policy_version`,
-            `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `empty` (1: it arrived without a token in the
-            loss, and is in no statistic), `logged_advantage` (that of a dump), `compared` (rollouts that the advantage compared with that of the row, itself included),
-            `baseline` (that it was compared with), `peers` (among whom the advantage compares, where that is
-            no group). An unknown float is NaN, an unknown integer -1.
+            collected), `trained_tokens` (after all stages), `status`, `policy_version`, `expected_rollouts`,
+            `minibatch`, `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in
+            no statistic), `logged_advantage` (that of a dump), `compared` (rollouts that the advantage
+            compared with that of the row, itself included), `baseline` (that it was compared with), `peers`
+            (among whom the advantage compares, where that is no group). An unknown float is NaN, an unknown
+            integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``other_columns``, JSON objects
