@@ -109,6 +109,14 @@ function drawRows(state) {
       ? rowsPanel({ run: i, name: run.name, step, wanted, state, title: runs.length > 1 ? run.name : null })
       : h("div", { class: "panel" }, h("h3", {}, run.name), h("p", { class: "empty" }, `${run.name} has no step ${count(step)}.`)),
   );
+  const jump = (from, to, where) =>
+    panels[from].querySelector("h3").append(
+      h("button", { type: "button", class: "link jump", on: { click: () => panels[to].scrollIntoView() } }, `the rows of ${runs[to].name} are ${where}`),
+    );
+  if (panels.length > 1) {
+    jump(0, 1, "below");
+    jump(1, 0, "above");
+  }
   byId("rows").querySelector(".runs").replaceChildren(...panels);
   const numbers = byId("numbers");
   numbers.querySelector(".body").replaceChildren();
