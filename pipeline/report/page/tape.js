@@ -112,26 +112,9 @@ export function drawTape({ model, width }) {
     masked
       ? h("p", { class: "note" }, `Masked rows go through the model too: their ${unit} are counted here, and are not in the loss.`)
       : null,
-    legend([
-      [
-        swatch(
-          [
-            s("rect", { class: "even", width: 14, height: 14 }),
-            s("rect", { class: "odd", x: 14, width: 14, height: 14 }),
-          ],
-          28,
-        ),
-        "micro-batches, alternating in colour",
-        "piece",
-      ],
-      waits
-        ? [
-            swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })),
-            "idle until the longest rank is done",
-            "idle",
-          ]
-        : null,
-    ]),
+    waits
+      ? legend([[swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })), "idle until the longest rank is done", "idle"]])
+      : null,
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tapes by minibatch" },
