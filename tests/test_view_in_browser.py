@@ -125,11 +125,11 @@ def test_where_the_runs_are_below_one_another_a_button_leads_to_the_other(open_v
     page = open_view("#view=steps&step=2", width=390)
     names = [f"the rows of {folders[1].name} are below", "the rows of first are above"]
     assert page.texts("#rows .jump") == names
-    page.one("#rows .jump").click()
+    page.one("#rows .panel:first-child .jump").click()
     top = "return document.querySelector('#rows .panel + .panel').getBoundingClientRect().top"
     assert abs(page.driver.execute_script(top)) < 2
     page = open_view("#view=steps&step=2", width=1280)
-    assert page.seen("#rows .jump") == ""
+    assert page.seen("#rows .panel:first-child .jump") == ""
 
 
 def test_malicious_and_long_texts_are_shown_as_text(open_view, folders):
