@@ -193,7 +193,8 @@ class PageDataRequired(TypedDict):
     recipe: list[RecipeStage]  # in order
     steps: list[Step]  # in order
     curve_steps: list[int]  # the steps over which the curves are drawn
-    curves: dict[str, list[float | None]]  # metrics by name, as columns beside `curve_steps`
+    # Metrics by name, as columns beside `curve_steps`; `second/…`: under the second recipe of `versus`.
+    curves: dict[str, list[float | None]]
 
 
 class PageData(PageDataRequired, total=False):

@@ -101,7 +101,8 @@ def compare(
 
         for first, second, apart in steps.results(reported):
             differ = {f"versus/{name}": value for name, value in apart.items()}
-            # The report of the first recipe, with the second one's advantages and shares as further columns.
+            differ |= {f"second/{name}": value for name, value in second.numbers.items()}
+            # The report of the first recipe, with what the second one has beside it.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}

@@ -1,5 +1,5 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
-import { curveOf, stepsDrawn } from "./curves.js";
+import { curveOf, curvesOf, metricsOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
 import { andList, count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
@@ -8,12 +8,12 @@ const TILES = [
   {
     metric: /^groups\/informative$/,
     label: "informative groups",
-    unit: "rewards differ, in the loss or not",
+    unit: "rewards differ",
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
   { metric: /^response_characters\/mean$/, label: "response text", unit: "characters per rollout", text: short },
-  { metric: /^rollouts\/truncated$/, label: "truncated", unit: "of the rollouts", text: inPercent },
+  { metric: /^rollouts\/truncated$/, label: "truncated rollouts", unit: "of all rollouts", text: inPercent },
   { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
   { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
 ];
@@ -29,9 +29,8 @@ function valueAxis(low, high, text, width, height) {
 }
 
 function drawTile({ label, unit, text }, name, page, step, width) {
-  const values = page.curves[name] ?? [];
-  const steps = page.curve_steps;
-  const range = extent(values);
+  const [lines, steps] = [curvesOf(page, name), page.curve_steps];
+  const range = extent(lines.flat());
   const head = [
     h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? ` under ${page.versus[0]}` : ""}`)),
     h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
@@ -39,9 +38,9 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
   const height = 46;
   const gutter = Math.max(GUTTER, 7 * Math.max(...range.map((end) => text(end).length)) + 12);
-  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
+  const drawing = curveOf(label, lines, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
   drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
-  return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}`));
+  return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}${lines.length > 1 ? `; dashed: ${page.versus[1]}` : ""}`));
 }
 
 // Of two recipes, what differs: the rollouts are the same, and so are most numbers.
@@ -62,7 +61,7 @@ export function drawAnswer(view) {
 
 // A tile for each number that the page has, at the step shown, with its curve over the steps.
 export function drawTiles(kinds, { page, step, width }) {
-  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers), ...(page.unsaid ?? [])])];
+  const names = [...new Set([...metricsOf(page.curves), ...metricsOf(step.numbers), ...(page.unsaid ?? [])])];
   const tiles = kinds.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const isAbsent = ([, name]) => page.unsaid?.includes(name) && !isNumber(step.numbers[name]);
   const absent = tiles.filter(isAbsent).map(([{ label }]) => label);
