@@ -333,7 +333,7 @@ def test_every_advisory_has_a_symptom():
 
 
 def test_overrides_suggested_for_a_symptom_compose():
-    words = {each.words for symptom in symptoms().values() for each in symptom.remedies if each.words}
+    words = {each.overrides for symptom in symptoms().values() for each in symptom.remedies if each.overrides}
     for line in sorted(words):
         if all(word.startswith(("pipeline", "+pipeline", "criterion@")) for word in line.split()):
             composed(*line.split())
@@ -342,7 +342,7 @@ def test_overrides_suggested_for_a_symptom_compose():
 
 
 FIRED = [
-    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.words
+    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.overrides
 ]
 
 
@@ -352,8 +352,8 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
         typed = [f"task={task}", f"pipeline={recipe}"]
         config = compose_config("config", *typed)
         shown = [(remedy, remedy.under([config])) for _, remedy in FIRED]
-        words = [now.words.split() for _, now in shown if now is not None and now.words]
-        assert all(now.text.endswith(before.elsewhere) for before, now in shown if now and not now.words)
+        words = [now.overrides.split() for _, now in shown if now is not None and now.overrides]
+        assert all(now.text.endswith(before.elsewhere) for before, now in shown if now and not now.overrides)
         assert not any(
             word.startswith(("train.", "optimizer.", "group_size=")) for line in words for word in line
         )
@@ -366,7 +366,7 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
 @pytest.mark.parametrize(("recipe", "shown"), [("grpo", True), ("gfpo", True), ("as/verl", False)])
 def test_old_rows_can_be_masked_where_the_recipe_has_another_criterion(recipe, shown):
     config = compose_config("config", "task=replay", f"pipeline={recipe}")
-    found = [now.words for _, remedy in FIRED if (now := remedy.under([config])) is not None]
+    found = [now.overrides for _, remedy in FIRED if (now := remedy.under([config])) is not None]
     fresh = [words for words in found if "fresh" in words]
     assert bool(fresh) == shown
     for words in fresh:
@@ -385,7 +385,7 @@ def test_the_options_on_a_page_of_python_are_arguments_that_change_the_run(recip
     found = [Advisory(name, "It is so.", "", ()) for name in symptoms()]
     advice = [Advice("", found, [])]
     shown = page_data([before], title="", advice=advice)["symptoms"]
-    words = [one["words"] for symptom in shown for one in symptom["remedies"] if one["words"]]
+    words = [one["overrides"] for symptom in shown for one in symptom["remedies"] if one["overrides"]]
     assert len(words) > 9
     for each in words:
         if not each.startswith("headrace "):
@@ -474,7 +474,7 @@ def test_an_advisory_in_the_terminal_has_a_remedy_that_the_task_takes():
 
 
 CAUSES = ("solve_none", "solve_all", "")
-OF_RECIPES = {name for _, remedy in FIRED for name in re.findall(r"\bpipeline=(\w+)", remedy.words)}
+OF_RECIPES = {name for _, remedy in FIRED for name in re.findall(r"\bpipeline=(\w+)", remedy.overrides)}
 
 
 @pytest.mark.parametrize("recipe", sorted(OF_RECIPES))
@@ -482,13 +482,13 @@ def test_no_recipe_is_advised_to_who_has_it(recipe):
     """Nor where its numbers are tuned; and none is in plain grpo."""
     tuned = {"maxrl": ["pipeline.stages.advantage.eps=1e-6"], "dr_grpo": ["pipeline.stages.weight.length=99"]}
     config = compose_config("config", "task=replay", f"pipeline={recipe}", *tuned.get(recipe, ()))
-    remedy = FIRED[0][1]._replace(words=f"pipeline={recipe}")
+    remedy = FIRED[0][1]._replace(overrides=f"pipeline={recipe}")
     assert remedy.under([config]) is None
     assert remedy.under([compose_config("config", "task=replay")]) == remedy
 
 
 def test_a_recipe_is_advised_to_who_has_its_options_but_another_criterion():
-    remedy = FIRED[0][1]._replace(words="pipeline=gfpo")
+    remedy = FIRED[0][1]._replace(overrides="pipeline=gfpo")
     words = ("pipeline.stages.filter.action=exclude", "+pipeline.stages.filter.criterion.by=efficiency")
     assert remedy.under([compose_config("config", "task=replay", *words)]) == remedy
 
@@ -505,7 +505,7 @@ def test_no_remedy_is_given_twice():
 
 def test_more_rollouts_are_no_remedy_for_prompts_that_none_solves():
     remedies = symptoms()["advantage-all-zero"].remedies
-    fitting = {cause: [each.words for each in remedies if each.fits(cause)] for cause in CAUSES}
+    fitting = {cause: [each.overrides for each in remedies if each.fits(cause)] for cause in CAUSES}
     assert ["group_size=16" in words for words in fitting.values()] == [False, True, True]
 
 

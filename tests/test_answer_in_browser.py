@@ -61,11 +61,16 @@ def long_run(**run):
 
 
 def shown(remedy):
-    return {"text": remedy.text, "words": remedy.words, "when": remedy.when, "unless": remedy.unless}
+    return {"text": remedy.text, "overrides": remedy.overrides, "when": remedy.when, "unless": remedy.unless}
 
 
 def about(**changes):
-    facts = {"began": "2026-11-22T04:19:11+00:00", "written": now(), "live": None, "words": ["pipeline=rloo"]}
+    facts = {
+        "began": "2026-11-22T04:19:11+00:00",
+        "written": now(),
+        "live": None,
+        "overrides": ["pipeline=rloo"],
+    }
     return facts | {"versions": {"headrace": "0.5", "torch": "2.9"}, "config": "a: <i>1</i>\n"} | changes
 
 

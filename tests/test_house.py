@@ -108,7 +108,7 @@ INNER = {
     "test_sources_fuzz.py": {"pipeline.sources.record"},
     "command.py": {"pipeline.main"},
     "test_command.py": {"pipeline.main"},
-    "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
+    "test_command_arguments.py": {"pipeline.command.arguments", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_laws.py": {"transforms.options"},
     "test_tasks.py": {"pipeline.tasks.perform"},

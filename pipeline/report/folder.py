@@ -56,7 +56,7 @@ class ReportFolder:
         every: seconds, ≥ 0, between two writings of the page, and more where they would take above 2 % of the
             time; None: it is written at the end alone.
         config: the resolved configuration, as YAML, for the page and the files' metadata.
-        words: overrides that were typed, for the page.
+        overrides: that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
             The page then says how they differ, and gives no advice.
 
@@ -97,7 +97,7 @@ class ReportFolder:
         page: bool = True,
         every: float | None = 5.0,
         config: str | None = None,
-        words: Sequence[str] = (),
+        overrides: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
         at_least("steps", steps, 2)
@@ -106,7 +106,7 @@ class ReportFolder:
         if dump is not None and existing == "raise":
             refuse_rows(folder, "another folder", "continue its run with ReportFolder(existing='resume')")
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
-        self.every, self.config, self.words, self.versus = every, config, words, versus
+        self.every, self.config, self.overrides, self.versus = every, config, overrides, versus
         self.notices: list[str] = []
         self.equal: list[str] = []
         self.failed: list[FailedStep] = []
@@ -151,7 +151,7 @@ class ReportFolder:
                 page=config.report.html,
                 every=config.report.every,
                 config=OmegaConf.to_yaml(config, resolve=True),
-                words=composed.overrides.task if composed else (),
+                overrides=composed.overrides.task if composed else (),
             )
         except ValueError as err:
             raise ConfigError(f"report.{err}") from err
@@ -297,7 +297,7 @@ class ReportFolder:
             "written": now(),
             "live": live,
             "versions": versions(),
-            "words": [printable(word) for word in self.words],
+            "overrides": [printable(each) for each in self.overrides],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
         data["unsaid"] = self.unsaid

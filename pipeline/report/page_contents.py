@@ -90,7 +90,7 @@ def page_data(
                 "shows": each.shows,
                 "means": each.means,
                 "remedies": [
-                    {"text": one.text, "words": one.words, "when": one.when, "unless": one.unless}
+                    {"text": one.text, "overrides": one.overrides, "when": one.when, "unless": one.unless}
                     for one in (remedy.under(configs) for remedy in each.remedies)
                     if one is not None
                 ],

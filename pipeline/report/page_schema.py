@@ -123,7 +123,7 @@ class PageRemedy(TypedDict):
     """Something to do about a symptom."""
 
     text: str  # what
-    words: str  # to type; empty: none
+    overrides: str  # to type; empty: none
     when: str  # the cause that it is against; empty: any
     unless: str  # the cause that it does not help against; empty: none
 
@@ -145,7 +145,7 @@ class PageRun(TypedDict):
     written: str  # when the page was written, the same
     live: float | None  # seconds after which there may be a newer page; None: the run is over
     versions: dict[str, str]  # of headrace and what it stands on, by name
-    words: list[str]  # overrides that were typed
+    overrides: list[str]  # that were typed
     config: str | None  # resolved, as YAML
 
 

@@ -12,11 +12,11 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.tables import FittedColumn, FittedTable
-from headrace.pipeline.wording import printable, reason_words
+from headrace.pipeline.wording import printable, shown_reason
 
 from .advice import BEYOND, Advisory, Remedy, configs_in_effect, remedy_of
 from .funnel import funnel_table
-from .shared_tokens import tree_words
+from .shared_tokens import said_of_trees
 from .step import StepReport, make_report
 from .texts import Decode
 
@@ -56,7 +56,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS, configs: Sequence[D
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
-    blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
+    blocks += [Text(), Text(words)] if (words := said_of_trees(report.numbers)) else []
     return Group(
         *blocks, *show_advisories(report.advisories, configs=configs or configs_in_effect(report.options))
     )
@@ -85,7 +85,7 @@ def show_advisories(
         remedy = None if each.because else remedy_of(each, configs, given)
         given += [] if remedy is None else [remedy]
         words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
-        words += f": {remedy.words}" if remedy is not None and remedy.words else ""
+        words += f": {remedy.overrides}" if remedy is not None and remedy.overrides else ""
         parts = [part for part in ("" if trend else each.text, each.reason, words and f"→ {words}") if part]
         lines += [Text(f"{each.name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
     if len(advisories) > ADVISED:
@@ -180,7 +180,7 @@ def _values(values: np.ndarray) -> str:
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
     named = (report.names[code].rpartition("/") for code in distinct)
-    words = [reason_words(stage, reason) for stage, _, reason in named]
+    words = [shown_reason(stage, reason) for stage, _, reason in named]
     return ", ".join(
         word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)
     )

@@ -84,14 +84,14 @@ class CheckResult:
 
 
 def audit(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Check every step of a dump against the recipe that trained it; print and write the findings.
 
     Args:
         config: composed with ``task=audit``; its ``pipeline`` is the recipe.
         output: folder for ``config.yaml``, ``audit.json`` and ``report.html``.
-        words: overrides of the command line, for the recipe's name.
+        overrides: of the command line, for the recipe's name.
         console: where to print; None: standard output.
 
     Returns:
@@ -137,7 +137,7 @@ def audit(
     refuse_wrong_size(size, sizes, "source" if config.source.group_size else "pipeline.stages.gate")
     if unlike:
         results["advantages"].hint = "; ".join(explain_logged(unlike))
-    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
     head = {
         "dump": str(config.source.path),

@@ -45,14 +45,14 @@ NOTHING: dict[str, Any] = {"ratio": (), **dict.fromkeys(("relative_bias", "cosin
 
 
 def certify(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Run every recipe on all outcomes of every task; print and write the certificates.
 
     Args:
         config: composed with ``task=certify``.
         output: folder for ``config.yaml``, ``certificate.json`` and ``report.html``.
-        words: overrides of the command line; those of ``pipeline`` apply to all recipes.
+        overrides: of the command line; those of ``pipeline`` apply to all recipes.
         console: where to print; None: standard output.
 
     Returns:
@@ -67,17 +67,17 @@ def certify(
     if type(most) is not int or most < 1:
         raise ConfigError(f"certify.most must be an integer ≥ 1; got {most}")
     tasks, sizes = small_tasks(config), sizes_of_groups(config, "certify.group_sizes")
-    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     nodes = {named[-1] if named else "grpo": config.pipeline}
     if config.pipelines:
-        nodes = recipe_nodes(config.pipelines, words)
+        nodes = recipe_nodes(config.pipelines, overrides)
     for size, task in product(sizes, tasks):
         with suppress(GroupSizeError):  # the table reports it
             count_outcomes(tasks[task], task, size, config.certify.most)  # refuse large tasks first
     found: list[Found] = []
     cases = list(product(sizes, tasks, nodes))
     for size, task, recipe in track(cases, "certifying", console=console, transient=True):
-        options: dict[str, Any] = {"group_size": size, "words": words, "most": config.certify.most}
+        options: dict[str, Any] = {"group_size": size, "overrides": overrides, "most": config.certify.most}
         found.append(certify_recipe(nodes[recipe], recipe, tasks[task], task, **options))
     certificates = [each for each in found if isinstance(each, Certificate)]
     if not certificates:

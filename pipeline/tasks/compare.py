@@ -48,14 +48,14 @@ NO_SHARES = (
 
 
 def compare(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Run every step of a dump through two recipes; print and write the differences.
 
     Args:
         config: composed with ``task=compare``.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
-        words: overrides of the command line; those of ``pipeline`` apply to both recipes.
+        overrides: of the command line; those of ``pipeline`` apply to both recipes.
         console: where to print; None: standard output.
 
     Returns:
@@ -72,7 +72,7 @@ def compare(
     names = list(config.pipelines)
     if len(names) != 2:
         raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
-    nodes = list(recipe_nodes(names, words).values())
+    nodes = list(recipe_nodes(names, overrides).values())
     pipelines = [build_pipeline(node) for node in nodes]
     source = open_configured(config)
     output.mkdir(parents=True, exist_ok=True)

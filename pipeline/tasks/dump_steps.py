@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.error_words import in_words_to_type
+from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.failed_steps import FailedStep
 from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.refused_steps import refused_report
@@ -87,7 +87,7 @@ class DumpSteps:
             raise first
 
     def _leave_out(self, step: int | None, found: TensorDictBase | SourceError, err: Exception) -> None:
-        rows, why = None, in_words_to_type(err).removeprefix(f"step {step}: ")
+        rows, why = None, text_with_overrides(err).removeprefix(f"step {step}: ")
         if step is not None and isinstance(err, BatchError) and not isinstance(found, SourceError):
             if self.folder is not None and self.folder.dump is not None:
                 rows = refused_report(found, step, err)

@@ -16,7 +16,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
+from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, said_of_trees
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.report.groups import compared_values, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
@@ -133,7 +133,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         )
     found = show_group_sizes(seen, sizes, config.report.solved, console)
     numbers = tokens.numbers(linear=linear_of(pipeline.stages.values()))
-    if words := tree_words(numbers):
+    if words := said_of_trees(numbers):
         console.print(words, highlight=False)
     output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)

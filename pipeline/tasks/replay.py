@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
-from headrace.pipeline.report import ReportFolder, StepReport, show_advisories, show_report, tree_words
+from headrace.pipeline.report import ReportFolder, StepReport, said_of_trees, show_advisories, show_report
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.train import history_table
 
@@ -67,7 +67,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
-        if words := tree_words(in_all):
+        if words := said_of_trees(in_all):
             console.print(Text(f"{words}, all {len(history):,} steps"))
         console.print(
             *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs), sep="\n"
@@ -75,7 +75,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     steps.show()
     for sentence in said_of_dump(folder):
         console.print(Text(sentence))
-    if words := logged.words():
+    if words := logged.said:
         console.print(Text(words))
     stored = [f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}"]
     print_files(console, output, *(stored if (output / "rollouts").is_dir() else []))

@@ -105,7 +105,7 @@ const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!rem
 function adviceLine(page, verdict, advisory, told, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
-  const doing = (remedy) => remedy.words || remedy.text;
+  const doing = (remedy) => remedy.overrides || remedy.text;
   const remedies = symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && !told.has(doing(remedy)));
   for (const remedy of remedies) told.add(doing(remedy));
   // What the verdict has said already is not said again.
@@ -121,7 +121,7 @@ function adviceLine(page, verdict, advisory, told, at = []) {
       advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
       remedies.length
-        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)])))
+        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.overrides && [": ", h("code", {}, remedy.overrides)])))
         : null,
       h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),

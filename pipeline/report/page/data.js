@@ -3,9 +3,9 @@
 const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "equal", "certificates", "symptoms", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
   PageAdvisory: ["name", "text", "cause", "because", "certain"],
-  PageRemedy: ["text", "words", "when", "unless"],
+  PageRemedy: ["text", "overrides", "when", "unless"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
-  PageRun: ["began", "written", "live", "versions", "words", "config"],
+  PageRun: ["began", "written", "live", "versions", "overrides", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
   PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "why_zero", "advantage", "loss"],
