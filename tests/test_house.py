@@ -83,7 +83,7 @@ INNER = {
     "test_error_names.py": {"transforms.distributed.barrier"},
     "test_notebook.py": {"pipeline.notebook"},
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
-    "test_advisories.py": {"pipeline.composing", "pipeline.report.folder"},
+    "test_advisories.py": {"pipeline.composing", "pipeline.report.advice", "pipeline.report.folder"},
     "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.folder"},
     "test_dump_ids.py": {"pipeline.report.loggers"},

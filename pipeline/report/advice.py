@@ -10,7 +10,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing.compose import leaves
@@ -525,6 +524,15 @@ def _squared_error(points: Sequence[tuple[int, float]]) -> float:
 # -- from a symptom to the number that shows it, what it means, and the overrides that change it -----------
 
 
+class Setup(NamedTuple):
+    """How a run was set up, by which it is known which remedies it can take."""
+
+    config: DictConfig
+    """Composed; of a run in Python it has no task (:func:`setup_in_python`)."""
+    overrides: Sequence[str] = ()
+    """That were typed."""
+
+
 class Remedy(NamedTuple):
     """Something to do."""
 
@@ -542,32 +550,29 @@ class Remedy(NamedTuple):
         """Whether it helps against a cause (:attr:`Advisory.cause`)."""
         return self.when in ("", cause) and self.unless != (cause or None)
 
-    def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
-        """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
+    def under(self, setup: Setup | None) -> Remedy | None:
+        """The remedy as a run of this setup can take it; None where there is nothing to say.
 
-        A remedy that all of them follow already is left out, and so is one in Python, except for a run in
-        Python: there, options are those of Python (:func:`in_python`). Options that one of them does not have
-        are not shown: what to do elsewhere is said in words.
+        A remedy that the run follows already is left out, and so is one in Python, except for a run in
+        Python: there, options are those of Python (:func:`in_python`). Options that it does not have are not
+        shown: what to do elsewhere is said in words.
 
         Another task over the same dump is the whole command, with the other overrides that were typed.
 
         Args:
-            configs: composed, one for each recipe, or that of a run in Python
-                (:func:`configs_in_effect`); empty: every option is shown.
+            setup: of the run; None: every option is shown.
         """
-        if configs and self.overrides.startswith("task="):
-            task, typed = self.overrides.split()[0], self.overrides.split()
-            if "source" in configs[0] and HydraConfig.initialized():
-                said = HydraConfig.get().overrides
-                more = (word for word in said.hydra if word.startswith("hydra.searchpath="))
-                typed = [task, *(word for word in said.task if not word.startswith("task=")), *more]
+        if setup is None:
+            return self
+        config, typed = setup.config, self.overrides.split()
+        if self.overrides.startswith("task="):
+            if "source" in config and setup.overrides:
+                typed = [typed[0], *(each for each in setup.overrides if not each.startswith("task="))]
             return self._replace(overrides=f"headrace {shlex.join(typed)}")
-        python = any("task" not in config for config in configs)
-        if configs and all(follows(config, self.overrides) for config in configs):
+        python = "task" not in config
+        if follows(config, self.overrides) or (self.text.startswith(PYTHON) and not python):
             return None
-        if configs and not python and self.text.startswith(PYTHON):
-            return None
-        if all(has_options(config, self.overrides) for config in configs):
+        if has_options(config, self.overrides):
             return self._replace(overrides=in_python(self.overrides)) if python else self
         if not self.elsewhere:
             return None
@@ -575,13 +580,13 @@ class Remedy(NamedTuple):
 
 
 def remedy_of(
-    advisory: Advisory, configs: Sequence[DictConfig] = (), given: Collection[Remedy] = ()
+    advisory: Advisory, setup: Setup | None = None, given: Collection[Remedy] = ()
 ) -> Remedy | None:
     """The first thing to do about an advisory: an option to set, where there is one.
 
     Args:
         advisory: of a symptom.
-        configs: as for :meth:`Remedy.under`.
+        setup: as for :meth:`Remedy.under`.
         given: remedies that were said before, which are not said again.
 
     Example:
@@ -593,7 +598,7 @@ def remedy_of(
         remedy
         for each in (symptom.remedies if symptom else ())
         if each.fits(advisory.cause)
-        and (remedy := each.under(configs)) is not None
+        and (remedy := each.under(setup)) is not None
         and not any((remedy.overrides or remedy.text) == (other.overrides or other.text) for other in given)
     ]
     return next((remedy for remedy in fitting if remedy.overrides), fitting[0] if fitting else None)
@@ -602,7 +607,7 @@ def remedy_of(
 def has_options(config: DictConfig, overrides: str) -> bool:
     """Whether a composed configuration takes these overrides.
 
-    Another task, or another recipe, has options of its own. A comparison has two recipes, and takes no other.
+    Another task, or another recipe, has options of its own.
 
     Example:
         >>> config = OmegaConf.create({"task": "replay", "pipeline": {"stages": {"gate": {"empty": 1}}}})
@@ -613,7 +618,7 @@ def has_options(config: DictConfig, overrides: str) -> bool:
     if "task" in paths:
         return True
     if "pipeline" in paths:
-        return config.get("task") != "compare" and all(path.partition(".")[0] == "pipeline" for path in paths)
+        return all(path.partition(".")[0] == "pipeline" for path in paths)
     chosen = [path.partition("@")[2] for path in paths if "@" in path]
     return all(
         _has(config, path.partition("@")[2] or path)
@@ -622,20 +627,19 @@ def has_options(config: DictConfig, overrides: str) -> bool:
     )
 
 
-def configs_in_effect(options: Mapping[str, Mapping[str, Any]]) -> list[DictConfig]:
-    """The configuration of a run in Python, which has no task, for :meth:`Remedy.under`.
+def setup_in_python(options: Mapping[str, Mapping[str, Any]]) -> Setup | None:
+    """The setup of a run in Python, for :meth:`Remedy.under`; None if its options are not known.
 
     Args:
         options: by stage, those of the pipeline under the name ``""``; empty: nobody knows them.
 
-    Returns:
-        One, or none if the options are not known.
-
     Example:
-        >>> configs = configs_in_effect({"filter": {"action": "drop"}})
-        >>> follows(configs[0], "pipeline.stages.filter.action=drop")
+        >>> setup = setup_in_python({"filter": {"action": "drop"}})
+        >>> follows(setup.config, "pipeline.stages.filter.action=drop")
         True
     """
+    if not options:
+        return None
     plain = {
         stage: {
             name: value if _is_plain(value) else {"_target_": type(value).__name__}
@@ -644,7 +648,7 @@ def configs_in_effect(options: Mapping[str, Mapping[str, Any]]) -> list[DictConf
         for stage, own in options.items()
     }
     of_pipeline = plain.pop("", {})
-    return [OmegaConf.create({"pipeline": of_pipeline | {"stages": plain}})] if options else []
+    return Setup(OmegaConf.create({"pipeline": of_pipeline | {"stages": plain}}))
 
 
 def _is_plain(value: Any) -> bool:

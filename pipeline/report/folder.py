@@ -20,7 +20,7 @@ from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import at_least, takes_options, within
 
-from .advice import NAMED, Advice, Advisory, History, advice_at, broken_by, numbers_read
+from .advice import NAMED, Advice, Advisory, History, Setup, advice_at, broken_by, numbers_read
 from .dump import write_dump, write_whole
 from .html import write_page
 from .over_steps import totals_over
@@ -56,7 +56,6 @@ class ReportFolder:
         every: seconds, ≥ 0, between two writings of the page, and more where they would take above 2 % of the
             time; None: it is written at the end alone.
         config: the resolved configuration, as YAML, for the page and the files' metadata.
-        overrides: that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
             The page then says how they differ, and gives no advice.
 
@@ -65,8 +64,8 @@ class ReportFolder:
         equal: of two recipes, names of the numbers that are the same at every step; to be set.
         failed: the steps that :meth:`fail` was told of.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
-        configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
-            not have. Empty, the run is one in Python, and options are those of its stages.
+        setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
+            run does not have. None, the run is one in Python, and options are those of its stages.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
@@ -97,7 +96,6 @@ class ReportFolder:
         page: bool = True,
         every: float | None = 5.0,
         config: str | None = None,
-        overrides: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
         at_least("steps", steps, 2)
@@ -106,12 +104,12 @@ class ReportFolder:
         if dump is not None and existing == "raise":
             refuse_rows(folder, "another folder", "continue its run with ReportFolder(existing='resume')")
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
-        self.every, self.config, self.overrides, self.versus = every, config, overrides, versus
+        self.every, self.config, self.versus = every, config, versus
         self.notices: list[str] = []
         self.equal: list[str] = []
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
-        self.configs: Sequence[DictConfig] = ()
+        self.setup: Setup | None = None
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
@@ -151,11 +149,12 @@ class ReportFolder:
                 page=config.report.html,
                 every=config.report.every,
                 config=OmegaConf.to_yaml(config, resolve=True),
-                overrides=composed.overrides.task if composed else (),
             )
         except ValueError as err:
             raise ConfigError(f"report.{err}") from err
-        made.configs = [config]
+        typed = composed.overrides if composed else {"task": [], "hydra": []}
+        searched = (each for each in typed["hydra"] if each.startswith("hydra.searchpath="))
+        made.setup = Setup(config, [*typed["task"], *searched])
         return made
 
     def __enter__(self) -> ReportFolder:
@@ -290,14 +289,14 @@ class ReportFolder:
             advice=[*self._advice.values()],
             totals=totals_over(numbers for _, numbers in self._read),
             recorded=len(self._read),
-            configs=self.configs,
+            setup=self.setup,
         )
         data["run"] = {
             "began": self._began,
             "written": now(),
             "live": live,
             "versions": versions(),
-            "overrides": [printable(each) for each in self.overrides],
+            "overrides": [printable(each) for each in (self.setup.overrides if self.setup else ())],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
         data["unsaid"] = self.unsaid

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from omegaconf import DictConfig
 
 from headrace.pipeline.wording import beginning, printable
 from headrace.transforms.options import takes_options
 
-from .advice import Advice, History, advice_at, configs_in_effect, symptoms
+from .advice import Advice, History, Setup, advice_at, setup_in_python, symptoms
 from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
@@ -38,7 +37,7 @@ def page_data(
     advice: Sequence[Advice] | None = None,
     totals: Numbers | None = None,
     recorded: int | None = None,
-    configs: Sequence[DictConfig] = (),
+    setup: Setup | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
@@ -55,8 +54,8 @@ def page_data(
         advice: verdict and advisories of each report; None: they follow from the history up to its step.
         totals: over all steps of the run (:func:`totals_over`); None: those of the history.
         recorded: steps of the run; None: those of the history.
-        configs: of the task, one for each recipe, so that remedies are options that it has
-            (:meth:`Remedy.under`); empty: of the run in Python that made the last report.
+        setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`); None: of the run
+            in Python that made the last report.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -69,7 +68,8 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
-    configs = configs or (configs_in_effect(reports[-1].options) if reports else ())
+    if setup is None and reports:
+        setup = setup_in_python(reports[-1].options)
     fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
@@ -91,7 +91,7 @@ def page_data(
                 "means": each.means,
                 "remedies": [
                     {"text": one.text, "overrides": one.overrides, "when": one.when, "unless": one.unless}
-                    for one in (remedy.under(configs) for remedy in each.remedies)
+                    for one in (remedy.under(setup) for remedy in each.remedies)
                     if one is not None
                 ],
             }

@@ -62,7 +62,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         folder.notices = [*steps.said, *said_of_dump(folder)]
     folder.close()
     if report is not None and len(history) == 1:
-        console.print(show_report(report, configs=folder.configs))
+        console.print(show_report(report, setup=folder.setup))
     elif history:
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
@@ -70,7 +70,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
         if words := said_of_trees(in_all):
             console.print(Text(f"{words}, all {len(history):,} steps"))
         console.print(
-            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs), sep="\n"
+            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup), sep="\n"
         )
     steps.show()
     for sentence in said_of_dump(folder):

@@ -87,7 +87,7 @@ def train(config: DictConfig, output: Path) -> float:
     finally:
         collector.shutdown()
         page = folder.close()
-        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs)
+        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup)
         display.close(ending, page=page, lines=advice)
     return display.history[-1].get(REWARD, float("nan"))
 
