@@ -22,14 +22,16 @@ from headrace.pipeline.report import (
     StepReport,
     gradient_share,
     last_user_turn,
+    make_report,
 )
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import beginning, printable
+from headrace.transforms import BatchError
 
 from .dump_steps import DumpSteps
-from .source import open_configured, print_files, recipe_nodes, report_of
+from .source import open_configured, print_files, recipe_nodes
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
@@ -87,17 +89,21 @@ def compare(
         every=config.report.every,
         versus=names,
     )
-    steps = DumpSteps(source, console, folder, beside=SAME_STEPS)
+    steps = DumpSteps(source, console, folder)
     with folder:
 
         def reported(step: int, batch: TensorDictBase) -> tuple[StepReport, StepReport, dict[str, float]]:
-            nonlocal pipelines
-            tried = copy.deepcopy(pipelines)  # a state does not remember a step that the other recipe refuses
-            both = zip(names, tried, strict=True)
-            first, second = (report_of(pipeline, step, batch, config, recipe=name) for name, pipeline in both)
-            apart = comparison.add(first, second)
-            pipelines = tried
-            return first, second, apart
+            tried = copy.deepcopy(pipelines)  # a state does not remember a step that is left out
+            reports = list[StepReport]()
+            for name, pipeline in zip(names, tried, strict=True):
+                try:
+                    reports.append(make_report(pipeline.run(batch), step=step, solved=config.report.solved))
+                except BatchError as err:
+                    err.recipe = name
+                    raise
+            apart = comparison.add(*reports)
+            pipelines[:] = tried
+            return reports[0], reports[1], apart
 
         for first, second, apart in steps.results(reported):
             differ = {f"versus/{name}": value for name, value in apart.items()}
@@ -108,9 +114,9 @@ def compare(
             pair = first.numbers, second.numbers
             known = dict.fromkeys(folder.equal if comparison.steps > 1 else pair[0])
             folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
-            folder.notices = [*steps.said, comparison.said]
+            folder.difference = comparison.said
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
-        folder.notices = [*steps.said, comparison.said]
+        folder.notices += [SAME_STEPS] * bool(steps.failed)
     shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
     numbers = {"numbers": comparison.numbers, "steps_averaged": comparison.averaged}
@@ -119,6 +125,8 @@ def compare(
     write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
     show_comparison(comparison, console)
     steps.show()
+    if steps.failed:
+        console.print(Text(SAME_STEPS))
     print_files(console, output)
     steps.end()
     return comparison.numbers["correlation"]

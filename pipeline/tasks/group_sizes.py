@@ -16,7 +16,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, said_of_trees
+from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, said_of_trees
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.report.groups import compared_values, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
@@ -27,7 +27,7 @@ from headrace.transforms.schema import has_key
 
 from .chances import chances_of_sizes, pools_of
 from .dump_steps import DumpSteps
-from .source import open_configured, report_of, sizes_of_groups
+from .source import open_configured, sizes_of_groups
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
@@ -116,7 +116,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     read = DumpSteps(open_configured(config), console)
 
     def seen_in(step: int, batch: TensorDictBase) -> tuple[GroupsSeen, SharedTokens]:
-        found = groups_seen(report_of(pipeline, step, batch, config))
+        found = groups_seen(make_report(pipeline.run(batch), step=step, solved=config.report.solved))
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
         return found, count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
 

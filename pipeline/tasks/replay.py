@@ -12,13 +12,20 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
-from headrace.pipeline.report import ReportFolder, StepReport, said_of_trees, show_advisories, show_report
+from headrace.pipeline.report import (
+    ReportFolder,
+    StepReport,
+    make_report,
+    said_of_trees,
+    show_advisories,
+    show_report,
+)
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.train import history_table
 
 from .dump_steps import NAMED_DRAWS, DumpSteps
 from .logged import LoggedAdvantages
-from .source import open_configured, print_files, report_of
+from .source import open_configured, print_files
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -51,15 +58,15 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     with folder:
 
         def reported(step: int, batch: TensorDictBase) -> StepReport:
-            return report_of(pipeline, step, batch, config, batch=batch, parameters=config.report.parameters)
+            how = {"solved": config.report.solved, "parameters": config.report.parameters}
+            return make_report(pipeline.run(batch), step=step, batch=batch, **how)
 
         for report in steps.results(reported):
             history.append(dict(report.numbers))
             logged.add(report)
             folder.unsaid = report.unsaid
-            folder.notices = steps.said
             folder.add(report, keep=report.step in list(source.draws)[:NAMED_DRAWS])
-        folder.notices = [*steps.said, *said_of_dump(folder)]
+        folder.notices += said_of_dump(folder)
     folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report, setup=folder.setup))

@@ -1,4 +1,4 @@
-"""What tasks share: open a dump, report on a step, say what a dump needs, and compose recipes."""
+"""What tasks share: open a dump, say what a dump needs, and compose recipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from headrace.pipeline.error_overrides import override_to_set, text_with_overrid
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.prompt_groups import prompts_in_errors
-from headrace.pipeline.report import StepReport, make_report
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
@@ -98,37 +97,6 @@ def print_files(console: Console, folder: Path, *more: str) -> None:
     page = folder / "report.html"
     at = [f"the page: {page.resolve().as_uri()}"] if page.exists() else []
     console.print(Text("\n".join(map(printable, [f"written to {folder}", *at, *more]))), soft_wrap=True)
-
-
-def report_of(
-    pipeline: Pipeline,
-    step: int,
-    batch: TensorDictBase,
-    config: DictConfig,
-    /,
-    *,
-    recipe: str = "",
-    **more: Any,
-) -> StepReport:
-    """Run a pipeline over the batch of a step, and report on it.
-
-    Args:
-        pipeline: the pipeline of the recipe.
-        step: number of the step.
-        batch: rows of the step.
-        config: the composed configuration, of which ``report.solved`` is read.
-        recipe: name of the recipe, for errors; empty: there is only one.
-        more: options of :func:`make_report`.
-
-    Raises:
-        BatchError: a stage refused the batch; the message begins with the step.
-    """
-    try:
-        run = pipeline.run(batch)
-    except BatchError as err:
-        err.step, err.recipe = step, recipe
-        raise
-    return make_report(run, step=step, solved=config.report.solved, **more)
 
 
 def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
