@@ -25,7 +25,7 @@ from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
 from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.prompt_groups import group_in_words
+from headrace.pipeline.prompt_groups import group_called
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
 from headrace.transforms import BatchError, Ids, Status, loss_weight
@@ -378,12 +378,6 @@ class AuditedStep:
         label = self.group_names[int(at[0])] if group else None
         return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
-    def called(self, rows: Tensor) -> str:
-        """A group as sentences call it (:func:`group_in_words`)."""
-        row = int(rows.nonzero()[0])
-        prompt = None if self.prompts is None else self.prompts[row]
-        return group_in_words(self.group_names[row], prompt, f"row {row}")
-
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""
         return list(dict.fromkeys(self.rollout_names[row] for row in rows.nonzero().flatten().tolist()))
@@ -400,9 +394,13 @@ class AuditedStep:
 
     def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
         """The groups of these rows, in order: how each is called, and (N,) bool, its rows."""
-        found = dict.fromkeys(self.groups.of[rows].tolist())
-        each = [rows & (self.groups.of == group) for group in found]
-        return [(self.called(own), own) for own in each]
+        found = []
+        for group in dict.fromkeys(self.groups.of[rows].tolist()):
+            own = rows & (self.groups.of == group)
+            row = int(own.nonzero()[0])
+            prompt = None if self.prompts is None else self.prompts[row]
+            found.append((group_called(self.group_names[row], prompt, f"row {row}"), own))
+        return found
 
 
 # -- the checks ------------------------------------------------------------------------------------------
