@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from headrace.pipeline.wording import beginning, printable
+from headrace.pipeline.user_turn import asked_line
+from headrace.pipeline.wording import printable
 from headrace.transforms.options import takes_options
 
 from .advice import Advice, History, Setup, advice_at, setup_in_python, symptoms
@@ -25,7 +26,6 @@ PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which it
 CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
 TOKENS = 500  # of a response token by token, likewise
 BESIDE = 300  # of a column beside a response
-LABEL = 80  # characters of the last user turn by which a group is called
 
 
 @takes_options
@@ -142,11 +142,12 @@ def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
     def column(name: str) -> np.ndarray:
         return report.groups[name][shown] if report.groups else np.empty(0)
 
-    asked = [report.asked(row) for row in column("row").tolist()]
-    lines = [None if text is None else " ".join(text.split()) for text in asked]
+    prompts = report.texts.get("prompt")
     return {
         "id": _ids(report, "group", column("row").astype(int)),
-        "label": [line and printable(beginning(line, LABEL)) for line in lines],
+        "label": [
+            None if prompts is None else printable(asked_line(prompts[row])) for row in column("row").tolist()
+        ],
         "asked": [texts.asked.get(row) for row in column("row").tolist()],
         "prompt": [texts.prompts.get(row) for row in column("row").tolist()],
         "rollouts": column("rollouts").tolist(),

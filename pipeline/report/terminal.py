@@ -11,6 +11,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.user_turn import asked_line
 from headrace.pipeline.wording import printable, shown_reason
 
 from .advice import BEYOND, Advisory, Remedy, Setup, remedy_of, setup_in_python
@@ -156,8 +157,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
             _reasons(report, each["reason"][rollouts]),
         ]
         if asked:
-            words = " ".join((report.asked(groups["row"][g]) or "").split())
-            cells.insert(0, printable(words)[:PROMPT])
+            cells.insert(0, asked_line(report.texts["prompt"][groups["row"][g]], PROMPT))
         table.add(str(ids[g]), *cells, style="" if groups["trained"][g] else "dim")
     return table
 

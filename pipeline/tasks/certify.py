@@ -24,13 +24,12 @@ from headrace.pipeline.certify import (
 )
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.report import page_data, write_page
-from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report import page_data, render_page
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
-from .source import print_files, recipe_nodes, sizes_of_groups
+from .source import print_files, recipe_nodes, sizes_of_groups, write_files
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -83,13 +82,12 @@ def certify(
     if not certificates:
         reasons = {each.reason for each in found if isinstance(each, Refused)}
         raise ConfigError("each recipe refuses the rows of each task: " + "; ".join(sorted(reasons)))
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     text = json_text({"certificates": [each.plain() for each in certificates]}, indent=1)
-    write_whole(output / "certificate.json", lambda file: file.write_text(text))
+    files = {"certificate.json": text}
     if config.report.html:
         page = page_data([], title=f"certificates of {', '.join(nodes)}")
-        write_page(page | {"certificates": [on_page(each) for each in found]}, output / "report.html")
+        files["report.html"] = render_page(page | {"certificates": [on_page(each) for each in found]})
+    write_files(config, output, files)
     show_certificates(found, console)
     print_files(console, output)
     return max(each.advantage.relative_bias or 0.0 for each in certificates)

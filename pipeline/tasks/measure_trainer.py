@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 from rich.text import Text
@@ -15,12 +15,11 @@ from rich.text import Text
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import version_of
 from headrace.pipeline.load import build_pipeline
-from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, shown_range, suggest
 
-from .source import print_files
+from .source import print_files, write_files
 
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
 # but their losses do not, so they are installed without dependencies.
@@ -71,16 +70,14 @@ def measure_trainer(
         ]
     except ValueError as err:
         raise ConfigError(f"xray={of}: {err}") from err
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     lines = ",\n".join(json_text(each.plain()) for each in found)
     text = f'{{"trainer": {json_text(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
-    write_whole(output / "xray.json", lambda file: file.write_text(text))
+    files = {"xray.json": text}
     if config.report.html:
         from headrace.pipeline.coefficients.page import xray_page
 
-        page = xray_page(f"The weight of each token: {title}", found)
-        write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
+        files["report.html"] = xray_page(f"The weight of each token: {title}", found)
+    write_files(config, output, files)
     show_settings(title, found, console)
     print_files(console, output)
     return max(max(abs(share - 1) for share in each.over_documented()) for each in found)

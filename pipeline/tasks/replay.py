@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
@@ -25,7 +25,7 @@ from headrace.pipeline.train import history_table
 
 from .dump_steps import NAMED_DRAWS, DumpSteps
 from .logged import LoggedAdvantages
-from .source import open_configured, print_files
+from .source import open_configured, print_files, write_files
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -48,8 +48,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     console = console or Console()
     pipeline = build_pipeline(config.pipeline)
     source = open_configured(config)
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    write_files(config, output, {})
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, logged = list[dict[str, float]](), LoggedAdvantages()

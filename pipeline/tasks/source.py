@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from headrace.pipeline.error_overrides import override_to_set, text_with_overrid
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.prompt_groups import prompts_in_errors
+from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
@@ -84,6 +86,20 @@ def grader_of(node: Any) -> Callable[..., Any]:
     if not callable(grade):
         raise ConfigError(f"source.regrade must name a callable, or a node with a _target_; got {node!r}")
     return grade
+
+
+def write_files(config: DictConfig, output: Path, files: Mapping[str, str]) -> None:
+    """Write the resolved ``config.yaml`` and other texts into the folder of a task, which is made.
+
+    Args:
+        config: of the task.
+        output: the folder.
+        files: texts by name.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    for name, text in files.items():
+        write_whole(output / name, partial(Path.write_text, data=text, encoding="utf-8"))
 
 
 def print_files(console: Console, folder: Path, *more: str) -> None:
