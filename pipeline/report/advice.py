@@ -591,7 +591,7 @@ def remedy_of(
 
     Example:
         >>> remedy_of(Advisory("lengths-explode", "", "", ())).overrides
-        'pipeline=dr_grpo'
+        'pipeline.stages.weight.unit=token'
     """
     symptom = symptoms().get(advisory.name)
     fitting = [
