@@ -61,11 +61,16 @@ def long_run(**run):
 
 
 def shown(remedy):
-    return {"text": remedy.text, "words": remedy.words, "when": remedy.when, "unless": remedy.unless}
+    return {"text": remedy.text, "overrides": remedy.overrides, "when": remedy.when, "unless": remedy.unless}
 
 
 def about(**changes):
-    facts = {"began": "2026-11-22T04:19:11+00:00", "written": now(), "live": None, "words": ["pipeline=rloo"]}
+    facts = {
+        "began": "2026-11-22T04:19:11+00:00",
+        "written": now(),
+        "live": None,
+        "overrides": ["pipeline=rloo"],
+    }
     return facts | {"versions": {"headrace": "0.5", "torch": "2.9"}, "config": "a: <i>1</i>\n"} | changes
 
 
@@ -91,11 +96,16 @@ def test_the_first_screen_has_the_verdict(look):
     assert not page.one("#recipe").is_displayed()
 
 
+REASONS = ["step 3: one.", "step 4: two."]
+
+
 def test_failed_steps_are_above_the_verdict_and_notes_below_the_advisories(look):
     failed = "2 of 60 steps failed, and are in no number here: step 3, step 4."
-    page = look(long_run(live=None) | {"notices": [failed, "step 3: one.", "step 4: two.", "A note."]})
+    page = look(
+        long_run(live=None) | {"failed": {"said": failed, "reasons": REASONS}, "notices": ["A note."]}
+    )
     assert page.seen("#notices summary") == f"{failed} why"
-    assert page.texts("#notices details p") == ["step 3: one.", "step 4: two."]
+    assert page.texts("#notices details p") == REASONS
     assert page.texts("#notes li") == ["A note."]
     tops = "['notices', 'verdict', 'advisories', 'notes'].map((id) => document.getElementById(id).offsetTop)"
     assert page.driver.execute_script(f"const y = {tops}; return y.every((at, i) => !i || at > y[i - 1])")
@@ -105,7 +115,7 @@ def test_two_recipes_show_first_what_differs_and_name_what_is_equal(look):
     run = long_run(live=None) | {"versus": ["grpo", "rloo"], "equal": ["reward/all/mean", "staleness/mean"]}
     run["curves"] = CURVES | {"versus/gradient_moved": [step / 100 for step in STEPS]}
     run["curves"] |= {f"second/{name}": values for name, values in CURVES.items()}
-    page = look(run | {"notices": ["A note.", "They differ."]})
+    page = look(run | {"notices": ["A note."], "difference": "They differ."})
     assert (page.texts("#notices li"), page.texts("#notes li")) == (["They differ."], ["A note."])
     assert page.seen("#answer .body > .note") == "Equal under both, at every step: reward and staleness."
     tiles = page.texts("#answer .tile h2")

@@ -104,7 +104,7 @@ const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!rem
 function adviceLine(page, verdict, advisory, told, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
-  const doing = (remedy) => remedy.words || remedy.text;
+  const doing = (remedy) => remedy.overrides || remedy.text;
   const remedies = symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && !told.has(doing(remedy)));
   for (const remedy of remedies) told.add(doing(remedy));
   // What the verdict has said already is not said again.
@@ -120,28 +120,25 @@ function adviceLine(page, verdict, advisory, told, at = []) {
       advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
       remedies.length
-        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)])))
+        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.overrides && [": ", h("code", {}, remedy.overrides)])))
         : null,
       h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),
   );
 }
 
-// Above all else: how two recipes differ, or which steps failed, which open to the reasons. What else is to be
+// Above all else: which steps failed, which opens to the reasons, and how two recipes differ. What else is to be
 // known of a dump is below the answer.
 export function sayNotices(page) {
-  const said = page.notices ?? [];
-  const fails = (text) => / failed, and (is|are) in no number here/.test(text);
-  const isReason = (text, i) => i > 0 && fails(said[0]) && /^(a )?step /.test(text);
-  const why = said.filter(isReason);
-  const top = said.filter((text, i) => fails(text) || (page.versus && i === said.length - 1));
-  const line = (text, i) =>
-    i === 0 && why.length
-      ? h("details", {}, h("summary", {}, withCode(text), " ", h("span", { class: "note" }, "why")), why.map((each) => h("p", {}, withCode(each))))
-      : withCode(text);
-  const below = said.filter((text, i) => !top.includes(text) && !isReason(text, i));
-  byId("notices").replaceChildren(...top.map((text, i) => h("li", { class: fails(text) ? "failed" : "" }, line(text, i))));
-  byId("notes").replaceChildren(...below.map((text) => h("li", {}, withCode(text))));
+  const failed = page.failed;
+  const lines = page.difference ? [h("li", {}, withCode(page.difference))] : [];
+  if (failed) {
+    const summary = h("summary", {}, withCode(failed.said), " ", h("span", { class: "note" }, "why"));
+    const reasons = failed.reasons.map((each) => h("p", {}, withCode(each)));
+    lines.unshift(h("li", { class: "failed" }, h("details", { open: reasons.length === 1 }, summary, reasons)));
+  }
+  byId("notices").replaceChildren(...lines);
+  byId("notes").replaceChildren(...(page.notices ?? []).map((text) => h("li", {}, withCode(text))));
   for (const name of ["notices", "notes"]) byId(name).hidden = !byId(name).childElementCount;
 }
 
