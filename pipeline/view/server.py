@@ -280,6 +280,7 @@ def summary(stored: StoredStep) -> dict[str, Any]:
         "reward": a_number(stored.numbers.get("reward/all/mean")),
         "flat": a_number(stored.numbers.get("frac_reward_zero_std")),
         "length": a_number(stored.numbers.get("response_length/mean")),
+        "characters": a_number(stored.numbers.get("response_characters/mean")),
         "truncated": a_number(stored.numbers.get("rollouts/truncated")),
         "left": gone,
     }

@@ -34,7 +34,7 @@ function bar(unit, whole, from, size, kind) {
 }
 
 // On a narrow page the unit stands after its number.
-const unitOf = (unit, n) => ` ${n === 1 ? unit.slice(0, -1) : unit}`;
+const unitOf = (unit, n) => ` ${n === 1 ? unit.replace(/(?<=ch)es$|s$/, "") : unit}`;
 
 // A number, or "parts of" one where only some of its rows left.
 const withUnit = (unit, n, before = "") => [

@@ -118,9 +118,10 @@ function drawRows(state) {
   if (numbers.open) drawNumbers();
 }
 
-// The numbers that any run has, the mean reward first. Times come behind, and what is equal in both runs is last.
+// The numbers that any run has, the mean reward first. Behind are times, what one run lacks, and what is equal in both.
 function metrics() {
-  const place = (name) => (equal.includes(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
+  const inAll = (name) => name === REWARD || runs.every((run) => run.metrics.includes(name));
+  const place = (name) => (equal.includes(name) ? 3 : !inAll(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
   return [...new Set([REWARD, ...runs.flatMap((run) => run.metrics)])].sort((a, b) => place(a) - place(b));
 }
 

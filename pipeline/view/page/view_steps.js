@@ -12,7 +12,7 @@ const NUMBERS = [
 ];
 const MORE = [
   ["groups", "groups", (line) => count(line.groups)],
-  ["length", "mean length (tokens)", (line) => number(line.length)],
+  ["length", "mean length (tokens)", (line) => (isNumber(line.characters) ? `${number(line.characters)} characters` : number(line.length))],
   ["truncated", "truncated rollouts", (line) => inPercent(line.truncated)],
   ["left", "rows not in the loss, by reason", (line) => reasons(line.left)],
 ];
