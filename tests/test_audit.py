@@ -14,14 +14,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command import headrace_here
-from composed import configure
+from composed import composed, configure
 from rich.console import Console
 
-from headrace.pipeline import ConfigError, load_pipeline, make_report, write_dump
+from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.sources import SourceError, open_source
+from headrace.pipeline.tasks import logged
 from headrace.pipeline.tasks.audit import AuditFailed, audit
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    """The recipes whose advantages a dump may have."""
+    monkeypatch.setattr(logged, "load_pipeline", composed)
 
 
 def grpo(rewards, voters=None, eps=1e-6):
@@ -130,6 +137,18 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
 
 
+def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
+    rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    text, _ = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
+    assert " ".join(text.split()).startswith(said)
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(said) < page.index("<table")
+    assert "&lt;script&gt;" in page  # texts of a dump are escaped
+    assert not [word for word in ("<script", "<b>", "\\n") if word in page]
+
+
 def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
     """Its label is a hash, which nobody can look up in the dump; audit.json has it beside the sentence."""
     asked = ["2+2?"] * 4 + ["3+3?"] * 4 + ["4+4?"] * 3
@@ -143,19 +162,17 @@ def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
     assert checks["incomplete"]["findings"][0]["group"].startswith("prompt/")
 
 
-@pytest.mark.parametrize("words", [("source.group_size=3",), ("pipeline.stages.gate.group_size=5",)])
-def test_a_group_size_that_most_groups_lack_is_refused_once(words, tmp_path):
+@pytest.mark.parametrize("option", ["source.group_size=3", "pipeline.stages.gate.group_size=5"])
+def test_a_group_size_that_most_groups_lack_is_refused_once(option, tmp_path):
     """Two of three groups have four rollouts: the option is wrong. Of groups of 3, 4 and 5 nobody knows."""
-    for sizes, fails in (((4, 4, 5), True), ((3, 4, 5), False)):
+    for name, sizes in (("wrong", (4, 4, 5)), ("unknown", (3, 4, 5))):
         rows = [dumps.verl_row(f"{g}_{i}_0", float(i)) for g, size in enumerate(sizes) for i in range(size)]
-        path = dumps.write_lines(tmp_path / f"dump{fails}" / "7.jsonl", rows)
-        if not fails:
-            _, checks = told(path, tmp_path, "pipeline=as/verl", *words)
-            assert checks["oversized"]["findings"] or checks["incomplete"]["findings"]
-            continue
-        said = r"group_size=\d is probably wrong: 2 of 3 groups have 4 rollouts. Set .*group_size=4$"
-        with pytest.raises(ConfigError, match=said):
-            told(path, tmp_path, "pipeline=as/verl", *words)
+        dumps.write_lines(tmp_path / name / "7.jsonl", rows)
+    said = r"group_size=\d is probably wrong: 2 of 3 groups have 4 rollouts. Set .*group_size=4$"
+    with pytest.raises(ConfigError, match=said):
+        told(tmp_path / "wrong", tmp_path, "pipeline=as/verl", option)
+    _, checks = told(tmp_path / "unknown", tmp_path, "pipeline=as/verl", option)
+    assert checks["oversized"]["findings"] or checks["incomplete"]["findings"]
 
 
 def trl_columns(advantages):
@@ -245,7 +262,7 @@ SOUND = {
 def test_a_sound_dump_has_no_findings(name, tmp_path):
     write, words = SOUND[name]
     write(tmp_path / "dump")
-    text, checks = told(tmp_path / "dump", tmp_path, *words)
+    text, checks = told(tmp_path / "dump", tmp_path, *words, "audit.strict=true")
     assert found(checks) == {}
     compared = {"headrace", "slime", "trl", "nemo_rl", "open_instruct"}
     assert (checks["advantages"]["state"] == "passed") == (name in compared)
@@ -258,12 +275,11 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
 # -- what can be said, and what cannot -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
+def test_each_group_is_named_with_how_it_was_counted(tmp_path):
     """Random groups, each counted in one of three ways, compared with a loop over rollouts."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
-    for group in range(24):
+    for group in range(60):
         rewards = [draw.random() for _ in range(4)]
         several = {0: draw.randint(1, 3)}
         removed = draw.random() < 0.5
@@ -280,16 +296,6 @@ def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
     _, checks = told(path, tmp_path, *AS_SLIME)
     assert found(checks) == {name: groups for name, groups in truth.items() if groups}
-
-
-def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
-    rows = [dumps.verl_row(f"a_{i}_0", float(i)) for i in range(4)]
-    path = dumps.write_lines(tmp_path / "7.jsonl", rows)
-    text, _ = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
-    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
-    assert " ".join(text.split()).startswith(said)
-    page = (tmp_path / "report.html").read_text()
-    assert page.index(said) < page.index("<table")
 
 
 def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
@@ -395,10 +401,8 @@ def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
     columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
     columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
-    run = load_pipeline("grpo", "pipeline.stages.split.minibatches=2", *words).run(
-        dumps.batch_of(columns)[:rows]
-    )
-    return write_dump(make_report(run), folder)
+    pipeline = composed("pipeline=grpo", "pipeline.stages.split.minibatches=2", *words)
+    return write_dump(make_report(pipeline.run(dumps.batch_of(columns)[:rows])), folder)
 
 
 def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
@@ -451,47 +455,16 @@ def test_a_strict_command_exits_with_1_on_findings(tmp_path):
     done = headrace_here(tmp_path, *words, "audit.strict=true", check=False)
     assert done.returncode == 1
     assert "advantages of the wrong sign" in done.stdout
-    assert sorted(
-        each.name for each in (tmp_path / "out").glob("[!.]*") if each.is_file() and each.suffix != ".log"
-    ) == [
-        "audit.json",
-        "config.yaml",
-        "report.html",
-    ]
-    page = (tmp_path / "out" / "report.html").read_text()
+    out = tmp_path / "out"
+    written = {each.name for each in out.glob("[!.]*") if each.is_file() and each.suffix != ".log"}
+    assert written == {"audit.json", "config.yaml", "report.html"}
+    page = (out / "report.html").read_text()
     assert "wrong signs: row 0 (rollout 1) -1, by the recipe 1.3" in page
     assert "<script" not in page
-    done = headrace_here(tmp_path, "task=audit", "source.path=nowhere", "audit.strict=true", check=False)
-    assert done.returncode == 2
-    dumps.trl_dump(
-        tmp_path / "good" / "completions_4.parquet",
-        **trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)),
-    )
-    words[-2] = "source.path=good"
-    assert headrace_here(tmp_path, *words, "audit.strict=true").returncode == 0
-
-
-def test_strict_raises_and_options_are_checked(tmp_path):
-    path = dumps.trl_dump(
-        tmp_path / "completions_4.parquet",
-        **trl_columns([-value for value in grpo(R, eps=1e-4)] + grpo(R[::-1], eps=1e-4)),
-    )
-    config = configure("config", "task=audit", f"source.path={path}", *AS_TRL, "audit.strict=true")
     with pytest.raises(AuditFailed, match=r"the audit has 1 finding$"):
-        audit(config, tmp_path / "out", [], Console(file=io.StringIO()))
+        told(tmp_path / "bad", tmp_path, *AS_TRL, "audit.strict=true")
     with pytest.raises(ConfigError, match="a dump to read is required"):
-        audit(configure("config", "task=audit"), tmp_path / "out")
-
-
-def test_texts_of_a_dump_are_escaped_on_the_page(tmp_path):
-    rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
-    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    told(path, tmp_path, "source.group_size=4", "source.format=verl")
-    page = (tmp_path / "report.html").read_text()
-    assert "\\n" not in page  # line breaks of the terminal
-    assert "&lt;script&gt;" in page
-    assert "<script" not in page
-    assert "<b>" not in page
+        audit(configure("config", "task=audit"), out)
 
 
 # -- what slime trained --------------------------------------------------------------------------------

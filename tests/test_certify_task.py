@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import headrace_here, refused
+from command import headrace_here
 from composed import configure
 from rich.console import Console
 
@@ -130,23 +130,6 @@ def test_a_nan_advantage_gets_no_certificate(tmp_path):
     words += ["pipeline.stages.turns=null", "pipeline.order=[gate,collapse,advantage,split,weight]", ONLY]
     with pytest.raises(ConfigError, match="every token in the loss must be finite; found NaN"):
         told(tmp_path, *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["certify.group_sizes=[9]", ONLY],
-            "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000",
-        ),
-        (["certify.group_sizes=[3]", "certify.only=[forks]"], "groups must be of a multiple of 2; got 3"),
-        (["certify.only=[forsk]"], "unknown task 'forsk' (did you mean 'forks'?)"),
-        (["certify.tasks.forks.theta=[1]", "certify.only=[forks]"], "certify.tasks.forks.theta"),
-        (["+certify.tasks.mine={a: 1}"], "certify.tasks.mine must be a node with a _target_"),
-    ],
-)
-def test_an_error_is_one_paragraph(words, message, tmp_path):
-    assert message in refused(tmp_path, "task=certify", *words)
 
 
 def test_probabilities_that_do_not_sum_to_1_are_refused():

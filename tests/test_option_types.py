@@ -134,15 +134,6 @@ def test_a_setting_of_the_wrong_type_is_refused_by_name(task):
         assert str(refusal.value).startswith(path)
 
 
-def test_one_value_for_several_settings_is_refused():
-    config = compose_config("config")
-    config.train = 3
-    with pytest.raises(
-        ConfigError, match=r"train is a group of settings; set one of them, as train\.NAME=VALUE; got 3"
-    ):
-        check_types(config)
-
-
 def test_a_constructor_error_without_a_name_is_attributed_to_its_option():
     config = compose_config("config", "optimizer.lr=-1", "task=train").optimizer
     with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1: Invalid learning rate: -1$"):

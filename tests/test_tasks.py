@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from busy import busy_batch, stages
-from command import headrace_here, refused
+from command import headrace_here
 from composed import configure
 from dumps import slime_dump, slime_sample, write_lines
 from rich.console import Console
@@ -228,24 +228,6 @@ def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
     assert found["numbers"]["rows"] == 6
     assert [each["step"] for each in found["failed_steps"]] == [1, 2]
     assert "one has 8 rows and the other 6" in found["failed_steps"][0]["why"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["task=replay"], "source.path=FILE, FOLDER or a glob"),
-        (
-            ["task=plan", "source.path=nowhere", "source.format=verl"],
-            "nowhere: there is no such file or folder",
-        ),
-        (
-            ["task=replay", "source.path=.", "source.format=slimee"],
-            "format must be auto or one of headrace, nemo_rl",
-        ),
-    ],
-)
-def test_an_error_is_one_paragraph(words, message, tmp_path):
-    assert message in refused(tmp_path, *words)
 
 
 def test_the_command_trains_dumps_and_replays(tmp_path):
