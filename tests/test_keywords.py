@@ -62,7 +62,7 @@ def has(pipeline: DictConfig, key: str) -> bool:
     return stage is None or pipeline.stages.get(stage) is not None
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "as/miles", "mt_grpo", "tree_grpo"])
+@pytest.mark.parametrize("recipe", ["as/miles", "mt_grpo", "tree_grpo"])
 def test_keywords_equal_their_overrides(recipe, node):
     plain = compose_config("load", f"pipeline={recipe}").pipeline
     taken = {word: key for word, key in KEYWORDS.items() if has(plain, key)}

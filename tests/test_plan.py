@@ -139,15 +139,14 @@ def test_the_estimate_from_few_rollouts_has_no_bias():
     assert np.mean(found) == pytest.approx(0.3**4 + 0.7**4, abs=3 * np.std(found) / 20)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("rate", [RATES, np.full(400, 0.02), np.linspace(0, 1, 400)])
-def test_bounds_contain_the_truth(rate, seed):
-    values, group, _, _ = simulated(rate[None], [1] * 400, 8, seed)
-    found = chances_of_sizes(values, group, np.arange(400), SIZES)
-    for k, size in enumerate(SIZES):
-        slack = 3 * found.error[k]
-        assert found.lower[k] - slack <= truth(rate, size) <= found.upper[k] + slack
-    assert found.lower[-1] < found.upper[-1]
+def test_bounds_contain_the_truth():
+    for seed, rate in itertools.product(range(3), (RATES, np.full(400, 0.02), np.linspace(0, 1, 400))):
+        values, group, _, _ = simulated(rate[None], [1] * 400, 8, seed)
+        found = chances_of_sizes(values, group, np.arange(400), SIZES)
+        for k, size in enumerate(SIZES):
+            slack = 3 * found.error[k]
+            assert found.lower[k] - slack <= truth(rate, size) <= found.upper[k] + slack, (seed, rate)
+        assert found.lower[-1] < found.upper[-1]
 
 
 def test_groups_that_are_equal_by_chance_give_no_high_lower_bound():
@@ -274,13 +273,6 @@ def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
     _, text = told(configured(tmp_path, gate, "plan.group_sizes=[2]"), tmp_path)
     lines = [line.split()[:-1] for line in text.splitlines() if line.endswith("%")]
     assert lines == [["0", "1"], ["0.25", "to", "0.5", "1"], ["1", "1"], ["all", "3"]]
-
-
-@given(st.integers(1, 60))
-def test_a_group_of_one_is_never_informative(rollouts):
-    """Otherwise an informative group would take quadrillions of rollouts."""
-    different = np.ones(rollouts, int), np.zeros(rollouts, int)
-    assert chance_of_equal(*different, 1).tolist() == [1.0]
 
 
 def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tmp_path):

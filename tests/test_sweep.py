@@ -81,8 +81,8 @@ def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path, monkeypatch):
     assert "job 1 failed: seed must be an integer; got 'abc'" in after
     assert "job 2 failed: KeyError('out of the blue')" in after
     assert "Traceback" not in done.stderr
-    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4", *words))
-    assert [line[:2] for line in lines] == [["0", "4"]]
+    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
+    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
     assert len(list(tmp_path.rglob(FILE))) == 3
 
 
