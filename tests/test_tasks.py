@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from busy import busy_batch, stages
-from command import headrace_here
+from command import headrace_here, told
 from composed import configure
 from dumps import slime_dump, slime_sample, write_lines
 from rich.console import Console
@@ -42,11 +42,6 @@ def dump(make_batch, tmp_path):
 
 def configured(task, dump, *words):
     return configure("config", f"task={task}", f"source.path={dump}", *words)
-
-
-def told(function, config, folder, *arguments) -> tuple[float, str]:
-    console = Console(width=100, record=True, file=io.StringIO())
-    return function(config, folder, *arguments, console), console.export_text()
 
 
 def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
