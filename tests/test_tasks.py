@@ -22,7 +22,7 @@ from headrace.pipeline.report import Comparison
 from headrace.pipeline.tasks.compare import compare, show_comparison
 from headrace.pipeline.tasks.perform import perform
 from headrace.pipeline.tasks.replay import replay
-from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight, MissingKeyError
+from headrace.transforms import GroupRelativeAdvantage, LossWeight, MissingKeyError
 
 pytestmark = pytest.mark.slow
 
@@ -69,12 +69,6 @@ def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
     _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
     assert "2+2?" in text
     assert "im_start" not in text
-
-
-def test_a_refused_step_is_named(dump, tmp_path):
-    config = configured("replay", dump, "pipeline.stages.gate.group_size=3")
-    with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
-        told(replay, config, tmp_path / "out")
 
 
 def test_all_options_that_a_dump_needs_are_named_at_once(make_batch, tmp_path):

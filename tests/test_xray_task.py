@@ -45,7 +45,7 @@ def step(model, batch, cut):
 
 def measured(folder: Path, *words: str) -> dict[str, dict]:
     """The settings in the JSON of the command, by name."""
-    headrace_here(folder, "task=xray", *words, f"hydra.run.dir={folder}/out")
+    headrace_here(folder, "task=xray", *words, "hydra.run.dir=out")
     assert "<svg" in (folder / "out" / "report.html").read_text()
     found = json.loads((folder / "out" / "xray.json").read_text())["settings"]
     return {each["setting"]: each for each in found}
