@@ -130,7 +130,8 @@ def texts_are_parsed_once() -> Iterator[None]:
 def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[None]:
     """Of the package alone: Hydra takes half a second, and hundreds of tests ask for the same ones.
 
-    A command composes twice, first for `hydra.mode`, which nothing here sets.
+    A command composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files
+    that nothing here reads.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.hydra import Hydra
@@ -154,6 +155,7 @@ def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[No
     with (
         patch.object(ConfigLoaderImpl, "_load_configuration_impl", composed),
         patch.object(Hydra, "get_mode", lambda *_, **__: None),
+        patch("hydra.core.utils._save_config", lambda *found: found[2].mkdir(parents=True, exist_ok=True)),
     ):
         yield
 
