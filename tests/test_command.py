@@ -11,7 +11,6 @@ import pytest
 from command import QUICK, Started, headrace, headrace_here
 from omegaconf import OmegaConf
 
-from headrace import pipeline
 from headrace.pipeline.main import main
 
 pytestmark = pytest.mark.slow
@@ -122,10 +121,3 @@ def test_the_default_experiment_learns(tmp_path):
     for reason in ("gate: incomplete", "filter: zero variance"):
         assert reason in done.stdout
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)
-
-
-def test_pipeline_exports_exactly_its_public_names():
-    assert {name: getattr(pipeline, name) for name in pipeline.__all__}
-    assert set(pipeline.__all__) <= set(dir(pipeline))
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = pipeline.nothing

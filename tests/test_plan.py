@@ -127,16 +127,6 @@ def test_the_pooled_chance_equals_that_of_a_simulation():
         assert abs(found.upper[k] - simulation) < 3 * found.error[k] + 0.01
 
 
-def test_the_estimate_from_few_rollouts_has_no_bias():
-    """Two groups of two, over 400 repetitions: the chance at 4 is that of 4 rollouts, 0.3⁴ + 0.7⁴."""
-    repeated = [simulated(np.full((2, 5), 0.3), [2] * 5, 2, seed) for seed in range(400)]
-    found = [
-        chances_of_sizes(values, group, prompt, np.array([4])).each.mean()
-        for values, group, prompt, _ in repeated
-    ]
-    assert np.mean(found) == pytest.approx(0.3**4 + 0.7**4, abs=3 * np.std(found) / 20)
-
-
 def test_bounds_contain_the_truth():
     for seed, rate in itertools.product(range(3), (RATES, np.full(400, 0.02), np.linspace(0, 1, 400))):
         values, group, _, _ = simulated(rate[None], [1] * 400, 8, seed)
@@ -165,10 +155,10 @@ def test_a_policy_that_learns_is_pooled_over_fewer_steps():
     assert all_steps.upper[0] < 0.01 < truth(learns, 16)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_constant_policy_is_pooled_over_all_steps(seed):
-    values, group, prompt, step = simulated(np.tile(RATES, (6, 1)), [6] * 400, 4, seed)
-    assert pools_of(prompt, step, values[:, 0], group)[1] == 6
+def test_a_constant_policy_is_pooled_over_all_steps():
+    for seed in range(4):
+        values, group, prompt, step = simulated(np.tile(RATES, (6, 1)), [6] * 400, 4, seed)
+        assert pools_of(prompt, step, values[:, 0], group)[1] == 6
 
 
 def test_prompts_without_texts_are_not_pooled():
