@@ -245,9 +245,16 @@ def test_a_user_step_is_named_and_compared_with_a_recipe(tmp_path, monkeypatch):
     assert not close(against["over_documented"], 1.0)
 
 
-def test_an_error_of_a_user_step_is_one_paragraph(tmp_path):
-    said = refused(tmp_path, "task=xray", "xray=mine", "source=json:dumps")
-    assert "xray=mine: json:dumps(model, batch, cut) raised TypeError" in said
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("null", "xray=mine needs a step to measure: source=module:function"),
+        ("json:__doc__", "must name a function(model, batch, cut)"),
+        ("json:dumps", "xray=mine: json:dumps(model, batch, cut) raised TypeError"),
+    ],
+)
+def test_an_error_of_a_user_step_is_one_paragraph(source, says, tmp_path):
+    assert says in refused(tmp_path, "task=xray", "xray=mine", f"source={source}")
 
 
 def test_a_missing_trainer_is_named_with_how_to_install_it(tmp_path, monkeypatch):
