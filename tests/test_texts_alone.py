@@ -305,7 +305,7 @@ def recipes_of_mine(tmp_path):
 
 
 NAN = (nan_score, "2.jsonl:1: 'score' is the literal NaN, which is no JSON")
-LOST = (lost_row, r"'gate'.* group of 'a' has 1 of 2.*set pipeline\.stages\.gate\.on_incomplete=drop")
+LOST = (lost_row, r"'gate'.* group of 'a' has 1 of 2.*Set pipeline\.stages\.gate\.on_incomplete=drop")
 FILE = {"compare": "compare.json", "plan": "plan.json", "audit": "audit.json"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from command import QUICK, headrace, headrace_here
 
 from headrace.pipeline import ConfigError, load_pipeline
-from headrace.pipeline.command.words import ready_words
+from headrace.pipeline.command.arguments import hydra_arguments
 from headrace.pipeline.composing import TASKS, recipes
 
 pytestmark = pytest.mark.slow
@@ -117,7 +117,7 @@ def test_python_and_the_command_give_the_same_hint():
 
 
 def test_flags_may_be_mixed_with_overrides():
-    found = ready_words(["a=1", "--cfg", "job", "~pipeline.stages.filter"])
+    found = hydra_arguments(["a=1", "--cfg", "job", "~pipeline.stages.filter"])
     assert found == ["--cfg", "job", "a=1", "pipeline.stages.filter=null"]
 
 
