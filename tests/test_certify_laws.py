@@ -146,7 +146,7 @@ def test_a_users_gate_option_is_kept():
     refused = certified("rloo", "by_chance", "pipeline.stages.gate.on_incomplete=raise")
     assert isinstance(refused, Refused)
     assert "incomplete" in refused.reason
-    assert "set pipeline.stages.gate.on_incomplete=drop" in refused.reason
+    assert "Set pipeline.stages.gate.on_incomplete=drop" in refused.reason
     keep = "pipeline.stages.gate.on_incomplete=keep"
     kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
     assert kept == pytest.approx([kept[0]] * 2)
