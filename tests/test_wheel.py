@@ -137,16 +137,19 @@ def test_type_checkers_find_the_installed_packages(kind, request, tmp_path):
     assert """error: Argument "scale" to "load_pipeline" has incompatible type "Literal['nose']\"""" in found
 
 
-def test_each_install_finds_its_own_files_and_version_without_torch(editable, installed, source, tmp_path):
-    """An editable one the folders of the root, a wheel its own."""
-    (path_file,) = site_of(editable).glob("__editable__*")
-    assert path_file.read_text().strip() == str(source / "src")
+@pytest.mark.parametrize("kind", ["installed", "editable"])
+def test_a_wheel_uses_its_own_files_and_an_editable_install_the_root_folders(kind, request, source, tmp_path):
+    python = request.getfixturevalue(kind)
     code = "import headrace, sys; from importlib.util import find_spec; print(headrace.__version__, "
-    code += "'torch' in sys.modules, find_spec('headrace.transforms').origin)"
-    for python, folder in ((editable, source / "transforms"), (installed, site_of(installed) / "headrace")):
-        version, torch, file = run(python, "-c", code, cwd=tmp_path).split()
-        assert (version, torch) == (VERSION, "False")
-        assert Path(file).resolve().is_relative_to(folder.resolve()), file
+    code += "find_spec('headrace.transforms').origin, 'torch' in sys.modules)"
+    version, shown, starts_torch = run(python, "-c", code, cwd=tmp_path).split()
+    assert (version, starts_torch) == (VERSION, "False")
+    if kind == "installed":
+        assert str(python.parent.parent) in shown
+        return
+    assert Path(shown).resolve() == source / "transforms" / "__init__.py"
+    entries = [path.read_text().strip() for path in site_of(python).glob("__editable__*")]
+    assert entries == [str(source / "src")]
 
 
 def test_every_adapter_attaches_as_its_page_says(installed, tmp_path):
