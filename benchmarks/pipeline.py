@@ -20,7 +20,7 @@ from tables import Cell, Row, Table
 from tensordict import TensorDict
 from timing import measure, median_ms, ratio
 
-from headrace.pipeline import load_pipeline
+from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import take_rows
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
@@ -54,10 +54,9 @@ def gather_pieces(batch: TensorDict, order: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def candidates(batch: TensorDict) -> dict[str, Callable[[], object]]:
+def candidates(batch: TensorDict, pipeline: Pipeline) -> dict[str, Callable[[], object]]:
     """By the names of the columns."""
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
-    pipeline = load_pipeline("pipeline=grpo")
     return {
         "gather": lambda: take_rows(batch, order),
         "in pieces": gather_pieces(batch, order),
@@ -67,10 +66,8 @@ def candidates(batch: TensorDict) -> dict[str, Callable[[], object]]:
     }
 
 
-def peak_memory(batch: TensorDict) -> float:
-    """The most bytes of tensors that the loop over minibatches holds at a time, over those of the batch."""
-    loop = in_pieces(batch)
-    loop()
+def peak_memory(batch: TensorDict, loop: Callable[[], object]) -> float:
+    """The most bytes of tensors that a loop holds at a time, once it has run, over those of the batch."""
     with LiveBytes() as memory:
         loop()
     return memory.peak / bytes_of(batch)
@@ -78,20 +75,22 @@ def peak_memory(batch: TensorDict) -> float:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """Rows of tensors, and rows with texts."""
-    rows, head = [], []
+    rows, head, pipeline = [], [], load_pipeline("pipeline=grpo")
     for shape in SHAPES:
         count, tokens = (64, 16) if options.quick else shape
         batch = collected(count, tokens)
-        times = measure(candidates(batch), options.rounds)
+        functions = candidates(batch, pipeline)
+        times = measure(functions, options.rounds)
         head = ["rows", "gather, ms", *list(times)[1:]]
         targets = TARGETS if shape == TARGETED else {}
         cells = [Cell(ratio(times, each, "gather"), target=targets.get(each)) for each in head[2:]]
-        cells.append(Cell(peak_memory(batch), target=PEAK if shape == TARGETED else None))
+        peak = peak_memory(batch, functions["minibatches"])
+        cells.append(Cell(peak, target=PEAK if shape == TARGETED else None))
         label = f"{count:,} × {tokens:,} tokens, {batch.bytes() / 1e6:.0f} MB"
         rows.append(Row(label, [Cell(median_ms(times, "gather")), *cells]))
     yield Table("The grpo recipe over a gather", NOTE, [*head, "memory"], rows)
 
-    count, pipeline = 64 if options.quick else 8192, load_pipeline("pipeline=grpo")
+    count = 64 if options.quick else 8192
     short, spoken = collected(count, 16), collected(count, 16, texts=True)
     functions = {
         "without, ms": lambda: pipeline(short),

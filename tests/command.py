@@ -15,9 +15,11 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import process_context
+from rich.console import Console
 
 from headrace.pipeline.main import main
 
@@ -89,6 +91,12 @@ def run_here(program: Callable[[], object], folder: Path, *words: str) -> subpro
         logging.root.removeHandler(handler)
         handler.close()
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
+
+
+def told(task: Callable, config: Any, folder: Path, *more: Any) -> tuple[float, str]:
+    """The number of a task, and what it prints."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    return task(config, folder, *more, console), console.export_text()
 
 
 def refused(folder: Path, *words: str) -> str:

@@ -128,8 +128,13 @@ def texts_are_parsed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[None]:
-    """Of the package alone: Hydra takes half a second, and hundreds of tests ask for the same ones."""
+    """Of the package alone: Hydra takes half a second, and hundreds of tests ask for the same ones.
+
+    A command composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files
+    that nothing here reads.
+    """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.hydra import Hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.utils import JobRuntime
     from kept import kept
@@ -147,7 +152,11 @@ def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[No
         config.hydra.runtime.cwd = os.getcwd()
         return config
 
-    with patch.object(ConfigLoaderImpl, "_load_configuration_impl", composed):
+    with (
+        patch.object(ConfigLoaderImpl, "_load_configuration_impl", composed),
+        patch.object(Hydra, "get_mode", lambda *_, **__: None),
+        patch("hydra.core.utils._save_config", lambda *found: found[2].mkdir(parents=True, exist_ok=True)),
+    ):
         yield
 
 

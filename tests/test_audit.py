@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import statistics
@@ -13,15 +12,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command import headrace_here
-from composed import configure
-from rich.console import Console
+from command import headrace_here, told
+from composed import composed, configure
 
-from headrace.pipeline import ConfigError, load_pipeline, make_report, write_dump
+from headrace.pipeline import ConfigError, make_report, write_dump
 from headrace.pipeline.sources import SourceError, open_source
+from headrace.pipeline.tasks import logged
 from headrace.pipeline.tasks.audit import AuditFailed, audit
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    """The recipes whose advantages a dump may have."""
+    monkeypatch.setattr(logged, "load_pipeline", composed)
 
 
 def grpo(rewards, voters=None, eps=1e-6):
@@ -31,16 +36,15 @@ def grpo(rewards, voters=None, eps=1e-6):
     return [(reward - statistics.mean(voters)) / scale if len(set(voters)) > 1 else 0.0 for reward in rewards]
 
 
-def told(path, folder, *words):
+def audited(path, folder, *words):
     """What an audit prints, and its checks as JSON, by name."""
     named = [word for word in words if word.startswith("pipeline=")]
     config = configure("config", "task=audit", f"source.path={path}", *words)
-    console = Console(width=200, record=True, file=io.StringIO())
-    number = audit(config, folder, named, console)
+    number, text = told(audit, config, folder, named)
     report = json.loads((folder / "audit.json").read_text())
     checks = {check["check"]: check for check in report["checks"]}
     assert number == report["findings"] == sum(len(check["findings"]) for check in checks.values())
-    return console.export_text(), checks
+    return text, checks
 
 
 def found(checks):
@@ -95,7 +99,7 @@ def test_five_faults_of_a_slime_dump_are_found(tmp_path):
     rows.add(4, R, grpo(R), **REMOVED)
     rows.add(5, [*R, 0.75], grpo([*R, 0.75]))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
-    text, checks = told(path, tmp_path, *AS_SLIME)
+    text, checks = audited(path, tmp_path, *AS_SLIME)
     assert found(checks) == {
         "incomplete": ["1"],
         "mixed": ["2"],
@@ -121,13 +125,25 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     rows += [dumps.verl_row(f"mixed_{i}_0", float(i), prompt=f"{i // 2}+1?") for i in range(4)]
     rows += [dumps.verl_row(f"large_{i}_0", float(i)) for i in range(5)]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    text, checks = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    text, checks = audited(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
     assert found(checks) == {"incomplete": ["short"], "mixed": ["mixed"], "oversized": ["large"]}
     assert checks["mixed"]["findings"][0]["rollouts"] == [f"mixed_{i}" for i in range(4)]
     for name in ("signs", "counted_twice", "advantages"):
         assert checks[name]["state"] == "not checked"
         assert list(checks[name]["not_checked"]) == ["the dump has no advantages"]
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
+
+
+def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
+    rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    text, _ = audited(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
+    assert " ".join(text.split()).startswith(said)
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(said) < page.index("<table")
+    assert "&lt;script&gt;" in page  # texts of a dump are escaped
+    assert not [word for word in ("<script", "<b>", "\\n") if word in page]
 
 
 def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
@@ -138,24 +154,22 @@ def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
     ]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
     words = ("source.group_by=prompt", "source.group_size=4", "source.format=verl")
-    text, checks = told(path, tmp_path, "pipeline=as/verl", *words)
+    text, checks = audited(path, tmp_path, "pipeline=as/verl", *words)
     assert "group of '4+4?' has 3 of 4 rollouts" in text
     assert checks["incomplete"]["findings"][0]["group"].startswith("prompt/")
 
 
-@pytest.mark.parametrize("words", [("source.group_size=3",), ("pipeline.stages.gate.group_size=5",)])
-def test_a_group_size_that_most_groups_lack_is_refused_once(words, tmp_path):
+@pytest.mark.parametrize("option", ["source.group_size=3", "pipeline.stages.gate.group_size=5"])
+def test_a_group_size_that_most_groups_lack_is_refused_once(option, tmp_path):
     """Two of three groups have four rollouts: the option is wrong. Of groups of 3, 4 and 5 nobody knows."""
-    for sizes, fails in (((4, 4, 5), True), ((3, 4, 5), False)):
+    for name, sizes in (("wrong", (4, 4, 5)), ("unknown", (3, 4, 5))):
         rows = [dumps.verl_row(f"{g}_{i}_0", float(i)) for g, size in enumerate(sizes) for i in range(size)]
-        path = dumps.write_lines(tmp_path / f"dump{fails}" / "7.jsonl", rows)
-        if not fails:
-            _, checks = told(path, tmp_path, "pipeline=as/verl", *words)
-            assert checks["oversized"]["findings"] or checks["incomplete"]["findings"]
-            continue
-        said = r"group_size=\d is probably wrong: 2 of 3 groups have 4 rollouts. Set .*group_size=4$"
-        with pytest.raises(ConfigError, match=said):
-            told(path, tmp_path, "pipeline=as/verl", *words)
+        dumps.write_lines(tmp_path / name / "7.jsonl", rows)
+    said = r"group_size=\d is probably wrong: 2 of 3 groups have 4 rollouts. Set .*group_size=4$"
+    with pytest.raises(ConfigError, match=said):
+        audited(tmp_path / "wrong", tmp_path, "pipeline=as/verl", option)
+    _, checks = audited(tmp_path / "unknown", tmp_path, "pipeline=as/verl", option)
+    assert checks["oversized"]["findings"] or checks["incomplete"]["findings"]
 
 
 def trl_columns(advantages):
@@ -175,7 +189,7 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
     wrong = [-value if i in (1, 4, 6) else value for i, value in enumerate(advantages)]
     path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **trl_columns(wrong))
-    text, checks = told(path, tmp_path, *AS_TRL)
+    text, checks = audited(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"signs"}
     assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
     assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
@@ -245,7 +259,7 @@ SOUND = {
 def test_a_sound_dump_has_no_findings(name, tmp_path):
     write, words = SOUND[name]
     write(tmp_path / "dump")
-    text, checks = told(tmp_path / "dump", tmp_path, *words)
+    text, checks = audited(tmp_path / "dump", tmp_path, *words, "audit.strict=true")
     assert found(checks) == {}
     compared = {"headrace", "slime", "trl", "nemo_rl", "open_instruct"}
     assert (checks["advantages"]["state"] == "passed") == (name in compared)
@@ -258,12 +272,11 @@ def test_a_sound_dump_has_no_findings(name, tmp_path):
 # -- what can be said, and what cannot -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
+def test_each_group_is_named_with_how_it_was_counted(tmp_path):
     """Random groups, each counted in one of three ways, compared with a loop over rollouts."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     rows, truth = Rows(), {"counted_twice": [], "masked": []}
-    for group in range(24):
+    for group in range(60):
         rewards = [draw.random() for _ in range(4)]
         several = {0: draw.randint(1, 3)}
         removed = draw.random() < 0.5
@@ -278,18 +291,8 @@ def test_each_group_is_named_with_how_it_was_counted(seed, tmp_path):
             truth[how].append(str(group))
         rows.add(group, rewards, grpo(rewards, voters), rows=several, **(REMOVED if removed else {}))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
-    _, checks = told(path, tmp_path, *AS_SLIME)
+    _, checks = audited(path, tmp_path, *AS_SLIME)
     assert found(checks) == {name: groups for name, groups in truth.items() if groups}
-
-
-def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
-    rows = [dumps.verl_row(f"a_{i}_0", float(i)) for i in range(4)]
-    path = dumps.write_lines(tmp_path / "7.jsonl", rows)
-    text, _ = told(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
-    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
-    assert " ".join(text.split()).startswith(said)
-    page = (tmp_path / "report.html").read_text()
-    assert page.index(said) < page.index("<table")
 
 
 def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
@@ -299,7 +302,7 @@ def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
     rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
     words = ("pipeline=as/prime_rl", "pipeline.empty=exclude", "source.group_size=4")
-    _, checks = told(path, tmp_path, *words)
+    _, checks = audited(path, tmp_path, *words)
     assert found(checks) == {}
     assert checks["counted_twice"]["state"] == checks["masked"]["state"] == "passed"
 
@@ -311,7 +314,7 @@ def test_two_possible_explanations_are_both_named(tmp_path):
     rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
     words = ("pipeline=as/prime_rl", "pipeline.empty=exclude", "source.group_size=4")
-    _, checks = told(path, tmp_path, *words)
+    _, checks = audited(path, tmp_path, *words)
     assert set(found(checks)) == {"advantages"}
     said = checks["advantages"]["findings"][0]["text"]
     assert "as if each row counts as a rollout as well as if rollouts out of the loss count" in said
@@ -323,7 +326,7 @@ def test_groups_cut_by_position_are_named(tmp_path):
     columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
-    text, checks = told(path, tmp_path, *AS_TRL)
+    text, checks = audited(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"mixed", "incomplete", "oversized"}
     assert len(checks["mixed"]["findings"]) == 2
     assert "compared with other groups, as if groups are cut by position, 4 rows each" in text
@@ -336,7 +339,7 @@ def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
     columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
     columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
-    _, checks = told(path, tmp_path, *AS_TRL)
+    _, checks = audited(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"advantages", "incomplete", "oversized"}
     assert all(row < 3 for row in checks["advantages"]["findings"][0]["rows"])
 
@@ -345,7 +348,7 @@ def test_a_wrong_sign_is_found_where_both_counts_agree(tmp_path):
     rows, centred = Rows(), [reward - statistics.mean(R) for reward in R]
     rows.add(0, R, [-centred[0], *centred[1:]], rows=dict.fromkeys(range(4), 2))
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
-    _, checks = told(path, tmp_path, "pipeline=as/prime_rl", "source.group_size=4")
+    _, checks = audited(path, tmp_path, "pipeline=as/prime_rl", "source.group_size=4")
     assert found(checks) == {"signs": ["0"]}
     assert checks["counted_twice"]["state"] == "passed"
 
@@ -353,7 +356,7 @@ def test_a_wrong_sign_is_found_where_both_counts_agree(tmp_path):
 def test_the_recipe_of_other_advantages_is_named(tmp_path):
     columns = trl_columns([reward - statistics.mean(R) for reward in R + R[::-1]])
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
-    text, checks = told(path, tmp_path, *AS_TRL)
+    text, checks = audited(path, tmp_path, *AS_TRL)
     assert set(found(checks)) == {"advantages"}
     assert "8 of 8 advantages are not those of the recipe: row 0 (rollout 1) 0.5625, by the recipe 1." in text
     assert "they are those of as/" in checks["advantages"]["hint"]
@@ -363,7 +366,7 @@ def test_recipes_that_count_masked_rollouts_are_named(tmp_path):
     rows = Rows()
     rows.add(4, R, grpo(R), **REMOVED)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
-    _, checks = told(path, tmp_path, "pipeline=as/slime", "source.group_size=4")
+    _, checks = audited(path, tmp_path, "pipeline=as/slime", "source.group_size=4")
     assert found(checks) == {}
     assert checks["masked"]["state"] == "not checked"
     assert "set pipeline.empty=exclude" in next(iter(checks["masked"]["not_checked"]))
@@ -375,17 +378,17 @@ def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
     rows.add(0, R, grpo(R, [1.0, 0.5, 0.25]), **aborted)
     rows.add(1, R, grpo(R), **aborted)
     path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
-    text, checks = told(path, tmp_path, *AS_SLIME)
+    text, checks = audited(path, tmp_path, *AS_SLIME)
     assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
     assert "group 0 has 3 of 4 rollouts; failed or aborted: 1" in text
-    text, checks = told(path, tmp_path / "again", *AS_SLIME[:2])
+    text, checks = audited(path, tmp_path / "again", *AS_SLIME[:2])
     assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
     assert "not checked: groups with too many rollouts: the size of groups is not known" in text
 
 
 def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
     path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
-    _, checks = told(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
+    _, checks = audited(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
     assert found(checks) == {}
     assert "has a state from steps before the dump" in next(iter(checks["signs"]["not_checked"]))
 
@@ -395,15 +398,13 @@ def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
     columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
     columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
     columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
-    run = load_pipeline("grpo", "pipeline.stages.split.minibatches=2", *words).run(
-        dumps.batch_of(columns)[:rows]
-    )
-    return write_dump(make_report(run), folder)
+    pipeline = composed("pipeline=grpo", "pipeline.stages.split.minibatches=2", *words)
+    return write_dump(make_report(pipeline.run(dumps.batch_of(columns)[:rows])), folder)
 
 
 def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
     path = headrace_dump(tmp_path / "dump", "pipeline.stages.gate.on_incomplete=drop", rows=7)
-    _, checks = told(path, tmp_path)
+    _, checks = audited(path, tmp_path)
     assert found(checks) == {}
     assert checks["incomplete"]["state"] == "passed"
 
@@ -411,9 +412,9 @@ def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
 def test_weights_are_compared_with_the_declared_mean(tmp_path):
     words = ("pipeline.stages.weight.unit=rollout",)
     path = headrace_dump(tmp_path / "dump", *words)
-    _, checks = told(path, tmp_path, *words)
+    _, checks = audited(path, tmp_path, *words)
     assert checks["weights"]["state"] == "passed"
-    _, checks = told(path, tmp_path / "token")
+    _, checks = audited(path, tmp_path / "token")
     finding = checks["weights"]["findings"][0]
     assert set(found(checks)) == {"weights"}
     table = pq.read_table(path).to_pylist()
@@ -427,7 +428,7 @@ def test_weights_are_compared_with_the_declared_mean(tmp_path):
     place = table.column_names.index("loss_weight")
     weights = pa.array([None if w is None else 2 * w for w in table["loss_weight"].to_pylist()])
     pq.write_table(table.set_column(place, "loss_weight", weights), path)
-    text, checks = told(tmp_path / "dump", tmp_path / "twice", *words)
+    text, checks = audited(tmp_path / "dump", tmp_path / "twice", *words)
     assert "4 of 4 rows have 2 to 2 times the weight of the declared mean; Σ weight × tokens is 2" in text
     assert len(checks["weights"]["findings"]) == 2
     assert checks["weights"]["gradient_share"] == pytest.approx(1)
@@ -436,8 +437,8 @@ def test_weights_are_compared_with_the_declared_mean(tmp_path):
 def test_weights_for_averaged_gradients_are_multiplied_by_the_ranks(tmp_path):
     words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
     path = headrace_dump(tmp_path / "dump", *words)
-    assert told(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
-    assert told(path, tmp_path / "two", *words)[1]["weights"]["state"] == "passed"
+    assert audited(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
+    assert audited(path, tmp_path / "two", *words)[1]["weights"]["state"] == "passed"
 
 
 # -- the command ---------------------------------------------------------------------------------------------
@@ -451,47 +452,16 @@ def test_a_strict_command_exits_with_1_on_findings(tmp_path):
     done = headrace_here(tmp_path, *words, "audit.strict=true", check=False)
     assert done.returncode == 1
     assert "advantages of the wrong sign" in done.stdout
-    assert sorted(
-        each.name for each in (tmp_path / "out").glob("[!.]*") if each.is_file() and each.suffix != ".log"
-    ) == [
-        "audit.json",
-        "config.yaml",
-        "report.html",
-    ]
-    page = (tmp_path / "out" / "report.html").read_text()
+    out = tmp_path / "out"
+    written = {each.name for each in out.glob("[!.]*") if each.is_file() and each.suffix != ".log"}
+    assert written == {"audit.json", "config.yaml", "report.html"}
+    page = (out / "report.html").read_text()
     assert "wrong signs: row 0 (rollout 1) -1, by the recipe 1.3" in page
     assert "<script" not in page
-    done = headrace_here(tmp_path, "task=audit", "source.path=nowhere", "audit.strict=true", check=False)
-    assert done.returncode == 2
-    dumps.trl_dump(
-        tmp_path / "good" / "completions_4.parquet",
-        **trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)),
-    )
-    words[-2] = "source.path=good"
-    assert headrace_here(tmp_path, *words, "audit.strict=true").returncode == 0
-
-
-def test_strict_raises_and_options_are_checked(tmp_path):
-    path = dumps.trl_dump(
-        tmp_path / "completions_4.parquet",
-        **trl_columns([-value for value in grpo(R, eps=1e-4)] + grpo(R[::-1], eps=1e-4)),
-    )
-    config = configure("config", "task=audit", f"source.path={path}", *AS_TRL, "audit.strict=true")
     with pytest.raises(AuditFailed, match=r"the audit has 1 finding$"):
-        audit(config, tmp_path / "out", [], Console(file=io.StringIO()))
+        audited(tmp_path / "bad", tmp_path, *AS_TRL, "audit.strict=true")
     with pytest.raises(ConfigError, match="a dump to read is required"):
-        audit(configure("config", "task=audit"), tmp_path / "out")
-
-
-def test_texts_of_a_dump_are_escaped_on_the_page(tmp_path):
-    rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
-    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    told(path, tmp_path, "source.group_size=4", "source.format=verl")
-    page = (tmp_path / "report.html").read_text()
-    assert "\\n" not in page  # line breaks of the terminal
-    assert "&lt;script&gt;" in page
-    assert "<script" not in page
-    assert "<b>" not in page
+        audit(configure("config", "task=audit"), out)
 
 
 # -- what slime trained --------------------------------------------------------------------------------

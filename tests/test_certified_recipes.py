@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from composed import configure
+from composed import composed, configure
+from recipes import CHAINS
 
 from headrace.pipeline.certify import Refused, SmallTask, certify_recipe
 from headrace.pipeline.tasks.certify import small_tasks
@@ -31,16 +32,18 @@ def test_every_task_file_is_a_task_of_the_command():
     assert set(tasks()) == {path.stem for path in (ROOT / "conf" / "certify").glob("*.yaml")}
 
 
-@pytest.mark.parametrize("recipe", BY_RECIPE)
+@pytest.mark.parametrize("recipe", CHAINS)
 def test_committed_certificates_are_current(recipe):
-    """Each recipe on one of its tasks, which differ from recipe to recipe. A change that was meant is in the
-    changelog.
+    """Each on one of its tasks, which differ from recipe to recipe; the one of fewest outcomes, if these are
+    taken one by one. A change that was meant is in the changelog.
     """
-    node, names = configure("load", f"pipeline={recipe}").pipeline, list(BY_RECIPE[recipe])
-    name = names[list(BY_RECIPE).index(recipe) % len(names)]
+    node, mine = configure("load", f"pipeline={recipe}").pipeline, BY_RECIPE[recipe]
+    name = list(mine)[CHAINS.index(recipe) % len(mine)]
+    if not all(stage.within_groups for stage in composed(f"pipeline={recipe}").stages.values()):
+        name = min(mine, key=lambda each: mine[each]["outcomes"])
     certificate = certify_recipe(node, recipe, tasks()[name], name)
     where = f"{recipe} on {name}; `make certificates ARGS={recipe}` computes them again"
-    assert_same(certificate.plain(), BY_RECIPE[recipe][name], where)
+    assert_same(certificate.plain(), mine[name], where)
 
 
 def test_recipes_that_refuse_a_task_have_no_certificate_of_it():

@@ -70,12 +70,15 @@ def test_two_rollouts_of_one_action_by_hand(monkeypatch):
     assert found.advantage.variance == pytest.approx(differ * 0.25**2 - (differ * 0.25) ** 2)
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("forks", "stale")])
+@pytest.mark.parametrize("task", sorted(TASKS.keys() - {"forks", "stale", "by_outcome"}))
 def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
-    found = ratio("rloo", task)
-    expected = {"by_chance": 0.8**3, "by_outcome": None}.get(task, 1.0)
-    if expected is not None:
-        assert found == pytest.approx([expected] * len(found), abs=1e-12)
+    """Of groups lost at random, the factor is the chance that the three others survive; its own chance is in
+    the objective.
+    """
+    found = certified("rloo", task).advantage
+    expected = 0.8**3 if task == "by_chance" else 1.0
+    assert found.ratio == pytest.approx([expected] * len(found.ratio), abs=1e-12)
+    assert found.cosine == pytest.approx(1, abs=1e-12)
 
 
 def test_token_weights_are_in_the_gradient_of_the_loss():
@@ -133,13 +136,6 @@ def test_token_weights_are_biased_for_several_tokens():
 # -- gates and filters -----------------------------------------------------------------------------------
 
 
-def test_groups_lost_at_random_shorten_the_gradient():
-    """The factor is the chance that the three others survive; its own chance is in the objective."""
-    found = certified("rloo", "by_chance").advantage
-    assert found.ratio == pytest.approx([0.8**3] * 2)
-    assert found.cosine == pytest.approx(1, abs=1e-12)
-
-
 def test_groups_lost_by_outcome_bias_its_direction():
     found = certified("rloo", "by_outcome").advantage
     assert found.ratio[0] < 0.75 * found.ratio[1]  # the prompt that is solved more often fails more often
@@ -150,14 +146,14 @@ def test_a_users_gate_option_is_kept():
     refused = certified("rloo", "by_chance", "pipeline.stages.gate.on_incomplete=raise")
     assert isinstance(refused, Refused)
     assert "incomplete" in refused.reason
-    assert "set pipeline.stages.gate.on_incomplete=drop" in refused.reason
+    assert "Set pipeline.stages.gate.on_incomplete=drop" in refused.reason
     keep = "pipeline.stages.gate.on_incomplete=keep"
     kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
     assert kept == pytest.approx([kept[0]] * 2)
     assert kept[0] == pytest.approx(1 - 0.2**3)  # a lone one has none to be compared with
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "rloo", "dapo"])
+@pytest.mark.parametrize("recipe", ["grpo", "dapo"])
 def test_filtering_equal_groups_changes_no_expectation(recipe):
     without = certified(recipe, "prompts", "pipeline.stages.filter=null")
     assert certified(recipe, "prompts").advantage == without.advantage
@@ -179,9 +175,8 @@ def test_a_shift_is_unbiased_only_with_equal_groups():
 EACH_ROW = ("pipeline.stages.collapse.rollout_key=null", "pipeline.stages.advantage.rollout_key=null")
 
 
-@pytest.mark.parametrize("recipe", ["rloo", "dr_grpo"])
-def test_counting_rows_is_biased_under_fan_out(recipe):
-    once, each = certified(recipe, "fan_out").advantage, certified(recipe, "fan_out", *EACH_ROW).advantage
+def test_counting_rows_is_biased_under_fan_out():
+    once, each = certified("rloo", "fan_out").advantage, certified("rloo", "fan_out", *EACH_ROW).advantage
     assert once.cosine == pytest.approx(1, abs=1e-12)
     assert each.cosine < 0.999
     assert each.relative_bias > once.relative_bias + 0.03
@@ -211,7 +206,7 @@ def test_the_objective_uses_the_recipes_reward_weights():
 
 # -- plain sampling, through the same pipeline -----------------------------------------------------------
 
-GROUPS, ERRORS = {True: 1500, False: 150}, 4.5  # together in a batch, or each by itself; standard errors
+GROUPS, ERRORS = {True: 1000, False: 100}, 4.5  # together in a batch, or each by itself; standard errors
 
 
 def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
@@ -266,7 +261,7 @@ def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Ten
 
 
 HOME = {"gigpo": "turns_as_rows", "mgpo": "prompts"}  # else stop_or_continue
-ALIKE = ("high_entropy", "kl_in_advantage", "spo")  # outcomes one by one, as those of gdpo and rae
+ALIKE = ("high_entropy", "kl_in_advantage", "rae", "spo")  # outcomes one by one, as those of gdpo
 
 
 @pytest.mark.parametrize("recipe", [recipe for recipe in CHAINS if recipe not in ALIKE])
@@ -291,4 +286,4 @@ def test_sampling_agrees_within_its_standard_error(recipe):
         expected = torch.tensor(judgement.ratio, dtype=torch.float64) * true
         assert ((mean - expected).abs() <= ERRORS * error + 1e-12).all(), (mean / true, judgement.ratio)
         spread = float(found.var(0).sum())
-        assert spread == pytest.approx(judgement.variance, rel=0.8 if groups < 1000 else 0.35)
+        assert spread == pytest.approx(judgement.variance, rel=0.8 if groups < 500 else 0.35)

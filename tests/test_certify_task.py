@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from command import headrace_here, refused
+from command import headrace_here, told
 from composed import configure
-from rich.console import Console
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.certify import OneTurn
@@ -32,15 +30,14 @@ class Coin(SmallTask):
 """
 
 
-def told(folder: Path, *words: str) -> tuple[float, str, list[dict]]:
+def certified(folder: Path, *words: str) -> tuple[float, str, list[dict]]:
     """The number of the task, what it prints, and what it writes."""
-    console = Console(width=120, record=True, file=io.StringIO())
-    value = certify(configure("config", "task=certify", *words), folder, words, console)
-    return value, console.export_text(), json.loads((folder / "certificate.json").read_text())["certificates"]
+    value, text = told(certify, configure("config", "task=certify", *words), folder, words)
+    return value, text, json.loads((folder / "certificate.json").read_text())["certificates"]
 
 
 def test_it_prints_a_table_and_writes_the_numbers(tmp_path):
-    value, text, (first, second) = told(tmp_path, ONLY, "pipelines=[rloo,dr_grpo]")
+    value, text, (first, second) = certified(tmp_path, ONLY, "pipelines=[rloo,dr_grpo]")
     assert value == pytest.approx(0.25)
     assert "stop_or_continue, groups of 4, 256 outcomes" in text
     assert "0.7500 0.7500 0.7500" in text
@@ -56,16 +53,9 @@ def test_it_prints_a_table_and_writes_the_numbers(tmp_path):
     assert first["advantage"]["ratio"] == pytest.approx([1, 1, 1], abs=1e-12)
 
 
-def test_the_page_has_the_certificates(tmp_path):
-    told(tmp_path, ONLY, "pipelines=[rloo,gigpo]")
-    page = (tmp_path / "report.html").read_text()
-    assert '"recipe":"rloo","task":"stop_or_continue","group_size":4' in page
-    assert "StateAdvantage needs the key" in page
-
-
 def test_one_recipe_with_user_overrides(tmp_path):
     words = ["pipeline=rloo", "pipeline.stages.advantage.baseline=mean", "certify.group_sizes=[2,3]", ONLY]
-    _, text, found = told(tmp_path, *words)
+    _, text, found = certified(tmp_path, *words)
     assert [(each["recipe"], each["group_size"], each["outcomes"]) for each in found] == [
         ("rloo", 2, 16),
         ("rloo", 3, 64),
@@ -75,16 +65,19 @@ def test_one_recipe_with_user_overrides(tmp_path):
 
 
 def test_a_recipe_that_refuses_a_task_is_named_with_the_reason(tmp_path):
-    _, text, found = told(tmp_path, "pipelines=[gigpo,rloo]", "certify.only=[stop_or_continue,fan_out]")
+    _, text, found = certified(tmp_path, "pipelines=[gigpo,rloo]", "certify.only=[stop_or_continue,fan_out]")
     assert [each["recipe"] for each in found] == ["rloo", "rloo"]
     assert "gigpo refuses the rows of stop_or_continue, fan_out: stage 'states'" in text
+    page = (tmp_path / "report.html").read_text()
+    assert '"recipe":"rloo","task":"stop_or_continue","group_size":4' in page
+    assert "StateAdvantage needs the key" in page
     with pytest.raises(ConfigError, match=r"each recipe refuses the rows of each task: .*'state_id'"):
-        told(tmp_path, "pipeline=gigpo", ONLY)
+        certified(tmp_path, "pipeline=gigpo", ONLY)
 
 
 def test_a_certificate_without_a_gradient_names_the_stage_that_took_the_rows_out(tmp_path):
     """The ratio of the stale sampler is out of the bounds of `mis` for each rollout."""
-    _, text, (found,) = told(tmp_path, "pipeline=mis", "certify.only=[stale_sampler]")
+    _, text, (found,) = certified(tmp_path, "pipeline=mis", "certify.only=[stale_sampler]")
     assert found["advantage"]["ratio"] == [0.0, 0.0]
     assert found["why_zero"] == "no row trains. Removed by stage/reason: reject/diverged 324 of 324 rows"
     assert f"mis: {found['why_zero']}" in text
@@ -93,7 +86,7 @@ def test_a_certificate_without_a_gradient_names_the_stage_that_took_the_rows_out
 def test_a_user_task_is_certified(tmp_path, monkeypatch):
     (tmp_path / "coins.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    _, _, found = told(tmp_path, "+certify.tasks.coin={_target_: coins.Coin}", "certify.only=[coin]")
+    _, _, found = certified(tmp_path, "+certify.tasks.coin={_target_: coins.Coin}", "certify.only=[coin]")
     assert (found[0]["task"], found[0]["outcomes"]) == ("coin", 16)
 
 
@@ -110,7 +103,7 @@ def test_a_user_recipe_is_certified_among_others(tmp_path):
 
 def test_an_unavailable_group_size_is_reported_for_its_task_only(tmp_path):
     words = ["certify.group_sizes=[3]", "certify.only=[forks,fan_out]", "pipeline=rloo"]
-    _, text, found = told(tmp_path, *words)
+    _, text, found = certified(tmp_path, *words)
     assert [each["task"] for each in found] == ["fan_out"]
     assert "rloo refuses the rows of forks: Forks samples 2 rollouts at a time" in text
 
@@ -129,24 +122,7 @@ def test_a_nan_advantage_gets_no_certificate(tmp_path):
     words = ["+pipeline.stages.advantage={_target_: test_certify_task.Unknown}", "pipeline=mt_grpo"]
     words += ["pipeline.stages.turns=null", "pipeline.order=[gate,collapse,advantage,split,weight]", ONLY]
     with pytest.raises(ConfigError, match="every token in the loss must be finite; found NaN"):
-        told(tmp_path, *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["certify.group_sizes=[9]", ONLY],
-            "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000",
-        ),
-        (["certify.group_sizes=[3]", "certify.only=[forks]"], "groups must be of a multiple of 2; got 3"),
-        (["certify.only=[forsk]"], "unknown task 'forsk' (did you mean 'forks'?)"),
-        (["certify.tasks.forks.theta=[1]", "certify.only=[forks]"], "certify.tasks.forks.theta"),
-        (["+certify.tasks.mine={a: 1}"], "certify.tasks.mine must be a node with a _target_"),
-    ],
-)
-def test_an_error_is_one_paragraph(words, message, tmp_path):
-    assert message in refused(tmp_path, "task=certify", *words)
+        certified(tmp_path, *words)
 
 
 def test_probabilities_that_do_not_sum_to_1_are_refused():

@@ -70,19 +70,17 @@ def of_a_success(p: float, *, informative: bool, baseline: str = "mean") -> floa
     return float((chance * advantage).sum() / chance.sum()) / (1 - p)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_easy_prompts_are_overestimated_only_over_informative_groups(p):
-    """E[1 − mean | right] is 7/8 (1 − p), and over groups that are not all right 1/(1 − p⁷) times that."""
+    """E[1 − mean | right] is 7/8 (1 − p), and over groups that are not all right 1/(1 − p⁷) times that.
+
+    In the paper, of p = 0.9: 0.168.
+    """
     assert of_a_success(p, informative=False) == pytest.approx(7 / 8, abs=1e-14)
     assert of_a_success(p, informative=True) == pytest.approx(7 / 8 / (1 - p**7), abs=1e-14)
     assert of_a_success(p, informative=False, baseline="leave_one_out") == pytest.approx(1, abs=1e-14)
     gradient = certified("dr_grpo", OneTurn(theta=[float(torch.tensor(p).double().logit())]), 8)
     assert gradient.advantage.ratio == pytest.approx([7 / 8], abs=1e-9)
-
-
-def test_numbers_of_the_paper():
-    assert 0.1 * of_a_success(0.9, informative=True) == pytest.approx(0.168, abs=5e-4)
-    assert of_a_success(0.1, informative=True) == pytest.approx(7 / 8, abs=1e-6)
 
 
 # -- arXiv:2509.07558: VL Norm is unbiased and has the least variance ---
@@ -117,7 +115,7 @@ class AnyLength(OneTurn):
         return [Prompt(1.0, tuple(trajectories))]
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("power", [0.5, 2.0])
 def test_vl_norm_is_unbiased_if_length_is_independent_of_the_action(power):
     assert vl_norm(AnyLength(theta=[0.7]), power).ratio == pytest.approx([1], abs=1e-12)
     depends = vl_norm(OneTurn(theta=[0.7], lengths=[1, 3]), power).ratio[0]

@@ -8,10 +8,9 @@ import signal
 import time
 
 import pytest
-from command import QUICK, Started, headrace, headrace_here, refused
+from command import QUICK, Started, headrace, headrace_here
 from omegaconf import OmegaConf
 
-from headrace import pipeline
 from headrace.pipeline.main import main
 
 pytestmark = pytest.mark.slow
@@ -69,19 +68,6 @@ def test_cfg_prints_the_job(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["pipeline.stages.gate.on_incomplete=raise", "env.failing=0.5"], "stage 'gate'"),
-        (["train.epochs=0"], "train.epochs must be an integer ≥ 1; got 0"),
-        (["device=foo"], "device=foo is not available"),
-        (["train.transform=trees"], "train.transform must be one of 'pack', 'tree'"),
-    ],
-)
-def test_an_error_is_one_paragraph(tmp_path, words, message):
-    assert message in refused(tmp_path, *QUICK, *words)
-
-
 @pytest.mark.parametrize("word", ["pipeline=gprpo", "env.failing=1"])
 def test_a_process_prints_the_error_as_one_paragraph(tmp_path, word):
     """Errors of Hydra before the task, and of a stage in it; only the paragraph is printed."""
@@ -108,12 +94,6 @@ def test_rewards_are_equal_for_any_micro_batches(tmp_path):
     assert all(each == rewards["whole"] for each in rewards.values())
 
 
-def test_a_loss_per_token_without_weights_is_refused(tmp_path):
-    done = headrace_here(tmp_path, *QUICK, "~pipeline.stages.weight", check=False)
-    assert done.returncode == 2
-    assert "Set aggregation='token_mean' on GRPOLoss" in done.stderr
-
-
 def test_ctrl_c_prints_the_closing_table(tmp_path):
     run = Started(main, tmp_path, *QUICK, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.csv"
@@ -131,20 +111,13 @@ def test_ctrl_c_prints_the_closing_table(tmp_path):
 
 
 def test_the_default_experiment_learns(tmp_path):
-    """The reward rises from 0.1 to above 0.5 with every stage, fan-out and failures."""
-    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=22")
+    """The reward rises from 0.07 to above 0.25 in 13 steps with every stage, fan-out and failures."""
+    done = headrace_here(tmp_path, "hydra.run.dir=out", "train.steps=13")
     with (tmp_path / "out" / "metrics.csv").open() as file:
         steps = list(csv.DictReader(file))
     rewards = [float(step["reward/all/mean"]) for step in steps]
-    assert rewards[0] < 0.15
-    assert min(rewards[-3:]) > 0.5
+    assert max(rewards[:3]) < 0.15
+    assert min(rewards[-3:]) > 0.25
     for reason in ("gate: incomplete", "filter: zero variance"):
         assert reason in done.stdout
     assert all(float(step["rows/in"]) > float(step["rollouts/in"]) for step in steps)
-
-
-def test_pipeline_exports_exactly_its_public_names():
-    assert {name: getattr(pipeline, name) for name in pipeline.__all__}
-    assert set(pipeline.__all__) <= set(dir(pipeline))
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = pipeline.nothing

@@ -50,12 +50,15 @@ def write_rollouts(folder: Path) -> None:
 
 
 def words_of(line: str) -> list[str]:
-    """The words behind the command; a training run becomes a short one."""
+    """The words behind the command; long ones are made short, most if no other reads what they write."""
     words = shlex.split(line)
-    trains = not any(word.startswith(("task=", "--")) or word.isalpha() for word in words)
-    # Without the start of a process, two runs begin in one second, after which folders are named.
-    alone = [] if any("hydra.run.dir" in word for word in words) else ["report.dump=null"]
-    return [*words, *([*QUICK, *alone] if trains else [])]
+    if "task=certify" in words and not any(word.startswith("certify.only") for word in words):
+        return [*words, "certify.only=[stop_or_continue]"]
+    if any(word.startswith(("task=", "--")) or word.isalpha() for word in words):
+        return words
+    if any("hydra.run.dir" in word for word in words):
+        return [*words, *QUICK]
+    return [*words, *QUICK, "train.steps=1", "report.dump=null", "report.html=false"]
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:

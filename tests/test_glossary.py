@@ -140,7 +140,7 @@ def wrong_options(page: str) -> list[str]:
 
 def avoided_names(page: str) -> list[str]:
     """Names, files and words of the docs that the page says we do not use."""
-    wrong = []
+    wrong, texts = [], {path: path.read_text().lower() for path in PROSE}
     for word, where, _ in table(page, AVOIDED):
         word = quoted(word)[0]
         if where == "file":
@@ -154,9 +154,7 @@ def avoided_names(page: str) -> list[str]:
         ]
         if where == "word":
             wrong += [
-                f"{word!r} in {path.name}"
-                for path in PROSE
-                if re.search(rf"\b{word}\b", path.read_text(), re.I)
+                f"{word!r} in {path.name}" for path, text in texts.items() if re.search(rf"\b{word}\b", text)
             ]
     return wrong
 
@@ -180,7 +178,8 @@ def unused_terms(page: str) -> list[str]:
 def unknown_carriers(page: str) -> list[str]:
     """Options, columns and classes that the code does not have."""
     names = [name for heading in WORDS for row in table(page, heading) for name in quoted(row[2])]
-    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", code())]
+    words = set(re.findall(r"\w+", code()))
+    return [n for n in names if n not in words and not re.search(rf"\b{re.escape(n)}\b", code())]
 
 
 def wrong_columns(page: str) -> list[str]:

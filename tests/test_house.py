@@ -89,7 +89,7 @@ INNER = {
     "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.folder"},
     "test_dump_ids.py": {"pipeline.report.loggers"},
-    "test_texts_alone.py": {"pipeline.composing", "pipeline.sources.tokenizing"},
+    "test_texts_alone.py": {"pipeline.sources.tokenizing"},
     "test_logged_advantage.py": {"pipeline.report.numbers"},
     "test_loggers.py": {"pipeline.report.loggers"},
     "test_responses.py": {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 
 import numpy as np
 import pytest
+from command import told
 from composed import configure
 from dumps import trl_dump
-from rich.console import Console
 
 from headrace.pipeline.report.numbers import logged_numbers
 from headrace.pipeline.sources import open_source
@@ -211,12 +210,10 @@ def test_numbers_by_hand():
 # -- from dumps --------------------------------------------------------------------------------------
 
 
-def told(path, folder, *words):
+def replayed(path, folder, *words):
     shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
-    config = configure("config", "task=replay", *shared, *words)
-    console = Console(width=400, record=True, file=io.StringIO())
-    replay(config, folder / "out", console)
-    return console.export_text()
+    _, text = told(replay, configure("config", "task=replay", *shared, *words), folder / "out")
+    return " ".join(text.split())
 
 
 def test_a_trl_dump_names_its_advantages(tmp_path):
@@ -229,12 +226,12 @@ def test_a_trl_dump_names_its_advantages(tmp_path):
         "advantage": [each for group in REWARDS.values() for each in scaled(1e-4)(group)],
     }
     path = trl_dump(tmp_path / "completions.parquet", **columns)
-    text = told(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
+    text = replayed(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
     assert "logged advantages: 16 rows have one, " in text
     assert "they are those of as/trl, within " in text
     assert "theirs are divided by the group's std (ddof 1)" in text
     ((_, batch),) = open_source(tmp_path / "out" / "rollouts")
     assert "logged_advantage" in batch.keys()
-    text = told(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")
+    text = replayed(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")
     assert "100% agree with yours within 0.0001" in text
     assert "they are those of" not in text

@@ -19,12 +19,10 @@ MISTAKES = {
     "-p grpo": "unknown option '-p' (did you mean pipeline=grpo?)",
     "pipeline": "did you mean pipeline=VALUE?",
     "pipeline grpo": "did you mean pipeline=grpo?",
-    "pipeline = grpo": "did you mean pipeline=grpo?",
     "pipeline= grpo": "pipeline=: a name is required",
     "pipeline:grpo": "did you mean pipeline=grpo?",
     "pipeline==grpo": "did you mean pipeline=grpo?",
     "--pipeline=grpo": "unknown option '--pipeline' (did you mean pipeline=grpo?)",
-    "--pipeline grpo": "did you mean pipeline=grpo?",
     "pipeline=gprpo": "unknown recipe 'gprpo' (did you mean 'grpo' or 'pkpo'?); headrace recipes lists",
     "pipeline=GRPO": "did you mean 'grpo'",
     "pipeline=verl": "did you mean 'as/verl'",
@@ -35,9 +33,7 @@ MISTAKES = {
     # -- the task
     "replay": "did you mean task=replay?",
     "repaly": "did you mean task=replay",
-    "audit": "did you mean task=audit?",
     "task replay": "did you mean task=replay?",
-    "--task replay": "did you mean task=replay?",
     "-task=replay": "did you mean task=replay?",
     "task=repaly": "unknown task 'repaly' (did you mean 'replay'?); choose from train",
     "task=grpo": "did you mean pipeline=grpo?",
@@ -56,7 +52,6 @@ MISTAKES = {
     # -- names of options
     "sed=1": "unknown option 'sed' (did you mean seed=1?)",
     "seed 1": "did you mean seed=1?",
-    "lr=1e-4": "did you mean optimizer.lr=1e-4?",
     "train.step=3": "unknown option 'train.step' (did you mean train.steps=3?)",
     "output=x": "did you mean hydra.run.dir=x?",
     "hydra.run.dri=x": "did you mean 'hydra.run.dir'",
@@ -71,6 +66,7 @@ MISTAKES = {
     f"{REPLAY} pipeline=as/verl pipeline.stages.filter.action=drop": (
         "'pipeline.stages.filter.action': pipeline=as/verl has no stage 'filter'; it has gate, collapse"
     ),
+    "train=3": "train is a group of settings; set one of them, as train.NAME=VALUE; got 3",
     # -- stages
     "advantage.scale=none": "did you mean pipeline.stages.advantage.scale=none?",
     "pipeline.gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
@@ -83,8 +79,14 @@ MISTAKES = {
     "stages gaet": "unknown stage 'gaet' (did you mean 'gate'?)",
     "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
     "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_tr",
+    "pipeline.stages.advantage.scael=none": "(did you mean pipeline.stages.advantage.scale=none?",
+    "+pipeline.stages.advantage.scael=none": "no option 'scael' (did you mean 'scale'",
+    "+pipeline.stages.advantge.scale=none": "must be a node with a _target_, or null (did you mean 'advan",
+    "+pipeline.stages.filter.criterion.tolerance=1": "no option 'tolerance' (did",
+    "pipeline.order=[gate]": "order must name each stage once",
+    "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
+    "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",
     # -- values
-    "train.steps=abc": "train.steps must be an integer; got 'abc'",
     "train.steps=-1": "train.steps must be an integer ≥ 1; got -1",
     "seed=[1,": "'seed=[1,' is not NAME=VALUE",
     "seed=1,2": "headrace -m seed=1,2",
@@ -95,10 +97,31 @@ MISTAKES = {
     f"{REPLAY} source.tokenizer=Qwen/Qwen3-8B": "tokenizer must be a tokenizer.json, or a folder",
     "task=compare source.path=dump pipelines=as/verl,grpo": "list: 'pipelines=[as/verl,grpo]', in quotes",
     "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl,grpo]'?",
+    "pipeline.stages.gate.group_size=${nope}": "group_size: it refers to ${nope}, which is unknown",
+    "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",
+    "pipeline=3": "pipeline=3 must be the name of a file, as in pipeline=grpo",
+    "policy.width=30": "policy.width must be a multiple of heads; got 30 and 4",
+    "optimizer.lr=-1": "optimizer.lr=-1: Invalid learning rate: -1",
+    "'train.transform={_target_: no.where}'": "_target_ 'no.where' cannot be imported: No module named 'no'",
+    "train.transform=trees": "train.transform must be one of 'pack', 'tree'",
+    "device=foo": "device=foo is not available",
+    "pipeline.stages.gate.on_incomplete=raise env.failing=0.5 policy.width=16": "stage 'gate'",
+    # -- other tasks
+    "task=certify certify.group_sizes=[9] certify.only=[stop_or_continue]": (
+        "a group of 9 of task 'stop_or_continue' has 262,144 outcomes, and certify.most is 20,000"
+    ),
+    "task=certify certify.group_sizes=[3] certify.only=[forks]": "groups must be of a multiple of 2; got 3",
+    "task=certify certify.only=[forsk]": "unknown task 'forsk' (did you mean 'forks'?)",
+    "task=certify certify.tasks.forks.theta=[1] certify.only=[forks]": "certify.tasks.forks.theta",
+    "task=certify '+certify.tasks.mine={a: 1}'": "certify.tasks.mine must be a node with a _target_",
+    "task=xray xray=mine source=json:nothing": "source=json:nothing cannot be imported",
+    "task=xray xray.only=nothing": "xray.only=nothing matches no setting; the settings are GRPOLoss",
+    "task=xray xray=trlx": "unknown xray 'trlx' (did you mean 'trl'",
+    "task=xray xray.cuts=2": "xray.cuts must be",
     # -- files
+    "hydra.run.dir=/dev/null/x": "/dev/null/x: not a directory. hydra.run.dir=FOLDER",
     "task=replay": "source.path=FILE, FOLDER or a glob in quotes",
     "task=replay dump": "did you mean 'source.path=dump'?",
-    "task=replay path=dump": "did you mean source.path=dump?",
     "task=replay 'dump/*.jsonl'": "did you mean 'source.path=dump/*.jsonl'?",
     "task=replay source.path=dump/1.jsonl dump/2.jsonl": "quote it: 'source.path=dump/*.jsonl'",
     "task=replay source.path=dmup": "dmup: there is no such file or folder (did you mean 'dump'?)",
@@ -106,7 +129,6 @@ MISTAKES = {
     REPLAY: f":\nheadrace {REPLAY} {OF_PROMPT}\n",
     f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
     f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
-    REPLAY.replace("replay", "plan"): f":\nheadrace task=plan source.path=dump {OF_PROMPT}\n",
     f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: this is a file",
     "hydra.run.dir=": "hydra.run.dir=: an output folder is required",
 }
@@ -130,8 +152,5 @@ def test_a_mistake_is_refused_with_what_to_type_instead(folder, typed):
     assert done.returncode == 2
     assert MISTAKES[typed] in done.stderr
     assert done.stderr.startswith("headrace: ")
-    assert not [word for word in ("Traceback", "Error", "None", "Errno") if word in done.stderr]
-
-
-def test_every_kind_of_mistake_is_listed():
-    assert len(MISTAKES) >= 54
+    python = ("Traceback", "Error", "None", "Errno", "__init__", "<class")
+    assert not [word for word in python if word in done.stderr]

@@ -36,21 +36,6 @@ def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
     assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
 
 
-def test_a_dropped_reward_is_in_no_baseline(make_batch):
-    """The reward of 8 is dropped and in no baseline."""
-    pipeline = load_pipeline(
-        "pipeline=dapo",
-        "pipeline.stages.gate.group_size=3",
-        "criterion@pipeline.stages.filter.criterion=reward_within",
-        "pipeline.stages.filter.criterion.high=5",
-        "pipeline.stages.filter.unit=sample",
-        "pipeline.stages.filter.action=drop",
-        "pipeline.stages.advantage.scale=none",
-        "pipeline.stages.split.shuffle=false",
-    )
-    assert pipeline(make_batch([1.0, 3, 8], [0, 0, 0]))["advantage"].flatten().tolist() == [-1, 1]
-
-
 @cache
 def nodes_of(*overrides):
     return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
@@ -90,83 +75,15 @@ def test_recipes_have_every_option_of_the_pipeline_at_its_default():
         assert node[option] == (list(default) if isinstance(default, tuple) else default)
 
 
-@pytest.mark.parametrize(
-    ("override", "names"),
-    [
-        ("pipeline.stages.filter=null", ["gate", "collapse", "advantage", "split", "weight"]),
-        (
-            "pipeline.order=[collapse,gate,filter,advantage,split,weight]",
-            ["collapse", "gate", "filter", "advantage", "split", "weight"],
-        ),
-    ],
-)
-def test_a_stage_can_be_deleted_or_moved(override, names):
-    assert load_pipeline(override).order == names
+def test_a_stage_can_be_deleted_and_moved():
+    deleted, moved = "~pipeline.stages.filter", "pipeline.order=[collapse,gate,filter,advantage,split,weight]"
+    order = ["collapse", "gate", "advantage", "split", "weight"]
+    assert load_pipeline(deleted, moved).order == order
 
 
-def test_a_stage_can_be_added_in_the_middle_with_a_nested_key():
-    pipeline = load_pipeline(
-        "+pipeline.stages.cut={_target_: headrace.transforms.SampleFilter, action: drop, criterion: "
-        "{_target_: headrace.transforms.NotTruncated, truncated_key: [next, truncated]}}",
-        "pipeline.order=[gate,cut,collapse,filter,advantage,split,weight]",
-    )
-    assert pipeline.order[1] == "cut"
-    assert pipeline.stages["cut"].criterion.truncated_key == ("next", "truncated")
-
-
-def test_any_callable_can_be_a_target(make_batch):
-    pipeline = load_pipeline(
-        GATE, "pipeline.stages.filter.criterion={_target_: test_recipes.not_five, _partial_: true}"
-    )
-    pipeline(make_batch([1.0, 3, 5, 5], [0, 0, 1, 1]))
-    assert pipeline.metrics["out/filter/not_five"] == 2
-
-
-def not_five(batch):
-    return batch["next", "reward"].flatten() != 5
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "pipeline.stages.advantge.scale=none",
-            r"option 'pipeline.stages.advantge' \(did you mean pipeline.stages.advantage.scale=none\?\)",
-        ),
-        (
-            "pipeline.stages.advantage.scael=none",
-            r"option 'pipeline.stages.advantage.scael' \(did you mean pipeline.stages.advantage.scale=none\?",
-        ),
-        (
-            "+pipeline.stages.advantage.scael=none",
-            r"pipeline.stages.advantage .* no option 'scael' \(did you mean 'scale'",
-        ),
-        (
-            "+pipeline.stages.advantge.scale=none",
-            r"stages.advantge must be a node with a _target_, or null \(did you mean 'advantage'",
-        ),
-        ("~pipeline.stages.fitler", r"'pipeline.stages.fitler' \(did you mean pipeline.stages.filter=null\?"),
-        ("pipeline=gprpo", r"unknown recipe 'gprpo' \(did you mean 'grpo'"),
-        ("pipeline.stages.advantage.scale=sdt", r"pipeline.stages.advantage.scale must be one of 'group'"),
-        (
-            "pipeline.stages.split.minibatches=0",
-            r"pipeline.stages.split.minibatches must be an integer ≥ 1; got 0",
-        ),
-        ("pipeline.order=[gate]", r"order must name each stage once"),
-        (
-            "pipeline.stages.gate._target_=headrace.transforms.Gate",
-            r"_target_ 'headrace.transforms.Gate' cannot be",
-        ),
-        (
-            "+pipeline.stages.filter.criterion.tolerance=1",
-            r"pipeline.stages.filter.criterion .*no option 'tolerance' \(did",
-        ),
-        ("pipeline..stages=1", r"."),
-    ],
-)
-def test_unknown_names_raise_before_any_rollout_with_a_hint(override, message):
-    with pytest.raises(ConfigError, match=message):
-        load_pipeline(override)
+def test_an_empty_name_is_refused_before_any_rollout():
+    with pytest.raises(ConfigError, match=r"'pipeline\.\.stages=1' is not NAME=VALUE"):
+        load_pipeline("pipeline..stages=1")
 
 
 def test_loading_leaves_an_outer_hydra_application_unchanged():

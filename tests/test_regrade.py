@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import types
 
 import numpy as np
 import pytest
 import torch
+from command import told
 from composed import configure
 from dumps import (
     open_instruct_row,
@@ -19,7 +19,6 @@ from dumps import (
     verl_row,
     write_lines,
 )
-from rich.console import Console
 
 from headrace.pipeline import ConfigError
 from headrace.pipeline.sources import Sample, SourceError, open_source, regrade, to_batch
@@ -175,12 +174,9 @@ def test_the_ground_truth_of_a_dump_is_read(write, truth, tmp_path):
 # -- the tasks ---------------------------------------------------------------------------------------
 
 
-def told(task, name, path, folder, *words):
+def replayed(path, folder, *words):
     shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
-    config = configure("config", f"task={name}", *shared, *words)
-    console = Console(width=300, record=True, file=io.StringIO())
-    arguments = [["pipeline.stages.gate.group_size=4"]] if name == "compare" else []
-    return task(config, folder / name, *arguments, console), console.export_text()
+    return told(replay, configure("config", "task=replay", *shared, *words), folder / "replay")
 
 
 CHANGED = (
@@ -190,20 +186,20 @@ NODE = "source.regrade={_target_: my_graders.Matches}"
 
 
 def test_a_replay_regrades_and_reports_what_changed(dump, tmp_path):
-    trained, _ = told(replay, "replay", dump, tmp_path / "before")
+    trained, _ = replayed(dump, tmp_path / "before")
     assert trained == 0
-    trained, text = told(replay, "replay", dump, tmp_path, NODE)
+    trained, text = replayed(dump, tmp_path, NODE)
     assert trained == 4
     assert CHANGED in text
     ((_, again),) = open_source(tmp_path / "replay" / "rollouts")
     assert again["next", "reward"].flatten().tolist() == [1.0, 0, 0, 0, 1, 1, 1, 1]
     words = ("source.regrade={_target_: my_graders.Matches, bonus: 1}", "report.dump=null")
-    _, text = told(replay, "replay", tmp_path / "replay" / "rollouts", tmp_path / "again", *words)
+    _, text = replayed(tmp_path / "replay" / "rollouts", tmp_path / "again", *words)
     assert "8 (100%) have another reward; mean 0.625 → 1.625; of 2 groups 0 became informative" in text
 
 
 def test_a_grader_is_given_by_name_and_an_unknown_one_is_refused(dump, tmp_path):
-    _, text = told(replay, "replay", dump, tmp_path, "source.regrade=my_graders.by_length")
+    _, text = replayed(dump, tmp_path, "source.regrade=my_graders.by_length")
     assert "re-graded: 8 rollouts" in text
     for word, message in (
         ("source.regrade=my_graders.nothing", "source.regrade: 'my_graders.nothing' cannot be imported"),
@@ -211,10 +207,10 @@ def test_a_grader_is_given_by_name_and_an_unknown_one_is_refused(dump, tmp_path)
         ("source.regrade=my_graders.number", "must name a callable"),
     ):
         with pytest.raises(ConfigError, match=message):
-            told(replay, "replay", dump, tmp_path / "no", word)
+            replayed(dump, tmp_path / "no", word)
 
 
 def test_a_recipe_that_sums_segments_is_refused(dump, tmp_path):
     words = ("source.regrade=my_graders.by_length", "pipeline.stages.collapse.reward=sum")
     with pytest.raises(ConfigError, match=r"pipeline.stages.collapse.reward must be shared, got sum"):
-        told(replay, "replay", dump, tmp_path, *words)
+        replayed(dump, tmp_path, *words)

@@ -37,7 +37,16 @@ def table(done):
 
 
 def test_a_sweep_ends_with_its_overrides_and_results(tmp_path):
-    done = headrace_here(tmp_path, "-m", "pipeline=grpo,dr_grpo", "seed=1,2", *QUICK, "hydra.sweep.dir=sweep")
+    done = headrace_here(
+        tmp_path,
+        "-m",
+        "pipeline=grpo,dr_grpo",
+        "seed=1,2",
+        *QUICK,
+        "train.steps=1",
+        "hydra.sweep.dir=sweep",
+        "report.html=false",
+    )
     head, lines, after = table(done)
     assert head == ["job", "pipeline", "seed", "reward", "trained", "steps", "seconds"]
     assert [line[:3] for line in lines] == [
@@ -46,42 +55,35 @@ def test_a_sweep_ends_with_its_overrides_and_results(tmp_path):
         ["2", "dr_grpo", "1"],
         ["3", "dr_grpo", "2"],
     ]
-    assert all(line[4] == "→" and line[-2] == "2" for line in lines)
+    assert all(line[4] == "→" and line[-2] == "1" for line in lines)
     assert lines[0][3] == lines[2][3] != lines[1][3]  # the first rollouts are those of the seed
     assert "written to sweep, a folder for each job" in after
     assert max(map(len, after.splitlines())) <= 80
 
 
-def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path):
-    """The next sweep in this folder shows only its own jobs."""
-    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null"]
-    done = headrace_here(tmp_path, "-m", "seed=1,abc,3", *words, check=False)
-    _, lines, after = table(done)
-    assert done.returncode == 2
-    assert [line[2] == "failed" for line in lines] == [False, True, False]
-    assert "job 1 failed: seed must be an integer; got 'abc'" in after
-    assert "Traceback" not in done.stderr
-    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
-    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
-    assert len(list(tmp_path.rglob(FILE))) == 3
-
-
-def test_an_unexpected_error_ends_only_its_own_job(tmp_path, monkeypatch):
+def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path, monkeypatch):
+    """A word that is refused, and an error that nobody expects. The next sweep here has only its own jobs."""
     from headrace.pipeline.train import job
 
-    build, built = job.build_pipeline, []
+    build = job.build_pipeline
 
     def sometimes(config):
-        built.append(config)
-        if len(built) == 1:
+        if config.stages.split.seed == 2:
             raise KeyError("out of the blue")
         return build(config)
 
     monkeypatch.setattr(job, "build_pipeline", sometimes)
-    words = ["seed=1,2", *QUICK, "train.steps=1", "hydra.sweep.dir=sweep"]
-    _, lines, after = table(headrace_here(tmp_path, "-m", *words, check=False))
-    assert [line[2] == "failed" for line in lines] == [True, False]
-    assert "job 0 failed: KeyError('out of the blue')" in after
+    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null", "report.html=false"]
+    done = headrace_here(tmp_path, "-m", "seed=1,abc,2", *words, check=False)
+    _, lines, after = table(done)
+    assert done.returncode == 2
+    assert [line[2] == "failed" for line in lines] == [False, True, True]
+    assert "job 1 failed: seed must be an integer; got 'abc'" in after
+    assert "job 2 failed: KeyError('out of the blue')" in after
+    assert "Traceback" not in done.stderr
+    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
+    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
+    assert len(list(tmp_path.rglob(FILE))) == 3
 
 
 def test_replays_and_comparisons_show_their_results(tmp_path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from busy import busy_batch, stages
-from command import headrace_here, refused
+from command import headrace_here, told
 from composed import configure
 from dumps import slime_dump, slime_sample, write_lines
 from rich.console import Console
@@ -22,7 +22,7 @@ from headrace.pipeline.report import Comparison
 from headrace.pipeline.tasks.compare import compare, show_comparison
 from headrace.pipeline.tasks.perform import perform
 from headrace.pipeline.tasks.replay import replay
-from headrace.transforms import BatchError, GroupRelativeAdvantage, LossWeight, MissingKeyError
+from headrace.transforms import GroupRelativeAdvantage, LossWeight, MissingKeyError
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +42,6 @@ def dump(make_batch, tmp_path):
 
 def configured(task, dump, *words):
     return configure("config", f"task={task}", f"source.path={dump}", *words)
-
-
-def told(function, config, folder, *arguments) -> tuple[float, str]:
-    console = Console(width=100, record=True, file=io.StringIO())
-    return function(config, folder, *arguments, console), console.export_text()
 
 
 def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
@@ -74,12 +69,6 @@ def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
     _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
     assert "2+2?" in text
     assert "im_start" not in text
-
-
-def test_a_refused_step_is_named(dump, tmp_path):
-    config = configured("replay", dump, "pipeline.stages.gate.group_size=3")
-    with pytest.raises(BatchError, match=r"step 0: stage 'gate'.*group 1 has 2 of 3"):
-        told(replay, config, tmp_path / "out")
 
 
 def test_all_options_that_a_dump_needs_are_named_at_once(make_batch, tmp_path):
@@ -228,24 +217,6 @@ def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
     assert found["numbers"]["rows"] == 6
     assert [each["step"] for each in found["failed_steps"]] == [1, 2]
     assert "one has 8 rows and the other 6" in found["failed_steps"][0]["why"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["task=replay"], "source.path=FILE, FOLDER or a glob"),
-        (
-            ["task=plan", "source.path=nowhere", "source.format=verl"],
-            "nowhere: there is no such file or folder",
-        ),
-        (
-            ["task=replay", "source.path=.", "source.format=slimee"],
-            "format must be auto or one of headrace, nemo_rl",
-        ),
-    ],
-)
-def test_an_error_is_one_paragraph(words, message, tmp_path):
-    assert message in refused(tmp_path, *words)
 
 
 def test_the_command_trains_dumps_and_replays(tmp_path):
