@@ -8,8 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from tensordict import TensorDict
+
+from headrace.pipeline.sources import SourceError, open_source
 
 
 def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
@@ -244,3 +247,9 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def path_of(folder: Path, name: str) -> Path:
     """Where a file of that format may be."""
     return folder / ("train_data_step1.jsonl" if name == "nemo_rl" else "dump.jsonl")
+
+
+def assert_refused(match: str, path: Path | str, *more: str, **options: Any) -> None:
+    """Reading it raises an error that says so."""
+    with pytest.raises(SourceError, match=match):
+        list(open_source(path, *more, **options))

@@ -282,6 +282,8 @@ def test_a_page_of_a_large_step_has_the_groups_of_largest_spread(monkeypatch):
     assert step["groups"]["id"] == [4, 5]
     assert sorted({*step["rows"]["group"]}) == [4, 5]
     assert step["shown"] == {"groups": 2, "of": 6}
+    monkeypatch.setattr(PAGE_DATA, "ROWS", 3)  # room for one group of two
+    assert page_data([texts_report(6, 10)], title="x")["steps"][0]["groups"]["id"] == [5]
 
 
 def test_the_prompt_is_shown_beside_its_last_turn_only_if_longer():

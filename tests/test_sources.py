@@ -9,7 +9,9 @@ import tracemalloc
 
 import pytest
 import torch
+from composed import composed
 from dumps import (
+    assert_refused,
     episode,
     in_order,
     nemo_row,
@@ -25,7 +27,6 @@ from dumps import (
 )
 from tensordict import TensorDict
 
-from headrace.pipeline import load_pipeline
 from headrace.pipeline.sources import READERS, Format, Sample, SourceError, open_source, to_batch
 from headrace.transforms import Status
 
@@ -45,7 +46,7 @@ def rewards(batch):
 
 def advantages(batch, *more):
     """Through GRPO without a scale: reward minus the mean of its group of two."""
-    pipeline = load_pipeline(
+    pipeline = composed(
         "pipeline=grpo",
         "pipeline.stages.gate.group_size=2",
         "pipeline.stages.advantage.scale=none",
@@ -53,8 +54,7 @@ def advantages(batch, *more):
         "pipeline.stages.split.shuffle=false",
         *more,
     )
-    out = [value for part in pipeline.minibatches(batch) for value in part["advantage"].flatten().tolist()]
-    return out
+    return [value for part in pipeline.minibatches(batch) for value in part["advantage"].flatten().tolist()]
 
 
 # -- slime and miles ---------------------------------------------------------------------------------
@@ -126,8 +126,7 @@ def test_slime_rewards_by_name_are_columns(tmp_path):
     assert batch["reward_names"] == ["score", "format"]
     assert batch[:1]["reward_names"] == ["score", "format"]
     assert rewards(only(open_source(path, reward_key="score"))[1]) == [0.0, 1.0]
-    with pytest.raises(SourceError, match=r"sample 0, reward: the key 'nope' is required|needs a reward"):
-        list(open_source(path, reward_key="nope"))
+    assert_refused(r"sample 0, reward: the key 'nope' is required|needs a reward", path, reward_key="nope")
 
 
 def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
@@ -154,27 +153,17 @@ def test_verl_keys_are_split_from_the_right(tmp_path):
 
 def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
-    with pytest.raises(SourceError, match=r"7\.jsonl:1: a sample needs a group.*group_by='prompt'"):
-        list(open_source(path))
+    assert_refused(r"7\.jsonl:1: a sample needs a group.*group_by='prompt'", path)
     batch = only(open_source(path, group_by="prompt", group_size=4))[1]
     assert in_order(batch["group_id"]) == [0] * 4
     assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
     assert batch["expected_rollouts"].tolist() == [4] * 4
-    with pytest.raises(
-        SourceError, match=r"dispatched with 2 rollouts; found 4: .*Was its prompt drawn twice"
-    ):
-        list(open_source(path, group_by="prompt", group_size=2))
-
-
-def test_verl_a_uid_names_one_row_and_has_one_form(tmp_path):
-    path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0), verl_row("a_0_0", 1.0)])
-    with pytest.raises(
-        SourceError, match=r"7\.jsonl:2: a record is there once in a step; found 'a_0_0'.*7\.jsonl:1"
-    ):
-        list(open_source(path))
-    path = write_lines(tmp_path / "8.jsonl", [verl_row("just-a-uid", 1.0)])
-    with pytest.raises(SourceError, match=r"must be a key \{uid\}_\{session\}_\{index\}"):
-        list(open_source(path))
+    assert_refused(
+        r"dispatched with 2 rollouts; found 4: .*Was its prompt drawn twice",
+        path,
+        group_by="prompt",
+        group_size=2,
+    )
 
 
 def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
@@ -200,8 +189,7 @@ def test_trl_one_reward_function_is_one_reward(tmp_path):
     assert batch["logged_advantage"].tolist() == [0.5, -0.5]
     assert list(batch["response_text"]) == ["assistant: 4", "assistant: 5"]
     assert advantages(batch) == [0.5, -0.5]
-    with pytest.raises(SourceError, match=r"row 1: a sample needs a group"):
-        list(open_source(path))
+    assert_refused(r"row 1: a sample needs a group", path)
 
 
 def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tmp_path):
@@ -214,8 +202,7 @@ def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tm
     lost = trl_dump(tmp_path / "d.parquet", accuracy=[None, 1.0])
     batch = only(open_source(lost, group_by="prompt"))[1]
     assert batch["status"].tolist() == [Status.FAILED, -1]
-    with pytest.raises(SourceError, match=r"the columns \['nope'\] are required"):
-        list(open_source(path, group_by="prompt", reward_key="nope"))
+    assert_refused(r"the columns \['nope'\] are required", path, group_by="prompt", reward_key="nope")
 
 
 # -- verifiers, prime-rl -----------------------------------------------------------------------------
@@ -285,8 +272,10 @@ def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
     assert batch["status"].tolist() == [Status.TRUNCATED, Status.FAILED, Status.FAILED]
     two = episode("g", "d", {"r": {"score": 1.0}})
     two["traces"] *= 2
-    with pytest.raises(SourceError, match=r"an episode has one trainable agent; found '2 trainable traces'"):
-        list(open_source(write_lines(tmp_path / "traces.jsonl", [two])))
+    assert_refused(
+        r"an episode has one trainable agent; found '2 trainable traces'",
+        write_lines(tmp_path / "traces.jsonl", [two]),
+    )
 
 
 def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path):
@@ -307,10 +296,10 @@ def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path)
 
 def test_prime_rl_a_node_comes_after_its_parent(tmp_path):
     rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [node(0, "user", [1], [True])]})]
-    with pytest.raises(
-        SourceError, match=r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0"
-    ):
-        list(open_source(write_lines(tmp_path / "traces.jsonl", rows)))
+    assert_refused(
+        r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0",
+        write_lines(tmp_path / "traces.jsonl", rows),
+    )
 
 
 # -- NeMo RL, open-instruct, tinker ------------------------------------------------------------------
@@ -324,8 +313,7 @@ def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
         nemo_row(3, 5.0, prompt=9, filtered_rewards=[7.0]),
     ]
     path = write_lines(tmp_path / "train_data_step12.jsonl", rows)
-    with pytest.raises(SourceError, match="a sample needs a group"):
-        list(open_source(path))
+    assert_refused("a sample needs a group", path)
     step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
     assert step == 12
     assert rewards(batch) == [1.0, 3.0, 5.0, 7.0]
@@ -357,10 +345,10 @@ def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
 
 def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
     rows = [open_instruct_row(0, 0, 1.0), open_instruct_row(1, 0, 0.0, prompt_tokens=[5])]
-    with pytest.raises(
-        SourceError, match=r":2: samples of one prompt_idx have the same prompt_tokens, as at .*:1"
-    ):
-        list(open_source(write_lines(tmp_path / "r_rollouts_0.jsonl", rows)))
+    assert_refused(
+        r":2: samples of one prompt_idx have the same prompt_tokens, as at .*:1",
+        write_lines(tmp_path / "r_rollouts_0.jsonl", rows),
+    )
 
 
 def test_tinker_summaries_have_only_lengths(tmp_path):
@@ -375,14 +363,8 @@ def test_tinker_summaries_have_only_lengths(tmp_path):
     assert advantages(batch, "pipeline.empty=count") == [-1.0, 1.0, -0.5, 0.5]
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
     assert rewards(only(open_source(path, reward_key="final_reward"))[1]) == [0.0] * 4
-    with pytest.raises(SourceError, match="'schema_version' must be 1, the one that is known; found 2"):
-        list(
-            open_source(
-                write_lines(
-                    tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)]
-                )
-            )
-        )
+    path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
+    assert_refused("'schema_version' must be 1, the one that is known; found 2", path)
 
 
 # -- the batch ---------------------------------------------------------------------------------------
@@ -437,22 +419,6 @@ def test_a_loss_mask_may_cover_all_tokens_and_ids_may_mix_types(tmp_path):
 # -- the stream --------------------------------------------------------------------------------------
 
 
-def test_steps_ascend_and_do_not_repeat(tmp_path):
-    steps = [1, 2, 1]
-    rows = [verl_row(f"u{i}_0_0", 1.0, step) for i, step in enumerate(steps)]
-    source = iter(open_source(write_lines(tmp_path / "all.jsonl", rows)))
-    assert next(source)[0] == 1
-    with pytest.raises(SourceError, match="found step 1 after step 2"):
-        list(source)
-
-
-def test_a_step_of_two_files_is_refused(tmp_path):
-    for run in "ab":
-        write_lines(tmp_path / run / "1.jsonl", [verl_row("u_0_0", 1.0, 1)])
-    with pytest.raises(SourceError, match=r"b/1\.jsonl: a step is in one file; found step 1 in .*a/1\.jsonl"):
-        list(open_source(str(tmp_path / "*" / "1.jsonl")))
-
-
 def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
     good = [json.dumps(verl_row(f"u{i}_0_0", 1.0)) for i in range(3)]
     lines = [
@@ -473,8 +439,7 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
         assert source.skipped == 5
     assert source.messages[0] == f"{path}:2: a line must be one JSON object; found [1]"
     assert ":4: 'score' must be a finite number; found 'high'" in source.messages[2]
-    with pytest.raises(SourceError, match=r"7\.jsonl:2: a line must be one JSON object; found \[1\]"):
-        list(open_source(path))
+    assert_refused(r"7\.jsonl:2: a line must be one JSON object; found \[1\]", path)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +490,7 @@ def test_a_large_file_is_never_wholly_in_memory(tmp_path):
     path = tmp_path / "all.jsonl"
     text = "x" * 50_000
     with path.open("w") as file:
-        for i in range(1000):
+        for i in range(400):
             file.write(json.dumps(verl_row(f"u{i}_{i % 2}_0", 1.0, i // 4, text)) + "\n")
     source, last = open_source(path, "verl"), -1.0
     tracemalloc.start()
@@ -535,7 +500,7 @@ def test_a_large_file_is_never_wholly_in_memory(tmp_path):
         last = source.read_bytes
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert source.total_bytes == last > 50_000_000
+    assert source.total_bytes == last > 20_000_000
     assert peak < source.total_bytes / 20
 
 
@@ -559,8 +524,11 @@ def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
 def test_a_group_uid_has_to_be_declared(tmp_path):
     rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
     path = write_lines(tmp_path / "7.jsonl", rows)
-    with pytest.raises(SourceError, match=r"if it is the group's own.*source.group_by=uid"):
-        list(open_source(path, "verl"))
+    assert_refused(
+        r"must be a key \{uid\}_\{session\}_\{index\}.*if it is the group's own.*source.group_by=uid",
+        path,
+        "verl",
+    )
     ((_, batch),) = open_source(path, "verl", group_by="uid")
     assert in_order(batch["group_id"]) == [0, 0, 1]
     assert len(batch["rollout_id"].unique()) == 3
@@ -597,6 +565,6 @@ def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("1 2 5")
     assert [(step, len(batch)) for step, batch in open_source(path, "mine")] == [(1, 2), (2, 2), (5, 2)]
-    path.write_text("1 2 2")
-    with pytest.raises(SourceError, match="found step 2 after step 2"):
-        list(open_source(path, "mine"))
+    for last in (1, 2):
+        path.write_text(f"1 2 {last}")
+        assert_refused(f"found step {last} after step 2", path, "mine")
