@@ -80,10 +80,8 @@ def reports(make_batch):
 @WIDTHS
 def test_a_report_breaks_no_word(reports, width):
     text = printed(width, show_report, reports[0])
-    assert_whole(
-        text, "judged: below the least reward that was asked for, masked parts of 1 rollout and 1 group"
-    )
-    assert_whole(text, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
+    said = "judged: below the least reward that was asked for, masked parts of 1 rollout and 1 group"
+    assert_whole(text, said, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
     assert "Write" not in text  # a prompt is left out before a word is broken
     assert "Write 314159" in printed(120, show_report, reports[0])
 
