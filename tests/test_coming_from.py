@@ -161,17 +161,6 @@ def test_slime_gets_its_own_numbers_for_complete_groups(recipe):
         assert not any(sample.remove_sample for sample in samples)
 
 
-def test_fan_out_does_not_change_slimes_groups(recipe):
-    """Three rows of one rollout make nine rows instead of eight; slime takes them for one group."""
-    rewards, groups = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 9.0, 9.0, 8.0, 8.0], [0] * 6 + [1] * 4
-    samples = samples_of(rewards, groups, [0, 0, 0, 1, 2, 3, 4, 5, 6, 7])
-    args = foreign.slime_args(group_size=4, groups=2)
-    _, advantages = slime.post_process_rewards(args, samples)
-    assert advantages == pytest.approx([1.5] * 3 + [-0.5] * 3 + [0.8660] * 2 + [-0.8660] * 2, abs=1e-4)
-    theirs = foreign.slime_rewards(args, rewards)
-    assert theirs[0] < 0 < theirs[8]  # a prompt that was solved is pushed down, for another is worth more
-
-
 def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
     recipe("as/miles")
     for seed in range(5):

@@ -105,9 +105,8 @@ def test_a_comparison_breaks_no_word(reports, width):
     comparison.add(reports[0], replace(reports[1], columns=second))
     text = printed(width, show_comparison, comparison)
     assert_whole(text, *RECIPES, "trained by both", "cosine of the rows' gradient shares")
-    assert_whole(
-        text, "share of the gradient that moves to other groups", "loss weight × tokens in the loss,"
-    )
+    said = "share of the gradient that moves to other groups", "loss weight × tokens in the loss,"
+    assert_whole(text, *said)
 
 
 @WIDTHS
@@ -132,9 +131,8 @@ def test_a_plan_breaks_no_word(width):
         compared=np.array([1500]),
     )
     text = printed(width, show_group_sizes, seen, [2, 4, 8, 16, 32, 64], 1.0)
-    assert_whole(
-        text, "prompts for 1,500 informative groups", "500", "0.25 to 0.5", "solve rate, at 0.123456"
-    )
+    said = "prompts for 1,500 informative groups", "500", "0.25 to 0.5", "solve rate, at 0.123456"
+    assert_whole(text, *said)
 
 
 @WIDTHS
