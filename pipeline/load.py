@@ -78,33 +78,36 @@ def load_pipeline(
             removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A
             criterion or a token term is an object, a name (``{"filter": {"also": "not_truncated"}}``), or a
             mapping with a ``_target_``, which replaces the whole of it.
-        group_size: option of the gate.
-        on_incomplete: option of the gate.
-        min_rollouts: option of the gate.
-        missing: option of the collapse: what happens to a reward that is NaN. ``mask`` takes the rollout out
-            of the loss.
-        reward: option of the collapse: how the rewards of a rollout's segments become one.
-        baseline: option of the advantage.
-        scale: option of the advantage.
-        minibatches: option of the split.
-        microbatches: option of the split.
+        group_size: option of the gate: number of rollouts per group. None: read from `expected_rollouts`.
+        on_incomplete: option of the gate for incomplete groups: an error (``raise``), ``drop``, or ``keep``.
+        min_rollouts: option of the gate: number of rollouts that a group needs for ``keep``.
+        missing: option of the collapse: what happens to a reward that is NaN. ``raise`` an error; ``mask``
+            takes the rollout out of the loss; ``skip`` trains it with the advantage 0.
+        reward: option of the collapse: how the rewards of a rollout's segments become one: ``shared``,
+            ``first``, ``last``, ``sum``, ``mean``, ``max``.
+        baseline: option of the advantage, such as ``mean`` or ``leave_one_out``.
+        scale: option of the advantage: what it is divided by, such as ``group`` (its std) or ``none``.
+        minibatches: option of the split: number of optimiser steps per epoch.
+        microbatches: option of the split: number of micro-batches per optimiser step.
         max_tokens: option of the split: tokens in a micro-batch.
-        ranks: option of the split and of the weight.
-        shuffle: option of the split.
-        seed: option of the split.
-        loss_unit: option `unit` of the weight: what the loss is a mean over.
+        ranks: option of the split and of the weight: number of ranks that each hold the whole batch.
+        shuffle: option of the split: whether the rows are in random order.
+        seed: option of the split: seed of this order.
+        loss_unit: option `unit` of the weight: what the loss is a mean over, such as ``token`` or ``sample``.
         order: names of all stages, in the order of execution.
         columns: other names of columns by role, such as ``{"group": "uid"}``, for all stages.
-        group_key: option of the pipeline, for all stages.
-        rollout_key: option of the pipeline, for all stages.
-        loss_mask_key: option of the pipeline, for all stages.
-        log_prob_key: option of the pipeline, for all stages.
-        process_group: option of the pipeline.
-        shared_ids: option of the pipeline.
-        patience: option of the pipeline.
-        decide_on: option of the pipeline.
-        masked_log_prob: option of the pipeline.
-        empty: option of the pipeline and of its gate.
+        group_key: column of the group ids, for all stages.
+        rollout_key: column of the rollout ids, for all stages.
+        loss_mask_key: column of the loss mask, for all stages.
+        log_prob_key: column of the sampler's log-probabilities, for all stages. None: none is read.
+        process_group: ``world`` or a process group: ranks that each hold their own rows of one batch.
+        shared_ids: meaning of an id that several ranks have: ``same`` group, ``different`` groups, or
+            ``raise`` an error.
+        patience: seconds that ranks wait for each other.
+        decide_on: ``each_rank`` decides on the whole table, or only the ``first_rank`` does.
+        masked_log_prob: ``keep`` leaves log-probabilities outside of the loss mask finite, ``nan`` does not.
+        empty: rollouts without a token in the loss: ``exclude`` them from the baseline, ``count`` them, or
+            ``raise`` an error.
         unknown: any other keyword raises ConfigError, with similar names.
 
     Raises:

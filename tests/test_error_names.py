@@ -20,7 +20,7 @@ ERRORS = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
 
 
 def test_an_error_keeps_its_facts_when_it_is_sent_to_another_process(make_batch):
-    with pytest.raises(IncompleteGroupsError, match=r"group 7 has 1 of 2 .*set on_incomplete='drop'") as info:
+    with pytest.raises(IncompleteGroupsError, match=r"group 7 has 1 of 2 .*Set on_incomplete='drop'") as info:
         load_pipeline("grpo", group_size=2).run(make_batch([1.0, 2.0, 3.0], [5, 5, 7]))
     came = pickle.loads(pickle.dumps(info.value))
     assert (came.stage, came.options) == ("gate", [("gate", "on_incomplete", "drop")])

@@ -23,8 +23,8 @@ from .table import Effect
 OnIncomplete = Literal["raise", "drop", "keep"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set {on_incomplete=drop}, "
-    "or 'keep' with min_rollouts"
+    "{count} incomplete group{s}: {found}. {hint}Set {on_incomplete=drop}, or 'keep' with min_rollouts, or "
+    "wait for the missing rollouts"
 )
 
 
