@@ -158,6 +158,13 @@ def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
     printed(report)
 
 
+def test_a_group_removed_for_two_reasons_counts_once(make_batch):
+    batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1], status=[3, 0, 0, 0])
+    levels = report_of(batch, gate=CompletenessGate(group_size=2, on_incomplete="drop")).funnel
+    assert {left.reason: left.rows for left in levels[1].out} == {"incomplete": 1, "failed": 1}
+    assert sum(left.groups for left in levels[1].out) == 1 == levels[0].groups - levels[1].groups
+
+
 def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
     low = SampleFilter(criterion=RewardWithin(high=2.0), action="drop")
     credit = GroupRelativeAdvantage(scale="none")
