@@ -122,9 +122,9 @@ def load_pipeline(
     values = locals()  # taken first, while the keywords are the only local names
     values["columns"] = ... if columns is None else columns  # no recipe has a node for None
     given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
-    words = _overrides(recipe, overrides, rows)
-    settings = settings_of(words, given, stages or {})
-    composed = compose_config("load", *words).pipeline
+    typed = _overrides(recipe, overrides, rows)
+    settings = settings_of(typed, given, stages or {})
+    composed = compose_config("load", *typed).pipeline
     for word in unknown:
         own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
         places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
@@ -135,13 +135,13 @@ def load_pipeline(
             f"the keywords are rows, stages, {', '.join(KEYWORDS)}"
         )
     apply_settings(composed, settings)
-    log.debug("composed of %s and %s", words, settings)
+    log.debug("composed of %s and %s", typed, settings)
     return build_pipeline(composed)
 
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
     """Return the recipe, `rows` and the overrides as one list of overrides."""
-    if bare := [word for word in overrides if not (isinstance(word, str) and _is_override(word))]:
+    if bare := [each for each in overrides if not (isinstance(each, str) and _is_override(each))]:
         raise ConfigError(
             f"an override must be KEY=VALUE; got {bare[0]!r}. Give options by keyword, such as group_size=8, "
             f"and one recipe, here {recipe!r}"
@@ -149,15 +149,15 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
     chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
     chosen += [f"rows={rows}"] if rows else []
-    for word in chosen:
-        group = word.partition("=")[0]
+    for override in chosen:
+        group = override.partition("=")[0]
         if again := [other for other in others if other.startswith(f"{group}=")]:
-            raise ConfigError(f"{group} is set twice, by {word} and by {again[0]}: set it once")
-    return [*chosen, *(ready for word in others for ready in for_hydra(word))]
+            raise ConfigError(f"{group} is set twice, by {override} and by {again[0]}: set it once")
+    return [*chosen, *(ready for override in others for ready in for_hydra(override))]
 
 
-def _is_override(word: str) -> bool:
-    return "=" in word or word.startswith("~")
+def _is_override(text: str) -> bool:
+    return "=" in text or text.startswith("~")
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
@@ -232,13 +232,13 @@ def settings_of(
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")
             found.append((f"stages.{name}.{key}".rstrip("."), value, source))
     known: dict[str, str] = {}
-    for word in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
-        key = word.partition("=")[0].lstrip("~+").rpartition("@")[2]
-        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = word
+    for override in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
+        key = override.partition("=")[0].lstrip("~+").rpartition("@")[2]
+        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = override
     for key, _, source in found:
-        for other, word in known.items():
+        for other, override in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise ConfigError(f"pipeline.{key} is set twice, by {source} and by {word}: set it once")
+                raise ConfigError(f"pipeline.{key} is set twice, by {source} and by {override}: set it once")
         known[key] = source
     return {key: value for key, value, _ in found}
 

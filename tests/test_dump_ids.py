@@ -158,7 +158,8 @@ def test_no_message_of_a_replay_shows_the_hash_of_a_prompt(write, tmp_path):
     words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
     done = headrace_here(tmp_path, "task=replay", *words, "hydra.run.dir=out", check=False)
     page = (tmp_path / "out" / "report.html").read_text()
-    notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
+    of_page = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
+    notices = [*of_page["notices"], *of_page["failed"]["reasons"]]
     failed = (tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()
     said = "\n".join([done.stdout, done.stderr, *notices, failed])
     assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.distributed import HashStore
 
 from headrace import decide
 from headrace.pipeline import ConfigError, Decider, load_pipeline
-from headrace.transforms import BatchError, IncompleteGroupsError, SampleFilter, TreeAdvantage, number_labels
+from headrace.transforms import (
+    BatchError,
+    CombineIds,
+    IncompleteGroupsError,
+    Rows,
+    SampleFilter,
+    TreeAdvantage,
+    number_labels,
+)
 from headrace.transforms.distributed import barrier
 
 ERRORS = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
@@ -84,6 +93,9 @@ def test_braces_in_data_are_shown_as_they_are(make_batch, data):
         lambda: decide(ids | {data: [0]}),
         lambda: SampleFilter(criterion=Odd(data))(make_batch([1.0, 2.0], [5, 5])),
         lambda: one_rank().meet("a batch", ValueError(data)),
+        lambda: CombineIds(keys=(data, "b"), into="c")(TensorDict({data: [-1], "b": [0]}, batch_size=[1])),
+        lambda: Rows.of(group=[1]).require(torch.zeros(1, dtype=torch.bool), "{found} {column}", role=data),
+        lambda: Rows.of(group=[1])[data],
     ):
         with pytest.raises(BatchError) as info:
             refuse()
@@ -135,15 +147,28 @@ def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
     assert not [words for words in said if "_key)" in words]
 
 
-def test_no_text_of_an_error_without_facts_has_a_field():
-    field = re.compile(r"\{(\w+/)?\w+\}")
+def calls():
     for path in (Path(__file__).parents[1] / area for area in ("transforms", "pipeline", "adapters")):
         for file in path.rglob("*.py"):
             for call in ast.walk(ast.parse(file.read_text())):
-                if (
-                    isinstance(call, ast.Call)
-                    and getattr(call.func, "id", "") in ERRORS
-                    and not call.keywords
-                ):
-                    words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
-                    assert not [each for each in words if field.search(str(each))], (file, call.lineno)
+                if isinstance(call, ast.Call):
+                    yield f"{file}:{call.lineno}", call
+
+
+def test_no_text_of_an_error_without_facts_has_a_field():
+    field = re.compile(r"\{(\w+/)?\w+\}")
+    for where, call in calls():
+        if getattr(call.func, "id", "") in ERRORS and not call.keywords:
+            words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
+            assert not [each for each in words if field.search(str(each))], where
+
+
+def test_no_text_with_facts_has_data_in_it_whose_braces_would_be_fields():
+    """A name in capitals is a constant."""
+    for where, call in calls():
+        is_verb = isinstance(call.func, ast.Attribute) and call.func.attr.startswith("require")
+        if is_verb or (getattr(call.func, "id", "") in ERRORS and call.keywords):
+            texts = [each for each in call.args if isinstance(each, ast.JoinedStr | ast.BinOp)]
+            data = [part for text in texts for part in ast.walk(text) if isinstance(part, ast.FormattedValue)]
+            shown = [ast.unparse(part.value) for part in data if part.conversion == ord("r")]
+            assert not [name for name in shown if not name.isupper()], where
