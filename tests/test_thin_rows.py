@@ -173,6 +173,21 @@ def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(ragged, nam
     assert masked > 0
 
 
+def test_rows_masked_for_staleness_have_no_tokens_to_count(name):
+    options: dict[str, Any] = {"max_staleness": 0, "on_stale": "mask"}
+    assembler, plain = GroupAssembler(**options), GroupAssembler(**options)
+    assembler.version = plain.version = 1
+    lines = [Line(0, r, 0, True, version=r) for r in (0, 1)]
+    rows = rows_of(lines, 0)
+    rows[MASK] = torch.ones(2, 8, dtype=torch.bool)
+    source = RolloutQueue(name, decided_by=[assembler, composed("pipeline=grpo")])
+    source.put(rows)
+    assembler.put(next(iter(source)))
+    plain.put(rows)
+    numbers = assembler.take()["headrace", "number_of", ".".join(MASK)]
+    assert numbers[:, 0].tolist() == plain.take()[MASK].sum(1).tolist() == [0, 8]
+
+
 # -- what goes where --------------------------------------------------------------------------------------
 
 
