@@ -88,7 +88,6 @@ def arrive(
     return groups, Counter({reason: number for reason, number in assembler.counts.items() if number})
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**9),
     on_failure=st.sampled_from(["drop", "keep"]),
@@ -122,7 +121,6 @@ def test_a_repeated_row_is_refused_in_every_order_also_after_its_group():
             arrive(list(order), random.Random(0), True, on_duplicate="raise")
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**9),
     takes=st.booleans(),
@@ -203,7 +201,6 @@ def test_rows_of_a_stale_group_are_late_and_failed_ones_are_failed(on_timeout):
         assert counts == (kept if on_timeout == "keep" else {"timeout": 3, "failed": 1, "late": 2})
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
 )
