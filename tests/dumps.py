@@ -8,8 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from tensordict import TensorDict
+
+from headrace.pipeline.sources import SourceError, open_source
 
 
 def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
@@ -227,3 +230,26 @@ def tinker_row(group: int, trajectory: int, reward: float, **changes: Any) -> di
         "final_ob_len": 0,
         **changes,
     }
+
+
+PROMPT = {"group_by": "prompt"}
+# A record of each format of lines, alone, and the options to read it with.
+RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "verl": (verl_row("a_0_0", 1.0), {}),
+    "prime_rl": (episode("g", "a", {"r": {"score": 1}}), {}),
+    "nemo_rl": (nemo_row(0, 1.0), PROMPT),
+    "open_instruct": (open_instruct_row(0, 0, 1.0), {}),
+    "tinker": (tinker_row(0, 0, 1.0), {}),
+    "verifiers": (verifiers_row(0, 1.0, timing={"total_ms": 8.25}), {}),
+}
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Where a file of that format may be."""
+    return folder / ("train_data_step1.jsonl" if name == "nemo_rl" else "dump.jsonl")
+
+
+def assert_refused(match: str, path: Path | str, *more: str, **options: Any) -> None:
+    """Reading it raises an error that says so."""
+    with pytest.raises(SourceError, match=match):
+        list(open_source(path, *more, **options))

@@ -32,7 +32,7 @@ def rows(seed: int, groups: int = 5, size: int = 4) -> TensorDict:
 
 def test_each_row_has_the_advantage_of_a_loop_over_its_group():
     pipeline = of_four("rloo")
-    for batch in map(rows, range(10)):
+    for batch in map(rows, range(4)):
         credit = advantages_of(pipeline, batch)
         groups, rewards = batch["group_id"].tolist(), batch["next", "reward"].tolist()
         for row, (group, reward) in enumerate(zip(groups, rewards, strict=True)):
@@ -85,12 +85,12 @@ def test_without_a_loss_mask_kept_rows_are_in_the_loss():
     assert credit.in_loss.flatten().tolist() == varies.tolist()
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_all_advantages_are_0_if_no_row_is_kept(number):
+def test_all_advantages_are_0_if_no_row_is_kept():
     pipeline = of_four("grpo", "pipeline.stages.gate.on_incomplete=drop")
-    credit = advantages_of(pipeline, rows(seed=6)[:number])
-    assert credit.advantage.tolist() == [[0.0]] * number
-    assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as where rows stay
+    for number in (0, 1):
+        credit = advantages_of(pipeline, rows(seed=6)[:number])
+        assert credit.advantage.tolist() == [[0.0]] * number
+        assert credit.in_loss.tolist() == [[False] * 5] * number  # a mask of tokens, as where rows stay
 
 
 def test_merged_turns_are_refused():

@@ -26,31 +26,17 @@ FIRED = ("rollouts-truncated", "advantage-all-zero", "off-policy", "stale", "gra
 
 def long_run(**run):
     """Sixty steps with every tile and six advisories, on a page of five steps."""
-    fan_out = pages.fan_out_run(5)["steps"]
     steps = []
-    for place, step in enumerate(fan_out):
-        at = (0, 15, 30, 45, 59)[place]
+    for step, at in zip(pages.fan_out_run(5)["steps"], (0, 15, 30, 45, 59), strict=True):
         numbers = {name: values[at] for name, values in CURVES.items() if values[at] is not None}
+        since = "at 44 of 60 steps, first at 3 and last at 59, for which there is a word or two to say."
         said = [
-            {
-                "name": name,
-                "cause": "",
-                "because": "",
-                "certain": False,
-                "text": f"Step {at} has `{name}`, and it has been so at 44 of 60 steps, first at 3 "
-                "and last at 59, for which there is a word or two to say.",
-            }
+            {"name": name, "cause": "", "because": "", "certain": False}
+            | {"text": f"Step {at} has `{name}`, and it has been so {since}"}
             for name in FIRED
         ]
-        steps.append(
-            step
-            | {
-                "step": at,
-                "numbers": numbers,
-                "verdict": f"The reward rose to step {at}.",
-                "advisories": said,
-            }
-        )
+        verdict = f"The reward rose to step {at}."
+        steps.append(step | {"step": at, "numbers": numbers, "verdict": verdict, "advisories": said})
     known = [
         {key: value for key, value in symptoms()[name]._asdict().items() if key != "needs"}
         | {"remedies": [shown(each) for each in symptoms()[name].remedies]}
@@ -94,6 +80,10 @@ def test_the_first_screen_has_the_verdict(look):
     assert page.count("#answer svg .curve") == 6
     assert page.texts("#answer .range")[0] == "curve: steps 0 to 59"
     assert not page.one("#recipe").is_displayed()
+    page.choose("number", "0")
+    assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
+    assert page.seen("#verdict") == "The reward rose to step 0."
+    assert page.texts("#advisories summary")[0].startswith("Step 0 has")
 
 
 REASONS = ["step 3: one.", "step 4: two."]
@@ -127,18 +117,16 @@ def test_two_recipes_show_first_what_differs_and_name_what_is_equal(look):
     assert page.seen("#curves [data-legend=second]") == "under rloo, where it differs"
 
 
-def test_a_tile_shows_the_chosen_step(look):
-    page = look(long_run(live=None))
-    page.choose("number", "0")
-    assert page.texts("#answer .big")[0] == "0.07 mean over rollouts"
-    assert page.seen("#verdict") == "The reward rose to step 0."
-    assert page.texts("#advisories summary")[0].startswith("Step 0 has")
-
-
-def test_an_advisory_leads_to_its_cause(look):
+def test_an_advisory_opens_its_symptom_and_leads_to_its_cause(look):
     run = long_run(live=None)
     run["steps"][-1]["advisories"][-1]["because"] = FIRED[0]
     page = look(run)
+    first = "#symptom-rollouts-truncated"
+    assert "pipeline=dapo" not in page.seen(first)
+    page.one(f"{first} summary").click()
+    assert "pipeline=dapo" in page.seen(first)
+    assert symptoms()["rollouts-truncated"].title in page.seen(first)
+    page.one(f"{first} summary").click()
     page.open(f"#symptom-{FIRED[-1]}")
     assert not page.one(f"#symptom-{FIRED[0]}").get_attribute("open")
     page.one(f"#symptom-{FIRED[-1]} .because button").click()
@@ -175,20 +163,14 @@ def test_the_optimiser_panel_shows_only_measured_numbers(look):
     """A run without optimiser numbers has no panel; a missing number has no tile."""
     run = long_run(live=None)
     assert look(run).seen("#optimiser") == ""
-    measured = {
-        "optimiser/lr": 0.0,
-        "optimiser/grad_norm": 0.25,
-        "seconds/collect": 3.0,
-        "seconds/optimise": 1.0,
-    }
+    measured = {"optimiser/lr": 0.0, "optimiser/grad_norm": 0.25}
+    measured |= {"seconds/collect": 3.0, "seconds/optimise": 1.0}
     for step in run["steps"]:
         step["numbers"] |= measured
     run["curves"] = run["curves"] | {name: [value] * len(STEPS) for name, value in measured.items()}
     page = look(run)
-    assert page.texts("#optimiser .tile .big") == [
-        "0 greatest of the parameter groups",
-        "0.25 before clipping",
-    ]
+    tiles = ["0 greatest of the parameter groups", "0.25 before clipping"]
+    assert page.texts("#optimiser .tile .big") == tiles
     assert page.texts("#optimiser [data-legend]") == ["collect 3 s (75 %)", "optimise 1 s (25 %)"]
     assert page.seen("#optimiser-title") == "The optimiser step 59"
 
@@ -231,15 +213,6 @@ def test_lengths_are_of_all_rollouts_if_some_are_drawn(look):
     )  # beyond what is drawn
 
 
-def test_an_advisory_opens_its_symptom(look):
-    page = look(long_run(live=None))
-    first = "#symptom-rollouts-truncated"
-    assert "pipeline=dapo" not in page.seen(first)
-    page.one(f"{first} summary").click()
-    assert "pipeline=dapo" in page.seen(first)
-    assert symptoms()["rollouts-truncated"].title in page.seen(first)
-
-
 def test_the_first_open_group_is_in_the_loss(look):
     """Group 1 has the widest spread but is not in the loss."""
     left = pages.rollouts_of(1, [0.0, 1.0], reason="gate/incomplete")
@@ -252,15 +225,6 @@ def test_the_first_open_group_is_in_the_loss(look):
     assert page.values("details.group[open]", "data-group") == ["2"]
     assert page.count("#strip [data-legend=size]") == 0
     assert page.seen("#compare") == ""  # each rollout is one row, so nothing could differ
-
-
-def test_the_footer_has_time_and_origin_of_the_run(look):
-    page = look(long_run(live=None))
-    assert page.seen("#run") == "This run: began 2026-11-22T04:19:11+00:00"
-    page.one("#run > summary").click()
-    assert "headrace pipeline=rloo" in page.seen("#run")
-    assert "headrace 0.5, torch 2.9" in page.seen("#run")
-    assert "a: <i>1</i>" in page.seen("#run")
 
 
 def wait_for(condition):
@@ -304,7 +268,7 @@ def test_a_live_page_does_not_interrupt_typing_or_selection(look, tmp_path):
     assert page.driver.execute_script(script) == "group"
     page.driver.execute_script("getSelection().selectAllChildren(document.getElementById('summary'))")
     page.driver.execute_script("window.same = true")
-    time.sleep(3.5)
+    time.sleep(2.5)
     assert page.driver.execute_script("return window.same")
     page.driver.execute_script("getSelection().removeAllRanges()")
     wait_for(lambda: not page.driver.execute_script("return window.same"))
@@ -321,7 +285,7 @@ def test_a_live_page_keeps_the_chosen_group_and_can_pause(look, tmp_path):
     assert page.seen("#verdict") == "The reward rose to step 30."
     page.one("#pause").click()
     page.driver.execute_script("window.same = true")
-    time.sleep(3.5)
+    time.sleep(2.5)
     assert page.driver.execute_script("return window.same")
     page.one("#pause").click()
     wait_for(lambda: not page.driver.execute_script("return window.same"))
@@ -336,10 +300,13 @@ def test_a_page_of_a_killed_run_shows_when_it_was_written(look):
     assert page.driver.execute_script("return window.same")  # it asks rarely: after a tenth of its age
 
 
-def test_text_of_the_verdict_has_a_contrast_of_4_5(look):
+def test_the_footer_has_the_origin_of_the_run_and_text_has_a_contrast_of_4_5(look):
     page = look(long_run(live=1.0, written=now(ago=3600.0)))
+    assert page.seen("#run") == "This run: began 2026-11-22T04:19:11+00:00"
     for fold in (*page.all("#advisories summary"), page.one("#run > summary")):
         fold.click()
+    for words in ("headrace pipeline=rloo", "headrace 0.5, torch 2.9", "a: <i>1</i>"):
+        assert words in page.seen("#run")
     for scheme in ("light", "dark"):
         page.show_as(scheme)
         assert [entry for entry in page.driver.execute_script(CONTRAST) if entry[0] < 4.5] == []

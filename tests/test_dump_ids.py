@@ -6,14 +6,13 @@ import io
 import json
 import re
 
-import pyarrow.parquet as pq
 import pytest
 from command import headrace_here
 from composed import composed, configure
 from dumps import episode, nemo_row, slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
 from rich.console import Console
 
-from headrace.pipeline import make_report, page_data, write_page
+from headrace.pipeline import make_report, page_data
 from headrace.pipeline.report import Comparison, show_report
 from headrace.pipeline.report.loggers import group_rows, rollout_rows
 from headrace.pipeline.sources import open_source
@@ -43,18 +42,15 @@ def tinker(folder):
     return path, [3, 3, 4, 4], ["3/0", "3/1", "4/0", "4/1"]
 
 
-def reported(path, *words):
+def reported(path):
     ((step, batch),) = open_source(path)
-    run = composed(*WORDS, "pipeline.stages.gate.group_size=2", *words).run(batch)
+    run = composed(*WORDS, "pipeline.stages.gate.group_size=2").run(batch)
     return run, make_report(run, step=step)
 
 
-@pytest.mark.parametrize("write", [slime, tinker])  # a share of the gradient depends on lengths
-def test_a_comparison_has_the_ids_of_the_dump(write, tmp_path):
-    path, groups, _ = write(tmp_path)
+def test_a_comparison_has_the_ids_of_the_dump(tmp_path):
+    path, groups, _ = slime(tmp_path)
     comparison = Comparison(("all", "none"))
-    comparison.add(reported(path)[1], reported(path, "pipeline.stages.advantage.clip=[0,1.0]")[1])
-    assert {mover.group for mover in comparison.movers} <= set(groups)
     first, second = (reported(path)[1] for _ in range(2))
     second.columns["reason"][:2] = 1
     comparison.add(first, second)
@@ -72,7 +68,6 @@ def test_report_ledger_and_page_have_the_ids_of_the_dump(write, tmp_path):
     assert data["rows"]["group"] == groups
     assert data["rows"]["rollout"] == rollouts
     assert data["groups"]["id"] == list(dict.fromkeys(groups))
-    write_page(page_data([report], title="ids"), tmp_path / "page.html")
     names, rows = group_rows(report)
     assert [row[names.index("group")] for row in rows] == list(dict.fromkeys(groups))
     names, rows = rollout_rows(report)
@@ -84,7 +79,7 @@ def test_report_ledger_and_page_have_the_ids_of_the_dump(write, tmp_path):
     assert all(re.search(rf"^ *{group} ", shown, re.M) for group in groups), shown
 
 
-@pytest.mark.parametrize(("write", "format"), [(slime, "parquet"), (verl, "jsonl"), (tinker, "parquet")])
+@pytest.mark.parametrize(("write", "format"), [(tinker, "parquet"), (verl, "jsonl")])
 def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
     path, groups, rollouts = write(tmp_path)
     for name in ("one", "two"):
@@ -92,17 +87,13 @@ def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
         config = configure("config", "task=replay", *words)
         replay(config, tmp_path / name, Console(file=io.StringIO()))
         path = tmp_path / name / "rollouts"
-    (file,) = path.iterdir()
-    if format == "parquet":
-        rows = pq.read_table(file).to_pylist()
-    else:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row.get("group_label", row["group_id"]) for row in rows] == groups
-    assert [row.get("rollout_label", row["rollout_id"]) for row in rows] == rollouts
+    trained = reported(path)[0].ledger.rows("trained")
+    assert [row["group"] for row in trained] == groups
+    assert [row["rollout"] for row in trained] == rollouts
     ((_, again),) = open_source(path)
     ((_, first),) = open_source(write(tmp_path)[0])
-    assert again["group_id"].tolist() == first["group_id"].tolist()
-    assert again["rollout_id"].tolist() == first["rollout_id"].tolist()
+    for name in ("group_id", "rollout_id"):
+        assert again[name].tolist() == first[name].tolist()
 
 
 @pytest.mark.parametrize(("write", "named"), [(slime, "40"), (verl, "'7f3a_0'"), (tinker, "3")])
@@ -164,17 +155,14 @@ def test_no_message_of_a_replay_shows_the_hash_of_a_prompt(write, tmp_path):
     """
     for step, asked in enumerate(FAULTY):
         write(tmp_path / "dump", step, asked)
-        write(tmp_path / "lost", step, PAIRS[1:])
-    words = ["source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
-    for dump in ("dump", "lost"):
-        how = [f"source.path={dump}", f"hydra.run.dir=of_{dump}"]
-        done = headrace_here(tmp_path, "task=replay", *words, *how, check=False)
-        page = (tmp_path / f"of_{dump}" / "report.html").read_text()
-        said = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
-        notices = [*said["notices"], *said["failed"]["reasons"]]
-        failed = (tmp_path / f"of_{dump}" / "rollouts" / "failed_steps.json").read_text()
-        said = "\n".join([done.stdout, done.stderr, *notices, failed])
-        assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said
-        named = r"('What is 2\+2\?'|'user says'|the prompt at )"
-        for step in (1, 2, 3, 4) if dump == "dump" else (0,):
-            assert re.search(rf"step {step}\b[^;]*{named}", " ".join(said.split())), said
+    words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
+    done = headrace_here(tmp_path, "task=replay", *words, "hydra.run.dir=out", check=False)
+    page = (tmp_path / "out" / "report.html").read_text()
+    of_page = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
+    notices = [*of_page["notices"], *of_page["failed"]["reasons"]]
+    failed = (tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()
+    said = "\n".join([done.stdout, done.stderr, *notices, failed])
+    assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said
+    named = r"('What is 2\+2\?'|'user says'|the prompt at )"
+    for step in (1, 2, 3, 4):
+        assert re.search(rf"step {step}\b[^;]*{named}", " ".join(said.split())), said

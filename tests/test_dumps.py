@@ -10,15 +10,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from busy import reported, stages
+from dumps import assert_refused
 
-from headrace.pipeline import Pipeline, load_pipeline, make_report, write_dump
-from headrace.pipeline.report import Comparison, ReportFolder, page_data
-from headrace.pipeline.sources import SourceError, open_source
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.report import Comparison
+from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
-    FanOutCollapse,
+    CompletenessGate,
+    Finite,
     GroupRelativeAdvantage,
     LossWeight,
+    SampleFilter,
     ShuffleSplit,
 )
 
@@ -46,12 +49,25 @@ def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
         assert second.columns[name] == pytest.approx(first.columns[name], nan_ok=True), name
 
 
-def test_a_dump_has_the_number_of_rollouts_that_the_gate_was_told(make_batch, tmp_path):
-    batch = make_batch([0.0, 1, 2], [0, 0, 1])
-    run = load_pipeline("grpo", group_size=2, on_incomplete="drop", minibatches=1).run(batch)
-    write_dump(make_report(run), tmp_path)
-    ((_, again),) = open_source(tmp_path)
-    assert again["expected_rollouts"].tolist() == [2, 2, 2]
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_columns_are_read_back_in_either_format(format, make_batch, tmp_path):
+    """Several rewards; a text that is no UTF-8; a reward that a filter took out; what the gate was told."""
+
+    def again(batch, pipeline, name):
+        write_dump(make_report(pipeline.run(batch)), tmp_path / name, format=format)
+        return next(iter(open_source(tmp_path / name)))[1]
+
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, float("nan")], [5.0, 5.0]])
+    batch["prompt_text"] = ["\ud800 half", *["whole"] * 3]
+    read = again(batch, Pipeline({}), "several")
+    assert torch.equal(read["next", "reward"].nan_to_num(-1), batch["next", "reward"].nan_to_num(-1))
+    assert list(read["prompt_text"]) == ["? half", *["whole"] * 3]
+    finite = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude")})
+    read = again(make_batch([0.0, float("inf"), 1.0], [0, 0, 0]), finite, "filtered")
+    assert read["next", "reward"].isnan().flatten().tolist() == [False, True, False]
+    gated = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
+    assert again(make_batch([0.0, 1, 2], [0, 0, 1]), gated, "gated")["expected_rollouts"].tolist() == [2] * 3
 
 
 def test_a_dump_records_its_origin(make_batch, tmp_path):
@@ -114,28 +130,6 @@ def put(table, name, values, kind=None):
     return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
 
 
-@pytest.mark.parametrize("format", ["parquet", "jsonl"])
-def test_several_rewards_are_read_back_in_either_format(format, make_batch, tmp_path):
-    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
-    batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, float("nan")], [5.0, 5.0]])
-    pipeline = Pipeline({})
-    pipeline(batch)
-    write_dump(make_report(pipeline), tmp_path, format=format)
-    ((_, again),) = open_source(tmp_path)
-    assert torch.equal(again["next", "reward"].nan_to_num(-1), batch["next", "reward"].nan_to_num(-1))
-
-
-def test_an_unpaired_surrogate_is_written_as_a_replacement(make_batch, tmp_path):
-    batch = make_batch([0.0, 1.0], [0, 0])
-    batch["prompt_text"] = ["\ud800 half", "whole"]
-    pipeline = Pipeline({})
-    pipeline(batch)
-    for format in ("parquet", "jsonl"):
-        write_dump(make_report(pipeline), tmp_path / format, format=format)
-        ((_, again),) = open_source(tmp_path / format)
-        assert list(again["prompt_text"]) == ["? half", "whole"]
-
-
 def test_a_step_without_rows_is_written_and_skipped_on_reading(make_batch, tmp_path):
     batch, report = reported(make_batch, step=1)
     pipeline = Pipeline(stages())
@@ -173,34 +167,15 @@ def test_an_invalid_file_is_skipped_if_allowed(make_batch, tmp_path):
     assert source.skipped == 1
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_dump_is_refused_with_its_name(name, make_batch, tmp_path):
-    _, report = reported(make_batch)
-    path = write_dump(report, tmp_path)
-    damage, message = DAMAGE[name]
-    pq.write_table(damage(pq.read_table(path)), path)
-    with pytest.raises(SourceError, match=f"step_00000000.parquet: .*{message}"):
-        list(open_source(path, "headrace"))
+def test_a_damaged_dump_is_refused_with_its_name(make_batch, tmp_path):
+    path = write_dump(reported(make_batch)[1], tmp_path)
+    table = pq.read_table(path)
+    for damage, message in DAMAGE.values():
+        pq.write_table(damage(table), path)
+        assert_refused(f"step_00000000.parquet: .*{message}", path, "headrace")
 
 
-# -- pages and comparisons --------------------------------------------------------------------------
-
-
-def test_a_page_of_large_groups_shows_as_many_as_fit(make_batch):
-    pipeline = Pipeline({"collapse": FanOutCollapse()})
-    pipeline(make_batch([0.0] * 12000, [i // 60 for i in range(12000)]))
-    step = page_data([make_report(pipeline)], title="wide")["steps"][0]
-    assert step["shown"] == {"groups": 83, "of": 200}
-    assert len(step["rows"]["row"]) == 83 * 60
-
-
-def test_dumps_of_two_runs_are_not_mixed(make_batch, tmp_path):
-    first = ReportFolder(tmp_path, title="one", dump="parquet")
-    first.add(reported(make_batch)[1])
-    with pytest.raises(
-        FileExistsError, match=r"has the rows of another run, 1 files, step_00000000.parquet the first"
-    ):
-        ReportFolder(tmp_path, title="two", dump="parquet")
+# -- comparisons ------------------------------------------------------------------------------------
 
 
 def flipped(report):

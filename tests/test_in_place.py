@@ -57,16 +57,8 @@ def run_session(
         fields["rm_scores"] = torch.nested.as_nested_tensor(scores, layout=torch.jagged)
     fields["uid"] = NonTensorStack(*[uid] * outputs)
     fields["session_id"] = torch.full((outputs,), session)
-    tags = [
-        {
-            "status": "success",
-            "prompt_len": size,
-            "response_len": size,
-            "seq_len": 2 * size,
-            "global_steps": step,
-        }
-        for size in sizes
-    ]
+    tag = {"status": "success", "global_steps": step}
+    tags = [tag | {"prompt_len": size, "response_len": size, "seq_len": 2 * size} for size in sizes]
     transfer_queue.kv_batch_put(keys, partition, fields=TensorDict(fields, batch_size=[outputs]), tags=tags)
 
 
@@ -94,15 +86,8 @@ def test_groups_of_verl_are_decided_in_place():
     source, assembler = QueuedGroups.of("verl"), GroupAssembler(segment_key="segment")
     assembler.put(source.read())
     batch = assembler.take()
-    assert source.keys_of(batch) == [
-        "a-1_0_0",
-        "a-1_0_1",
-        "a-1_1_0",
-        "a-1_1_1",
-        "b_2_0_0",
-        "b_2_1_0",
-        "b_2_2_0",
-    ]
+    keys = ["a-1_0_0", "a-1_0_1", "a-1_1_0", "a-1_1_1", "b_2_0_0", "b_2_1_0", "b_2_2_0"]
+    assert source.keys_of(batch) == keys
     assert batch["next", "reward"].tolist() == [0, 0, 1, 1, 3, 5, 7]
     advantage = composed("pipeline=dr_grpo").halves()[0](batch)["advantage"].flatten()
     assert advantage.tolist() == [-0.5, -0.5, 0.5, 0.5, -2, 0, 2]

@@ -80,10 +80,8 @@ def reports(make_batch):
 @WIDTHS
 def test_a_report_breaks_no_word(reports, width):
     text = printed(width, show_report, reports[0])
-    assert_whole(
-        text, "judged: below the least reward that was asked for, masked parts of 1 rollout and 1 group"
-    )
-    assert_whole(text, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
+    said = "judged: below the least reward that was asked for, masked parts of 1 rollout and 1 group"
+    assert_whole(text, said, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
     assert "Write" not in text  # a prompt is left out before a word is broken
     assert "Write 314159" in printed(120, show_report, reports[0])
 
@@ -107,9 +105,8 @@ def test_a_comparison_breaks_no_word(reports, width):
     comparison.add(reports[0], replace(reports[1], columns=second))
     text = printed(width, show_comparison, comparison)
     assert_whole(text, *RECIPES, "trained by both", "cosine of the rows' gradient shares")
-    assert_whole(
-        text, "share of the gradient that moves to other groups", "loss weight × tokens in the loss,"
-    )
+    said = "share of the gradient that moves to other groups", "loss weight × tokens in the loss,"
+    assert_whole(text, *said)
 
 
 @WIDTHS
@@ -134,9 +131,8 @@ def test_a_plan_breaks_no_word(width):
         compared=np.array([1500]),
     )
     text = printed(width, show_group_sizes, seen, [2, 4, 8, 16, 32, 64], 1.0)
-    assert_whole(
-        text, "prompts for 1,500 informative groups", "500", "0.25 to 0.5", "solve rate, at 0.123456"
-    )
+    said = "prompts for 1,500 informative groups", "500", "0.25 to 0.5", "solve rate, at 0.123456"
+    assert_whole(text, *said)
 
 
 @WIDTHS

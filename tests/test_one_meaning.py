@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composed import composed
 from rollouts import make_collector, make_env, make_policy
 
-from headrace.pipeline import Pipeline, load_pipeline
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
@@ -42,31 +43,25 @@ def test_without_a_rollout_key_each_row_is_a_rollout_for_every_stage(make_batch)
         "pipeline.stages.split.shuffle=false",
         "pipeline.stages.weight.unit=rollout",
     )
-    expected = load_pipeline(*words).run(batch)
-    run = load_pipeline(*words, "pipeline.rollout_key=null").run(batch.exclude("rollout_id"))
+    expected = composed(*words).run(batch)
+    run = composed(*words, "pipeline.rollout_key=null").run(batch.exclude("rollout_id"))
     for key in ("advantage", "loss_weight", ("headrace", "minibatch")):
         assert torch.equal(run.batch[key], expected.batch[key])
     assert "rollouts/in" not in run.metrics
     assert run.metrics["groups/trained"] == 2
 
 
-@pytest.mark.parametrize(
-    ("recipe", "word", "order"),
-    [
-        ("dapo", "~pipeline.stages.overlong", ["gate", "collapse", "filter", "advantage", "split", "weight"]),
-        ("gdpo", "~pipeline.stages.whitening", ["gate", "collapse", "advantage", "split", "weight"]),
-        ("gigpo", "~pipeline.stages.gate", ["collapse", "returns", "advantage", "states", "split", "weight"]),
-        ("dapo", "~pipeline.stages.split", ["gate", "collapse", "filter", "overlong", "advantage", "weight"]),
-    ],
-)
-def test_one_override_removes_a_stage_also_from_an_order(recipe, word, order):
-    assert load_pipeline(f"pipeline={recipe}", word).order == order
+def test_one_override_removes_a_stage_also_from_an_order():
+    for word in ("overlong", "split"):
+        expected = composed("pipeline=dapo").order
+        expected.remove(word)
+        assert composed("pipeline=dapo", f"~pipeline.stages.{word}").order == expected
 
 
-@pytest.mark.parametrize("name", ["a.b", "", "two words", "1st"])
-def test_a_stage_the_command_line_cannot_reach_is_refused(name):
-    with pytest.raises(ValueError, match="a stage's name must consist of letters"):
-        Pipeline({name: FanOutCollapse()})
+def test_a_stage_the_command_line_cannot_reach_is_refused():
+    for name in ("a.b", "", "two words", "1st"):
+        with pytest.raises(ValueError, match="a stage's name must consist of letters"):
+            Pipeline({name: FanOutCollapse()})
 
 
 @pytest.mark.parametrize(

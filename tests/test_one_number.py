@@ -143,15 +143,6 @@ def test_a_response_has_its_ground_truth_and_other_columns(replayed):
             assert not {"score", "input", "output", "uid", "step", "gts"} & set(beside)
 
 
-def test_columns_missing_from_a_verl_dump_are_named(replayed):
-    data, text = replayed
-    unchecked = " ".join(data["steps"][-1]["unchecked"])
-    for lacking in ("the policy version of each row", "the learning rate of the optimiser"):
-        assert lacking in unchecked
-    assert "not checked, for lack of data: " in text
-    assert not [name for name in data["curves"] if name.startswith(("optimiser/", "seconds/"))]
-
-
 def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_path):
     for step in range(STEPS):
         batch = busy_batch(make_batch)

@@ -47,7 +47,7 @@ def trained(x, *, microbatches=1, minibatches=1, lr=0.1, **options):
     return steps, record, loss, run
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 4])
 def test_numbers_by_hand_for_any_micro_batches(microbatches):
     """The loss is the mean of w · x over tokens, 2 · 2.5; its gradient the mean of x, 2.5."""
     steps, record, loss, _ = trained([1.0, 2.0, 3.0, 4.0], microbatches=microbatches, max_grad_norm=2.0)

@@ -68,20 +68,17 @@ def test_the_funnel_shows_what_left_and_why(look):
     assert page.texts("#funnel tr.stage td[data-unit=rows] .number") == ["20", "15", "14", "13"]
 
 
-@pytest.mark.parametrize(
-    ("order", "groups"),
-    [
-        ("id", ["1", "2", "4", "5", "8"]),
-        ("mean", ["8", "5", "2", "1", "4"]),  # 0.125, 0.25, 1/3, 0.5, 0.75
-        ("std", ["1", "2", "4", "8", "5"]),  # 0.5, 0.471, 0.433, 0.217, 0
-        ("lag", ["2", "5", "8", "1", "4"]),  # 2, 2, 2, 1, 1
-    ],
-)
-def test_groups_are_sorted_in_the_strip_and_in_the_tree(look, order, groups):
+def test_groups_are_sorted_in_the_strip_and_in_the_tree(look):
     page = look(pages.incomplete_run())
-    page.choose("sort", order)
-    assert page.values("#strip .line", "data-group") == groups
-    assert page.values("#tree details.group", "data-group") == groups
+    for order, groups in (
+        ("id", "12458"),
+        ("mean", "85214"),  # 0.125, 0.25, 1/3, 0.5, 0.75
+        ("std", "12485"),  # 0.5, 0.471, 0.433, 0.217, 0
+        ("lag", "25814"),  # 2, 2, 2, 1, 1
+    ):
+        page.choose("sort", order)
+        assert page.values("#strip .line", "data-group") == [*groups]
+        assert page.values("#tree details.group", "data-group") == [*groups]
 
 
 def test_text_ids_are_distinct_and_in_order(look):
@@ -156,7 +153,7 @@ def test_the_strip_is_usable_by_keyboard(look):
 
 
 def test_every_drawing_and_control_has_a_name(look):
-    page = look(pages.fan_out_run())
+    page = look(pages.fan_out_run(1))
     script = """
     const part = (e) => e.parentElement.closest("[role=img], [aria-hidden]");  // of something with a name
     const named = (e) => e.getAttribute("aria-label") || e.getAttribute("aria-hidden") || e.textContent.trim()
@@ -227,9 +224,7 @@ def test_a_page_of_certificates_shows_only_them(look):
     assert not look(pages.incomplete_run()).one("#certificates").is_displayed()
 
 
-@pytest.mark.parametrize(
-    "rewards", [[1e20, 1e20], [1e9, 1e9 * (1 + 1e-9)], [-0.0, 0.0], [1e-30, 3e-30], [-1e300, 1e300]]
-)
+@pytest.mark.parametrize("rewards", [[1e9, 1e9 * (1 + 1e-9)], [-0.0, 0.0], [-1e300, 1e300]])
 def test_rewards_of_any_size_are_drawn(look, rewards):
     rows = pages.rollouts_of(0, rewards)
     for row in rows:
@@ -271,7 +266,7 @@ def test_a_malicious_run_is_shown_as_text_and_runs_nothing(look):
     assert pages.HOSTILE in page.texts("#curves .name")
 
 
-@pytest.mark.parametrize("name", ["fan-out", "incomplete", "empty"])
+@pytest.mark.parametrize("name", ["fan-out", "incomplete"])
 def test_all_text_has_a_contrast_of_at_least_4_5(look, name):
     page = look(pages.RUNS[name]())
     page.open("details.group")
@@ -346,8 +341,10 @@ def full_run():
     return pages.run_of(pages.step_of(rows[:2]), made, title="a run of everything", **more)
 
 
-@pytest.mark.parametrize("width", [360, 800, 1280])
-@pytest.mark.parametrize("name", ["full", "plain", "fan-out", "incomplete"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [*(("full", width) for width in (360, 800, 1280)), ("plain", 360), ("fan-out", 360), ("incomplete", 360)],
+)
 def test_no_text_is_clipped_or_covered(look, name, width):
     plain = pages.step_of(pages.rollouts_of(1250, [0.0, 1.0, None]), labels=lambda _: None)
     runs = {"full": full_run, "plain": lambda: pages.run_of(plain)}

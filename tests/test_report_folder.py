@@ -71,22 +71,21 @@ def test_a_failing_loop_closes_its_page(make_batch, tmp_path):
 def test_pages_are_written_at_most_once_per_interval(make_batch, tmp_path, clock):
     report = reported(make_batch)[1]
     folder = ReportFolder(tmp_path, every=5.0, dump=None)
-    for _ in range(100):
+    for _ in range(20):
         folder.add(report)
         clock.now += 1.0
-    assert clock.pages == 20
+    assert clock.pages == 4
 
 
-@pytest.mark.parametrize("writing", [0.5, 3.0])
-def test_writing_pages_takes_at_most_two_percent_of_the_time(make_batch, tmp_path, clock, writing):
+def test_writing_pages_takes_at_most_two_percent_of_the_time(make_batch, tmp_path, clock):
     report = reported(make_batch)[1]
-    clock.writing = writing
+    clock.writing = 0.5
     folder = ReportFolder(tmp_path, every=1.0, dump=None)
-    for _ in range(400):
+    for _ in range(150):
         folder.add(report)
         clock.now += 1.0
-    assert clock.pages > 1
-    assert (clock.pages - 1) * writing <= 0.02 * clock.now  # but for the first, which one waits for
+    assert clock.pages > 2
+    assert (clock.pages - 1) * 0.5 <= 0.02 * clock.now  # but for the first, which one waits for
 
 
 def test_a_long_run_has_a_page_of_bounded_size_with_the_rules_of_all_steps(make_batch, tmp_path):

@@ -237,7 +237,7 @@ def texts_report(groups: int, letters_each: int, letter: str = "x", step: int = 
     return make_report(Pipeline({}).run(batch), step=step)
 
 
-@pytest.mark.parametrize("letter", ["x", "漢", "<"])
+@pytest.mark.parametrize("letter", ["漢", "<"])
 def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
     """Without the texts a page has labels, which are short."""
     reports = [texts_report(150, 5000, letter, step) for step in range(4)]
@@ -249,7 +249,7 @@ def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
     assert min(read) == max(read) > 10, "steps share the room evenly"
 
 
-@pytest.mark.parametrize("equal", range(1, 7))
+@pytest.mark.parametrize("equal", [1, 3, 6])
 def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeypatch):
     """Of eight groups some have equal rewards, and there is room for the responses of four groups at most."""
     batch = tokens_batch(8, size=4)
@@ -282,6 +282,8 @@ def test_a_page_of_a_large_step_has_the_groups_of_largest_spread(monkeypatch):
     assert step["groups"]["id"] == [4, 5]
     assert sorted({*step["rows"]["group"]}) == [4, 5]
     assert step["shown"] == {"groups": 2, "of": 6}
+    monkeypatch.setattr(PAGE_DATA, "ROWS", 3)  # room for one group of two
+    assert page_data([texts_report(6, 10)], title="x")["steps"][0]["groups"]["id"] == [5]
 
 
 def test_the_prompt_is_shown_beside_its_last_turn_only_if_longer():
@@ -302,17 +304,8 @@ def test_the_table_of_rollouts_has_the_texts(make_batch):
     batch["response_text"] = as_texts([f"response {row}" for row in range(9)])
     report = make_report(Pipeline(stages()).run(batch))
     names, rows = rollout_rows(report)
-    assert names == [
-        "group",
-        "rollout",
-        "prompt",
-        "response",
-        "reward",
-        "advantage",
-        "length",
-        "status",
-        "reason",
-    ]
+    what = ["group", "rollout", "prompt", "response", "reward"]
+    assert names == [*what, "advantage", "length", "status", "reason"]
     assert json.dumps(rows)
     lines = {row[1]: dict(zip(names, row, strict=True)) for row in rows}
     assert [row[0] for row in rows] == [0] * 3 + [2] * 3 + [1] * 2, "group 2 has equal rewards"

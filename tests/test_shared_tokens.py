@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 
 import numpy as np
 import pytest
 import torch
 from composed import configure
-from dumps import open_instruct_row
+from dumps import open_instruct_row, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -17,7 +16,7 @@ from tensordict import TensorDict
 from tries import Trie, dense, ragged
 
 from headrace.pipeline import Pipeline, make_report
-from headrace.pipeline.report import count_shared_tokens, page_data, said_of_trees, show_report
+from headrace.pipeline.report import count_shared_tokens, page_data, said_of_trees
 from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter
@@ -25,9 +24,6 @@ from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWi
 pytestmark = pytest.mark.slow
 
 ROWS = st.lists(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=7), min_size=1, max_size=12)
-
-
-GENERATOR = torch.Generator().manual_seed(0)
 
 
 def with_ids(rows, rollouts, groups, build=dense) -> TensorDict:
@@ -58,15 +54,6 @@ def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
         # A token pays for those that it sees, there and back: 2 · depth + 1.
         squares = sum(2 * len(path) - 1 for trie in tries for path in trie.paths)
         assert found.squares.get(unit, 0) == squares
-
-
-def draw(length: int) -> list[int]:
-    return torch.randint(2**40, (length,), generator=GENERATOR).tolist()  # none by chance alike
-
-
-def answers(prompts: int, prompt: int, count: int, length: int) -> list[list[list[int]]]:
-    stems = [draw(prompt) for _ in range(prompts)]
-    return [[stem + draw(length) for _ in range(count)] for stem in stems]
 
 
 def test_estimate_by_hand():
@@ -103,45 +90,22 @@ def test_a_report_counts_the_kept_rows():
         run = pipeline.run(batch)
         report = make_report(run, batch=batch)
         assert report.numbers["tree/tokens/group"] == tokens
-        console = Console(width=100, record=True, file=io.StringIO())
-        console.print(show_report(report))
-        assert f"{tokens} as trees of groups" in console.export_text()
         page = page_data([report], title="t")
         assert page["steps"][0]["numbers"]["tree/tokens/group"] == tokens
         assert "tree/tokens/group" in page["curves"]
         assert "tree/tokens/group" not in make_report(run).numbers
 
 
-def dump_of(groups, folder) -> str:
-    """As open-instruct writes it."""
-    lines = []
-    for prompt, rows in enumerate(groups):
-        for sample, row in enumerate(rows):
-            record = open_instruct_row(100 * prompt + sample, prompt, float(sample % 2), step=sample // 2)
-            record |= {
-                "prompt_tokens": row[:4],
-                "response_tokens": row[4:],
-                "logprobs": [-1.0] * len(row[4:]),
-            }
-            lines.append((record["step"], json.dumps(record)))
-    lines = [line for _, line in sorted(lines)]
-    path = folder / "run_rollouts_000000.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
 def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
-    groups = answers(2, 4, 4, 3)
-    path = dump_of(groups, tmp_path)
-    words = [
-        "pipeline.stages.gate.group_size=2",
-        "pipeline.stages.split.shuffle=false",
-        f"source.path={path}",
+    """Two prompts of four tokens with four answers of three: 8 · 7 row by row, 2 · (4 + 4 · 3) as trees."""
+    rows = [
+        open_instruct_row(row, row // 4, row % 2, prompt_tokens=[row // 4] * 4, response_tokens=[9 + row] * 3)
+        for row in range(8)
     ]
+    path = write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
+    words = ["pipeline.stages.gate.group_size=4", "pipeline.stages.split.shuffle=false"]
     for task, function in (("replay", replay), ("plan", tabulate_group_sizes)):
         console = Console(width=200, record=True, file=io.StringIO())
-        function(configure("config", f"task={task}", *words), tmp_path / task, console)
-        text = console.export_text()
-        assert (
-            "tokens of prompts and responses: 56 row by row; 40 as trees of groups, 1.4 times fewer" in text
-        ), task
+        function(configure("config", f"task={task}", *words, f"source.path={path}"), tmp_path / task, console)
+        said = "tokens of prompts and responses: 56 row by row; 32 as trees of groups, 1.8 times fewer"
+        assert said in console.export_text(), task

@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 import torch
 from dumps import (
+    assert_refused,
     episode,
     in_order,
     nemo_row,
@@ -25,7 +26,6 @@ from dumps import (
 )
 from tensordict import TensorDict
 
-from headrace.pipeline import load_pipeline
 from headrace.pipeline.sources import READERS, Format, Sample, SourceError, open_source, to_batch
 from headrace.transforms import Status
 
@@ -41,20 +41,6 @@ def only(source):
 
 def rewards(batch):
     return batch["next", "reward"].flatten().tolist()
-
-
-def advantages(batch, *more):
-    """Through GRPO without a scale: reward minus the mean of its group of two."""
-    pipeline = load_pipeline(
-        "pipeline=grpo",
-        "pipeline.stages.gate.group_size=2",
-        "pipeline.stages.advantage.scale=none",
-        "pipeline.stages.split.remainder=uneven",
-        "pipeline.stages.split.shuffle=false",
-        *more,
-    )
-    out = [value for part in pipeline.minibatches(batch) for value in part["advantage"].flatten().tolist()]
-    return out
 
 
 # -- slime and miles ---------------------------------------------------------------------------------
@@ -73,7 +59,8 @@ def test_slime_tokens_are_padded_on_the_left_with_the_response_last(tmp_path):
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
     assert batch["next", "policy_version"].tolist() == [3, 3]
     assert list(batch["prompt_text"]) == ["prompt 0", "prompt 0"]
-    assert advantages(batch) == [-1.0, 1.0]
+    assert in_order(batch["group_id"]) == [0, 0]
+    assert rewards(batch) == [1.0, 3.0]
 
 
 def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
@@ -85,7 +72,6 @@ def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
     batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
     assert batch["rollout_id"].tolist() == [10, 77, 77]
     assert list(batch["rollout_label"]) == ["10", "77", "77"]
-    assert advantages(batch) == [-1.0, 1.0, 1.0]
     plain = only(open_source(slime_dump(tmp_path / "6.pt", 6)))[1]
     assert plain["rollout_id"].tolist() == [0, 1]
     samples[0]["rollout_id"] = None
@@ -94,28 +80,15 @@ def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
 
 
 def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_path):
-    samples = [
-        slime_sample(0, 0, 1.0, remove_sample=True),
-        slime_sample(0, 1, 3.0),
-        slime_sample(
-            1,
-            2,
-            None,
-            status="aborted",
-            tokens=[],
-            response_length=0,
-            rollout_log_probs=None,
-            weight_versions=[],
-        ),
-        slime_sample(1, 3, 1.0),
-    ]
+    lost = {"status": "aborted", "tokens": [], "response_length": 0, "rollout_log_probs": None}
+    samples = [slime_sample(0, 0, 1.0, remove_sample=True), slime_sample(0, 1, 3.0)]
+    samples += [slime_sample(1, 2, None, weight_versions=[], **lost), slime_sample(1, 3, 1.0)]
     batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
     assert batch[MASK].sum(1).tolist() == [0, 2, 0, 2]
     assert ("headrace", "in_loss") not in batch.keys(True)
     assert math.isnan(rewards(batch)[2])
     assert batch["next", "policy_version"].tolist() == [3, 3, -1, 3]
     assert batch["masks", "all_attention_mask"].sum(1).tolist() == [4, 4, 0, 4]
-    assert advantages(batch, "pipeline.stages.gate.on_incomplete=drop", "pipeline.empty=count") == [-1.0, 1.0]
 
 
 def test_slime_rewards_by_name_are_columns(tmp_path):
@@ -126,8 +99,7 @@ def test_slime_rewards_by_name_are_columns(tmp_path):
     assert batch["reward_names"] == ["score", "format"]
     assert batch[:1]["reward_names"] == ["score", "format"]
     assert rewards(only(open_source(path, reward_key="score"))[1]) == [0.0, 1.0]
-    with pytest.raises(SourceError, match=r"sample 0, reward: the key 'nope' is required|needs a reward"):
-        list(open_source(path, reward_key="nope"))
+    assert_refused(r"sample 0, reward: the key 'nope' is required|needs a reward", path, reward_key="nope")
 
 
 def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
@@ -149,32 +121,21 @@ def test_verl_keys_are_split_from_the_right(tmp_path):
     assert in_order(batch["rollout_id"]) == [0, 1, 1, 2, 3]
     assert list(batch["group_label"]) == ["math_42"] * 3 + ["math_4"] * 2
     assert MASK not in batch.keys(True)
-    assert advantages(batch) == [-1.0, 1.0, 1.0, -0.5, 0.5]
 
 
 def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
-    with pytest.raises(SourceError, match=r"7\.jsonl:1: a sample needs a group.*group_by='prompt'"):
-        list(open_source(path))
+    assert_refused(r"7\.jsonl:1: a sample needs a group.*group_by='prompt'", path)
     batch = only(open_source(path, group_by="prompt", group_size=4))[1]
     assert in_order(batch["group_id"]) == [0] * 4
     assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
     assert batch["expected_rollouts"].tolist() == [4] * 4
-    with pytest.raises(
-        SourceError, match=r"dispatched with 2 rollouts; found 4: .*Was its prompt drawn twice"
-    ):
-        list(open_source(path, group_by="prompt", group_size=2))
-
-
-def test_verl_a_uid_names_one_row_and_has_one_form(tmp_path):
-    path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0), verl_row("a_0_0", 1.0)])
-    with pytest.raises(
-        SourceError, match=r"7\.jsonl:2: a record is there once in a step; found 'a_0_0'.*7\.jsonl:1"
-    ):
-        list(open_source(path))
-    path = write_lines(tmp_path / "8.jsonl", [verl_row("just-a-uid", 1.0)])
-    with pytest.raises(SourceError, match=r"must be a key \{uid\}_\{session\}_\{index\}"):
-        list(open_source(path))
+    assert_refused(
+        r"dispatched with 2 rollouts; found 4: .*Was its prompt drawn twice",
+        path,
+        group_by="prompt",
+        group_size=2,
+    )
 
 
 def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
@@ -199,9 +160,7 @@ def test_trl_one_reward_function_is_one_reward(tmp_path):
     assert rewards(batch) == [1.0, 0.0]
     assert batch["logged_advantage"].tolist() == [0.5, -0.5]
     assert list(batch["response_text"]) == ["assistant: 4", "assistant: 5"]
-    assert advantages(batch) == [0.5, -0.5]
-    with pytest.raises(SourceError, match=r"row 1: a sample needs a group"):
-        list(open_source(path))
+    assert_refused(r"row 1: a sample needs a group", path)
 
 
 def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tmp_path):
@@ -214,8 +173,7 @@ def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tm
     lost = trl_dump(tmp_path / "d.parquet", accuracy=[None, 1.0])
     batch = only(open_source(lost, group_by="prompt"))[1]
     assert batch["status"].tolist() == [Status.FAILED, -1]
-    with pytest.raises(SourceError, match=r"the columns \['nope'\] are required"):
-        list(open_source(path, group_by="prompt", reward_key="nope"))
+    assert_refused(r"the columns \['nope'\] are required", path, group_by="prompt", reward_key="nope")
 
 
 # -- verifiers, prime-rl -----------------------------------------------------------------------------
@@ -235,7 +193,6 @@ def test_verifiers_groups_are_examples_and_errors_are_failures(tmp_path):
     assert list(batch["group_label"])[2] == "math/1"
     assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.COMPLETED]
     assert list(batch["response_text"]) == ["assistant: 4", "assistant: 4", "", "plain"]
-    assert advantages(batch, "pipeline.stages.gate.on_incomplete=drop") == [0.5, -0.5]
 
 
 def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
@@ -252,7 +209,6 @@ def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
     assert batch["log_probs", "full"][0].isfinite().int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
     assert batch["next", "policy_version"].tolist() == [1, 1]
     assert batch["prompt_text"][0] == "user: user says"
-    assert advantages(batch) == [1.0, -1.0]
     assert rewards(only(open_source(path, reward_key="style"))[1]) == [0.5, 0.5]
 
 
@@ -269,7 +225,6 @@ def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tm
     assert in_order(batch["rollout_id"]) == [0, 0, 1, 1]
     assert batch["tokens", "full"].tolist() == [[1, 2, 3, 4], [0, 0, 5, 6]] * 2
     assert batch[MASK].int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 1]]
-    assert advantages(batch) == [-1.0, -1.0, 1.0, 1.0]
 
 
 def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
@@ -285,8 +240,10 @@ def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
     assert batch["status"].tolist() == [Status.TRUNCATED, Status.FAILED, Status.FAILED]
     two = episode("g", "d", {"r": {"score": 1.0}})
     two["traces"] *= 2
-    with pytest.raises(SourceError, match=r"an episode has one trainable agent; found '2 trainable traces'"):
-        list(open_source(write_lines(tmp_path / "traces.jsonl", [two])))
+    assert_refused(
+        r"an episode has one trainable agent; found '2 trainable traces'",
+        write_lines(tmp_path / "traces.jsonl", [two]),
+    )
 
 
 def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path):
@@ -307,10 +264,10 @@ def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path)
 
 def test_prime_rl_a_node_comes_after_its_parent(tmp_path):
     rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [node(0, "user", [1], [True])]})]
-    with pytest.raises(
-        SourceError, match=r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0"
-    ):
-        list(open_source(write_lines(tmp_path / "traces.jsonl", rows)))
+    assert_refused(
+        r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0",
+        write_lines(tmp_path / "traces.jsonl", rows),
+    )
 
 
 # -- NeMo RL, open-instruct, tinker ------------------------------------------------------------------
@@ -324,8 +281,7 @@ def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
         nemo_row(3, 5.0, prompt=9, filtered_rewards=[7.0]),
     ]
     path = write_lines(tmp_path / "train_data_step12.jsonl", rows)
-    with pytest.raises(SourceError, match="a sample needs a group"):
-        list(open_source(path))
+    assert_refused("a sample needs a group", path)
     step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
     assert step == 12
     assert rewards(batch) == [1.0, 3.0, 5.0, 7.0]
@@ -335,7 +291,6 @@ def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
     assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0]
     assert batch["logged_advantage"][[0, 1, 3]].tolist() == [0.5] * 3
     assert batch["logged_advantage"][2].isnan()
-    assert advantages(batch, "pipeline.empty=count") == [-1.0, 1.0, -1.0, 1.0]
 
 
 def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
@@ -352,15 +307,14 @@ def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
     assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
     assert batch["tokens", "full"][2].tolist() == [101, 101, 7, 8, 9]
     assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0, -3.0]
-    assert advantages(batch) == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
     rows = [open_instruct_row(0, 0, 1.0), open_instruct_row(1, 0, 0.0, prompt_tokens=[5])]
-    with pytest.raises(
-        SourceError, match=r":2: samples of one prompt_idx have the same prompt_tokens, as at .*:1"
-    ):
-        list(open_source(write_lines(tmp_path / "r_rollouts_0.jsonl", rows)))
+    assert_refused(
+        r":2: samples of one prompt_idx have the same prompt_tokens, as at .*:1",
+        write_lines(tmp_path / "r_rollouts_0.jsonl", rows),
+    )
 
 
 def test_tinker_summaries_have_only_lengths(tmp_path):
@@ -372,17 +326,10 @@ def test_tinker_summaries_have_only_lengths(tmp_path):
     assert batch[MASK].int().tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0, 0, 1, 1]]
     assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
     assert batch["next", "policy_version"].tolist() == [5] * 4
-    assert advantages(batch, "pipeline.empty=count") == [-1.0, 1.0, -0.5, 0.5]
     path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
     assert rewards(only(open_source(path, reward_key="final_reward"))[1]) == [0.0] * 4
-    with pytest.raises(SourceError, match="'schema_version' must be 1, the one that is known; found 2"):
-        list(
-            open_source(
-                write_lines(
-                    tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)]
-                )
-            )
-        )
+    path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
+    assert_refused("'schema_version' must be 1, the one that is known; found 2", path)
 
 
 # -- the batch ---------------------------------------------------------------------------------------
@@ -437,34 +384,10 @@ def test_a_loss_mask_may_cover_all_tokens_and_ids_may_mix_types(tmp_path):
 # -- the stream --------------------------------------------------------------------------------------
 
 
-def test_steps_ascend_and_do_not_repeat(tmp_path):
-    steps = [1, 2, 1]
-    rows = [verl_row(f"u{i}_0_0", 1.0, step) for i, step in enumerate(steps)]
-    source = iter(open_source(write_lines(tmp_path / "all.jsonl", rows)))
-    assert next(source)[0] == 1
-    with pytest.raises(SourceError, match="found step 1 after step 2"):
-        list(source)
-
-
-def test_a_step_of_two_files_is_refused(tmp_path):
-    for run in "ab":
-        write_lines(tmp_path / run / "1.jsonl", [verl_row("u_0_0", 1.0, 1)])
-    with pytest.raises(SourceError, match=r"b/1\.jsonl: a step is in one file; found step 1 in .*a/1\.jsonl"):
-        list(open_source(str(tmp_path / "*" / "1.jsonl")))
-
-
 def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
     good = [json.dumps(verl_row(f"u{i}_0_0", 1.0)) for i in range(3)]
-    lines = [
-        good[0],
-        "[1]",
-        "{",
-        json.dumps(verl_row("v_0_0", "high")),
-        "",
-        good[1],
-        '{"a": 1, "a": 2}',
-        good[2],
-    ]
+    odd = json.dumps(verl_row("v_0_0", "high"))
+    lines = [good[0], "[1]", "{", odd, "", good[1], '{"a": 1, "a": 2}', good[2]]
     path = tmp_path / "7.jsonl"
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     source = open_source(path, skip_bad=True)
@@ -473,8 +396,7 @@ def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
         assert source.skipped == 5
     assert source.messages[0] == f"{path}:2: a line must be one JSON object; found [1]"
     assert ":4: 'score' must be a finite number; found 'high'" in source.messages[2]
-    with pytest.raises(SourceError, match=r"7\.jsonl:2: a line must be one JSON object; found \[1\]"):
-        list(open_source(path))
+    assert_refused(r"7\.jsonl:2: a line must be one JSON object; found \[1\]", path)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +447,7 @@ def test_a_large_file_is_never_wholly_in_memory(tmp_path):
     path = tmp_path / "all.jsonl"
     text = "x" * 50_000
     with path.open("w") as file:
-        for i in range(1000):
+        for i in range(400):
             file.write(json.dumps(verl_row(f"u{i}_{i % 2}_0", 1.0, i // 4, text)) + "\n")
     source, last = open_source(path, "verl"), -1.0
     tracemalloc.start()
@@ -535,7 +457,7 @@ def test_a_large_file_is_never_wholly_in_memory(tmp_path):
         last = source.read_bytes
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert source.total_bytes == last > 50_000_000
+    assert source.total_bytes == last > 20_000_000
     assert peak < source.total_bytes / 20
 
 
@@ -559,8 +481,11 @@ def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
 def test_a_group_uid_has_to_be_declared(tmp_path):
     rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
     path = write_lines(tmp_path / "7.jsonl", rows)
-    with pytest.raises(SourceError, match=r"if it is the group's own.*source.group_by=uid"):
-        list(open_source(path, "verl"))
+    assert_refused(
+        r"must be a key \{uid\}_\{session\}_\{index\}.*if it is the group's own.*source.group_by=uid",
+        path,
+        "verl",
+    )
     ((_, batch),) = open_source(path, "verl", group_by="uid")
     assert in_order(batch["group_id"]) == [0, 0, 1]
     assert len(batch["rollout_id"].unique()) == 3
@@ -597,6 +522,6 @@ def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("1 2 5")
     assert [(step, len(batch)) for step, batch in open_source(path, "mine")] == [(1, 2), (2, 2), (5, 2)]
-    path.write_text("1 2 2")
-    with pytest.raises(SourceError, match="found step 2 after step 2"):
-        list(open_source(path, "mine"))
+    for last in (1, 2):
+        path.write_text(f"1 2 {last}")
+        assert_refused(f"found step {last} after step 2", path, "mine")

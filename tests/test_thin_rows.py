@@ -129,11 +129,11 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
 def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(ragged, name):
-    """25 streams, of each recipe with each option: uneven groups, rows that are lost, fail or come twice."""
+    """A stream of each recipe and of each option: uneven groups, rows that are lost, fail or come twice."""
     steps_seen = masked = 0
-    for seed in range(ragged, 25, 2):
-        options = {**OPTIONS[seed % 5], "on_duplicate": "drop"}
-        words, epochs = RECIPES[(seed // 5) % 5], 1 + seed % 2
+    for seed in range(5):
+        options = {**OPTIONS[(2 * seed + ragged) % 5], "on_duplicate": "drop"}
+        words, epochs = RECIPES[seed], 1 + seed % 2
         if "mask" in options.values() and any("keep" in word for word in words):
             continue  # what the assembler has masked by NaN becomes 0; without tokens it stays as it came
         pieces, partition = stream_of(seed, ragged=ragged), f"{name}/{seed}"
@@ -224,12 +224,11 @@ def wire_of(patch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("tokens", [16, 4096])
-def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(tokens, name):
+def test_at_most_200_bytes_per_row_reach_the_decider_for_any_number_of_tokens(name):
     """All messages: of what is read, of polls, steps, and what is cleared; pieces of 32 rows, two ranks."""
     pipeline, assembler, sizes, rows = composed(*GRPO), GroupAssembler(groups=32), [], 0
     source = RolloutQueue(name, producers=1, decided_by=[assembler, pipeline])
-    put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=64, tokens=tokens)
+    put_groups(RolloutQueue(name, decided_by=[assembler, pipeline]), groups=64, tokens=4096)
     steps = StepQueue(f"{name}/steps", ranks=2, rollouts=name)
     with pytest.MonkeyPatch.context() as patch:
         sizes = wire_of(patch)

@@ -50,6 +50,10 @@ def table_of(run, step):
     return pq.read_table(run / "rollouts" / f"step_{step:08d}.parquet").to_pylist()
 
 
+def without_step(rows):
+    return [{name: value for name, value in row.items() if name != "step"} for row in rows]
+
+
 def shown(answer):
     """The rows of an answer by column, texts as text and large numbers as numbers."""
     names = [name for name, _ in answer["columns"]]
@@ -70,9 +74,7 @@ def shown(answer):
 def test_every_row_of_every_step_is_shown_with_every_column_of_its_file(client, run):
     for step in range(4):
         pages = [client.ask("rows", run=0, step=step, sort="row", offset=at, count=4) for at in (0, 4, 8)]
-        expected = [
-            {name: value for name, value in row.items() if name != "step"} for row in table_of(run, step)
-        ]
+        expected = without_step(table_of(run, step))
         assert [row for page in pages for row in shown(page)] == expected
         assert {(page["found"], page["of"]) for page in pages} == {(9, 9)}
     assert expected[0]["group_id"] == LARGE + 9
@@ -230,19 +232,10 @@ def test_steps_written_while_viewing_are_found(tmp_path):
 
 
 def test_no_path_leaves_the_listed_files(client, run):
-    inside = (
-        *("../../../../../etc/passwd", "%2e%2e/%2e%2e/etc/passwd", "..%2f..%2fetc%2fpasswd", "//etc/passwd"),
-        *(
-            "report.html",
-            "rollouts/step_00000000.parquet",
-            "server.py",
-            "page/../../server.py",
-            "api",
-            "api/",
-        ),
-        *("view.js/", "./view.js", "view.js%00", "%76iew.js", "api/../view.js", "api/__class__", "C:\\x"),
-    )
-    for path in inside:
+    outside = "../../../../../etc/passwd %2e%2e/%2e%2e/etc/passwd ..%2f..%2fetc%2fpasswd //etc/passwd C:\\x"
+    beside = "report.html rollouts/step_00000000.parquet server.py page/../../server.py"
+    odd = "api api/ api/__class__ api/../view.js view.js/ ./view.js view.js%00 %76iew.js"
+    for path in f"{outside} {beside} {odd}".split():
         status, _, body = client.send(client.path + path)
         assert status == 404, path
         assert json.loads(body) == {"error": "there is nothing of this name"}
@@ -306,14 +299,8 @@ def test_only_local_host_names_are_answered(client):
     assert client.server.socket.getsockname()[0] == "127.0.0.1"
     for host in (f"127.0.0.1:{port}", "localhost", "localhost:9000"):  # ssh forwards another port
         assert client.send(client.path, host=host)[0] == 200
-    for host in (
-        "",
-        "evil.example",
-        f"evil.example:{port}",
-        "127.0.0.1.evil.example",
-        "localhost:x",
-        "0.0.0.0",
-    ):
+    foreign = "evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost:x", "0.0.0.0"
+    for host in ("", *foreign):
         for path in (client.path, client.path + "api/runs", "/"):
             status, _, body = client.send(path, host=host)
             assert status == 403, host
@@ -328,16 +315,10 @@ def test_only_get_is_answered(client):
 
 
 def test_every_response_forbids_foreign_scripts_and_declares_its_type(client):
-    for path, kind in (
-        ("", "text/html"),
-        ("view.js", "text/javascript"),
-        ("view.css", "text/css"),
-        ("api/runs", "application/json"),
-        ("nothing", "application/json"),
-        ("api/rows?run=9&step=0", "application/json"),
-    ):
+    kinds = {"": "text/html", "view.js": "text/javascript", "view.css": "text/css"}
+    for path in (*kinds, "api/runs", "nothing", "api/rows?run=9&step=0"):
         _, headers, _ = client.send(client.path + path)
-        assert headers["Content-Type"] == f"{kind}; charset=utf-8"
+        assert headers["Content-Type"] == f"{kinds.get(path, 'application/json')}; charset=utf-8"
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert "Access-Control-Allow-Origin" not in headers
@@ -382,9 +363,7 @@ def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path)
         assert names == ["step_00000002.parquet", "step_00000003.parquet", "step_4.parquet"]
         answer = client.ask("rows", run=0, step=1, sort="row")
         assert "evil" not in dict(answer["columns"])
-        assert shown(answer) == [
-            {name: value for name, value in row.items() if name != "step"} for row in plain.to_pylist()
-        ]
+        assert shown(answer) == without_step(plain.to_pylist())
         assert client.ask("step", run=0, step=1) == {"numbers": {}, "recipe": []}
         (rows / "step_00000001.parquet").write_bytes(b"gone")
         assert "cannot be read as Parquet" in client.ask("rows", status=422, run=0, step=1)["error"]

@@ -263,8 +263,7 @@ def scrolled(page):
     return page.driver.execute_script(script + "&& e.scrollWidth > e.clientWidth).map((e) => e.ariaLabel)")
 
 
-@pytest.mark.parametrize("width", [390, 800, 1280])
-@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize(("width", "others"), [(390, 0), (390, 1), (1280, 1)])
 def test_a_run_of_long_prompts_names_and_errors_needs_no_scrolling_sideways(driver, tmp_path, width, others):
     folder = ReportFolder(tmp_path / ("run_" * 20), every=None)
     for step, text in ((10**6, "Think about it. " * 40), (10**6 + 1, "x" * 400)):
