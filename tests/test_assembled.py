@@ -171,13 +171,12 @@ class Counted:
         return "shut down"
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_source_and_assembler_resume_from_their_state(at):
+def test_source_and_assembler_resume_from_their_state():
     expected = numbers(assembled(Counted(), GroupAssembler(groups=2)))
     stream = assembled(Counted(), GroupAssembler(groups=2))
     assert stream.shutdown() == "shut down"
     batches = iter(stream)
-    begun = numbers(next(batches) for _ in range(at))
+    begun = numbers([next(batches)])
     file = io.BytesIO()
     torch.save(stream.state_dict(), file)
     file.seek(0)

@@ -88,7 +88,7 @@ def arrive(
     return groups, Counter({reason: number for reason, number in assembler.counts.items() if number})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10**9),
     on_failure=st.sampled_from(["drop", "keep"]),
@@ -103,7 +103,7 @@ def test_row_order_changes_no_group_and_no_count(seed, on_failure, timeout, take
     expected = {line.group: line.expected for line in lines}
     options = {"min_rollouts": 2} if on_failure == "keep" else {}
     options |= {"segment_key": None} if rows == "in order" else {}
-    for _ in range(3):
+    for _ in range(2):
         rng.shuffle(lines)
         if rows == "in order":
             places = iter([line.rollout for line in lines])
@@ -122,7 +122,7 @@ def test_a_repeated_row_is_refused_in_every_order_also_after_its_group():
             arrive(list(order), random.Random(0), True, on_duplicate="raise")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**9),
     takes=st.booleans(),
@@ -139,7 +139,7 @@ def test_counts_of_surplus_rollouts_do_not_depend_on_order(seed, takes, chosen, 
         for s in (0, 1)
     ]
     select = (lambda rewards, k: torch.arange(k)) if chosen else "drop"
-    for _ in range(4):
+    for _ in range(3):
         rng.shuffle(lines)
         groups, counts = arrive(lines, rng, takes, group_size=3, on_surplus=select, on_late=late)
         assert counts == Counter({"failed": 2 * len(failed), "surplus": 10 - 6 - 2 * len(failed)}) + Counter()
@@ -203,7 +203,7 @@ def test_rows_of_a_stale_group_are_late_and_failed_ones_are_failed(on_timeout):
         assert counts == (kept if on_timeout == "keep" else {"timeout": 3, "failed": 1, "late": 2})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 10**9), least=st.integers(1, 4), fallback=st.sampled_from(["drop", "refill", "keep"])
 )
@@ -359,7 +359,7 @@ class Workers:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**9),
     share=st.sampled_from([0.0, 0.5, 0.8]),
