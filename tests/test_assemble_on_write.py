@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import time
 from functools import partial
@@ -133,11 +134,14 @@ def test_a_wrong_attachment_is_refused_with_the_right_one():
         make_buffer(AssembleOnWrite(GroupAssembler())).extend(rows.exclude("group_id"))
 
 
-def test_copies_work_but_in_a_worker():
+def test_copies_work_but_in_a_worker(monkeypatch):
     transform = AssembleOnWrite(GroupAssembler())
     rows = next(of_one_process(60)).reshape(-1)
     for twin in (pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
         assert twin._call(rows) is not None
+    with monkeypatch.context() as forked, pytest.raises(RuntimeError, match="a copy of it in a worker"):
+        forked.setattr(os, "getpid", lambda: -1)
+        transform._call(rows)
     buffer = make_buffer(AssembleOnWrite(GroupAssembler()))
     buffer.extend(next(of_one_process(60)))
     buffer.share()
