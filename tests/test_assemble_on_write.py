@@ -139,9 +139,10 @@ def test_copies_work_but_in_a_worker(monkeypatch):
     rows = next(of_one_process(60)).reshape(-1)
     for twin in (pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
         assert twin._call(rows) is not None
-    with monkeypatch.context() as forked, pytest.raises(RuntimeError, match="a copy of it in a worker"):
+    with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: -1)
-        transform._call(rows)
+        with pytest.raises(RuntimeError, match="a copy of it in a worker process"):
+            transform._call(rows)
     buffer = make_buffer(AssembleOnWrite(GroupAssembler()))
     buffer.extend(next(of_one_process(60)))
     buffer.share()
