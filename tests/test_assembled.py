@@ -124,8 +124,7 @@ def test_patience_changes_no_batch_and_passes_errors_on():
         assembled([], GroupAssembler(), patience=0)
 
 
-@pytest.mark.parametrize("patience", [None, 60])
-def test_batch_boundaries_of_a_collector_change_no_group(patience):
+def test_batch_boundaries_of_a_collector_change_no_group():
     def collect(frames: int) -> list:
         env = make_env(prompts=3)
         total = 4 * env.frames_per_batch
@@ -137,7 +136,7 @@ def test_batch_boundaries_of_a_collector_change_no_group(patience):
             total_frames=total,
             auto_register_policy_transforms=False,
         )
-        batches = list(assembled(collector, GroupAssembler(groups=2), patience=patience))
+        batches = list(assembled(collector, GroupAssembler(groups=2), patience=60))
         collector.shutdown()
         return batches
 
