@@ -46,6 +46,8 @@ def train(steps, seed=0):
         decision = headrace.decide(columns, "grpo", group_size=GROUP_SIZE, minibatches=2, seed=step)
         # 3. Train. The weights of the tokens of an optimiser step add up to 1, so their sum is the mean.
         for rows in decision.steps:
+            if not decision.keep[rows].any():
+                continue  # with a gradient of 0, Adam would still move the weights
             new = Categorical(logits=logits_of(policy, prompts[rows])).log_prob(responses[rows])
             ratio, advantage = (new - old[rows]).exp(), decision.advantage[rows, None]
             token_loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)

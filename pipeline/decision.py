@@ -161,7 +161,9 @@ class Decision:
     def steps(self) -> list[Tensor]:
         """For each optimiser step, the indices of its rows in these columns, in the order of training.
 
-        A masked row is part of its step, with weight 0. Without a split, all rows that train are one step.
+        A masked row is part of its step, with weight 0. Skip a step of which no row trains: an optimiser such
+        as Adam moves the parameters even with a gradient of 0. Without a split, all rows that train are one
+        step.
         """
         if self.run.has_steps:
             return self.run.rows_of_steps()
@@ -361,9 +363,13 @@ class Decider:
             elif isinstance(values, Tensor):
                 batch[key] = values
             elif name == "status" and all(isinstance(value, str) for value in values):
-                if wrong := sorted(set(values) - {each.name.lower() for each in Status}):
-                    known = ", ".join(each.name.lower() for each in Status)
-                    raise ValueError(f"status must be one of {known}, or its number; found {listing(wrong)}")
+                known = [each.name.lower() for each in Status]
+                if wrong := sorted(set(values) - set(known)):
+                    hint = suggest(wrong[0], known)
+                    raise ValueError(
+                        f"status must be one of {', '.join(known)}, or its number; found "
+                        f"{listing(wrong)}{hint}"
+                    )
                 batch[key] = torch.tensor([Status[value.upper()] for value in values])
             else:
                 try:

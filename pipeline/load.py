@@ -215,6 +215,8 @@ def settings_of(
         >>> settings_of(["pipeline=grpo"], {"scale": "none"}, {"gate": {"group_size": 8}, "filter": None})
         {'stages.advantage.scale': 'none', 'stages.gate.group_size': 8, 'stages.filter': None}
     """
+    if not isinstance(stages, Mapping):
+        raise ConfigError(f"stages must be a mapping such as {{'filter': None}}; got {stages!r}")
     found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
         if not (options is None or isinstance(options, Mapping) or callable(options)):

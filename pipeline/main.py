@@ -20,7 +20,8 @@ from rich.text import Text
 
 from .command.sweep import record_job
 from .command.words import answer, ready_words
-from .composing import explain_composition
+from .composing import ConfigError, explain_composition
+from .paths import missing_path
 from .wording import printable
 
 EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
@@ -29,6 +30,9 @@ EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
+    path, one_job = OmegaConf.select(config, "source.path"), HydraConfig.get().mode == RunMode.RUN
+    if one_job and isinstance(path, str) and (wrong := missing_path(path)):  # said before torch is imported
+        fail(ConfigError(wrong), expected=True)
     from .composing import refuse_parts_of_no_stage
     from .error_words import CommandNames
     from .tasks.audit import AuditFailed

@@ -264,23 +264,22 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 if ranks is not None:
                     ranks.place, ranks.id_keys = "a batch", asked.ids
                     about = self._same_on_all_ranks(epochs)
-                rows, permuted = None, None
+                rows = None
                 if len(flat) or ranks is not None:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.finite = None if self.masked_log_prob == "nan" else self._finite()
-                # 2. Decide. A table without rows has `starts` if the first rank decides for rows of others.
+                # A table without rows has `starts` if the first rank decides for rows of others.
                 if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
                     refuse_nothing(stages, flat)
-                    run, rows = Run(stages, self._keys, None, batch=batch, epochs=epochs), None
-                else:
-                    run, permuted = self._decide(stages, rows, epochs, locks, whole=whole)
+                    return Run(stages, self._keys, None, batch=batch, epochs=epochs)
+                # 2. Decide.
+                run, permuted = self._decide(stages, rows, epochs, locks, whole=whole)
             # 3. Change the states: no stage has refused the batch on any rank.
-            if rows is not None:
-                if permuted is not None:
-                    permuted.split.remember(permuted.state, permuted.progress)
-                for stage in stages.values():
-                    if isinstance(stage, BatchTransform):
-                        stage.state_after(rows)
+            if permuted is not None:
+                permuted.split.remember(permuted.state, permuted.progress)
+            for stage in stages.values():
+                if isinstance(stage, BatchTransform):
+                    stage.state_after(rows)
         return run
 
     def _decide(
@@ -291,7 +290,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        if table.decides:  # else the first rank does all this, and hands out the results
+        # 1. The stages before the split, on the first rank alone or on each one.
+        if table.decides:
             if self._takes_empty_out and self._half != "second":
                 rows.seen_by(self, "pipeline").take_empty_out(self.empty)
             for name in list(stages)[:split_index]:
@@ -299,37 +299,44 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             note_advantage(rows, keys)
         if table.ranks is not None:
             hand_out(table)
-        passes, permuted, carried = list[Epoch](), None, None
+        # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
+        each_epoch, permuted, carried = list[Epoch](), None, None
         if split_index is not None:
             split = cast(ShuffleSplit, stages[self.order[split_index]])
             locks.enter_context(split.lock)
             carried = split.carried_rows()
-            passes, permuted = self._run_epochs(stages, rows, self.order[split_index:], epochs)
+            each_epoch, permuted = self._run_epochs(stages, rows, self.order[split_index:], epochs, carried)
         if table.carried is not None:
             note_carried(rows, keys)
             texts = texts_with_carried(texts, carried, keys)
-        places = [epoch.places for epoch in passes]
+        # 3. The reason of rows that train nothing, and a mark for batches that were processed before.
+        places = [epoch.places for epoch in each_epoch]
         self._record_no_loss_tokens(rows, places, weights_came)
         processed = torch.full((table.size,), self._half != "first")
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
+        # 4. How minibatches are gathered: each epoch has columns of its own, with those of the table.
         steps = None
         if split_index is not None and permuted is not None:
-            for epoch in passes:
+            for epoch in each_epoch:
                 epoch.columns[PROCESSED] = (processed, torch.bool, 1)
             with stage_in_errors(self.order[split_index], permuted.split, table):
-                steps = permuted.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in passes])
+                steps = permuted.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in each_epoch])
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
         return run, permuted
 
     def _run_epochs(
-        self, stages: dict[str, nn.Module], rows: Rows, names: Sequence[str], epochs: int
+        self,
+        stages: dict[str, nn.Module],
+        rows: Rows,
+        names: Sequence[str],
+        epochs: int,
+        carried: TensorDictBase | None,
     ) -> tuple[list[Epoch], Permuted | None]:
         """Run the split, which is the first of these names, once, and the other stages on each epoch."""
-        table, (name, *later), passes = rows.table, names, list[Epoch]()
+        table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
         split = cast(ShuffleSplit, stages[name])
-        carried = split.carried_rows()
         if table.left == 0 and table.ranks is None:
             name_reasons(rows, name, split)
             return [], None
@@ -347,10 +354,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         for places in permuted.passes:
             table.batch, table.live, table.kept = before
             with table.restoring_columns():
-                passes.append(self._run_epoch({name: stages[name] for name in later}, rows, places))
+                each_epoch.append(self._run_epoch({name: stages[name] for name in later}, rows, places))
         if table.ranks is not None:
-            hand_out_passes(table, passes, permuted.of_ranks)
-        return passes, permuted
+            hand_out_passes(table, each_epoch, permuted.of_ranks)
+        return each_epoch, permuted
 
     def _run_epoch(self, later: Mapping[str, nn.Module], rows: Rows, places: Mapping[str, Tensor]) -> Epoch:
         """Write the places of one epoch into the table, and run the stages after the split on it."""

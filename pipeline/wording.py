@@ -41,6 +41,18 @@ def beginning(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+# Values as other libraries call them.
+SYNONYMS = {
+    "loo": "leave_one_out",
+    "std": "group",
+    "sequence": "sample",
+    "seq-mean-token-mean": "sample",
+    "token-mean": "token",
+    "length": "truncated",
+    "stop": "completed",
+}
+
+
 def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
     """Return close matches as the end of a sentence; an empty string if there are none.
 
@@ -53,8 +65,12 @@ def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
     Example:
         >>> suggest("gprpo", ["grpo", "dapo"])
         " (did you mean 'grpo'?)"
+        >>> suggest("loo", ["mean", "leave_one_out"])
+        " (did you mean 'leave_one_out'?)"
     """
-    close = difflib.get_close_matches(word, list(words), n=most, cutoff=least)
+    known = list(words)
+    same = SYNONYMS.get(word)
+    close = [same] if same in known else difflib.get_close_matches(word, known, n=most, cutoff=least)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 

@@ -89,7 +89,9 @@ def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
     assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
 
 
-@pytest.mark.parametrize("words", [["--version"], ["stages", "gate"], ["--cfg", "job"], ["sed=1"]])
+@pytest.mark.parametrize(
+    "words", [["--version"], ["stages", "gate"], ["--cfg", "job"], ["sed=1"], ["task=plan", "source.path=no"]]
+)
 def test_listing_and_hints_need_no_torch(tmp_path, words):
     code = (
         "import sys\nfrom headrace.pipeline.main import main\n"

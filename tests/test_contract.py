@@ -531,12 +531,12 @@ def test_what_a_stage_writes_is_in_its_out_keys(name):
 def test_what_a_stage_reads_is_in_its_columns(name):
     """Otherwise a column with another name would not be found, and there would be no option to give it."""
     stage = STAGES[name]()
-    if not isinstance(stage, Pipeline):  # its stages say it
-        assert not undeclared(stage, rows())
+    lacking = [] if isinstance(stage, Pipeline) else undeclared(stage, rows())  # a pipeline's stages say it
+    assert not lacking, lacking
 
 
 def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
-    """The roles that a stage and its criterion read, and have no option for."""
+    """What a stage and its criterion read and do not declare: a role, or in `in_keys` the reward."""
     read, key = set(), Rows.key
 
     def recorded(self: Rows, role) -> object:
@@ -551,11 +551,14 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
         else:
             stage(batch)
     parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}
-    return [
-        f"{reader}: add {role!r} to its columns"
-        for reader, role in sorted(read)
-        if not hasattr(parts[reader], f"{role}_key")
-    ]
+    lacking = []
+    for reader, role in sorted(read):
+        part = parts[reader]
+        if not hasattr(part, f"{role}_key"):
+            lacking.append(f"{reader}: add {role!r} to its columns")
+        elif part is stage and role == "reward" and part.reward_key not in stage.in_keys:
+            lacking.append(f"{reader}: add self.reward_key to its in_keys")
+    return lacking
 
 
 def test_the_error_for_a_missing_column_names_only_an_option_that_the_stage_has():

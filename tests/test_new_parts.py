@@ -20,7 +20,13 @@ import headrace.transforms
 from headrace.pipeline import ConfigError
 from headrace.pipeline.certify import Refused
 from headrace.pipeline.sources import READERS
-from headrace.transforms import BatchTransform, Criterion, TokenTerm, group_relative_advantage
+from headrace.transforms import (
+    BatchTransform,
+    Criterion,
+    GroupRelativeAdvantage,
+    TokenTerm,
+    group_relative_advantage,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,7 +83,13 @@ def used_in(text: str) -> set[str]:
 def lacking_equations() -> list[str]:
     """Baselines and scales without a line in the table of their function, as ``mean  b_i = ...``."""
     table, hints = group_relative_advantage.__doc__ or "", get_type_hints(group_relative_advantage)
-    return [
+    unnamed = [
+        f"{name}: its name under `{option}:` in the docstring of GroupRelativeAdvantage"
+        for option in ("baseline", "scale")
+        for name in get_args(hints[option])
+        if f"``{name}``" not in (GroupRelativeAdvantage.__doc__ or "").split(f" {option}: ")[1].split(": ")[0]
+    ]
+    return unnamed + [
         f"{name}: its equation, {symbol} = ..., in the docstring of group_relative_advantage"
         for option, symbol in (("baseline", "b"), ("scale", "s"))
         for name in get_args(hints[option])
@@ -127,10 +139,20 @@ def lacking_readers() -> list[str]:
         if path.name not in helpers and re.search(r"\b(Reading|Format)\b", path.read_text())
         if path.stem.removesuffix("_dump") not in READERS
     ]
-    return [f"pipeline/sources/{name} has no FORMAT, so it is no reader" for name in names] + [
-        f"{name}: a sound dump in SOUND of tests/test_audit.py"
-        for name in sorted(READERS.keys() - set(sound))
+    page = (ROOT / "docs" / "dumps.md").read_text()
+    undescribed = [
+        f"{name}: a row in the tables of docs/dumps.md"
+        for name in sorted(READERS)
+        if page.count(f"`{name}`") < 3
     ]
+    return (
+        undescribed
+        + [f"pipeline/sources/{name} has no FORMAT, so it is no reader" for name in names]
+        + [
+            f"{name}: a sound dump in SOUND of tests/test_audit.py"
+            for name in sorted(READERS.keys() - set(sound))
+        ]
+    )
 
 
 def outdated(*makers: ModuleType) -> list[str]:

@@ -75,7 +75,7 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
             refuse_parts_of_no_stage(composed, overrides)
             return composed
     except (HydraException, OmegaConfBaseException) as err:
-        raise ConfigError(explain_composition(err, overrides, config_name)) from err
+        raise ConfigError(explain_composition(err, overrides, config_name)) from None  # not 80 lines of Hydra
     finally:
         GlobalHydra.instance().clear()
         if outer is not None:
@@ -118,6 +118,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
             hint = f" (did you mean pipeline={wanted}?)"
         if word == "recipe" and wanted in TASKS:
             hint = f" (did you mean task={wanted}?)"
+        if word == "source":
+            hint = f" (did you mean source.path={wanted}?)"
         others = "headrace recipes lists all" if word == "recipe" else f"choose from {', '.join(known)}"
         return f"unknown {word} {wanted!r}{hint}; {others}"
     if isinstance(error, OverrideParseException):

@@ -586,7 +586,7 @@ def remedy_of(
 
     Example:
         >>> remedy_of(Advisory("lengths-explode", "", "", ())).words
-        'pipeline=dr_grpo'
+        'pipeline.stages.weight.unit=token'
     """
     symptom = symptoms().get(advisory.name)
     fitting = [

@@ -156,12 +156,12 @@ class Comparison:
             said = f"{first} and {second} give {what} of the same direction: {second} × {factor}."
         else:
             said = f"{first} and {second} give different {what}, at {self.changed:,} of {rows}."
-        moved = (
-            ""
-            if unknown or low <= high
-            else f" {self.numbers['gradient_moved']:.1%} of the gradient moves to"
-        )
-        return f"{said} They differ in {'; '.join(parts)}.{moved and f'{moved} other groups.'}"
+        said += f" They differ in {'; '.join(parts)}."
+        if not self.aligned and not unknown:
+            said += f" {self.numbers['gradient_moved']:.1%} of the gradient moves to other groups."
+        elif self.aligned and only:
+            said += " Rows that only one of them trains have the advantage 0: they only change the divisor."
+        return said
 
     @property
     def averaged(self) -> dict[str, int]:
@@ -273,11 +273,11 @@ class Comparison:
         index = index.reshape(-1)
         names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
         one, other = (np.bincount(index, weights, len(groups)) for weights in share)
-        moved = float(np.abs(one - other).sum() / 2)
-        self.moved += moved
         apart = np.zeros(len(groups))
         np.maximum.at(apart, index, np.where(_differ(*credit), np.abs(credit[0] - credit[1]), 0.0))
         size = np.where(np.abs(one - other) > ROUNDED * (one + other), np.abs(one - other), 0.0)
+        moved = float(size.sum() / 2)
+        self.moved += moved
         found = [
             Mover(report.step, names[k], one[k], other[k], apart[k], report.asked(int(rows[k])) or "")
             for k in np.lexsort((-apart, -size))[:MOVERS].tolist()

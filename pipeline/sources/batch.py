@@ -329,7 +329,7 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         >>> [row.group for row in found]
         [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
         >>> draws
-        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(("('q',)", 4),))
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(("('q',)", 4),), copies=0)
     """
     groups: dict[Label, list[Sample]] = {}
     for sample in samples:
@@ -342,9 +342,11 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
     if not excess or len(excess) == len(groups):
         return list(samples), Draws()
     drawn: dict[int, Label] = {}  # the new groups of samples, by identity
+    copies = 0
     for label, size in excess.items():
         members = groups[label]
         places = sorted((member.place, id(member)) for member in members if member.place is not None)
+        texts = {id(member): (member.response, member.reward) for member in members}
         runs = [places[start : start + size] for start in range(0, len(places), size)]
         if len(places) == len(members) and all(
             len(run) == size and run[-1][0] - run[0][0] == size - 1 for run in runs
@@ -352,6 +354,8 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
             parts = label if isinstance(label, tuple) else (label,)
             for number, run in enumerate(runs, start=1):
                 drawn |= {who: label if number == 1 else (*parts, number) for _, who in run}
+            each = {tuple(texts[who] for _, who in run) for run in runs}
+            copies += len(each) == 1 and len({response for response, _ in each.pop()}) > 1
     stay = [
         replace(sample, group=drawn.get(id(sample), sample.group))
         for sample in samples
@@ -359,7 +363,8 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
     drawn_again = tuple((_asked(groups[label][0]), len(groups[label])) for label in excess)
-    return stay, Draws(len(excess) - len(left), len(left) * leave_out, len(samples) - len(stay), drawn_again)
+    split, rows_left_out = len(excess) - len(left), len(samples) - len(stay)
+    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again, copies)
 
 
 def _asked(row: Sample) -> str:
@@ -385,6 +390,8 @@ class Draws(NamedTuple):
     """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
     """For each of these groups its prompt as sentences call it, or else its label, and its rollouts."""
+    copies: int = 0
+    """Number of split groups whose draws have the same responses and rewards in the same order."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from headrace.pipeline.wording import suggest
+from headrace.pipeline.paths import missing_path
 from headrace.transforms.options import at_least, takes_options
 
 from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
@@ -24,7 +24,6 @@ from .record import Skipped, SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
 from .tokenizing import add_tokens, load_tokenizer
 
-MANY = 1000  # files of a folder that a misspelt name is compared with
 SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
 
 
@@ -327,12 +326,8 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     Raises:
         SourceError: no format fits, or more than one.
     """
-    if not Path(path).exists() and not glob.has_magic(str(path)):
-        beside = Path(path).parent
-        names = [each.name for each in sorted(beside.iterdir())[:MANY]] if beside.is_dir() else []
-        raise SourceError(f"{path}: there is no such file or folder{suggest(Path(path).name, names)}")
-    if not Path(path).exists() and not glob.glob(str(path), recursive=True):
-        raise SourceError(f"{path}: no file matches this pattern")
+    if wrong := missing_path(path):
+        raise SourceError(wrong)
     fitting, seen = [], ""
     keys_of: dict[Path, set[str]] = {}
     for name, format in READERS.items():

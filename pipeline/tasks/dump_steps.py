@@ -161,6 +161,11 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
             "order of the dump. This is right if the trainer dumps rollouts in the order in which it drew "
             "their prompts. verl does so with trainer.balance_batch=False."
         )
+    if copies := sum(each.copies for each in draws.values()):
+        said.append(
+            f"In {copies:,} of these groups, the draws have the same responses in the same order: the dump "
+            "probably has these rows twice. Remove one copy."
+        )
     if left_out:
         said.append(
             f"{left_out:,} of these groups, {rows:,} rows, {'was' if left_out == 1 else 'were'} left out: "

@@ -218,11 +218,13 @@ def show_group_sizes(
     larger, smaller = [size for size in tried if size > usual], [size for size in tried if size < usual]
     if other := min(larger, default=max(smaller, default=None)):
         k, now = of[other], of[usual]
+        least = prompts[now][0]
         console.print(
             Text(
                 f"At {other} rollouts per prompt, {shares[k]} of the groups are uninformative instead of "
                 f"{shares[now]}: for {wanted:,} informative groups per step, take {needed[k]} prompts "
-                f"({cost[k]} rollouts) instead of {needed[now]} ({cost[now]}).",
+                f"({cost[k]} rollouts) instead of {needed[now]} ({cost[now]})."
+                f"{_price(*(count * other / (least * usual) for count in prompts[k]))}",
                 "bold",
             )
         )
@@ -261,6 +263,24 @@ def _at_most(low: float, high: float) -> str:
     ('24', '≤3,300', '∞')
     """
     return "∞" if high == inf else f"{'≤' * (low < high)}{high:,.0f}"
+
+
+def _price(least: float, most: float) -> str:
+    """What an informative group costs at another group size, as a multiple of what it costs now.
+
+    >>> _price(1.45, 1.45)
+    ' Each informative group then costs 45% more rollouts. Choose prompts that are solved sometimes instead.'
+    >>> _price(0.5, 0.8), _price(0.9, 1.2), _price(0, 0)
+    (' Each informative group then costs 20–50% fewer rollouts.', '', '')
+    """
+    if least > 1:
+        more = _range(f"{least - 1:.0%}", "inf" if most == inf else f"{most - 1:.0%}")
+        said = f" Each informative group then costs {more} more rollouts."
+        return f"{said} Choose prompts that are solved sometimes instead."
+    if 0 < most < 1:
+        fewer = _range(f"{1 - most:.0%}", f"{1 - least:.0%}")
+        return f" Each informative group then costs {fewer} fewer rollouts."
+    return ""
 
 
 def _range(low: str, high: str) -> str:

@@ -162,6 +162,8 @@ def advantage_of(
 ) -> Tensor:
     """Check rewards and compute the advantage of each row: (M,) float64.
 
+    `rows.table.compared` remembers how to compute, for a report, what each row was compared with.
+
     Args:
         rows: the rows; excluded ones get 0 and do not enter the statistics.
         reward: (M,) float64, the same on all segments of a rollout.
@@ -202,21 +204,23 @@ def advantage_of(
 
 
 def _none_compared(size: int) -> Tensor:
+    """The table of :func:`_compared_by_row` for rows that are compared with nothing."""
     return torch.tensor([0, torch.nan], dtype=torch.float64).repeat(size, 1)
 
 
 def _compared_by_row(
     compared: Callable[[], Grouped], rollouts: Ids, index: Tensor | None, size: int, *, formula: Formula
 ) -> Tensor:
-    """(N, 2) for a table of N rows by now: rollouts compared with the row's, itself included; the baseline.
+    """Return for each row how many rollouts it was compared with, itself included, and the baseline: (N, 2).
 
-    It keeps no view of the table, and so no batch.
+    The report calls this later, with the number N of rows that the table then has. So it takes no view of the
+    table, which would keep the batch in memory.
     """
     g = compared()
     number = g.spread(g.count) if formula.is_relative else torch.full_like(g.reward, len(g.reward))
     level = torch.stack([g.unsorted(number), g.unsorted(baseline_in_groups(g, formula))], 1)
     of_rollouts = torch.empty(rollouts.n, 2, dtype=torch.float64)
-    of_rollouts[:, 0], of_rollouts[:, 1] = 0, torch.nan
+    of_rollouts[:, 0], of_rollouts[:, 1] = 0, torch.nan  # rollouts that do not vote
     of_rollouts[rollouts.of[rollouts.is_first]] = level
     each = rollouts.spread(of_rollouts)
     if rollouts.counts is not None:
@@ -409,7 +413,7 @@ class GroupRelativeAdvantage(
         if self.missing == "mask":
             statistics.require_rewards(rows.to_statistics(reward), siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
-        rows.table.compared = _none_compared  # until a rollout is
+        rows.table.compared = _none_compared  # `advantage_of` replaces it, if a rollout has a reward
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
             factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
