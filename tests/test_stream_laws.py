@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -321,6 +322,7 @@ def test_paced_and_informative_continue_for_any_share_and_limit(
         assembler.version += 1
     else:
         assert assembler.version == 5
+    assert assembler.counts["stale"] == 0
     assert workers.most <= (concurrent or 10**6)
 
 
@@ -335,6 +337,28 @@ def test_an_assembler_behind_another_generator_and_another_group_count_are_refus
         ValueError, match=r"the same number of groups.*got groups=3 and GroupAssembler\(groups=2\)"
     ):
         informative(assembled([], assembler), groups=3)
+
+
+@pytest.mark.slow
+def test_a_dispatch_waits_for_capacity_and_is_reported_in_time_where_there_is_none():
+    assembler = GroupAssembler(groups=1, max_staleness=0)
+    draws = paced(RepeatSampler(4, group_size=2).draws(), assembler, patience=60)
+    rows = next(draws)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, draws)
+        version = torch.zeros(2, dtype=torch.int64)
+        rows = rows.set(("next", "done"), version == 0).set(("next", "policy_version"), version)
+        assembler.put(rows)
+        assert len(assembler.take()) == 2
+        assembler.version += 1
+        assert waiting.result(60)["group_id"].tolist() == [1, 1]
+    assembler = GroupAssembler(groups=1, max_staleness=0)
+    draws = paced(RepeatSampler(4, group_size=2).draws(), assembler, patience=0.1)
+    next(draws)
+    with pytest.raises(StalledError, match=r"No capacity to dispatch 1 groups for 0.1 s.*group 0 has 0 of 2"):
+        next(draws)
+    with pytest.raises(ValueError, match="finite and > 0"):
+        paced([], assembler, patience=-1)
 
 
 def test_a_dispatch_without_rows_is_passed_on():
