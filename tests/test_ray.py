@@ -465,14 +465,14 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
         Exception, match=r"refused when they were written into the buffer.*found again rollout 0"
     ):
         buffer.sample()
+    _, second = composed("pipeline=grpo", "pipeline.stages.gate.group_size=4").halves()
+    (step,) = second.minibatches(buffer.sample().contiguous())
+    weights = step["loss_weight"][:, None] * step["masks", "all_assistant_mask"]
+    assert float(weights.sum()) == pytest.approx(1.0)
     again = make()
     again.load_state_dict(buffer.state_dict())
     again.extend(collected()[14:])
     assert (len(again), buffer_account(again).held) == (16, 0)
-    _, second = composed("pipeline=grpo", "pipeline.stages.gate.group_size=4").halves()
-    (step,) = second.minibatches(again.sample().contiguous())
-    weights = step["loss_weight"][:, None] * step["masks", "all_assistant_mask"]
-    assert float(weights.sum()) == pytest.approx(1.0)
     for each in (buffer, again):
         each.close()
 
