@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from headrace.pipeline import Pipeline, Run
 from headrace.pipeline.decision import pipeline_of
 
-from .before_rollouts import require_columns, scale_words
+from .before_rollouts import require_columns, scale_overrides
 
 OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
 
@@ -75,7 +75,7 @@ def attach(
     set_here = "scale" in options or "advantage" in (options.get("stages") or {})
     if not (isinstance(recipe, Pipeline) or set_here):
         scale = getattr(trainer, "scale_rewards", "group")
-        found_scale = scale_words(scale, recipe, OBJECTS[found[0]], overrides)
+        found_scale = scale_overrides(scale, recipe, OBJECTS[found[0]], overrides)
         if found_scale:
             refuse_separate_rewards(trainer)
         overrides = (*found_scale, *overrides)

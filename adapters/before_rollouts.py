@@ -18,7 +18,9 @@ SETS_SCALE = re.compile(r"[+~]*(\S*@)?pipeline\.stages\.advantage(\.scale)?(=.*)
 KEYS = {"reward": DEFAULTS["reward"], "tokens": DEFAULTS["loss_mask"]}
 
 
-def scale_words(trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]) -> tuple[str, ...]:
+def scale_overrides(
+    trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]
+) -> tuple[str, ...]:
     """The override that gives the default recipe the scale that the trainer is set to.
 
     Empty if you name another recipe, or the scale.
@@ -30,9 +32,9 @@ def scale_words(trainers: Any, recipe: str | None, default: str, overrides: Iter
         overrides: your overrides.
 
     Example:
-        >>> scale_words(False, None, "as/verl", ["pipeline.stages.gate.group_size=8"])
+        >>> scale_overrides(False, None, "as/verl", ["pipeline.stages.gate.group_size=8"])
         ('pipeline.stages.advantage.scale=none',)
-        >>> scale_words(False, None, "as/verl", ["pipeline.stages.advantage.scale=batch"])
+        >>> scale_overrides(False, None, "as/verl", ["pipeline.stages.advantage.scale=batch"])
         ()
     """
     if recipe not in (None, default) or any(SETS_SCALE.fullmatch(word) for word in overrides):

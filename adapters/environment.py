@@ -18,7 +18,7 @@ from headrace.pipeline.decision import refuse_state
 from headrace.pipeline.halves import before_the_split, part_of
 from headrace.transforms import MissingKeyError, TokenAdvantage
 
-from .before_rollouts import require_columns, scale_words
+from .before_rollouts import require_columns, scale_overrides
 
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"
 Part = Literal["advantages", "rows", "whole"]
@@ -74,8 +74,8 @@ def check_recipe(
 
 
 def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
-    """The override that gives the default recipe the trainer's scale, see :func:`scale_words`."""
-    return scale_words(trainers, os.environ.get(RECIPE), default, _overrides())
+    """The override that gives the default recipe the trainer's scale, see :func:`scale_overrides`."""
+    return scale_overrides(trainers, os.environ.get(RECIPE), default, _overrides())
 
 
 def decide_here(default: str, columns: Mapping[str, Any], *words: str, part: Part = "advantages") -> Decision:

@@ -112,10 +112,12 @@ def _modules() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .wording import suggest
+
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest(name, __all__)}")
     globals()[name] = value = getattr(import_module(f".{_modules()[name]}", __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))])

@@ -18,6 +18,11 @@ class FailedStep(NamedTuple):
     """None where its file does not say which."""
     why: str
 
+    @property
+    def called(self) -> str:
+        """The step as a sentence calls it."""
+        return "a step without a number" if self.step is None else f"step {self.step}"
+
 
 def read_failed(folder: Path) -> list[FailedStep]:
     """The failed steps of a run, from its folder of rows; empty where there is no such file.

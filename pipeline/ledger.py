@@ -66,7 +66,7 @@ class Ledger:
         ids = {unit: column.numpy() for unit, column in self.ids.items()}
         return ledger_html(self.reason.numpy(), self.names, self.actions, ids)
 
-    def in_words(self) -> str:
+    def sentence(self) -> str:
         """Return the outcome in one line: ``3 of 4 rows trained; out: gate/failed 1 row``."""
         numbers, units = self.numbers(), ["rows", *self.ids]
         trained = [f"{numbers[f'{u}/trained']:.0f} of {numbers[f'{u}/in']:.0f} {u}" for u in units]

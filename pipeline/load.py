@@ -78,33 +78,36 @@ def load_pipeline(
             removes the stage. An object, or a mapping with a ``_target_``, adds or replaces a whole stage. A
             criterion or a token term is an object, a name (``{"filter": {"also": "not_truncated"}}``), or a
             mapping with a ``_target_``, which replaces the whole of it.
-        group_size: option of the gate.
-        on_incomplete: option of the gate.
-        min_rollouts: option of the gate.
-        missing: option of the collapse: what happens to a reward that is NaN. ``mask`` takes the rollout out
-            of the loss.
-        reward: option of the collapse: how the rewards of a rollout's segments become one.
-        baseline: option of the advantage.
-        scale: option of the advantage.
-        minibatches: option of the split.
-        microbatches: option of the split.
+        group_size: option of the gate: number of rollouts per group. None: read from `expected_rollouts`.
+        on_incomplete: option of the gate for incomplete groups: an error (``raise``), ``drop``, or ``keep``.
+        min_rollouts: option of the gate: number of rollouts that a group needs for ``keep``.
+        missing: option of the collapse: what happens to a reward that is NaN. ``raise`` an error; ``mask``
+            takes the rollout out of the loss; ``skip`` trains it with the advantage 0.
+        reward: option of the collapse: how the rewards of a rollout's segments become one: ``shared``,
+            ``first``, ``last``, ``sum``, ``mean``, ``max``.
+        baseline: option of the advantage, such as ``mean`` or ``leave_one_out``.
+        scale: option of the advantage: what it is divided by, such as ``group`` (its std) or ``none``.
+        minibatches: option of the split: number of optimiser steps per epoch.
+        microbatches: option of the split: number of micro-batches per optimiser step.
         max_tokens: option of the split: tokens in a micro-batch.
-        ranks: option of the split and of the weight.
-        shuffle: option of the split.
-        seed: option of the split.
-        loss_unit: option `unit` of the weight: what the loss is a mean over.
+        ranks: option of the split and of the weight: number of ranks that each hold the whole batch.
+        shuffle: option of the split: whether the rows are in random order.
+        seed: option of the split: seed of this order.
+        loss_unit: option `unit` of the weight: what the loss is a mean over, such as ``token`` or ``sample``.
         order: names of all stages, in the order of execution.
         columns: other names of columns by role, such as ``{"group": "uid"}``, for all stages.
-        group_key: option of the pipeline, for all stages.
-        rollout_key: option of the pipeline, for all stages.
-        loss_mask_key: option of the pipeline, for all stages.
-        log_prob_key: option of the pipeline, for all stages.
-        process_group: option of the pipeline.
-        shared_ids: option of the pipeline.
-        patience: option of the pipeline.
-        decide_on: option of the pipeline.
-        masked_log_prob: option of the pipeline.
-        empty: option of the pipeline and of its gate.
+        group_key: column of the group ids, for all stages.
+        rollout_key: column of the rollout ids, for all stages.
+        loss_mask_key: column of the loss mask, for all stages.
+        log_prob_key: column of the sampler's log-probabilities, for all stages. None: none is read.
+        process_group: ``world`` or a process group: ranks that each hold their own rows of one batch.
+        shared_ids: meaning of an id that several ranks have: ``same`` group, ``different`` groups, or
+            ``raise`` an error.
+        patience: seconds that ranks wait for each other.
+        decide_on: ``each_rank`` decides on the whole table, or only the ``first_rank`` does.
+        masked_log_prob: ``keep`` leaves log-probabilities outside of the loss mask finite, ``nan`` does not.
+        empty: rollouts without a token in the loss: ``exclude`` them from the baseline, ``count`` them, or
+            ``raise`` an error.
         unknown: any other keyword raises ConfigError, with similar names.
 
     Raises:
@@ -119,9 +122,9 @@ def load_pipeline(
     values = locals()  # taken first, while the keywords are the only local names
     values["columns"] = ... if columns is None else columns  # no recipe has a node for None
     given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
-    words = _overrides(recipe, overrides, rows)
-    settings = settings_of(words, given, stages or {})
-    composed = compose_config("load", *words).pipeline
+    typed = _overrides(recipe, overrides, rows)
+    settings = settings_of(typed, given, stages or {})
+    composed = compose_config("load", *typed).pipeline
     for word in unknown:
         own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
         places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
@@ -132,13 +135,13 @@ def load_pipeline(
             f"the keywords are rows, stages, {', '.join(KEYWORDS)}"
         )
     apply_settings(composed, settings)
-    log.debug("composed of %s and %s", words, settings)
+    log.debug("composed of %s and %s", typed, settings)
     return build_pipeline(composed)
 
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
     """Return the recipe, `rows` and the overrides as one list of overrides."""
-    if bare := [word for word in overrides if not (isinstance(word, str) and _is_override(word))]:
+    if bare := [each for each in overrides if not (isinstance(each, str) and _is_override(each))]:
         raise ConfigError(
             f"an override must be KEY=VALUE; got {bare[0]!r}. Give options by keyword, such as group_size=8, "
             f"and one recipe, here {recipe!r}"
@@ -146,15 +149,15 @@ def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[
     chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
     chosen += [f"rows={rows}"] if rows else []
-    for word in chosen:
-        group = word.partition("=")[0]
+    for override in chosen:
+        group = override.partition("=")[0]
         if again := [other for other in others if other.startswith(f"{group}=")]:
-            raise ConfigError(f"{group} is set twice, by {word} and by {again[0]}: set it once")
-    return [*chosen, *(ready for word in others for ready in for_hydra(word))]
+            raise ConfigError(f"{group} is set twice, by {override} and by {again[0]}: set it once")
+    return [*chosen, *(ready for override in others for ready in for_hydra(override))]
 
 
-def _is_override(word: str) -> bool:
-    return "=" in word or word.startswith("~")
+def _is_override(text: str) -> bool:
+    return "=" in text or text.startswith("~")
 
 
 def build_pipeline(config: DictConfig) -> Pipeline:
@@ -229,13 +232,13 @@ def settings_of(
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")
             found.append((f"stages.{name}.{key}".rstrip("."), value, source))
     known: dict[str, str] = {}
-    for word in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
-        key = word.partition("=")[0].lstrip("~+").rpartition("@")[2]
-        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = word
+    for override in overrides:  # by its key below `pipeline`; keys elsewhere get a slash, and never match
+        key = override.partition("=")[0].lstrip("~+").rpartition("@")[2]
+        known[key.removeprefix("pipeline.") if key.startswith("pipeline.") else f"/{key}"] = override
     for key, _, source in found:
-        for other, word in known.items():
+        for other, override in known.items():
             if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
-                raise ConfigError(f"pipeline.{key} is set twice, by {source} and by {word}: set it once")
+                raise ConfigError(f"pipeline.{key} is set twice, by {source} and by {override}: set it once")
         known[key] = source
     return {key: value for key, value, _ in found}
 

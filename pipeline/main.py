@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
+from .command.arguments import answer, hydra_arguments
 from .command.sweep import record_job
-from .command.words import answer, ready_words
 from .composing import ConfigError, explain_composition
 from .paths import missing_path
 from .wording import printable
@@ -34,7 +34,7 @@ def run_task(config: DictConfig) -> float:
     if one_job and isinstance(path, str) and (wrong := missing_path(path)):  # said before torch is imported
         fail(ConfigError(wrong), expected=True)
     from .composing import refuse_parts_of_no_stage
-    from .error_words import CommandNames
+    from .error_overrides import CommandNames
     from .tasks.audit import AuditFailed
     from .tasks.dump_steps import StepsFailed
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
@@ -42,12 +42,12 @@ def run_task(config: DictConfig) -> float:
 
     hydra_config = HydraConfig.get()
     typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
-    words = [*typed["task"], *(word for word in typed["hydra"] if word.startswith("hydra.searchpath="))]
+    overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
     output, began, failure = Path(hydra_config.runtime.output_dir), time.time(), ""
     in_sweep, number = hydra_config.mode == RunMode.MULTIRUN, float("nan")
     try:
-        refuse_parts_of_no_stage(config, words)
-        number = perform(config, output, words)
+        refuse_parts_of_no_stage(config, overrides)
+        number = perform(config, output, overrides)
     except TrainingInterrupted:
         sys.exit(130)
     except (AuditFailed, StepsFailed) as err:  # who have printed what they found
@@ -60,7 +60,7 @@ def run_task(config: DictConfig) -> float:
     except Exception as err:
         failure = fail(err, expected=False, go_on=in_sweep)
     if in_sweep:
-        job = {"job": hydra_config.job.num, "task": config.task, "words": words, "began": began}
+        job = {"job": hydra_config.job.num, "task": config.task, "overrides": overrides, "began": began}
         record_job(output, number=None if failure else number, failure=failure, **job)
     return number
 
@@ -74,7 +74,7 @@ def main() -> None:
         if (status := answer(sys.argv[1:])) is not None:
             sys.stdout.flush()  # or it fails after the end, where nobody could say why
             sys.exit(status)
-        sys.argv[1:] = ready_words(sys.argv[1:])
+        sys.argv[1:] = hydra_arguments(sys.argv[1:])
         run_task()
     except EARLY as err:
         fail(err, expected=True)
@@ -88,7 +88,7 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
     """Print an error as a paragraph, and exit: with status 2, or with 1 where it was not foreseen.
 
     Args:
-        err: one that says what is wrong with the words or the data, or any other.
+        err: one that says what is wrong with the arguments or the data, or any other.
         expected: whether it is of the first kind; of the second it is said how to see where it comes from.
         go_on: of a sweep: return what was printed, in place of the exit.
 
@@ -115,10 +115,10 @@ def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
 
 
 def paragraph_of(err: Exception) -> str:
-    """What an error says to who typed the words."""
+    """What an error says to who typed the command."""
     if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
-        words = [word for word in sys.argv[1:] if re.match(r"~|[^-].*=", word)]
-        return explain_composition(err, words, "config")
+        overrides = [each for each in sys.argv[1:] if re.match(r"~|[^-].*=", each)]
+        return explain_composition(err, overrides, "config")
     if isinstance(err, FileExistsError) and err.errno is not None:
         return (
             f"{err.filename}: this is a file, and a folder is required. hydra.run.dir=FOLDER (with -m "
@@ -131,6 +131,6 @@ def paragraph_of(err: Exception) -> str:
             f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) sets the output folder"
         )
     if str(err).startswith("Config group override"):  # Hydra does not say which
-        files = [word for word in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", word)]
+        files = [each for each in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", each)]
         return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
     return str(err)

@@ -223,7 +223,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             raise
         self._last.run = run.without_batch()
         if log.isEnabledFor(logging.DEBUG) and run.ledger is not None:
-            log.debug("a batch: %s", run.ledger.in_words())
+            log.debug("a batch: %s", run.ledger.sentence())
         return run
 
     def _same_on_all_ranks(self, epochs: int) -> str:

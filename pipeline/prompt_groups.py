@@ -15,7 +15,7 @@ from headrace.transforms import BatchError
 MADE = re.compile(r"prompt/[0-9a-f]{32}(?:/(\d+))?")  # as `Reading.group_of_prompt` makes it, and its draws
 
 
-def group_in_words(label: str, prompt: str | None, place: str) -> str:
+def group_called(label: str, prompt: str | None, place: str) -> str:
     """A group as sentences call it: by its label, or if this was made from a prompt, by the prompt.
 
     Args:
@@ -25,19 +25,19 @@ def group_in_words(label: str, prompt: str | None, place: str) -> str:
 
     Example:
         >>> made = "prompt/bcfa1ad62952453f3229f6ebe9b0cba5"
-        >>> group_in_words("7f3a", "2+2?", "row 4"), group_in_words(made, "2+2?", "row 4")
+        >>> group_called("7f3a", "2+2?", "row 4"), group_called(made, "2+2?", "row 4")
         ('7f3a', "of '2+2?'")
-        >>> group_in_words(f"{made}/2", None, "row 4")
+        >>> group_called(f"{made}/2", None, "row 4")
         'of the prompt at row 4, draw 2'
     """
     made = MADE.fullmatch(label)
     if made is None:
         return label
-    asked = f"of {prompt_in_words(prompt, place)}"
+    asked = f"of {prompt_called(prompt, place)}"
     return f"{asked}, draw {made[1]}" if made[1] else asked
 
 
-def prompt_in_words(prompt: str | None, place: str) -> str:
+def prompt_called(prompt: str | None, place: str) -> str:
     """A prompt as sentences call it: by what the user asked last, or where it is if it has no text."""
     return repr(asked_line(prompt)) if prompt else f"the prompt at {place}"
 
@@ -57,5 +57,5 @@ def prompts_in_errors(batch: TensorDictBase) -> Iterator[None]:
             for number, said in err.labels.items():
                 label = said[1:-1]  # without its quotes
                 if MADE.fullmatch(label) and label in rows:
-                    err.labels[number] = group_in_words(label, texts.get(label), f"row {rows[label]}")
+                    err.labels[number] = group_called(label, texts.get(label), f"row {rows[label]}")
         raise

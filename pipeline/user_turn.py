@@ -69,14 +69,14 @@ def last_user_turn(prompt: str) -> str:
     return said[-1] if said else prompt
 
 
-def asked_line(prompt: str) -> str:
+def asked_line(prompt: str, most: int = LINE) -> str:
     r"""What a prompt is called by: the beginning of the last turn of the user, on one line.
 
     Example:
         >>> asked_line("user: What is\n2+2?")
         'What is 2+2?'
     """
-    return beginning(" ".join(last_user_turn(prompt).split()), LINE)
+    return beginning(" ".join(last_user_turn(prompt).split()), most)
 
 
 def _lines(prompt: str) -> list[str]:

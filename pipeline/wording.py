@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -74,31 +74,42 @@ def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
-def count_words(count: float | None) -> str:
+def shown_count(count: float | None) -> str:
     """Format a count; an empty string for None.
 
     Example:
-        >>> count_words(1234), count_words(None)
+        >>> shown_count(1234), shown_count(None)
         ('1,234', '')
     """
     return "" if count is None else f"{count:,.0f}"
 
 
-def minus_words(count: float | None) -> str:
+def shown_loss(count: float | None) -> str:
     """Format a count of what left as a negative number, or as 0.
 
     Example:
-        >>> minus_words(1234), minus_words(0)
+        >>> shown_loss(1234), shown_loss(0)
         ('−1,234', '0')
     """
-    return f"−{count_words(count)}" if count else count_words(count)
+    return f"−{shown_count(count)}" if count else shown_count(count)
 
 
-def reason_words(stage: str, reason: str) -> str:
+def shown_reason(stage: str, reason: str) -> str:
     """Format a stage and a reason of its ledger entries.
 
     Example:
-        >>> reason_words("filter", "zero_variance")
+        >>> shown_reason("filter", "zero_variance")
         'filter: zero variance'
     """
     return f"{stage}: {reason.replace('_', ' ')}"
+
+
+def shown_range(bounds: Sequence[float]) -> str:
+    """Format the two ends of a range; as one number if its ends are equal.
+
+    Example:
+        >>> shown_range((0.9999999, 1.0000001)), shown_range((0.64, 2.2857))
+        ('1', '0.64 to 2.29')
+    """
+    low, high = (f"{round(bound, 4):.3g}" for bound in bounds)
+    return low if low == high else f"{low} to {high}"

@@ -29,6 +29,7 @@ from headrace.pipeline.report import (
     unchecked,
     verdict,
 )
+from headrace.pipeline.report.advice import Setup
 from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
@@ -333,7 +334,7 @@ def test_every_advisory_has_a_symptom():
 
 
 def test_overrides_suggested_for_a_symptom_compose():
-    words = {each.words for symptom in symptoms().values() for each in symptom.remedies if each.words}
+    words = {each.overrides for symptom in symptoms().values() for each in symptom.remedies if each.overrides}
     for line in sorted(words):
         if all(word.startswith(("pipeline", "+pipeline", "criterion@")) for word in line.split()):
             composed(*line.split())
@@ -342,7 +343,7 @@ def test_overrides_suggested_for_a_symptom_compose():
 
 
 FIRED = [
-    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.words
+    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.overrides
 ]
 
 
@@ -351,9 +352,9 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
     for task, recipe in (("replay", "as/verl"), ("audit", "as/areal"), ("replay", "as/nemo_rl")):
         typed = [f"task={task}", f"pipeline={recipe}"]
         config = compose_config("config", *typed)
-        shown = [(remedy, remedy.under([config])) for _, remedy in FIRED]
-        words = [now.words.split() for _, now in shown if now is not None and now.words]
-        assert all(now.text.endswith(before.elsewhere) for before, now in shown if now and not now.words)
+        shown = [(remedy, remedy.under(Setup(config))) for _, remedy in FIRED]
+        words = [now.overrides.split() for _, now in shown if now is not None and now.overrides]
+        assert all(now.text.endswith(before.elsewhere) for before, now in shown if now and not now.overrides)
         assert not any(
             word.startswith(("train.", "optimizer.", "group_size=")) for line in words for word in line
         )
@@ -366,7 +367,7 @@ def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
 @pytest.mark.parametrize(("recipe", "shown"), [("grpo", True), ("gfpo", True), ("as/verl", False)])
 def test_old_rows_can_be_masked_where_the_recipe_has_another_criterion(recipe, shown):
     config = compose_config("config", "task=replay", f"pipeline={recipe}")
-    found = [now.words for _, remedy in FIRED if (now := remedy.under([config])) is not None]
+    found = [now.overrides for _, remedy in FIRED if (now := remedy.under(Setup(config))) is not None]
     fresh = [words for words in found if "fresh" in words]
     assert bool(fresh) == shown
     for words in fresh:
@@ -385,7 +386,7 @@ def test_the_options_on_a_page_of_python_are_arguments_that_change_the_run(recip
     found = [Advisory(name, "It is so.", "", ()) for name in symptoms()]
     advice = [Advice("", found, [])]
     shown = page_data([before], title="", advice=advice)["symptoms"]
-    words = [one["words"] for symptom in shown for one in symptom["remedies"] if one["words"]]
+    words = [one["overrides"] for symptom in shown for one in symptom["remedies"] if one["overrides"]]
     assert len(words) > 9
     for each in words:
         if not each.startswith("headrace "):
@@ -462,19 +463,19 @@ def test_an_advisory_in_the_terminal_has_a_remedy_that_the_task_takes():
     config = compose_config("config", "task=replay")
     found = [Advisory("advantage-all-zero", "Most advantages are 0.", "", (), cause) for cause in CAUSES]
     said = [
-        show_advisories([each], configs=[config])[0].plain.partition("→ ")[2].partition(": ")
+        show_advisories([each], setup=Setup(config))[0].plain.partition("→ ")[2].partition(": ")
         for each in found
     ]
     assert {words for _, _, words in said} == {"headrace task=plan source.path=FOLDER"}
     for name, symptom in symptoms().items():
-        for text in show_advisories([Advisory(name, "", "", ())], configs=[config]):
+        for text in show_advisories([Advisory(name, "", "", ())], setup=Setup(config)):
             assert "In Python" not in text.plain
             assert not re.search(r"\w\(.*\)", text.plain), name
         assert not re.search(r"\w\(.*\)", symptom.needs), name
 
 
 CAUSES = ("solve_none", "solve_all", "")
-OF_RECIPES = {name for _, remedy in FIRED for name in re.findall(r"\bpipeline=(\w+)", remedy.words)}
+OF_RECIPES = {name for _, remedy in FIRED for name in re.findall(r"\bpipeline=(\w+)", remedy.overrides)}
 
 
 @pytest.mark.parametrize("recipe", sorted(OF_RECIPES))
@@ -482,15 +483,15 @@ def test_no_recipe_is_advised_to_who_has_it(recipe):
     """Nor where its numbers are tuned; and none is in plain grpo."""
     tuned = {"maxrl": ["pipeline.stages.advantage.eps=1e-6"], "dr_grpo": ["pipeline.stages.weight.length=99"]}
     config = compose_config("config", "task=replay", f"pipeline={recipe}", *tuned.get(recipe, ()))
-    remedy = FIRED[0][1]._replace(words=f"pipeline={recipe}")
-    assert remedy.under([config]) is None
-    assert remedy.under([compose_config("config", "task=replay")]) == remedy
+    remedy = FIRED[0][1]._replace(overrides=f"pipeline={recipe}")
+    assert remedy.under(Setup(config)) is None
+    assert remedy.under(Setup(compose_config("config", "task=replay"))) == remedy
 
 
 def test_a_recipe_is_advised_to_who_has_its_options_but_another_criterion():
-    remedy = FIRED[0][1]._replace(words="pipeline=gfpo")
+    remedy = FIRED[0][1]._replace(overrides="pipeline=gfpo")
     words = ("pipeline.stages.filter.action=exclude", "+pipeline.stages.filter.criterion.by=efficiency")
-    assert remedy.under([compose_config("config", "task=replay", *words)]) == remedy
+    assert remedy.under(Setup(compose_config("config", "task=replay", *words))) == remedy
 
 
 def test_no_remedy_is_given_twice():
@@ -498,14 +499,14 @@ def test_no_remedy_is_given_twice():
     config = compose_config("config", "task=replay")
     found = [Advisory(name, "It is so.", "", ()) for name in ("rewards-missing", "trained-without-reward")]
     found += [Advisory("reward-flat", "It is so.", "", (), because="advantage-all-zero")]
-    lines = [text.plain for text in show_advisories(found, configs=[config])]
+    lines = [text.plain for text in show_advisories(found, setup=Setup(config))]
     assert ["pipeline.stages.collapse.missing=mask" in line for line in lines] == [True, False, False]
     assert lines[2] == "reward-flat: It is so. Probably, in part, because of advantage-all-zero."
 
 
 def test_more_rollouts_are_no_remedy_for_prompts_that_none_solves():
     remedies = symptoms()["advantage-all-zero"].remedies
-    fitting = {cause: [each.words for each in remedies if each.fits(cause)] for cause in CAUSES}
+    fitting = {cause: [each.overrides for each in remedies if each.fits(cause)] for cause in CAUSES}
     assert ["group_size=16" in words for words in fitting.values()] == [False, True, True]
 
 

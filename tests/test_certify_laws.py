@@ -49,7 +49,7 @@ TASKS = {
 @cache
 def certified(recipe: str, task: str, *words: str, group_size: int = 4) -> Certificate | Refused:
     config = configure("load", f"pipeline={recipe}", *words).pipeline
-    return certify_recipe(config, recipe, TASKS[task], task, group_size=group_size, words=words)
+    return certify_recipe(config, recipe, TASKS[task], task, group_size=group_size, overrides=words)
 
 
 def ratio(*arguments, **options) -> list[float]:

@@ -24,7 +24,7 @@ def advantages(rewards: torch.Tensor, **options) -> torch.Tensor:
 
 def certified(recipe, task, group_size, *words):
     node = configure("load", f"pipeline={recipe}", *words).pipeline
-    return certify_recipe(node, recipe, task, "task", group_size=group_size, words=words)
+    return certify_recipe(node, recipe, task, "task", group_size=group_size, overrides=words)
 
 
 # -- arXiv:2607.00152: the size of an update is the group's standard deviation ---

@@ -36,22 +36,22 @@ def test_a_group_size_that_most_groups_lack_is_doubted(make_batch):
     """Dropping the groups, as the message advises otherwise, would leave those of another size."""
     batch = make_batch([0.0] * 8, [0, 0, 1, 1, 2, 2, 2, 2], range(8))
     with pytest.raises(
-        IncompleteGroupsError, match=r"Is group_size=4 wrong\? 2 of 3 groups have 2 rollouts\. W"
+        IncompleteGroupsError, match=r"Is group_size=4 wrong\? 2 of 3 groups have 2 rollouts\. S"
     ):
         CompletenessGate(group_size=4)(batch)
     for groups in ([0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2, 2, 2]):  # one group; different sizes
-        with pytest.raises(IncompleteGroupsError, match=r"completed\)\. Wait for"):
+        with pytest.raises(IncompleteGroupsError, match=r"completed\)\. Set "):
             CompletenessGate(group_size=4)(make_batch([0.0] * len(groups), groups, range(len(groups))))
 
 
 def test_two_rows_with_one_id_are_named_where_a_group_lacks_ids(make_batch):
     """Waiting, as the message advises otherwise, would bring no further id. A failed rollout has its id."""
-    ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. W"
+    ids = r"Are rollout ids repeated\? Group 4 has 3 rows, but 2 rollout ids: rows \[2, 4\] have the id 9\. S"
     with pytest.raises(IncompleteGroupsError, match=ids):
         CompletenessGate(group_size=3)(make_batch([0.0] * 6, [4, 0, 4, 0, 4, 0], [8, 1, 9, 2, 9, 3]))
     for size, rollouts, status in ((3, [8, 9], [DONE] * 2), (2, [8, 8, 9], [FAILED, FAILED, DONE])):
         batch = make_batch([0.0] * len(rollouts), [4] * len(rollouts), rollouts, status=status)
-        with pytest.raises(IncompleteGroupsError, match=r"\)\. Wait for"):
+        with pytest.raises(IncompleteGroupsError, match=r"\)\. Set "):
             CompletenessGate(group_size=size)(batch)
 
 

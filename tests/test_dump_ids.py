@@ -170,7 +170,8 @@ def test_no_message_of_a_replay_shows_the_hash_of_a_prompt(write, tmp_path):
         how = [f"source.path={dump}", f"hydra.run.dir=of_{dump}"]
         done = headrace_here(tmp_path, "task=replay", *words, *how, check=False)
         page = (tmp_path / f"of_{dump}" / "report.html").read_text()
-        notices = json.loads(page.split('"notices":')[1].split("]")[0] + "]")
+        said = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
+        notices = [*said["notices"], *said["failed"]["reasons"]]
         failed = (tmp_path / f"of_{dump}" / "rollouts" / "failed_steps.json").read_text()
         said = "\n".join([done.stdout, done.stderr, *notices, failed])
         assert not re.search(r"[0-9a-f]{32}|\d{15}", said), said

@@ -197,7 +197,7 @@ def test_the_reward_of_an_empty_rollout_changes_no_number():
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
 def test_conventions_that_count_empty_rollouts_do(recipe):
     """TRL's mask_truncated_completions, verl, SkyRL's and prime-rl's advantage compare all rewards."""
-    pipeline = load_pipeline(f"pipeline=as/{recipe}", group_size=4)
+    pipeline = pipeline_of(f"as/{recipe}", gate={"group_size": 4})
     found = []
     for reward in (0.0, 1.0):
         out = pipeline(rows_of([1.0, reward, 0, 0], [2, 0, 2, 2]))

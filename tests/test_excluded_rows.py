@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from batches import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
     BatchWhitening,
+    BestOf,
     FanOutCollapse,
     Finite,
     GroupRelativeAdvantage,
+    LengthPenalty,
+    NotTruncated,
     RewardsToGo,
+    RewardsVary,
     SampleFilter,
     StateAdvantage,
 )
@@ -70,6 +79,42 @@ def test_a_rollout_is_reported_by_its_trained_advantage(make_batch, action):
     assert report.rollouts["reward"].tolist() == [1.0, 3.0, 5.0]
     assert report.rollouts["advantage"].tolist() == [-2.0, 0.0, 2.0]
     assert report.numbers["reward/effective/mean"] == 3.0
+
+
+ABOUT = ("reward", "frac_reward_zero_std", "solve_", "groups/informative", "groups/equal")
+CRITERIA = {
+    "rewards_vary": RewardsVary,
+    "not_truncated": NotTruncated,
+    "best_of": partial(BestOf, k=1),
+    "finite": Finite,
+}
+
+
+@given(st.data())
+@pytest.mark.parametrize("criterion", ["rewards_vary", "not_truncated", "best_of", "finite"])
+def test_no_number_about_the_rewards_of_groups_depends_on_the_action_of_a_filter(criterion, data):
+    size = data.draw(st.integers(2, 8))
+    several = st.sampled_from([0.0, 1.0, NAN] if criterion == "finite" else [0.0, 1.0])
+    rollouts = sorted(data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)))
+    rewards = [data.draw(several) for _ in range(6)]
+    batch = batch_of([rewards[r] for r in rollouts], [r // 3 for r in rollouts], rollouts)
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
+    batch["masks", "all_assistant_mask"] = torch.arange(4) < lengths.unsqueeze(1)
+    batch["status"] = torch.tensor([data.draw(st.integers(0, 1)) for _ in rollouts])
+    found = []
+    for action in ("mask", "exclude", "drop"):
+        stages = {
+            "collapse": FanOutCollapse(missing="skip"),
+            "length": LengthPenalty(coefficient=0.25),
+            "filter": SampleFilter(criterion=CRITERIA[criterion](), action=action),
+            "advantage": GroupRelativeAdvantage(scale="none", missing="skip"),
+        }
+        report = make_report(Pipeline(stages).run(batch), solved=0.5)
+        groups = {k: v.tolist() for k, v in report.groups.items() if k.startswith(("reward", "zero"))}
+        numbers = {k: v for k, v in report.numbers.items() if k.startswith(ABOUT) and "effective" not in k}
+        found.append((groups, numbers))
+    np.testing.assert_equal(found[1], found[0])
+    np.testing.assert_equal(found[2], found[0])
 
 
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])

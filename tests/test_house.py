@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 import headrace.pipeline
 import headrace.transforms
-from headrace.transforms import BatchTransform
+from headrace.transforms import BatchError, BatchTransform
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("transforms", "pipeline", "adapters")
@@ -83,7 +85,7 @@ INNER = {
     "test_error_names.py": {"transforms.distributed.barrier"},
     "test_notebook.py": {"pipeline.notebook"},
     "test_tokens.py": {"transforms.rows", "transforms.tensordicts", "transforms.tokens"},
-    "test_advisories.py": {"pipeline.composing", "pipeline.report.folder"},
+    "test_advisories.py": {"pipeline.composing", "pipeline.report.advice", "pipeline.report.folder"},
     "test_refused_together.py": {"transforms.distributed.ranks"},
     "test_report_folder.py": {"pipeline.report.folder"},
     "test_dump_ids.py": {"pipeline.report.loggers"},
@@ -108,7 +110,7 @@ INNER = {
     "test_sources_fuzz.py": {"pipeline.sources.record"},
     "command.py": {"pipeline.main"},
     "test_command.py": {"pipeline.main"},
-    "test_command_words.py": {"pipeline.command.words", "pipeline.composing"},
+    "test_command_arguments.py": {"pipeline.command.arguments", "pipeline.composing"},
     "test_doctor.py": {"pipeline.command.doctor"},
     "test_option_laws.py": {"transforms.options"},
     "test_tasks.py": {"pipeline.tasks.perform"},
@@ -287,6 +289,35 @@ def test_data_is_never_checked_with_assert():
         for node in ast.walk(TREES[path])
         if isinstance(node, ast.Assert)
     ]
+
+
+ERRORS = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    for path in SOURCES:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Call):
+                yield f"{path}:{node.lineno}", node
+
+
+def test_no_text_of_an_error_without_facts_has_a_field():
+    field = re.compile(r"\{(\w+/)?\w+\}")
+    for where, call in calls():
+        if getattr(call.func, "id", "") in ERRORS and not call.keywords:
+            words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
+            assert not [each for each in words if field.search(str(each))], where
+
+
+def test_no_text_with_facts_has_data_in_it_whose_braces_would_be_fields():
+    """A name in capitals is a constant."""
+    for where, call in calls():
+        is_verb = isinstance(call.func, ast.Attribute) and call.func.attr.startswith("require")
+        if is_verb or (getattr(call.func, "id", "") in ERRORS and call.keywords):
+            texts = [each for each in call.args if isinstance(each, ast.JoinedStr | ast.BinOp)]
+            data = [part for text in texts for part in ast.walk(text) if isinstance(part, ast.FormattedValue)]
+            shown = [ast.unparse(part.value) for part in data if part.conversion == ord("r")]
+            assert not [name for name in shown if not name.isupper()], where
 
 
 def test_every_folder_of_modules_is_a_package():

@@ -177,7 +177,7 @@ def test_a_partial_comparison_says_what_was_compared(monkeypatch):
     for each in (rows(centred, against_others), rows(against_others, against_others)):
         monkeypatch.setattr(logged, "logged_rows", lambda _, each=each: each)
         seen.add(None)
-    assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.words()
+    assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.said
 
 
 def test_counting_rows_and_rewards_before_shaping_are_found():

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline import Pipeline, load_pipeline, make_report, write_dump
 from headrace.pipeline.report import advise, percent, verdict
+from headrace.pipeline.sources import open_source
 from headrace.pipeline.tasks.compare import compare
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import LossWeight
@@ -176,6 +177,11 @@ def test_a_comparison_has_the_mean_over_the_steps_of_its_page(make_batch, tmp_pa
         assert f"mean over {over}{format(numbers[name], shown)}" in re.sub(r"  +", "", text)
         assert found["steps_averaged"][name] == len(of_steps)
     assert f"all {STEPS} steps" in text
+    other = load_pipeline("pipeline=dr_grpo", *gate)
+    reports = [make_report(other.run(batch)) for _, batch in open_source(tmp_path / "dump")]
+    for name in ("rows/trained", "advantages/all/std"):
+        of_steps = [report.numbers[name] for report in reports]
+        assert data["curves"][f"second/{name}"] == pytest.approx(of_steps)
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")

@@ -320,6 +320,7 @@ def test_functions_refuse_what_their_stages_refuse():
         relative_length(one[0], one[0].long(), one[0].long(), form="rescale", success=1.0)
 
 
+@pytest.mark.slow
 def test_one_override_that_disables_an_option_composes():
     for recipe, word in (
         ("as/trl", "advantage.scale=none"),

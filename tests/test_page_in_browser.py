@@ -18,12 +18,12 @@ PANELS = ("funnel", "strip", "compare", "tree", "tape", "lengths", "lag", "numbe
 
 
 @pytest.mark.parametrize("name", [*pages.RUNS, "hostile"])
-def test_every_panel_has_content_and_the_console_is_empty(look, name):
+def test_every_panel_with_content_is_shown_and_the_console_is_empty(look, name):
     page = look(pages.hostile_run() if name == "hostile" else pages.RUNS[name]())
     for scheme in ("light", "dark"):
         page.show_as(scheme)
         for panel in PANELS:
-            assert page.seen(f"#{panel} .body"), panel
+            assert bool(page.seen(f"#{panel} .body")) == bool(page.seen(f"#{panel}")), panel
         assert page.seen("#summary").startswith("Step ")
 
 
@@ -33,7 +33,9 @@ def test_the_strip_has_a_dot_per_rollout_and_a_line_per_group(look, name):
     rows = run["steps"][-1]["rows"]
     page = look(run)
     dots = page.values("#strip .scroll .dot", "data-rollout")
-    assert sorted(map(int, dots)) == sorted(set(rows["rollout"]))
+    assert sorted(map(int, " ".join(dots).split())) == sorted(set(rows["rollout"]))
+    several = [f"{len(ids)} ×" for ids in map(str.split, dots) if len(ids) > 1]
+    assert [text for text in page.texts("#strip .scroll .times") if text] == several
     assert sorted(page.values("#strip .line", "data-group")) == [str(g) for g in sorted(set(rows["group"]))]
 
 
@@ -238,9 +240,9 @@ def test_rewards_of_any_size_are_drawn(look, rewards):
     assert "−0" not in page.texts("#strip .axis text")
 
 
-def test_an_empty_batch_has_its_reason_in_each_panel(look):
+def test_an_empty_batch_says_so(look):
     page = look(pages.empty_run())
-    for panel in PANELS[:-1]:
+    for panel in ("funnel", "strip", "tree"):
         assert re.search("no rows|no groups", page.one(f"#{panel} .empty").text, re.I), panel
 
 
@@ -248,9 +250,7 @@ def test_a_batch_without_kept_rows_is_reported_as_such(look):
     page = look(pages.filtered_run())
     assert "0 of 12 rows (0 %) are in the loss" in page.one("#summary").text
     assert "nothing trains at this step" in page.one("#funnel .empty").text
-    assert "all of them left before that stage" in page.one("#compare .empty").text
-    assert "No row of this step is in the loss" in page.one("#tape .empty").text
-    assert "is not known" in page.one("#lag .empty").text
+    assert [page.seen(f"#{panel}") for panel in ("compare", "tape", "lag")] == [""] * 3  # nothing to show
     page.choose("filter", "trained")
     assert "No rollout of this step is in the loss" in page.one("#strip .empty").text
 
@@ -361,7 +361,8 @@ def test_no_text_is_clipped_or_covered(look, name, width):
 
 def test_five_thousand_rows_are_drawn(look):
     page = look(pages.large_run(5000))
-    assert page.count("#strip .scroll .dot") == 5000
+    dots = page.values("#strip .scroll .dot", "data-rollout")
+    assert len(" ".join(dots).split()) == 5000
     assert "all 1,234 groups" in page.one("#sampled").text
     assert "show 200 of them" in page.one("#sampled").text
     assert page.count("#tape .rank") == 32
@@ -383,7 +384,7 @@ def test_the_page_of_a_real_report_shows_its_rollouts_reasons_and_tapes(look, ma
     assert page.one("#summary").text == "Step 1: no rows were collected."
     page.one("#previous").click()
     dots = page.values("#strip .scroll .dot", "data-rollout")
-    assert sorted(map(int, dots)) == sorted(set(report.columns["rollout_id"].tolist()))
+    assert sorted(map(int, " ".join(dots).split())) == sorted(set(report.columns["rollout_id"].tolist()))
     assert "incomplete" in page.one("#funnel").text
     assert "zero variance" in page.one("#funnel").text
     assert "rank 1" in page.one("#tape").text
@@ -400,7 +401,8 @@ def test_a_page_of_two_recipes_names_the_recipe_of_each_panel(look):
     page = look(pages.run_of(made, made | {"step": 1}, **curves, versus=["grpo", "dr_grpo"]))
     assert page.seen("#compare-title") == "grpo against dr_grpo"
     assert page.driver.execute_script("return document.querySelector('main > section').id") == "compare"
-    panels = {*PANELS, "groups", "curves", "recipe"} - {"compare", "strip", "tree"}
+    panels = {*PANELS, "groups", "recipe"} - {"compare", "curves", "numbers", "strip", "tree"}
+    panels = {panel for panel in panels if panel == "recipe" or page.seen(f"#{panel}")}
     titled = [page.seen(f"#{panel}-title") for panel in panels]
     assert all(title.endswith("under grpo") or title == "Recipe grpo" for title in titled)
     assert page.texts("#compare .sentence")[1].startswith("At this step 30.0 % of the gradient goes to other")

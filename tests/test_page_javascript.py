@@ -43,6 +43,7 @@ WORDS = {
     "symptom": ("PageSymptom",),
     "remedy": ("PageRemedy",),
     "run": ("PageRun",),
+    "failed": ("PageFailed",),
 }
 ADDED = {"group": {"members"}}
 

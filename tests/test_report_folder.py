@@ -7,6 +7,7 @@ import os
 
 import pytest
 from busy import reported
+from omegaconf import OmegaConf
 
 from headrace.pipeline import ReportFolder
 from headrace.pipeline.report import folder as folders
@@ -169,11 +170,12 @@ def test_the_page_has_exactly_the_symptoms_of_its_advisories(make_batch, tmp_pat
 
 def test_the_page_has_the_start_and_command_of_the_run(make_batch, tmp_path):
     config = "pipeline: {a: <b>}\n"
-    folder = ReportFolder(tmp_path, config=config, words=["pipeline=grpo"])
+    folder = ReportFolder(tmp_path, config=config)
+    folder.setup = folders.Setup(OmegaConf.create(config), ["pipeline=grpo"])
     folder.add(reported(make_batch)[1])
     run = data_of(folder.close())["run"]
     assert run["config"] == config
-    assert run["words"] == ["pipeline=grpo"]
+    assert run["overrides"] == ["pipeline=grpo"]
     assert set(run["versions"]) >= {"torch", "torchrl"}
     assert run["began"] <= run["written"]
     assert run["began"].endswith("+00:00")

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from tries import Trie, dense, ragged
 
 from headrace.pipeline import Pipeline, make_report
-from headrace.pipeline.report import count_shared_tokens, page_data, show_report, tree_words
+from headrace.pipeline.report import count_shared_tokens, page_data, said_of_trees, show_report
 from headrace.pipeline.tasks.group_sizes import tabulate_group_sizes
 from headrace.pipeline.tasks.replay import replay
 from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter
@@ -86,7 +86,7 @@ def test_a_batch_without_tokens_has_no_numbers(make_batch):
     batch = make_batch([1.0, 0.0], [0, 0])
     batch = batch.exclude("tokens")
     assert count_shared_tokens(batch, ids_of(batch)).numbers() == {}
-    assert tree_words({}) == ""
+    assert said_of_trees({}) == ""
     report = make_report(Pipeline({}).run(batch), batch=batch)
     assert not [name for name in report.numbers if name.startswith("tree/")]
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_metrics_of_several_tasks_have_separate_names(tmp_path):
     for number, task in enumerate(("replay", "plan")):
         words = [f"task={task}", "source.path=there"]
-        ran = {"job": number, "task": task, "words": words, "began": 0.0, "number": 0.25 + number}
+        ran = {"job": number, "task": task, "overrides": words, "began": 0.0, "number": 0.25 + number}
         record_job(tmp_path / task, **ran, failure="")
     jobs = [json.loads((tmp_path / task / FILE).read_text()) for task in ("replay", "plan")]
     console = Console(width=80, record=True, file=io.StringIO())
@@ -100,7 +100,7 @@ def test_replays_and_comparisons_show_their_results(tmp_path):
 def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
     words = ["pipeline=reinforce_pp_baseline", "pipeline.stages.split.minibatches=4", "seed=1"]
     job = {"task": "train", "failure": "", "seconds": 1234.5, "steps": 1000, "trained": 0.375}
-    jobs = [{**job, "job": k, "words": words[k:], "rewards": [0.125, 0.875]} for k in range(3)]
+    jobs = [{**job, "job": k, "overrides": words[k:], "rewards": [0.125, 0.875]} for k in range(3)]
     console = Console(width=80, record=True, file=io.StringIO())
     show_sweep(jobs, tmp_path, console)
     shown = set(console.export_text().split())

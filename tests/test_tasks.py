@@ -101,7 +101,7 @@ def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
     assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
     page = (tmp_path / "out" / "report.html").read_text()
     assert '"versus":["grpo","dr_grpo"]' in page
-    assert '"notices":["grpo and dr_grpo give gradients of the same direction' in page
+    assert '"difference":"grpo and dr_grpo give gradients of the same direction' in page
     equal = json.loads(page.split('"equal":')[1].split("]")[0] + "]")
     assert "reward/all/mean" in equal
     assert "advantage/abs_mean" not in equal

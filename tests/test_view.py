@@ -550,7 +550,7 @@ def test_the_rows_of_a_step_that_was_refused_are_kept(tmp_path):
             folder.add(make_report(pipeline.run(batch), step=step))
         except BatchError as err:
             folder.fail(step, str(err), refused_report(batch, step, err))
-    assert "Step 1 failed, and is in no number here: " in folder.close().read_text()
+    assert "1 of 3 steps failed, and is in no number here: step 1." in folder.close().read_text()
     with served(tmp_path / "run") as client:
         (run,) = client.ask("runs")["runs"]
         assert [step for step, _ in run["failed"]] == [1]

@@ -121,6 +121,17 @@ def test_both_runs_show_the_rows_of_their_files(open_view, folders):
     assert page.texts("#rows .panel .empty") == [f"{folders[1].name} has no step 3."]
 
 
+def test_where_the_runs_are_below_one_another_a_button_leads_to_the_other(open_view, folders):
+    page = open_view("#view=steps&step=2", width=390)
+    names = [f"the rows of {folders[1].name} are below", "the rows of first are above"]
+    assert page.texts("#rows .jump") == names
+    page.one("#rows .panel:first-child .jump").click()
+    top = "return document.querySelector('#rows .panel + .panel').getBoundingClientRect().top"
+    assert abs(page.driver.execute_script(top)) < 2
+    page = open_view("#view=steps&step=2", width=1280)
+    assert page.seen("#rows .panel:first-child .jump") == ""
+
+
 def test_malicious_and_long_texts_are_shown_as_text(open_view, folders):
     page = open_view("#view=steps&step=0&sort=row")
     rows = pq.read_table(folders[0] / "rollouts" / "step_00000000.parquet").to_pylist()

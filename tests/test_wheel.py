@@ -150,24 +150,19 @@ def test_type_checkers_find_the_installed_packages(kind, request, tmp_path):
     assert """error: Argument "scale" to "load_pipeline" has incompatible type "Literal['nose']\"""" in found
 
 
-FIND = "from importlib.util import find_spec; print(find_spec('headrace.transforms').origin)"
-
-
-def test_an_editable_install_uses_the_root_folders_and_a_wheel_does_not(
-    editable, installed, source, tmp_path
-):
-    assert [path.read_text().strip() for path in site_of(editable).glob("__editable__*")] == [
-        str(source / "src")
-    ]
-    shown = run(editable, "-c", FIND, cwd=tmp_path).strip()
-    assert Path(shown).resolve() == source / "transforms" / "__init__.py"
-    assert str(installed.parent.parent) in run(installed, "-c", FIND, cwd=tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["installed", "editable"])
-def test_the_version_equals_that_of_the_package(kind, request, tmp_path):
-    code = "import headrace, sys; print(headrace.__version__, 'torch' in sys.modules)"
-    assert run(request.getfixturevalue(kind), "-c", code, cwd=tmp_path).split() == [VERSION, "False"]
+def test_a_wheel_uses_its_own_files_and_an_editable_install_the_root_folders(kind, request, source, tmp_path):
+    python = request.getfixturevalue(kind)
+    code = "import headrace, sys; from importlib.util import find_spec; print(headrace.__version__, "
+    code += "find_spec('headrace.transforms').origin, 'torch' in sys.modules)"
+    version, shown, starts_torch = run(python, "-c", code, cwd=tmp_path).split()
+    assert (version, starts_torch) == (VERSION, "False")
+    if kind == "installed":
+        assert str(python.parent.parent) in shown
+        return
+    assert Path(shown).resolve() == source / "transforms" / "__init__.py"
+    entries = [path.read_text().strip() for path in site_of(python).glob("__editable__*")]
+    assert entries == [str(source / "src")]
 
 
 def test_every_adapter_attaches_as_its_page_says(installed, tmp_path):

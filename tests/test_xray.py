@@ -112,8 +112,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("step", VERDICTS)
-@pytest.mark.parametrize("holes", [False, True])
-@pytest.mark.parametrize("pad", ["left", "right"])
+@pytest.mark.parametrize(("holes", "pad"), [(True, "left"), (False, "right")])
 def test_a_known_training_step_is_named(step, holes, pad):
     found = xray(step, holes=holes, pad=(pad,)).verdict.replace(f", padding on the {pad}", "")
     assert re.search(VERDICTS[step], found), found

@@ -43,12 +43,13 @@ NAMES = {
 SHARED = ("loss_mask_key", "log_prob_key", "group_key", "rollout_key")
 OWN = {(transforms.DenseRows, "log_prob_key")}  # of the policy that sampled, whatever the loss reads
 WIDTH = 110
-# Per folder of conf/: the contract of its classes, and the levels from an option up to the pipeline's node.
-KINDS: dict[str, tuple[type, int]] = {
-    "stage": (transforms.BatchTransform, 3),
-    "criterion": (transforms.Criterion, 4),
-    "term": (transforms.TokenTerm, 4),
+# Per folder of conf/: the contracts of its classes, and the levels from an option up to the pipeline's node.
+KINDS: dict[str, tuple[tuple[type, ...], int]] = {
+    "stage": ((transforms.BatchTransform,), 3),
+    "criterion": ((transforms.Criterion, transforms.Diverged), 4),  # which may not import the filter
+    "term": ((transforms.TokenTerm,), 4),
 }
+ABSTRACT = (transforms.BatchTransform, transforms.Criterion, transforms.TokenTerm)
 
 
 def node(cls: type, levels: int) -> str:
@@ -117,7 +118,7 @@ def describe_arguments(cls: type) -> dict[str, str]:
 def undocumented() -> list[str]:
     """The classes whose docstring and signature differ, each with what to do."""
     lacking = []
-    for cls in (cls for contract, _ in KINDS.values() for cls in nodes(contract).values()):
+    for cls in (cls for contracts, _ in KINDS.values() for cls in nodes(contracts).values()):
         described = list(describe_arguments(cls))
         options = list(inspect.signature(cls.__init__).parameters)[1:]
         file = cls.__module__.removeprefix("headrace.").replace(".", "/")
@@ -157,12 +158,11 @@ def in_yaml(value: Any) -> str:
     return str(value)
 
 
-def nodes(contract: type) -> dict[str, type]:
-    """The public classes that keep a contract, by the names of their nodes."""
+def nodes(contracts: tuple[type, ...]) -> dict[str, type]:
+    """The public classes that keep one of these contracts, by the names of their nodes."""
     found = (getattr(transforms, name) for name in transforms.__all__)
-    classes = [
-        cls for cls in found if isinstance(cls, type) and issubclass(cls, contract) and cls is not contract
-    ]
+    found = (cls for cls in found if isinstance(cls, type) and cls not in ABSTRACT)
+    classes = [cls for cls in found if issubclass(cls, contracts)]
     snake = {cls: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower() for cls in classes}
     return {NAMES.get(cls.__name__, snake[cls]): cls for cls in classes}
 
@@ -179,6 +179,6 @@ def files() -> dict[Path, str]:
     formats = re.sub("(?<=^format: auto # ).*", ", ".join(READERS), source.read_text(), flags=re.MULTILINE)
     return {source: formats, CONF / "columns" / "default.yaml": names_of_columns()} | {
         CONF / kind / f"{name}.yaml": node(cls, levels)
-        for kind, (contract, levels) in KINDS.items()
-        for name, cls in nodes(contract).items()
+        for kind, (contracts, levels) in KINDS.items()
+        for name, cls in nodes(contracts).items()
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.pipeline.valid_json import json_text
+from headrace.pipeline.wording import shown_range
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, KEPT = DOCS / "xray.md", DOCS / "xray.json"
@@ -43,12 +44,6 @@ def measured(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def in_words(bounds: list[float]) -> str:
-    """A range, with three digits, or one number."""
-    low, high = (f"{round(bound, 4):.3g}" for bound in bounds)
-    return low if low == high else f"{low} to {high}"
-
-
 def in_columns(documented: str) -> tuple[str, str]:
     """The documented weight, and within which rows: "mean over tokens" and "each micro-batch"."""
     if " of " not in documented:
@@ -63,8 +58,8 @@ def tables(found: dict[str, Any]) -> str:
     for trainer in found.values():
         alike: dict[tuple[str, ...], list[str]] = {}
         for each in trainer["settings"]:
-            over_one = [in_words(bounds) for bounds in each["over_one_micro_batch"].values()]
-            numbers = (in_words(each["over_documented"]), *over_one[1:])
+            over_one = [shown_range(bounds) for bounds in each["over_one_micro_batch"].values()]
+            numbers = (shown_range(each["over_documented"]), *over_one[1:])
             alike.setdefault((*in_columns(each["documented"]), *numbers), []).append(each["setting"])
         cuts = [str(cut) for cut in trainer["micro_batches"]]
         heads = ["setting", "documented weight", "within", "measured / documented"]

@@ -234,14 +234,14 @@ class FanOutCollapse(
         value = rows["reward"]
         if self.columns == 1 and value.ndim > 1:
             raise BatchError(
-                f"FanOutCollapse needs one number per row in {{column}}, for {len(rows)} rows; found "
+                f"{{reader}} needs one number per row in {{column}}, for {len(rows)} rows; found "
                 f"{tuple(value.shape)}. If these are several rewards, set columns",
-                key=self.reward_key,
-                option="reward_key",
+                **rows.facts("reward"),
             )
         if self.columns > 1 and value.shape[1:] != (self.columns,):
             raise BatchError(
-                f"FanOutCollapse needs {self.columns} rewards per row (columns); found {tuple(value.shape)} "
-                f"in {self.reward_key!r} for {len(rows)} rows"
+                f"{{reader}} needs {self.columns} rewards per row (columns); found {tuple(value.shape)} in "
+                f"{{column}} for {len(rows)} rows",
+                **rows.facts("reward"),
             )
         return value.double().reshape(len(rows), self.columns)

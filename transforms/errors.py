@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict import NestedKey
 
 FIELD = re.compile(r"\{(?:(\w+)/)?(\w+)(?:=(\w*))?\}")  # {fact}, {option=value}, {stage/option=value}
+
+
+class ColumnFact(NamedTuple):
+    """A fact that is a column, where a text names several (:meth:`ErrorNames.say_column`)."""
+
+    key: NestedKey | None
+    option: str
+    """Name of the option that holds the key."""
 
 
 class ErrorNames:
@@ -37,7 +45,7 @@ class ErrorNames:
         option = option or f"{role}_key"
         return f"{said}. If it goes by another name, {declare}set {option}{who_stamps(option)}"
 
-    def say_column(self, key: NestedKey, option: str, **_: Any) -> str:
+    def say_column(self, key: NestedKey | None, option: str, **_: Any) -> str:
         """A column, and the option that names it, if there is one."""
         return f"{key!r} ({option})" if option else repr(key)
 
@@ -109,7 +117,8 @@ class BatchError(ValueError):
             if value is not None:
                 return names.option(stage or self.stage, name, value, other=stage is not None)
             if name in self.facts or not self.facts:
-                return str(self.facts.get(name, found[0]))
+                fact = self.facts.get(name, found[0])
+                return names.say_column(*fact) if isinstance(fact, ColumnFact) else str(fact)
             return str(getattr(names, f"say_{name}")(**self.facts))
 
         text = re.sub(r"\d+", lambda id: self.labels.get(id[0], id[0]), FIELD.sub(field, self.args[0]))

@@ -16,15 +16,15 @@ from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .options import above_zero, at_least, takes_options
 from .rows import Empty, Rows, few
-from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status, key_names
+from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status
 from .stage import BatchTransform
 from .table import Effect
 
 OnIncomplete = Literal["raise", "drop", "keep"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
 REFUSAL = (
-    "{count} incomplete group{s}: {found}. {hint}Wait for the missing rollouts, or set {on_incomplete=drop}, "
-    "or 'keep' with min_rollouts"
+    "{count} incomplete group{s}: {found}. {hint}Set {on_incomplete=drop}, or 'keep' with min_rollouts, or "
+    "wait for the missing rollouts"
 )
 
 
@@ -379,9 +379,7 @@ class CompletenessGate(
             raise MissingKeyError(
                 "The gate must know how many rollouts each group was dispatched with: set {group_size=}, or "
                 "give the batch a column {column}; {present}",
-                key=self.expected_key,
-                option="expected_key",
-                batch=key_names(rows.table.batch),
+                **rows.facts("expected"),
             )
         presence = count_present(rows, self.group_size, ends, status)
         rollouts, groups = rows.rollouts.everyone, rows.groups.everyone

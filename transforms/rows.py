@@ -37,7 +37,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import COLUMNS, DEFAULTS, WRITERS
-from .errors import BatchError, MissingKeyError, listing
+from .errors import BatchError, ColumnFact, MissingKeyError, listing
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import (
@@ -49,8 +49,10 @@ from .schema import (
     REWARD,
     SEGMENTS,
     STATUS_KEYS,
+    facts_of,
     key_names,
     no_lengths,
+    not_written,
 )
 from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
 from .tensordicts import (
@@ -125,103 +127,10 @@ class Rows:
         self.declared = declared
         self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
 
-    # -- in and out ---------------------------------------------------------------------------------------
-
-    @classmethod
-    def read(
-        cls,
-        batch: TensorDictBase,
-        *,
-        keys: Iterable[NestedKey | None] = (),
-        tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
-        ranks: Any = None,
-        about: str = "",
-    ) -> Rows:
-        """Read the table of a batch: all columns in one packed device read.
-
-        Args:
-            batch: TensorDict ``[B]``, flat. Its tokens stay on their device.
-            keys: columns that stages will need. Those with a few numbers per row are read now, wider ones
-                when a stage asks for them.
-            tokens: token counts that stages will need: pairs of a loss mask and log-probabilities (or None).
-            ranks: the ranks that share the batch. One exchange sends the rows of all ranks to each rank.
-            about: text about the stages that read the batch, which must be equal on all ranks.
-        """
-        table = Table(batch, len(batch))
-        table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
-        if ranks is not None:
-            ranks.share(table, about)
-        if IN_LOSS in table.columns:  # standalone stages have decided before
-            table.in_loss, table.masks_rows = table.columns[IN_LOSS], True
-        if COUNTED in table.columns:
-            table.read_counted(table.columns[COUNTED])
-        return cls(table, DEFAULTS)
-
-    @classmethod
-    def of(cls, **columns: Tensor | Sequence[Any] | None) -> Rows:
-        """Make a table from plain columns, by role. A column that is None is left out.
-
-        Raises:
-            BatchError: an id is neither an integer nor text, or columns differ in length or device.
-        """
-        first = next(iter(columns.values()))
-        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
-        given: dict[str, Tensor] = {}
-        for role, values in columns.items():
-            if values is not None:
-                is_id = role not in ("reward", "advantage") and not (
-                    isinstance(values, Tensor) and values.dtype is torch.bool
-                )
-                given[role] = as_ids(values, _NAMES.get(role, role), device=device) if is_id else values
-        if len({(len(column), column.device) for column in given.values()}) > 1:
-            found = ", ".join(f"{_NAMES.get(role, role)} {len(c)} on {c.device}" for role, c in given.items())
-            raise BatchError(f"all columns must have the same length and device; found {found}")
-        size = len(next(iter(given.values())))
-        table = Table(None, size)
-        table.dtypes = {role: column.dtype for role, column in given.items()}
-        table.columns = dict(zip(given, read_packed(list(given.values())), strict=True))
-        return cls(table, {role: role if role in given else None for role in columns})
-
-    def write(self) -> TensorDictBase:
-        """Write all decisions into a batch of the rows that have not left. The inverse of :meth:`read`.
-
-        Values are rounded to the dtype of their column. Rows out of the loss are masked. If a rollout lost
-        some of its rows, ``("headrace", "segments")`` holds the number of rows that it had.
-        """
-        had = self._segments() if self.table.gone else None
-        batch = self.table.write()
-        if had is not None:
-            write_column(batch, SEGMENTS, had[self.table.live].to(device_of(batch)))
-        return batch
-
-    def _segments(self) -> Tensor | None:
-        """(N,) int64: number of rows that the rollout of each row arrived with.
-
-        None if no rollout lost only a part of its rows.
-        """
-        if self.key("rollout") is None or not self.has("rollout"):
-            return None
-        rollouts = self.on_arrival.ids("rollout", checked=False).everyone
-        had, left = rollouts.count, rollouts.sum(self.table.here)
-        if self.has(SEGMENTS):
-            had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
-        return rollouts.spread(had) if bool(((left > 0) & (left < had)).any()) else None
-
-    # -- what a stage sees --------------------------------------------------------------------------------
-
-    def seen_by(self, stage: Any, name: str = "") -> Rows:
-        """A view of the rows that have not left, with columns under the names that a stage uses."""
-        own = column_keys(stage)
-        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.index, own)
+    # -- columns -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.table.size if self.index is None else len(self.index)
-
-    def key(self, role: Any) -> NestedKey | None:
-        """The key of a column in the batch, by role. ``("turn",)`` is the key ``"turn"``, not the role."""
-        if role in self.names:
-            return self.names[role]
-        return role[0] if type(role) is tuple and len(role) == 1 else role
 
     def has(self, role: Any) -> bool:
         """Whether the table or the batch has this column. If only the batch has it, this reads the device."""
@@ -254,9 +163,9 @@ class Rows:
         column = self[role]
         if column.ndim > 1:
             raise BatchError(
-                f"{self.reader} needs one number per row in {{column}}, for {len(self)} rows; found "
+                f"{{reader}} needs one number per row in {{column}}, for {len(self)} rows; found "
                 f"{tuple(column.shape)}",
-                **self._facts(role),
+                **self.facts(role),
             )
         return column
 
@@ -269,10 +178,9 @@ class Rows:
         """
         column = self.number(role)
         if column.dtype is not torch.bool:
+            found = self.table.dtypes[self.key(role)]
             raise BatchError(
-                f"{self.reader} needs one bool per row in {{column}}; found "
-                f"{self.table.dtypes[self.key(role)]}",
-                **self._facts(role),
+                f"{{reader}} needs one bool per row in {{column}}; found {found}", **self.facts(role)
             )
         return column
 
@@ -284,6 +192,25 @@ class Rows:
             BatchError: a value is not an integer.
         """
         return as_ids(self.number(role), name)
+
+    @property
+    def reward(self) -> Tensor:
+        """(M,) float64: the rollout's reward if a stage has written it, else the row's collected reward."""
+        return self[REWARD] if self.has(REWARD) else self.number("reward").double()
+
+    @property
+    def status(self) -> Tensor | None:
+        """(M,) int64: the :class:`Status` of each row; None if the batch has no status.
+
+        Read from `status_key` if that is set, else from ``("next", "status")``, else from ``status``.
+        """
+        if self.key("status") is not None:
+            return self.integers("status", "status")
+        self.table.load(STATUS_KEYS)
+        for key in STATUS_KEYS:
+            if key in self.table.columns:
+                return as_ids(self.from_arrival(self.table.columns[key]), "status")
+        return None
 
     def dtype(self, role: Any) -> torch.dtype:
         """The dtype of a column in the batch, or the dtype in which it will be written."""
@@ -339,7 +266,17 @@ class Rows:
             column = column.index_copy(0, self.index, values)
         table.columns[key], table.written[key] = column, Written(dtype, ndim)
 
-    # -- ids ----------------------------------------------------------------------------------------------
+    # -- ids -----------------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> Ids:
+        """The group id of each row."""
+        return self.ids("group")
+
+    @property
+    def rollouts(self) -> Ids:
+        """The rollout id of each row."""
+        return self.ids("rollout")
 
     def ids(self, role: str, *, checked: bool = True) -> Ids:
         """The ids of a column. Sums over them leave out excluded rows.
@@ -365,204 +302,7 @@ class Rows:
             self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
         return ids
 
-    @property
-    def groups(self) -> Ids:
-        """The group id of each row."""
-        return self.ids("group")
-
-    @property
-    def rollouts(self) -> Ids:
-        """The rollout id of each row."""
-        return self.ids("rollout")
-
-    @cached_property
-    def counted(self) -> Tensor | None:
-        """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
-        return None if self.table.counted is None else self.from_arrival(self.table.counted)
-
-    @property
-    def in_loss(self) -> Tensor:
-        """(M,) bool: rows that are in the loss."""
-        return self.from_arrival(self.table.in_loss)
-
-    def of_rank(self, values: Tensor) -> Tensor:
-        """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
-        if self.table.ranks is None:
-            return values
-        if self.index is None:
-            return self.table.of_rank(values, self.rank)
-        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
-        return torch.cat([values[a:b] for a, b in spans])
-
-    def of_each_rank(self, *values: Tensor) -> Iterator[Any]:
-        """Yield this view, to record metrics, with the part of (M, ...) `values` for this rank's rows.
-
-        Where one rank decides for all, also yield a view with the parts of each other rank.
-        """
-        yield self, *(values if self.table.ranks is None else map(self.of_rank, values))
-        for rank in self.table.of_others:
-            view = copy(self)
-            view.rank = rank
-            yield view, *map(view.of_rank, values)
-
-    def where(self, chosen: Tensor) -> Rows:
-        """A view of the rows where (M,) bool `chosen` is True."""
-        if bool(chosen.all()):
-            return self
-        rows = chosen.nonzero().flatten()
-        index = rows if self.index is None else self.index[rows]
-        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
-
-    @cached_property
-    def statistics(self) -> Rows:
-        """A view of the rows that are in the statistics, which are those that are not excluded."""
-        return self if self.counted is None else self.where(self.counted)
-
-    def to_statistics(self, values: Tensor) -> Tensor:
-        """Map (M, ...) values of this view to (S, ...) values of :attr:`statistics`."""
-        return values if self.statistics is self else values[self.counted]
-
-    def from_statistics(self, values: Tensor) -> Tensor:
-        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
-        if self.statistics is self:
-            return values
-        column = values.new_zeros(len(self), *values.shape[1:])
-        column[self.counted] = values
-        return column
-
-    @property
-    def on_arrival(self) -> Rows:
-        """A view of all rows of the table, including rows that have left."""
-        if self.index is None:
-            return self
-        return Rows(self.table, self.names, self.reader, self.stage, declared=self.declared)
-
-    def from_arrival(self, values: Tensor) -> Tensor:
-        """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
-        return values if self.index is None else values.index_select(0, self.index)
-
-    def to_arrival(self, values: Tensor) -> Tensor:
-        """Map (M, ...) values of this view to (N, ...) values of :attr:`on_arrival`, 0 on other rows."""
-        if self.index is None:
-            return values
-        return values.new_zeros(self.table.size, *values.shape[1:]).index_copy_(0, self.index, values)
-
-    @cached_property
-    def voters(self) -> Rows:
-        """A view with one row per rollout in the statistics: its first row that is not excluded."""
-        has_one_each = self.counted is None and self.rollouts.n == len(self)
-        return self if has_one_each else self.where(self.rollouts.is_first)
-
-    def to_voters(self, values: Tensor) -> Tensor:
-        """Map (M, ...) values of this view to (V, ...) values of :attr:`voters`."""
-        return values if self.voters is self else values[self.rollouts.is_first]
-
-    def from_voters(self, values: Tensor) -> Tensor:
-        """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.
-
-        Excluded rows get 0.
-        """
-        if self.voters is self:
-            return values
-        of = self.rollouts.of
-        per_rollout = values.new_zeros(self.rollouts.n, *values.shape[1:])
-        per_rollout[self.to_voters(of)] = values
-        column = per_rollout.index_select(0, of)
-        if self.counted is not None:
-            column[~self.counted] = 0
-        return column
-
-    @property
-    def status(self) -> Tensor | None:
-        """(M,) int64: the :class:`Status` of each row; None if the batch has no status.
-
-        Read from `status_key` if that is set, else from ``("next", "status")``, else from ``status``.
-        """
-        if self.key("status") is not None:
-            return self.integers("status", "status")
-        self.table.load(STATUS_KEYS)
-        for key in STATUS_KEYS:
-            if key in self.table.columns:
-                return as_ids(self.from_arrival(self.table.columns[key]), "status")
-        return None
-
-    @property
-    def reward(self) -> Tensor:
-        """(M,) float64: the rollout's reward if a stage has written it, else the row's collected reward."""
-        return self[REWARD] if self.has(REWARD) else self.number("reward").double()
-
-    # -- tokens -------------------------------------------------------------------------------------------
-
-    def count(self, role: str, *, finite: bool = False) -> Tensor:
-        """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
-
-        Args:
-            role: of the mask.
-            finite: count only tokens with a finite log-probability.
-
-        Raises:
-            MissingKeyError: the mask is missing.
-            BatchError: its dtype is not bool.
-        """
-        count = TokenCount(self.key(role), self.key("log_prob") if finite else None)
-        if count not in self.table.columns:
-            self.table.load(tokens=[count])
-        if count not in self.table.columns:
-            if finite and not self.table.no_lengths:
-                raise no_loss_mask(self.table.batch, count.mask)
-            raise self.missing(role)
-        return self.from_arrival(self.table.columns[count])
-
-    @property
-    def lengths(self) -> Tensor:
-        """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
-        return self._as_arrived(self.count("loss_mask"))
-
-    def _as_arrived(self, tokens: Tensor) -> Tensor:
-        """(M,) token counts. Rows that a stage has masked get the count that they had before."""
-        if LENGTH not in self.table.columns:
-            return tokens
-        before = self[LENGTH]
-        return torch.where(before < 0, tokens, before)
-
-    @property
-    def masked_tokens(self) -> Tensor:
-        """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
-        return self.count("loss_mask") * self.in_loss
-
-    @property
-    def loss_tokens(self) -> Tensor:
-        """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
-        return self.count("loss_mask", finite=True) * self.in_loss
-
-    def reduce(self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str = "") -> Tensor:
-        """(M,): reduce a column of any width to one number per row, on its device.
-
-        Args:
-            role: role or key of the column.
-            number: a function (B, ...) → (B,). It is called with (1, ...) for each row of ragged columns.
-            name: name of the result, under which the table keeps it.
-            option: name of the column's option in messages.
-
-        Raises:
-            MissingKeyError: the column is missing.
-        """
-        key = self.key(role)
-        if self.table.is_late(key):
-            self.table.settle()
-        made = Reduced(name, key)
-        if made not in self.table.columns:
-            column = column_of(self.table.batch, key)
-            if column is None:
-                raise self.missing(role, option)
-            if isinstance(column, list):
-                column = torch.cat([number(row[None]) for row in column])
-            else:
-                column = number(column)
-            return self.measure(made, column)
-        return self[made]
-
-    # -- the verbs ----------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------
 
     def require(
         self,
@@ -570,8 +310,8 @@ class Rows:
         message: str,
         describe: Callable[[int], str] | None = None,
         error: type[BatchError] = BatchError,
-        ids: str = "",
         role: Any = None,
+        **facts: Any,
     ) -> None:
         """Refuse the batch unless (M,) bool `ok` is True for all rows.
 
@@ -582,9 +322,9 @@ class Rows:
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
             error: class of the error.
-            ids: ``group_id`` or ``rollout_id`` if these ids are missing. The message then says where ids are
-                stamped.
-            role: role of the column that the message names: ``{column}``.
+            role: role or key of the column that the message names: ``{column}``.
+            facts: what else the message names, by its field. Data, whose text may have braces, must be one.
+                With ``ids="group_id"`` or ``"rollout_id"`` the message says where these ids are stamped.
 
         Raises:
             BatchError: `ok` is False for some rows; the message describes them.
@@ -597,138 +337,11 @@ class Rows:
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
         s = "" if len(bad) == 1 else "s"
-        column = {} if role is None else self._facts(role)
-        err = error(message + "{stamped}", found=found, count=len(bad), s=s, ids=ids, **column)
+        facts = {"ids": "", **facts} | ({} if role is None else self.facts(role))
+        err = error(message + "{stamped}", found=found, count=len(bad), s=s, **facts)
         if self.table.ranks is not None:
             err.more = self.table.ranks.note(self.table.own.start)
         raise err
-
-    def require_size(
-        self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
-    ) -> None:
-        """:meth:`require` (M,) values of at most this size, and no NaN."""
-        if not len(values):
-            return
-        low, high = values.aminmax()
-        if not -most <= float(low) <= float(high) <= most:
-            self.require(values.abs() <= most, message, describe)
-
-    def require_set(
-        self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
-    ) -> None:
-        """Refuse the batch if an id is missing, which means below 0.
-
-        Args:
-            ids: the ids, or (M,) int64.
-            name: name of the ids in the message.
-            why: the reason why rows need an id, for the message.
-            who: which rows need an id, for the message.
-            needed: (M,) bool, rows that need an id; None: rows that are not excluded.
-        """
-        labels = ids.labels if isinstance(ids, Ids) else ids
-        if isinstance(ids, Ids) and ids.lowest >= 0:
-            return
-        ok, needed = labels >= 0, self.counted if needed is None else needed
-        self.require(
-            ok if needed is None else ok | ~needed,
-            f"{who} needs a {name} ≥ 0; found {{found}}: {why}",
-            lambda row: f"{int(labels[row])} at row {self.at(row)}",
-            ids=name,
-        )
-
-    def require_identity(self) -> None:
-        """Require that all ids are set and that each rollout belongs to one group.
-
-        Raises:
-            BatchError: an id is missing, or a rollout is in several groups; the message lists the ids.
-        """
-        rollouts = self.rollouts
-        if self.key("group") is None:
-            return
-        groups = self.groups.labels
-        if rollouts.n == len(groups):
-            return
-        group_of_rollout = rollouts.everyone.spread(rollouts.everyone.min(groups))
-
-        def describe(row: int) -> str:
-            segments = rollouts.of == rollouts.of[row]
-            numbers = few([self.at(int(i)) for i in segments.nonzero().flatten()])
-            found = few(groups[segments].unique())
-            return f"rollout {self.name('rollout', row)} in groups {found} (rows {numbers})"
-
-        self.require(
-            group_of_rollout == groups,
-            "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
-            describe,
-        )
-
-    def require_rewards(self, reward: Tensor, *, siblings_agree: bool) -> None:
-        """Require finite rewards (M,) and, with `siblings_agree`, one reward on all segments of a rollout.
-
-        Raises:
-            BatchError: a reward is not finite, or the segments of a rollout differ; the message lists the
-                rows.
-        """
-        if not isfinite(reward.sum().item()):  # else each reward is finite
-            self.require(
-                torch.isfinite(reward),
-                "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
-                "{collapse/missing=mask}{infinite}",
-                lambda row: (
-                    f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
-                ),
-            )
-        if siblings_agree and self.rollouts.n < len(reward):
-            self.require(
-                self.rollouts.spread(reward[self.rollouts.first]) == reward,
-                "all segments of a rollout must have the same reward; found {found}. If each segment has its "
-                "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
-                lambda row: self.segments(row, reward),
-            )
-
-    def require_turns(self, turn: Tensor) -> None:
-        """Require that no two segments of a rollout have the same turn (M,).
-
-        Raises:
-            BatchError: two segments have the same turn; the message lists the rows.
-        """
-        self.require(
-            self.rollouts.everyone.paired_with(Ids(turn)).is_first,
-            "the segments of a rollout must have different turns; found {found}",
-            lambda row: self.segments(row, turn),
-        )
-
-    def at(self, row: int) -> int:
-        """The row number, in the batch as it arrived, of row i of this view."""
-        return row if self.index is None else int(self.index[row])
-
-    def name(self, role: str, row: int) -> str:
-        """The id of row i of this view as text; its row number if the batch has no such ids."""
-        return str(int(self[role][row]) if self.has(role) else self.at(row))
-
-    def segments(self, row: int, values: Tensor) -> str:
-        """Describe the rollout of row i of this view: all its rows, with their (M,) `values`."""
-        of = self.rollouts.of
-        rows = (of == of[row]).nonzero().flatten()
-        numbers = rows if self.index is None else self.index[rows]
-        return f"rollout {self.name('rollout', row)} (rows {few(numbers)}: {few(values[rows])})"
-
-    def name_reason(self, reason: str, effect: Effect) -> int:
-        """Register a reason in the ledger, even if no row has it, and return its number.
-
-        Raises:
-            ValueError: the reason is registered with another effect.
-        """
-        table, name = self.table, f"{self.stage}/{reason}" if self.stage else reason
-        if name not in table.names:
-            table.names.append(name)
-            table.effects.append(effect)
-        code = table.names.index(name)
-        if (before := table.effects[code]) != effect:
-            raise ValueError(
-                f"rows that leave for {name!r} are {before}; give those that are {effect} another reason"
-            )
-        return code
 
     def leave(
         self, rows: Tensor, reason: str, effect: Effect = "dropped", *, mask_tokens: bool = True
@@ -769,125 +382,180 @@ class Rows:
             table.index = table.here.nonzero().flatten()
             table.ids.clear()
 
-    def take_empty_out(self, empty: Empty) -> None:
-        """Exclude the rollouts of which no row arrived with a finite log-probability in the loss mask.
-
-        If the batch does not say which tokens train, no rollout is empty.
-
-        Raises:
-            BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
-        """
-        table, count = self.table, TokenCount(self.key("loss_mask"), self.key("log_prob"))
-        if empty == "count":
-            return
-        table.load(tokens=[count])
-        if count not in table.columns:
-            return
-        nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
-        if bool(nothing.any()):
-            if self.has("rollout"):  # else each row is a rollout
-                rollouts = self.ids("rollout", checked=False).everyone
-                nothing = rollouts.spread(rollouts.all(nothing))
-            nothing = nothing & self.from_arrival(table.here)
-        if empty == "raise":
-            self.require(
-                ~nothing,
-                "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
-                "change the baseline of its group, but the rollout would not train. Was its response cut off "
-                "or masked? Set {empty=exclude} to leave it out of the statistics",
-                lambda row: f"rollout {self.name('rollout', row)}",
-            )
-        self.leave(nothing, "empty", "excluded", mask_tokens=False)
-
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """Append rows that an earlier batch carried to this one. All ranks call this together.
-
-        They keep their columns, their first reason, and whether they are in the loss and in the statistics.
-
-        Args:
-            carried: TensorDict ``[C]`` from :meth:`Table.taken`; None: no rows.
-            remainder: the option `remainder` of the split.
-
-        Raises:
-            BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
-        """
-        table, arrived = self.table, self.table.size
-        if table.extend(carried, remainder) and not table.masks_rows:  # no stage has masked in this batch
-            out = ~table.in_loss
-            out[:arrived] = False
-            Rows(table, self.names, self.reader, self.stage)._mask_in_loss(out)
-            table.masks_rows = True
-
-    def _mask_in_loss(self, rows: Tensor) -> None:
-        """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
-
-        Under ``masked_log_prob='keep'`` only the loss mask changes.
-        """
-        table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
-        log_prob = self.key("log_prob") if table.finite is None else None
-        # Tokens that are stored elsewhere are masked there.
-        keys = [key for key in (loss_mask, log_prob) if key is not None]
-        to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
-        table.masked_columns |= dict.fromkeys(to_mask)
-        if not to_mask and bool(rows.any()):
-            lacks = f"neither {loss_mask!r} (loss_mask_key) nor {log_prob!r} (log_prob_key)"
-            if table.finite is not None:
-                lacks = f"no {loss_mask!r} (loss_mask_key), the only mask under masked_log_prob='keep'"
-            raise BatchError(
-                f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
-                f"would still train. It has {key_names(batch)}; set the keys, or drop the rows"
-            )
-        has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
-        if loss_mask in to_mask and has_counts:  # note the lengths that the rows have until now
-            tokens = self.count("loss_mask")
-            if self.has(LENGTH):
-                before = self[LENGTH]
-                lengths = torch.where(rows & (before < 0), tokens, before)
-            else:
-                lengths = torch.where(rows, tokens, -1)
-            self.put(LENGTH, lengths, ndim=1, fill=-1)
-
-    def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
-        """(M,) bool: the result of a user's criterion, which gets the batch with all decisions so far.
-
-        A result that is not one bool per row is returned as it is, for the caller to refuse.
-        """
-        batch = self.write()
-        # A user's function may not expect a rank without rows.
-        keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
-        fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(self.table.live)
-        return self.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
-
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
         metrics = self.table.of_others.get(self.rank, self.table.metrics)
         metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
-    def measured_when_read(
-        self,
-        of_tokens: Callable[[], Mapping[str, Tensor]],
-        of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]],
-        *columns: Tensor,
-    ) -> None:
-        """Record metrics that need a pass over the tokens. The pass is made when a metric is first read.
+    # -- one row of each rollout, other views, and values between them -------------------------------------
 
-        Until then, or until the pipeline's next batch, the columns stay in memory and must not change. The
-        metrics are computed at once if ranks share the batch, if rows are ragged (their columns were padded),
-        or if other processes can write the memory.
+    @cached_property
+    def voters(self) -> Rows:
+        """A view with one row per rollout in the statistics: its first row that is not excluded."""
+        has_one_each = self.counted is None and self.rollouts.n == len(self)
+        return self if has_one_each else self.where(self.rollouts.is_first)
+
+    def to_voters(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (V, ...) values of :attr:`voters`."""
+        return values if self.voters is self else values[self.rollouts.is_first]
+
+    def from_voters(self, values: Tensor) -> Tensor:
+        """Map (V, ...) values of :attr:`voters` to (M, ...): each on all rows of its rollout.
+
+        Excluded rows get 0.
+        """
+        if self.voters is self:
+            return values
+        of = self.rollouts.of
+        per_rollout = values.new_zeros(self.rollouts.n, *values.shape[1:])
+        per_rollout[self.to_voters(of)] = values
+        column = per_rollout.index_select(0, of)
+        if self.counted is not None:
+            column[~self.counted] = 0
+        return column
+
+    @cached_property
+    def statistics(self) -> Rows:
+        """A view of the rows that are in the statistics, which are those that are not excluded."""
+        return self if self.counted is None else self.where(self.counted)
+
+    def to_statistics(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (S, ...) values of :attr:`statistics`."""
+        return values if self.statistics is self else values[self.counted]
+
+    def from_statistics(self, values: Tensor) -> Tensor:
+        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
+        if self.statistics is self:
+            return values
+        column = values.new_zeros(len(self), *values.shape[1:])
+        column[self.counted] = values
+        return column
+
+    @cached_property
+    def counted(self) -> Tensor | None:
+        """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
+        return None if self.table.counted is None else self.from_arrival(self.table.counted)
+
+    @property
+    def in_loss(self) -> Tensor:
+        """(M,) bool: rows that are in the loss."""
+        return self.from_arrival(self.table.in_loss)
+
+    @property
+    def on_arrival(self) -> Rows:
+        """A view of all rows of the table, including rows that have left."""
+        if self.index is None:
+            return self
+        return Rows(self.table, self.names, self.reader, self.stage, declared=self.declared)
+
+    def from_arrival(self, values: Tensor) -> Tensor:
+        """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def to_arrival(self, values: Tensor) -> Tensor:
+        """Map (M, ...) values of this view to (N, ...) values of :attr:`on_arrival`, 0 on other rows."""
+        if self.index is None:
+            return values
+        return values.new_zeros(self.table.size, *values.shape[1:]).index_copy_(0, self.index, values)
+
+    def where(self, chosen: Tensor) -> Rows:
+        """A view of the rows where (M,) bool `chosen` is True."""
+        if bool(chosen.all()):
+            return self
+        rows = chosen.nonzero().flatten()
+        index = rows if self.index is None else self.index[rows]
+        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
+
+    def of_rank(self, values: Tensor) -> Tensor:
+        """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
+        if self.table.ranks is None:
+            return values
+        if self.index is None:
+            return self.table.of_rank(values, self.rank)
+        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
+        return torch.cat([values[a:b] for a, b in spans])
+
+    def of_each_rank(self, *values: Tensor) -> Iterator[Any]:
+        """Yield this view, to record metrics, with the part of (M, ...) `values` for this rank's rows.
+
+        Where one rank decides for all, also yield a view with the parts of each other rank.
+        """
+        yield self, *(values if self.table.ranks is None else map(self.of_rank, values))
+        for rank in self.table.of_others:
+            view = copy(self)
+            view.rank = rank
+            yield view, *map(view.of_rank, values)
+
+    # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
+
+    @property
+    def lengths(self) -> Tensor:
+        """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
+        return self._as_arrived(self.count("loss_mask"))
+
+    @property
+    def masked_tokens(self) -> Tensor:
+        """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
+        return self.count("loss_mask") * self.in_loss
+
+    @property
+    def loss_tokens(self) -> Tensor:
+        """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
+        return self.count("loss_mask", finite=True) * self.in_loss
+
+    def count(self, role: str, *, finite: bool = False) -> Tensor:
+        """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
 
         Args:
-            of_tokens: a function that reduces tokens to numbers, as :meth:`measured` takes them.
-            of_rows: a function of these numbers, (M,) or (M, K) float64 by name, that returns the metrics.
-            columns: the token columns that `of_tokens` reads.
+            role: of the mask.
+            finite: count only tokens with a finite log-probability.
+
+        Raises:
+            MissingKeyError: the mask is missing.
+            BatchError: its dtype is not bool.
         """
-        table, prefix = self.table, f"{self.stage}/" if self.stage else ""
-        at_once = table.ranks is not None or isinstance(table.batch, LazyStackedTensorDict)
-        if at_once or len(self) != len(table.live) or not all(map(may_wait, columns)):
-            for name, value in of_rows(self.measured(**of_tokens())).items():
-                self.metric(name, value)
-            return
-        versions = [column._version for column in columns]
-        table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
+        count = TokenCount(self.key(role), self.key("log_prob") if finite else None)
+        if count not in self.table.columns:
+            self.table.load(tokens=[count])
+        if count not in self.table.columns:
+            if finite and not self.table.no_lengths:
+                raise no_loss_mask(self.table.batch, count.mask)
+            raise self.missing(role)
+        return self.from_arrival(self.table.columns[count])
+
+    def _as_arrived(self, tokens: Tensor) -> Tensor:
+        """(M,) token counts. Rows that a stage has masked get the count that they had before."""
+        if LENGTH not in self.table.columns:
+            return tokens
+        before = self[LENGTH]
+        return torch.where(before < 0, tokens, before)
+
+    def reduce(self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str = "") -> Tensor:
+        """(M,): reduce a column of any width to one number per row, on its device.
+
+        Args:
+            role: role or key of the column.
+            number: a function (B, ...) → (B,). It is called with (1, ...) for each row of ragged columns.
+            name: name of the result, under which the table keeps it.
+            option: name of the column's option in messages.
+
+        Raises:
+            MissingKeyError: the column is missing.
+        """
+        key = self.key(role)
+        if self.table.is_late(key):
+            self.table.settle()
+        made = Reduced(name, key)
+        if made not in self.table.columns:
+            column = column_of(self.table.batch, key)
+            if column is None:
+                raise self.missing(role, option)
+            if isinstance(column, list):
+                column = torch.cat([number(row[None]) for row in column])
+            else:
+                column = number(column)
+            return self.measure(made, column)
+        return self[made]
 
     def measure(self, name: Any, values: Tensor) -> Tensor:
         """Make a table column of numbers that were computed from tokens: one device read and one exchange.
@@ -918,11 +586,39 @@ class Rows:
         pairs = zip(numbers.items(), split, strict=True)
         return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
 
+    def measured_when_read(
+        self,
+        of_tokens: Callable[[], Mapping[str, Tensor]],
+        of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]],
+        *columns: Tensor,
+    ) -> None:
+        """Record metrics that need a pass over the tokens. The pass is made when a metric is first read.
+
+        Until then, or until the pipeline's next batch, the columns stay in memory and must not change. The
+        metrics are computed at once if ranks share the batch, if rows are ragged (their columns were padded),
+        or if other processes can write the memory.
+
+        Args:
+            of_tokens: a function that reduces tokens to numbers, as :meth:`measured` takes them.
+            of_rows: a function of these numbers, (M,) or (M, K) float64 by name, that returns the metrics.
+            columns: the token columns that `of_tokens` reads.
+        """
+        table, prefix = self.table, f"{self.stage}/" if self.stage else ""
+        at_once = table.ranks is not None or isinstance(table.batch, LazyStackedTensorDict)
+        for column in columns:  # changes in place of such memory would not be noticed
+            at_once |= column.is_inference() or (column.device.type == "cpu" and column.is_shared())
+        if at_once or len(self) != len(table.live):
+            for name, value in of_rows(self.measured(**of_tokens())).items():
+                self.metric(name, value)
+            return
+        versions = [column._version for column in columns]
+        table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
+
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Map (B, ...) of this rank's batch to (M, ...) of this view, on the CPU. Ranks exchange once."""
         return self.from_arrival(self.table.of_all(values.cpu()))
 
-    # -- token-level stages -------------------------------------------------------------------------------
+    # -- stages that change tokens -------------------------------------------------------------------------
 
     def tokens(self) -> TensorDictBase:
         """A shallow copy of this rank's rows that have not left: TensorDict ``[B]`` on their device.
@@ -998,34 +694,330 @@ class Rows:
             return None
         return column[0].dtype if isinstance(column, list) else column.dtype
 
-    def _option(self, role: Any) -> str:
-        """The option of the stage that names a column; empty if it has none."""
-        has_option = self.names if self.declared is None else self.declared
-        return f"{role}_key" if isinstance(role, str) and role in has_option else ""
+    # -- checks that several stages share ------------------------------------------------------------------
+
+    def require_size(
+        self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
+    ) -> None:
+        """:meth:`require` (M,) values of at most this size, and no NaN."""
+        if not len(values):
+            return
+        low, high = values.aminmax()
+        if not -most <= float(low) <= float(high) <= most:
+            self.require(values.abs() <= most, message, describe)
+
+    def require_set(
+        self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
+    ) -> None:
+        """Refuse the batch if an id is missing, which means below 0.
+
+        Args:
+            ids: the ids, or (M,) int64.
+            name: name of the ids in the message.
+            why: the reason why rows need an id, for the message.
+            who: which rows need an id, for the message.
+            needed: (M,) bool, rows that need an id; None: rows that are not excluded.
+        """
+        labels = ids.labels if isinstance(ids, Ids) else ids
+        if isinstance(ids, Ids) and ids.lowest >= 0:
+            return
+        ok, needed = labels >= 0, self.counted if needed is None else needed
+        self.require(
+            ok if needed is None else ok | ~needed,
+            f"{who} needs a {{ids}} ≥ 0; found {{found}}: {why}",
+            lambda row: f"{int(labels[row])} at row {self.at(row)}",
+            ids=name,
+        )
+
+    def require_identity(self) -> None:
+        """Require that all ids are set and that each rollout belongs to one group.
+
+        Raises:
+            BatchError: an id is missing, or a rollout is in several groups; the message lists the ids.
+        """
+        rollouts = self.rollouts
+        if self.key("group") is None:
+            return
+        groups = self.groups.labels
+        if rollouts.n == len(groups):
+            return
+        group_of_rollout = rollouts.everyone.spread(rollouts.everyone.min(groups))
+
+        def describe(row: int) -> str:
+            segments = rollouts.of == rollouts.of[row]
+            numbers = few([self.at(int(i)) for i in segments.nonzero().flatten()])
+            found = few(groups[segments].unique())
+            return f"rollout {self.name('rollout', row)} in groups {found} (rows {numbers})"
+
+        self.require(
+            group_of_rollout == groups,
+            "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
+            describe,
+        )
+
+    def require_rewards(self, reward: Tensor, *, siblings_agree: bool) -> None:
+        """Require finite rewards (M,) and, with `siblings_agree`, one reward on all segments of a rollout.
+
+        Raises:
+            BatchError: a reward is not finite, or the segments of a rollout differ; the message lists the
+                rows.
+        """
+        if not isfinite(reward.sum().item()):  # else each reward is finite
+            self.require(
+                torch.isfinite(reward),
+                "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
+                "{collapse/missing=mask}{infinite}",
+                lambda row: (
+                    f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
+                ),
+            )
+        if siblings_agree and self.rollouts.n < len(reward):
+            self.require(
+                self.rollouts.spread(reward[self.rollouts.first]) == reward,
+                "all segments of a rollout must have the same reward; found {found}. If each segment has its "
+                "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
+                lambda row: self.segments(row, reward),
+            )
+
+    def require_turns(self, turn: Tensor) -> None:
+        """Require that no two segments of a rollout have the same turn (M,).
+
+        Raises:
+            BatchError: two segments have the same turn; the message lists the rows.
+        """
+        self.require(
+            self.rollouts.everyone.paired_with(Ids(turn)).is_first,
+            "the segments of a rollout must have different turns; found {found}",
+            lambda row: self.segments(row, turn),
+        )
+
+    def take_empty_out(self, empty: Empty) -> None:
+        """Exclude the rollouts of which no row arrived with a finite log-probability in the loss mask.
+
+        If the batch does not say which tokens train, no rollout is empty.
+
+        Raises:
+            BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
+        """
+        table, count = self.table, TokenCount(self.key("loss_mask"), self.key("log_prob"))
+        if empty == "count":
+            return
+        table.load(tokens=[count])
+        if count not in table.columns:
+            return
+        nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
+        if bool(nothing.any()):
+            if self.has("rollout"):  # else each row is a rollout
+                rollouts = self.ids("rollout", checked=False).everyone
+                nothing = rollouts.spread(rollouts.all(nothing))
+            nothing = nothing & self.from_arrival(table.here)
+        if empty == "raise":
+            self.require(
+                ~nothing,
+                "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
+                "change the baseline of its group, but the rollout would not train. Was its response cut off "
+                "or masked? Set {empty=exclude} to leave it out of the statistics",
+                lambda row: f"rollout {self.name('rollout', row)}",
+            )
+        self.leave(nothing, "empty", "excluded", mask_tokens=False)
+
+    # -- what messages say ---------------------------------------------------------------------------------
+
+    def at(self, row: int) -> int:
+        """The row number, in the batch as it arrived, of row i of this view."""
+        return row if self.index is None else int(self.index[row])
+
+    def name(self, role: str, row: int) -> str:
+        """The id of row i of this view as text; its row number if the batch has no such ids."""
+        return str(int(self[role][row]) if self.has(role) else self.at(row))
+
+    def segments(self, row: int, values: Tensor) -> str:
+        """Describe the rollout of row i of this view: all its rows, with their (M,) `values`."""
+        of = self.rollouts.of
+        rows = (of == of[row]).nonzero().flatten()
+        numbers = rows if self.index is None else self.index[rows]
+        return f"rollout {self.name('rollout', row)} (rows {few(numbers)}: {few(values[rows])})"
 
     def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
-        key = self.key(role)
-        if key in WRITERS:
-            writer = WRITERS[key]
-            return MissingKeyError(
-                f"{self.reader} needs the column {key!r}, written by {writer}: put {writer} before it"
-            )
-        option = option or self._option(role)
-        if self.table.no_lengths and (option or f"{role}_key") in OF_LENGTHS:
+        if (key := self.key(role)) in WRITERS:
+            return not_written(self.reader, key, WRITERS[key])
+        facts = self.facts(role, option)
+        if self.table.no_lengths and (facts["option"] or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
-        facts = {
-            "key": key,
-            "option": option,
-            "batch": key_names(self.table.batch),
-            "reader": self.reader,
-            "role": role if isinstance(role, str) and role in COLUMNS else "",
-        }
         return MissingKeyError("{reader} {missing}", **facts)
 
-    def _facts(self, role: Any) -> dict[str, Any]:
-        """What errors say of a column."""
-        return {"key": self.key(role), "option": self._option(role)}
+    def facts(self, role: Any, option: str = "") -> dict[str, Any]:
+        """What errors say of a column (:func:`facts_of`); `option`: that names it, if the stage says so."""
+        has_option = self.names if self.declared is None else self.declared
+        if not option and isinstance(role, str) and role in has_option:
+            option = f"{role}_key"
+        facts = facts_of(self.table.batch, self.key(role), option, self.reader)
+        return facts | {"role": role if isinstance(role, str) and role in COLUMNS else ""}
+
+    # -- what pipelines call -------------------------------------------------------------------------------
+
+    @classmethod
+    def read(
+        cls,
+        batch: TensorDictBase,
+        *,
+        keys: Iterable[NestedKey | None] = (),
+        tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
+        ranks: Any = None,
+        about: str = "",
+    ) -> Rows:
+        """Read the table of a batch: all columns in one packed device read.
+
+        Args:
+            batch: TensorDict ``[B]``, flat. Its tokens stay on their device.
+            keys: columns that stages will need. Those with a few numbers per row are read now, wider ones
+                when a stage asks for them.
+            tokens: token counts that stages will need: pairs of a loss mask and log-probabilities (or None).
+            ranks: the ranks that share the batch. One exchange sends the rows of all ranks to each rank.
+            about: text about the stages that read the batch, which must be equal on all ranks.
+        """
+        table = Table(batch, len(batch))
+        table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
+        if ranks is not None:
+            ranks.share(table, about)
+        if IN_LOSS in table.columns:  # standalone stages have decided before
+            table.in_loss, table.masks_rows = table.columns[IN_LOSS], True
+        if COUNTED in table.columns:
+            table.read_counted(table.columns[COUNTED])
+        return cls(table, DEFAULTS)
+
+    @classmethod
+    def of(cls, **columns: Tensor | Sequence[Any] | None) -> Rows:
+        """Make a table from plain columns, by role. A column that is None is left out.
+
+        Raises:
+            BatchError: an id is neither an integer nor text, or columns differ in length or device.
+        """
+        first = next(iter(columns.values()))
+        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+        given: dict[str, Tensor] = {}
+        for role, values in columns.items():
+            if values is not None:
+                is_id = role not in ("reward", "advantage") and not (
+                    isinstance(values, Tensor) and values.dtype is torch.bool
+                )
+                given[role] = as_ids(values, _NAMES.get(role, role), device=device) if is_id else values
+        if len({(len(column), column.device) for column in given.values()}) > 1:
+            found = ", ".join(f"{_NAMES.get(role, role)} {len(c)} on {c.device}" for role, c in given.items())
+            raise BatchError(f"all columns must have the same length and device; found {found}")
+        size = len(next(iter(given.values())))
+        table = Table(None, size)
+        table.dtypes = {role: column.dtype for role, column in given.items()}
+        table.columns = dict(zip(given, read_packed(list(given.values())), strict=True))
+        return cls(table, {role: role if role in given else None for role in columns})
+
+    def write(self) -> TensorDictBase:
+        """Write all decisions into a batch of the rows that have not left. The inverse of :meth:`read`.
+
+        Values are rounded to the dtype of their column. Rows out of the loss are masked. If a rollout lost
+        some of its rows, ``("headrace", "segments")`` holds the number of rows that it had.
+        """
+        segments = None
+        if self.table.gone and self.key("rollout") is not None and self.has("rollout"):
+            rollouts = self.on_arrival.ids("rollout", checked=False).everyone
+            had, left = rollouts.count, rollouts.sum(self.table.here)
+            if self.has(SEGMENTS):
+                had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
+            if bool(((left > 0) & (left < had)).any()):
+                segments = rollouts.spread(had)
+        batch = self.table.write()
+        if segments is not None:
+            write_column(batch, SEGMENTS, segments[self.table.live].to(device_of(batch)))
+        return batch
+
+    def seen_by(self, stage: Any, name: str = "") -> Rows:
+        """A view of the rows that have not left, with columns under the names that a stage uses."""
+        own = column_keys(stage)
+        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.index, own)
+
+    def key(self, role: Any) -> NestedKey | None:
+        """The key of a column in the batch, by role. ``("turn",)`` is the key ``"turn"``, not the role."""
+        if role in self.names:
+            return self.names[role]
+        return role[0] if type(role) is tuple and len(role) == 1 else role
+
+    def name_reason(self, reason: str, effect: Effect) -> int:
+        """Register a reason in the ledger, even if no row has it, and return its number.
+
+        Raises:
+            ValueError: the reason is registered with another effect.
+        """
+        table, name = self.table, f"{self.stage}/{reason}" if self.stage else reason
+        if name not in table.names:
+            table.names.append(name)
+            table.effects.append(effect)
+        code = table.names.index(name)
+        if (before := table.effects[code]) != effect:
+            raise ValueError(
+                f"rows that leave for {name!r} are {before}; give those that are {effect} another reason"
+            )
+        return code
+
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
+        """Append rows that an earlier batch carried to this one. All ranks call this together.
+
+        They keep their columns, their first reason, and whether they are in the loss and in the statistics.
+
+        Args:
+            carried: TensorDict ``[C]`` from :meth:`Table.taken`; None: no rows.
+            remainder: the option `remainder` of the split.
+
+        Raises:
+            BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
+        """
+        table, arrived, has_masked = self.table, self.table.size, self.table.masks_rows
+        table.extend(carried, remainder)
+        if table.masks_rows and not has_masked:  # only carried rows are out of the loss
+            self.on_arrival._mask_in_loss(~table.in_loss & (torch.arange(table.size) >= arrived))
+
+    def _mask_in_loss(self, rows: Tensor) -> None:
+        """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
+
+        Under ``masked_log_prob='keep'`` only the loss mask changes.
+        """
+        table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
+        log_prob = self.key("log_prob") if table.finite is None else None
+        # Tokens that are stored elsewhere are masked there.
+        keys = [key for key in (loss_mask, log_prob) if key is not None]
+        to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
+        table.masked_columns |= dict.fromkeys(to_mask)
+        if not to_mask and bool(rows.any()):
+            lacks = "neither {mask} nor {log_prob}"
+            if table.finite is not None:
+                lacks = "no {mask}, the only mask under masked_log_prob='keep'"
+            raise BatchError(
+                f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
+                "would still train; {present}. Set the keys, or drop the rows",
+                mask=ColumnFact(loss_mask, "loss_mask_key"),
+                log_prob=ColumnFact(log_prob, "log_prob_key"),
+                batch=key_names(batch),
+            )
+        has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
+        if loss_mask in to_mask and has_counts:  # note the lengths that the rows have until now
+            tokens = self.count("loss_mask")
+            if self.has(LENGTH):
+                before = self[LENGTH]
+                lengths = torch.where(rows & (before < 0), tokens, before)
+            else:
+                lengths = torch.where(rows, tokens, -1)
+            self.put(LENGTH, lengths, ndim=1, fill=-1)
+
+    def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
+        """(M,) bool: the result of a user's criterion, which gets the batch with all decisions so far.
+
+        A result that is not one bool per row is returned as it is, for the caller to refuse.
+        """
+        batch = self.write()
+        # A user's function may not expect a rank without rows.
+        keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
+        fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(self.table.live)
+        return self.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
 
 
 def stage_parts(stage: Any) -> list[Any]:
@@ -1057,16 +1049,8 @@ def no_loss_mask(batch: TensorDictBase, key: NestedKey) -> MissingKeyError:
         f"prompt: {PROMPT!r} and {RESPONSE!r}, together as wide as {ATTENTION!r}. Finite log-probabilities "
         "do not say which tokens train, because those of a scored prompt are finite too. "
         "Write the mask into the batch, True where a token trains; {present}",
-        key=key,
-        option="loss_mask_key",
-        batch=key_names(batch),
+        **facts_of(batch, key, "loss_mask_key"),
     )
-
-
-def may_wait(column: Tensor) -> bool:
-    """Whether a column can be read later: any change of it in place would be noticed."""
-    shared = column.device.type == "cpu" and column.is_shared()
-    return not (shared or column.is_inference())
 
 
 def few(values: Tensor | Sequence[Any], most: int = 8) -> str:

@@ -147,10 +147,22 @@ def has_key(batch: TensorDictBase, key: NestedKey | None) -> bool:
     return any_row_has(batch, key)
 
 
-def key_names(batch: TensorDictBase) -> list[NestedKey]:
+def key_names(batch: TensorDictBase | None) -> list[NestedKey]:
     """The sorted leaf keys of a batch, without the ``headrace`` columns that stages write for each other."""
-    keys = batch.keys(include_nested=True, leaves_only=True)
+    keys = () if batch is None else batch.keys(include_nested=True, leaves_only=True)
     return sorted((k for k in keys if not (isinstance(k, tuple) and k[0] == "headrace")), key=str)
+
+
+def facts_of(batch: TensorDictBase | None, key: Any, option: str, reader: str = "") -> dict[str, Any]:
+    """What errors say of a column: ``{column}``, ``{missing}`` and ``{present}``.
+
+    Args:
+        batch: the batch that the column is, or should be, in.
+        key: of the column.
+        option: name of the option that holds the key; empty: there is none.
+        reader: class name of the stage.
+    """
+    return {"key": key, "option": option, "batch": key_names(batch), "reader": reader}
 
 
 def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) -> Any:
@@ -167,8 +179,13 @@ def require(batch: TensorDictBase, key: NestedKey, *, reader: str, option: str) 
     if value is None and option in OF_LENGTHS and has_key(batch, NO_LENGTHS):
         raise no_lengths(reader)
     if value is None:
-        raise MissingKeyError(f"{reader} {{missing}}", key=key, option=option, batch=key_names(batch))
+        raise MissingKeyError("{reader} {missing}", **facts_of(batch, key, option, reader))
     return value
+
+
+def not_written(reader: str, key: NestedKey, writer: str) -> MissingKeyError:
+    """The error that says that a stage needs a column which an earlier stage writes."""
+    return MissingKeyError(f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it")
 
 
 def no_lengths(reader: str, stage: str = "") -> MissingKeyError:
@@ -197,11 +214,9 @@ def read_column(batch: TensorDictBase, key: NestedKey, *, reader: str, option: s
     if not isinstance(value, Tensor) or value.numel() != len(batch):
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         labels = "" if isinstance(value, Tensor) else ". headrace.transforms.number_labels makes them numbers"
-        raise BatchError(
-            f"{reader} needs one number per row in {{column}}, for {len(batch)} rows; found {found}{labels}",
-            key=key,
-            option=option,
-        )
+        facts = facts_of(batch, key, option, reader)
+        needed = f"one number per row in {{column}}, for {len(batch)} rows"
+        raise BatchError(f"{{reader}} needs {needed}; found {found}{labels}", **facts)
     return value if value.ndim == 1 else value.reshape(-1)
 
 
@@ -213,9 +228,7 @@ def read_written(batch: TensorDictBase, key: NestedKey, *, reader: str, writer: 
         BatchError: the column has several numbers per row.
     """
     if not has_key(batch, key):
-        raise MissingKeyError(
-            f"{reader} needs the column {key!r}, written by {writer}: put {writer} before it"
-        )
+        raise not_written(reader, key, writer)
     return read_column(batch, key, reader=reader, option=f"written by {writer}")
 
 

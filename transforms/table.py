@@ -226,6 +226,8 @@ class Table:
         self.carried: Tensor | None = None
         self.carried_starts: list[int] = []
 
+    # -- rows, and the ranks that they belong to ----------------------------------------------------------
+
     @property
     def left(self) -> int:
         """The number of rows that have not left."""
@@ -413,10 +415,12 @@ class Table:
         batch, in_loss = self.as_decided(), self.in_loss[self.live]
         if self.masks_rows and not bool(in_loss.all()):
             masked = (~in_loss).to(device_of(batch))
-            if self.elsewhere:
-                _mask_numbers(batch, self.masked_columns, masked)
-            for key in () if self.elsewhere else self.masked_columns:
-                mask_tokens_of(batch, key, masked)
+            for key in self.masked_columns:
+                if not self.elsewhere:
+                    mask_tokens_of(batch, key, masked)
+                elif (counts := column_of(batch, number_of(key))) is not None:  # their tokens are elsewhere
+                    out = masked.view(-1, *[1] * (counts.ndim - 1))
+                    write_column(batch, number_of(key), counts.masked_fill(out, 0))
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -521,21 +525,18 @@ class Table:
         write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
         return batch
 
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> bool:
+    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
         """:meth:`Rows.extend`, without the masks.
 
         Args:
             carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
             remainder: the option `remainder` of the split.
 
-        Returns:
-            Whether a carried row, of any rank, is out of the loss.
-
         Raises:
             BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
         """
         if carried is None and (self.ranks is None or remainder != "carry"):
-            return False
+            return
         if self.ranks is not None and remainder != "carry":
             raise BatchError(
                 "rows were carried from an earlier batch, and ranks that share a batch can only use them "
@@ -543,35 +544,18 @@ class Table:
                 "a split without this state"
             )
         self.settle()
+        # 1. Read the carried rows into a table of their own, and exchange them.
         more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
         if carried is not None:
             reasons = listed(column_of(carried, REASON))
             more.batch = leave_out(carried, [REASON])
             counts = [key for key in self.columns if isinstance(key, TokenCount)]
             more.load([*(key for key in self.columns if key not in counts), *OF_THE_TABLE], counts)
-        is_masked = self._append(more, reasons)
-        if ROW in self.columns:
-            self.columns[ROW] = self.row_numbers()
-        return is_masked
-
-    def _append(self, more: Table, reasons: list[str]) -> bool:
-        """Append the rows of another table, which were carried from an earlier batch.
-
-        Args:
-            more: the other table.
-            reasons: the name of the reason of each of this rank's rows.
-
-        Returns:
-            As :meth:`extend`.
-
-        Raises:
-            BatchError: the two batches have different columns.
-        """
         ranks, before = self.ranks, self.size
         if ranks is not None:
             ranks.share(more)
             if not more.starts:  # no rank has carried rows
-                return False
+                return
             if more.batch is None:
                 more.batch = self.batch[:0]
         if more.batch is not None and len(more.batch):
@@ -600,7 +584,7 @@ class Table:
         # Ranks for which another decides hold their own rows alone, and need the same columns.
         told = reasons, not bool(in_loss.all()), not bool(counted.all())
         every = [told] if ranks is None else ranks.gather_objects(told)
-        is_masked = any(masked for _, masked, _ in every)
+        self.masks_rows |= any(masked for _, masked, _ in every)
         self.says_who_counts |= any(excluded for *_, excluded in every)
         reasons = [name for names, *_ in every for name in names] if self.decides else reasons
         for name, is_counted in zip(reasons, counted.tolist(), strict=True):
@@ -621,22 +605,14 @@ class Table:
         )
         self.carried = torch.arange(before, self.size)
         self.carried_starts = [before + start for start in more.starts]
-        return is_masked
+        if ROW in self.columns:
+            self.columns[ROW] = self.row_numbers()
 
 
 def _unknown(like: Tensor, size: int) -> Tensor:
     """A column of `size` unknown values: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)
-
-
-def _mask_numbers(batch: TensorDictBase, keys: Collection[NestedKey], masked: Tensor) -> None:
-    """Set the token counts of masked rows to 0, for tokens that are stored elsewhere."""
-    for key in keys:
-        numbers = column_of(batch, number_of(key))
-        if numbers is not None:
-            out = masked.view(-1, *[1] * (numbers.ndim - 1))
-            write_column(batch, number_of(key), numbers.masked_fill(out, 0))
 
 
 def sources_of(key: Any) -> list[NestedKey]:

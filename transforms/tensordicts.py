@@ -25,7 +25,7 @@ from tensordict import (
 )
 from torch import Tensor, nn
 
-from .errors import BatchError, listing
+from .errors import BatchError, ColumnFact, listing
 
 Column = tuple[NestedKey, torch.dtype, tuple[int, ...]]
 
@@ -786,8 +786,9 @@ def _count_between(flags: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _differ(mask_key: NestedKey, log_prob_key: Any, mask: Any, log_prob: Any) -> BatchError:
     return BatchError(
-        f"a token has one mask and one log-probability; found {mask_key!r} (loss_mask_key) {mask} and "
-        f"{log_prob_key!r} (log_prob_key) {log_prob}"
+        f"a token has one mask and one log-probability; found {{mask}} {mask} and {{log_prob}} {log_prob}",
+        mask=ColumnFact(mask_key, "loss_mask_key"),
+        log_prob=ColumnFact(log_prob_key, "log_prob_key"),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .errors import BatchError, listing
 from .rows import Rows, no_loss_mask
-from .schema import require
+from .schema import facts_of, require
 from .tensordicts import (
     check_mask,
     column_of,
@@ -273,9 +273,8 @@ def read_advantage(
     if not credit.is_floating_point() or credit.numel() not in (size, size * tokens):
         raise BatchError(
             f"the advantage must be floating-point, per row, (N, 1, 1), or per token, (N, {tokens}, 1); "
-            f"{reader} found {{column}} {credit.dtype} {tuple(credit.shape)}",
-            key=key,
-            option="advantage_key",
+            f"{{reader}} found {{column}} {credit.dtype} {tuple(credit.shape)}",
+            **facts_of(batch, key, "advantage_key", reader),
         )
     return credit.detach().reshape(size, -1) if size else credit.new_zeros(0, tokens)
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from headrace.pipeline.account_keys import weights_of_stages
-from headrace.pipeline.error_words import in_words_to_type
+from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.load import ConfigError
 from headrace.transforms.errors import BatchError
 
@@ -141,7 +141,7 @@ def certify_recipe(
     task_name: str,
     *,
     group_size: int = 4,
-    words: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     most: int = 100_000,
 ) -> Certificate | Refused:
     """Compute the certificate of one recipe on one task.
@@ -152,7 +152,7 @@ def certify_recipe(
         task: the task.
         task_name: name of the task.
         group_size: rollouts of a group.
-        words: overrides of the command line. The task's settings do not change what they set.
+        overrides: of the command line. The task's settings do not change what they set.
         most: greatest number of outcomes.
 
     Returns:
@@ -166,14 +166,14 @@ def certify_recipe(
         outcomes = count_outcomes(task, task_name, group_size, most)
     except GroupSizeError as err:
         return Refused(recipe, task_name, group_size, str(err))
-    pipeline = one_group_a_step(config, task, words)
+    pipeline = one_group_a_step(config, task, overrides)
     apart = any("turn_reward" in getattr(stage, "in_keys", ()) for stage in pipeline.stages.values())
     batch, probability = all_outcomes(task, group_size, turns_paid_apart=apart)
     true = task.true_gradient(weights_of_stages(pipeline.stages.values()))
     try:
         found = gradients_of(pipeline, batch, task.score(), outcomes, group_size)
     except BatchError as err:
-        return Refused(recipe, task_name, group_size, in_words_to_type(err))
+        return Refused(recipe, task_name, group_size, text_with_overrides(err))
     return Certificate(
         recipe,
         task_name,

@@ -48,7 +48,7 @@ CUT = {
 """Options of the split: each group is an optimiser step, in order, on one rank."""
 
 
-def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] = ()) -> Pipeline:
+def one_group_a_step(config: DictConfig, task: SmallTask, overrides: Sequence[str] = ()) -> Pipeline:
     """Build a composed ``pipeline`` node for the groups of a task, with one group in each optimiser step.
 
     It changes these options: those of ShuffleSplit; the gate's `group_size`, which is read from its column;
@@ -59,7 +59,7 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
     Args:
         config: the composed node; it is not changed.
         task: the task whose rows the pipeline runs.
-        words: overrides of the command line. The task's settings do not change what they set.
+        overrides: of the command line. The task's settings do not change what they set.
 
     Raises:
         ConfigError: see :func:`build_pipeline`.
@@ -86,7 +86,7 @@ def one_group_a_step(config: DictConfig, task: SmallTask, words: Sequence[str] =
                 options["group_size"] = None
             for path, value in settings.items():
                 owner, _, option = path.partition(".")
-                typed = any(word.lstrip("+").startswith(f"pipeline.stages.{path}=") for word in words)
+                typed = any(each.lstrip("+").startswith(f"pipeline.stages.{path}=") for each in overrides)
                 by_default = option not in defaults or defaults[option] == stage.get(option)
                 if owner == name and not typed and (option == "columns" or by_default):
                     options[option] = value

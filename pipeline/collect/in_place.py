@@ -204,8 +204,10 @@ class QueuedGroups:
         column = column_of(fields, self.reward) if len(fields) == len(keys) else None
         if column is None:
             raise BatchError(
-                f"every row of partition {self.partition!r} needs the field {self.reward!r} (reward); some "
-                "of {found} lack it. Is the reward computed before rows are sampled?",
+                "every row of partition {partition} needs the field {field} (reward); some of {found} lack "
+                "it. Is the reward computed before rows are sampled?",
+                partition=repr(self.partition),
+                field=repr(self.reward),
                 found=listing(keys),
             )
         return torch.stack([row.sum() for row in column.unbind()]).float()

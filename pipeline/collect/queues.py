@@ -205,8 +205,9 @@ class RolloutQueue:
             return fetch_rows(_queue(), keys, self.partition, tag)
         if odd := [key for key, tag in pieces if "table" not in tag]:
             raise BatchError(
-                f"all producers of partition {self.partition!r} must use decided_by; puts {{found}} did "
+                "all producers of partition {partition} must use decided_by; puts {found} did "
                 "not: create the producers' RolloutQueue with the decided_by of the reader",
+                partition=repr(self.partition),
                 found=listing(odd),
             )
         parts = []
@@ -329,8 +330,9 @@ def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
     found = _queue().kv_batch_get(list(keys), partition)
     if TABLE not in found.keys() or found.batch_size[0] != len(keys):
         raise BatchError(
-            f"TransferQueue must return all tables that were put into partition {partition!r}; some of "
+            "TransferQueue must return all tables that were put into partition {partition}; some of "
             "these are missing: {found}",
+            partition=repr(partition),
             found=listing(keys),
         )
     return [unpack_thin(table) for table in found[TABLE].unbind()]
@@ -767,8 +769,9 @@ def fetch_rows(queue: Any, keys: Sequence[str], partition: str, tag: Mapping[str
     columns = queue.kv_batch_get(list(keys), partition)
     if columns.batch_size[0] != len(keys):
         raise BatchError(
-            f"TransferQueue must return all rows that were put into partition {partition!r}; it returned "
+            "TransferQueue must return all rows that were put into partition {partition}; it returned "
             f"{columns.batch_size[0]} of {len(keys)}: {{found}}",
+            partition=repr(partition),
             found=listing(keys),
         )
     return decode_rows(columns, tag)

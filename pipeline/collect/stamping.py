@@ -301,10 +301,11 @@ class StampIds(Transform):
             last = prompt
         if found:
             raise BatchError(
-                f"the {self.repeats} rollouts of a group must have the same prompt ({key!r}); "
+                f"the {self.repeats} rollouts of a group must have the same prompt ({{prompt}}); "
                 "{found}. Set repeats to how often the environment repeats each prompt in a row, "
                 f"and append {type(self).__name__} before the first reset",
                 found=listing(found),
+                prompt=repr(key),
             )
         self._prompt = last
 

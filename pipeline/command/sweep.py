@@ -69,8 +69,9 @@ def record_job(output: Path, *, began: float, **said: Any) -> None:
     Args:
         output: folder of the job.
         began: when the job began, in seconds.
-        said: ``job``: its number in the sweep. ``task`` and ``words``: its task and overrides. ``number``:
-            the number that the task returned; None if it failed. ``failure``: its error, or an empty string.
+        said: ``job``: its number in the sweep. ``task`` and ``overrides``: its task and overrides.
+            ``number``: the number that the task returned; None if it failed.
+            ``failure``: its error, or an empty string.
     """
     ended, found = time.time(), dict[str, Any]()
     csv_path = output / "metrics.csv"
@@ -99,15 +100,15 @@ def show_sweep(jobs: Sequence[dict[str, Any]], folder: Path, console: Console) -
         folder: folder of the sweep.
         console: where to print.
     """
-    said = [dict(word.lstrip("+").partition("=")[::2] for word in job["words"]) for job in jobs]
+    said = [dict(each.lstrip("+").partition("=")[::2] for each in job["overrides"]) for job in jobs]
     typed = dict.fromkeys(key for each in said for key in each)
     keys = [key for key in typed if len({each.get(key) for each in said}) > 1]
     tasks = {job["task"] for job in jobs} or {"train"}
     task = tasks.pop() if len(tasks) == 1 else ""  # of several, each cell names its number
     names = ["reward", "trained", "steps"] if task == "train" else [NUMBERS.get(task, "number")]
     last = [key.split(".")[-1] for key in keys]
-    words = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
-    columns = [FittedColumn("job", right=True), *(FittedColumn(word, gives="wrap") for word in words)]
+    names_shown = [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+    columns = [FittedColumn("job", right=True), *(FittedColumn(name, gives="wrap") for name in names_shown)]
     columns += [FittedColumn(name, right=True) for name in (*names, "seconds")]
     table = FittedTable(columns, f"a sweep of {len(jobs)} jobs", WINDOWS if task == "train" else "")
     for job, each in zip(jobs, said, strict=True):

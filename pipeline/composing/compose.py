@@ -38,7 +38,7 @@ class ConfigError(ValueError):
     """A configuration that is invalid, or that has an unknown name; the message has a hint."""
 
 
-def for_hydra(word: str) -> list[str]:
+def for_hydra(override: str) -> list[str]:
     """Return the overrides by which Hydra does what an override of headrace means.
 
     ``~pipeline.stages.NAME`` sets the stage to null, because a recipe's `order` may still name it. A node
@@ -50,14 +50,14 @@ def for_hydra(word: str) -> list[str]:
         >>> for_hydra("pipeline.stages.filter={_target_: my.Filter}")
         ['pipeline.stages.filter=null', 'pipeline.stages.filter={_target_: my.Filter}']
     """
-    if found := re.fullmatch(r"~(pipeline\.stages\.\w+)", word):
+    if found := re.fullmatch(r"~(pipeline\.stages\.\w+)", override):
         return [f"{found[1]}=null"]
-    if found := re.match(r"(pipeline\.stages\.[\w.]+)=\{.*_target_", word, re.DOTALL):
+    if found := re.match(r"(pipeline\.stages\.[\w.]+)=\{.*_target_", override, re.DOTALL):
         with suppress(HydraException):  # which Hydra raises again, with its place
-            value = OverridesParser.create().parse_override(word).value()
+            value = OverridesParser.create().parse_override(override).value()
             if isinstance(value, dict) and "_target_" in value:
-                return [f"{found[1]}=null", word]
-    return [word]
+                return [f"{found[1]}=null", override]
+    return [override]
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:
@@ -91,10 +91,10 @@ def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> No
         ConfigError: the recipe has no such stage.
     """
     stages = OmegaConf.select(config, "pipeline.stages") or {}
-    for word in overrides:
-        if (part := re.match(r"[\w/]+@pipeline\.stages\.(\w+)\.", word)) and stages.get(part[1]) is None:
+    for override in overrides:
+        if (part := re.match(r"[\w/]+@pipeline\.stages\.(\w+)\.", override)) and stages.get(part[1]) is None:
             present = ", ".join(name for name, node in stages.items() if node is not None)
-            raise ConfigError(f"{word}: the recipe has no stage {part[1]!r}; its stages are {present}")
+            raise ConfigError(f"{override}: the recipe has no stage {part[1]!r}; its stages are {present}")
 
 
 def explain_composition(error: Exception, overrides: Sequence[str] = (), config_name: str = "load") -> str:
@@ -108,20 +108,20 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
     message = str(error) if error.__cause__ is None else f"{error}\n{error.__cause__}"
     if absent := re.search(r"Could not find '([\w./]+?)/([^'\n]*)'", message):
         place, _, inner = absent[1].partition("/")  # a Hydra group without such a file
-        word = {"pipeline": "recipe"}.get(place, place)
+        kind = {"pipeline": "recipe"}.get(place, place)
         listed = re.findall(r"^\s+([\w/]+)$", message, re.MULTILINE)
-        known = {"recipe": recipes(), "task": list(TASKS)}.get(word) or listed
+        known = {"recipe": recipes(), "task": list(TASKS)}.get(kind) or listed
         wanted = f"{inner}/{absent[2]}" if inner else absent[2]
-        most, least = (1, 0.6) if word == "task" else (2, 0.5)
+        most, least = (1, 0.6) if kind == "task" else (2, 0.5)
         hint = suggest(wanted, known, most, least) or suggest(wanted.lower(), known, most, least)
-        if word == "task" and wanted in recipes():
+        if kind == "task" and wanted in recipes():
             hint = f" (did you mean pipeline={wanted}?)"
-        if word == "recipe" and wanted in TASKS:
+        if kind == "recipe" and wanted in TASKS:
             hint = f" (did you mean task={wanted}?)"
-        if word == "source":
+        if kind == "source":
             hint = f" (did you mean source.path={wanted}?)"
-        others = "headrace recipes lists all" if word == "recipe" else f"choose from {', '.join(known)}"
-        return f"unknown {word} {wanted!r}{hint}; {others}"
+        others = "headrace recipes lists all" if kind == "recipe" else f"choose from {', '.join(known)}"
+        return f"unknown {kind} {wanted!r}{hint}; {others}"
     if isinstance(error, OverrideParseException):
         meant = f" (did you mean {error.override.replace('==', '=')}?)" if "==" in error.override else ""
         return f"{error.override!r} is not NAME=VALUE{meant}; put values with brackets or spaces in quotes"
@@ -132,7 +132,7 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
             f"'{name}=[{values}]', in quotes"
         )
     if there := re.search(r"An item is already at '([\w.]+)'", message):
-        value = next((word.partition("=")[2] for word in overrides if word.startswith(f"+{there[1]}=")), "")
+        value = next((each.partition("=")[2] for each in overrides if each.startswith(f"+{there[1]}=")), "")
         choice = f" or {there[1].rpartition('.')[2]}@{there[1]}={value}, which names a file" if value else ""
         return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
@@ -156,13 +156,13 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         overrides: the overrides, one of which begins with the path.
         config_name: name of the configuration that was composed.
     """
-    split = [word.lstrip("+~").partition("=") for word in overrides]
+    split = [each.lstrip("+~").partition("=") for each in overrides]
     typed, equals, value = next(
-        (word for word in split if f"{word[0]}.".startswith(f"{path}.")), (path, "", "")
+        (each for each in split if f"{each[0]}.".startswith(f"{path}.")), (path, "", "")
     )
     chooses_file = re.compile(rf"({'|'.join(GROUPS)}|[\w/]+@[\w.]+)=[\w/]+")
     # Without the option itself, which composes nowhere.
-    groups = [word for word in overrides if chooses_file.fullmatch(word) and word.partition("=")[0] != typed]
+    groups = [each for each in overrides if chooses_file.fullmatch(each) and each.partition("=")[0] != typed]
     try:
         base = compose_config(config_name, *groups)
     except ConfigError:
@@ -172,11 +172,11 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
     stage = re.match(r"pipeline\.stages\.(\w+)", typed)
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
     if stage and stage[1] not in stages and stage[1] in known_stages():
-        recipe = next((word for word in groups if word.startswith("pipeline=")), "pipeline=grpo")
+        recipe = next((each for each in groups if each.startswith("pipeline=")), "pipeline=grpo")
         return f"unknown option {typed!r}: {recipe} has no stage {stage[1]!r}; it has {', '.join(stages)}"
     if config_name == "config":
-        recipe_words = [word for word in groups if not word.startswith("task=")]
-        having = [task for task in TASKS if _has_option(typed, [*recipe_words, f"task={task}"])]
+        others = [each for each in groups if not each.startswith("task=")]
+        having = [task for task in TASKS if _has_option(typed, [*others, f"task={task}"])]
         if having:
             here = f"; task={base.task} has {' and '.join(found)}, of other meaning" if found else ""
             if f"source.{typed}" in found:
@@ -194,18 +194,18 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         nearest = difflib.get_close_matches(last, last_names, n=1, cutoff=0.75) or [last]
         found = deeper(last, known) or deeper(nearest[0], known)
     if found:
-        words = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
-        return f"unknown option {typed!r} (did you mean {words}?)"
+        meant = " or ".join(f"{sign}{other}{equals}{value}" for other in found)
+        return f"unknown option {typed!r} (did you mean {meant}?)"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     full = f"{sign}{path.removesuffix(name)}{close[0]}{typed[len(path) :]}{equals}{value}" if close else ""
     hint = f" (did you mean {full}?)" if full else ""
     return f"unknown option {path!r}{hint}; choose from {', '.join(names)}" if names else None
 
 
-def _has_option(path: str, words: Sequence[str]) -> bool:
+def _has_option(path: str, overrides: Sequence[str]) -> bool:
     """Whether a configuration of these overrides has an option; false where it does not compose."""
     try:
-        return OmegaConf.select(compose_config("config", *words), path, default=ABSENT) is not ABSENT
+        return OmegaConf.select(compose_config("config", *overrides), path, default=ABSENT) is not ABSENT
     except ConfigError:
         return False
 

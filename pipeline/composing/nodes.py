@@ -38,8 +38,11 @@ def build_node(config: Any, path: str, plain: Any = None, **given: Any) -> Any:
         raise ConfigError(f"{path} must be a node with a _target_; got {as_typed(config)}")
     plain = OmegaConf.to_container(config, resolve=True) if plain is None else plain
     _check_options(path, plain)
+    # Of values: Hydra would resolve interpolations again, and copy the node once more for a keyword.
+    values = {**plain, "_convert_": "all"}
+    node = DictConfig(values, config._key(), config._get_parent(), flags={"allow_objects": True})
     try:
-        return instantiate(config, _convert_="all", **given)
+        return instantiate(node, **given)
     except InstantiationException as err:
         found = re.search(r"full_key: ([\w.]+)", str(err))
         where = found[1] if found else path

@@ -11,7 +11,7 @@ from .loggers import log_report
 from .numbers import gradient_cosine, gradient_share
 from .over_steps import percent, totals_over
 from .page_contents import page_data
-from .shared_tokens import SharedTokens, count_shared_tokens, tree_words
+from .shared_tokens import SharedTokens, count_shared_tokens, said_of_trees
 from .step import StepReport, make_report
 from .terminal import print_report, show_advisories, show_report
 from .texts import decoder_of
@@ -37,11 +37,11 @@ __all__ = [
     "print_report",
     "render_page",
     "report_table",
+    "said_of_trees",
     "show_advisories",
     "show_report",
     "symptoms",
     "totals_over",
-    "tree_words",
     "unchecked",
     "verdict",
     "write_dump",

@@ -10,7 +10,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from headrace.pipeline.composing.compose import leaves
@@ -104,8 +103,8 @@ class Bound(NamedTuple):
         return value > self.above or (self.zero and value == 0)
 
     @property
-    def words(self) -> str:
-        """The bound in words."""
+    def limit(self) -> str:
+        """The bound as a sentence names it."""
         return "0" if self.zero else f"above {percent(self.above) if '{share}' in self.says else self.above}"
 
 
@@ -264,7 +263,7 @@ def _verdict(history: History, advisories: Sequence[Advisory]) -> str:
         return "No reward was recorded."
     if trend.steps == 1:
         return f"The mean reward is {trend.last:.3g}."
-    words = f"The mean reward {trend.words}"
+    words = f"The mean reward {trend.predicate}"
     if trend.kind == "short":
         return f"{words}: {trend.steps} steps are too few to say whether it learns."
     others = [each.text for each in advisories if each.name not in ("reward-flat", "stalled")]
@@ -320,7 +319,7 @@ def _at_each(rule: Bound, history: History) -> Advisory | None:
     where, most = said_at([*found], len(history)), max(found, key=lambda step: found[step])
     text = rule.says.format(share=percent(found[most]), value=f"{found[most]:.3g}")
     if len(set(found.values())) > 1:
-        text = f"Up to {text} (step {most:,}).{BEYOND}{rule.words}"
+        text = f"Up to {text} (step {most:,}).{BEYOND}{rule.limit}"
     return Advisory(rule.name, f"{text} {where}".strip() + ".", rule.number, tuple(found))
 
 
@@ -351,7 +350,7 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
     steps = [step for step, each in judged if rule.fires(each[rule.number])]
     text = f"{rule.says.format(share=percent(value), value=f'{value:.3g}')}{window}."
     if where := said_at(steps, len(judged)):
-        text += f"{BEYOND}{rule.words} {where}."
+        text += f"{BEYOND}{rule.limit} {where}."
     solved = {key: means[key].value if key in means else 0.0 for key in ("solve_all", "solve_none")}
     cause = ""
     if rule.also and any(solved.values()):
@@ -415,7 +414,7 @@ def _trends(history: History) -> list[Advisory]:
     trend = _reward_trend(history)
     if trend is not None and trend.kind in ("flat", "stalled", "fell"):
         name = "stalled" if trend.kind == "stalled" else "reward-flat"
-        found.append(Advisory(name, f"The mean reward {trend.words}.", REWARD, ()))
+        found.append(Advisory(name, f"The mean reward {trend.predicate}.", REWARD, ()))
     for number, unit in LENGTH_UNITS.items():
         lengths = _points(history, number)
         first, _, last = quarter_means(lengths) if len(lengths) >= MIN_STEPS else [StepMean(0.0, ())] * 3
@@ -464,8 +463,8 @@ class Trend(NamedTuple):
     kind: Literal["short", "rose", "flat", "fell", "stalled"]
     steps: int
     last: float
-    words: str
-    """As it follows "the mean reward"."""
+    predicate: str
+    """Of the sentence whose subject is the number."""
 
 
 def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) -> Trend:
@@ -490,7 +489,7 @@ def trend_of(points: Sequence[tuple[int, float]], *, low: float, high: float) ->
         high: greatest.
 
     Example:
-        >>> trend_of(list(enumerate([0.0] * 4 + [0.5] * 8)), low=0.0, high=1.0).words
+        >>> trend_of(list(enumerate([0.0] * 4 + [0.5] * 8)), low=0.0, high=1.0).predicate
         'rose from 0 (steps 0 to 2) to 0.5 (steps 9 to 11) and no longer rises: it was 0.5 in steps 6 to 8'
     """
     steps, (first, before, last) = len(points), quarter_means(points)
@@ -522,14 +521,23 @@ def _squared_error(points: Sequence[tuple[int, float]]) -> float:
     return sum((value - mean) ** 2 for _, value in points) / (len(points) - 1) / len(points)
 
 
-# -- from a symptom to the number that shows it, what it means, and the words that change it -----------------
+# -- from a symptom to the number that shows it, what it means, and the overrides that change it -----------
+
+
+class Setup(NamedTuple):
+    """How a run was set up, by which it is known which remedies it can take."""
+
+    config: DictConfig
+    """Composed; of a run in Python it has no task (:func:`setup_in_python`)."""
+    overrides: Sequence[str] = ()
+    """That were typed."""
 
 
 class Remedy(NamedTuple):
     """Something to do."""
 
     text: str
-    words: str
+    overrides: str
     """To type behind ``headrace``; empty: it is done elsewhere."""
     elsewhere: str = ""
     """Where to do it, if the task or its recipe does not have these options."""
@@ -542,50 +550,47 @@ class Remedy(NamedTuple):
         """Whether it helps against a cause (:attr:`Advisory.cause`)."""
         return self.when in ("", cause) and self.unless != (cause or None)
 
-    def under(self, configs: Sequence[DictConfig]) -> Remedy | None:
-        """The remedy as the tasks of these configurations can take it; None where there is nothing to say.
+    def under(self, setup: Setup | None) -> Remedy | None:
+        """The remedy as a run of this setup can take it; None where there is nothing to say.
 
-        A remedy that all of them follow already is left out, and so is one in Python, except for a run in
-        Python: there, options are those of Python (:func:`in_python`). Options that one of them does not have
-        are not shown: what to do elsewhere is said in words.
+        A remedy that the run follows already is left out, and so is one in Python, except for a run in
+        Python: there, options are those of Python (:func:`in_python`). Options that it does not have are not
+        shown: what to do elsewhere is said in words.
 
-        Another task over the same dump is the whole command, with the other words that were typed.
+        Another task over the same dump is the whole command, with the other overrides that were typed.
 
         Args:
-            configs: composed, one for each recipe, or that of a run in Python
-                (:func:`configs_in_effect`); empty: every option is shown.
+            setup: of the run; None: every option is shown.
         """
-        if configs and self.words.startswith("task="):
-            task, typed = self.words.split()[0], self.words.split()
-            if "source" in configs[0] and HydraConfig.initialized():
-                said = HydraConfig.get().overrides
-                more = (word for word in said.hydra if word.startswith("hydra.searchpath="))
-                typed = [task, *(word for word in said.task if not word.startswith("task=")), *more]
-            return self._replace(words=f"headrace {shlex.join(typed)}")
-        python = any("task" not in config for config in configs)
-        if configs and all(follows(config, self.words) for config in configs):
+        if setup is None:
+            return self
+        config, typed = setup.config, self.overrides.split()
+        if self.overrides.startswith("task="):
+            if "source" in config and setup.overrides:
+                typed = [typed[0], *(each for each in setup.overrides if not each.startswith("task="))]
+            return self._replace(overrides=f"headrace {shlex.join(typed)}")
+        python = "task" not in config
+        if follows(config, self.overrides) or (self.text.startswith(PYTHON) and not python):
             return None
-        if configs and not python and self.text.startswith(PYTHON):
-            return None
-        if all(has_options(config, self.words) for config in configs):
-            return self._replace(words=in_python(self.words)) if python else self
+        if has_options(config, self.overrides):
+            return self._replace(overrides=in_python(self.overrides)) if python else self
         if not self.elsewhere:
             return None
-        return self._replace(text=f"{self.text}: {self.elsewhere}", words="", elsewhere="")
+        return self._replace(text=f"{self.text}: {self.elsewhere}", overrides="", elsewhere="")
 
 
 def remedy_of(
-    advisory: Advisory, configs: Sequence[DictConfig] = (), given: Collection[Remedy] = ()
+    advisory: Advisory, setup: Setup | None = None, given: Collection[Remedy] = ()
 ) -> Remedy | None:
     """The first thing to do about an advisory: an option to set, where there is one.
 
     Args:
         advisory: of a symptom.
-        configs: as for :meth:`Remedy.under`.
+        setup: as for :meth:`Remedy.under`.
         given: remedies that were said before, which are not said again.
 
     Example:
-        >>> remedy_of(Advisory("lengths-explode", "", "", ())).words
+        >>> remedy_of(Advisory("lengths-explode", "", "", ())).overrides
         'pipeline.stages.weight.unit=token'
     """
     symptom = symptoms().get(advisory.name)
@@ -593,27 +598,27 @@ def remedy_of(
         remedy
         for each in (symptom.remedies if symptom else ())
         if each.fits(advisory.cause)
-        and (remedy := each.under(configs)) is not None
-        and not any((remedy.words or remedy.text) == (other.words or other.text) for other in given)
+        and (remedy := each.under(setup)) is not None
+        and not any((remedy.overrides or remedy.text) == (other.overrides or other.text) for other in given)
     ]
-    return next((remedy for remedy in fitting if remedy.words), fitting[0] if fitting else None)
+    return next((remedy for remedy in fitting if remedy.overrides), fitting[0] if fitting else None)
 
 
-def has_options(config: DictConfig, words: str) -> bool:
+def has_options(config: DictConfig, overrides: str) -> bool:
     """Whether a composed configuration takes these overrides.
 
-    Another task, or another recipe, has options of its own. A comparison has two recipes, and takes no other.
+    Another task, or another recipe, has options of its own.
 
     Example:
         >>> config = OmegaConf.create({"task": "replay", "pipeline": {"stages": {"gate": {"empty": 1}}}})
         >>> has_options(config, "pipeline.stages.gate.empty=exclude"), has_options(config, "group_size=16")
         (True, False)
     """
-    paths = [word.partition("=")[0] for word in words.split()]
+    paths = [each.partition("=")[0] for each in overrides.split()]
     if "task" in paths:
         return True
     if "pipeline" in paths:
-        return config.get("task") != "compare" and all(path.partition(".")[0] == "pipeline" for path in paths)
+        return all(path.partition(".")[0] == "pipeline" for path in paths)
     chosen = [path.partition("@")[2] for path in paths if "@" in path]
     return all(
         _has(config, path.partition("@")[2] or path)
@@ -622,20 +627,19 @@ def has_options(config: DictConfig, words: str) -> bool:
     )
 
 
-def configs_in_effect(options: Mapping[str, Mapping[str, Any]]) -> list[DictConfig]:
-    """The configuration of a run in Python, which has no task, for :meth:`Remedy.under`.
+def setup_in_python(options: Mapping[str, Mapping[str, Any]]) -> Setup | None:
+    """The setup of a run in Python, for :meth:`Remedy.under`; None if its options are not known.
 
     Args:
         options: by stage, those of the pipeline under the name ``""``; empty: nobody knows them.
 
-    Returns:
-        One, or none if the options are not known.
-
     Example:
-        >>> configs = configs_in_effect({"filter": {"action": "drop"}})
-        >>> follows(configs[0], "pipeline.stages.filter.action=drop")
+        >>> setup = setup_in_python({"filter": {"action": "drop"}})
+        >>> follows(setup.config, "pipeline.stages.filter.action=drop")
         True
     """
+    if not options:
+        return None
     plain = {
         stage: {
             name: value if _is_plain(value) else {"_target_": type(value).__name__}
@@ -644,7 +648,7 @@ def configs_in_effect(options: Mapping[str, Mapping[str, Any]]) -> list[DictConf
         for stage, own in options.items()
     }
     of_pipeline = plain.pop("", {})
-    return [OmegaConf.create({"pipeline": of_pipeline | {"stages": plain}})] if options else []
+    return Setup(OmegaConf.create({"pipeline": of_pipeline | {"stages": plain}}))
 
 
 def _is_plain(value: Any) -> bool:
@@ -653,25 +657,25 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def in_python(words: str) -> str:
+def in_python(overrides: str) -> str:
     """Overrides as arguments of :func:`headrace.decide` and :func:`headrace.load_pipeline`.
 
     Example:
         >>> in_python("pipeline=dapo pipeline.stages.overlong.cache=1024")
         '"dapo", stages={"overlong": {"cache": 1024}}'
     """
-    typed = words.split()
+    typed = overrides.split()
     if not typed:
         return ""
-    if any("@" in word or word.startswith("+") for word in typed):
-        return ", ".join(f'"{word}"' for word in typed)
-    recipe = [f"'{word.partition('=')[2]}'" for word in typed if word.startswith("pipeline=")]
-    rest = OmegaConf.from_dotlist([word for word in typed if not word.startswith("pipeline=")])
+    if any("@" in each or each.startswith("+") for each in typed):
+        return ", ".join(f'"{each}"' for each in typed)
+    recipe = [f"'{each.partition('=')[2]}'" for each in typed if each.startswith("pipeline=")]
+    rest = OmegaConf.from_dotlist([each for each in typed if not each.startswith("pipeline=")])
     options: Any = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
     return ", ".join([*recipe, *(f"{name}={value!r}" for name, value in options.items())]).replace("'", '"')
 
 
-def follows(config: DictConfig, words: str) -> bool:
+def follows(config: DictConfig, overrides: str) -> bool:
     """Whether a composed configuration has the values of all of these overrides already.
 
     A recipe (``pipeline=NAME``) is there if all stages that its file adds are, and each option that it sets
@@ -685,12 +689,12 @@ def follows(config: DictConfig, words: str) -> bool:
         >>> follows(config, "pipeline=maxrl"), follows(config, "pipeline=mgpo")
         (True, False)
     """
-    typed = words.split()
+    typed = overrides.split()
     return bool(typed) and all(
         has_recipe(config, asked[path])
         if path == "pipeline"
         else _has(config, path) and OmegaConf.select(config, path) == OmegaConf.select(asked, path)
-        for path, asked in ((word.partition("=")[0], OmegaConf.from_dotlist([word])) for word in typed)
+        for path, asked in ((each.partition("=")[0], OmegaConf.from_dotlist([each])) for each in typed)
     )
 
 
@@ -755,7 +759,7 @@ def symptoms() -> dict[str, Symptom]:
             node.shows,
             node.means,
             node.needs,
-            tuple(Remedy(**{"words": "", **each}) for each in node.remedies),
+            tuple(Remedy(**{"overrides": "", **each}) for each in node.remedies),
         )
         for name, node in _symptom_nodes().items()
     }

@@ -278,14 +278,13 @@ class Comparison:
         size = np.where(np.abs(one - other) > ROUNDED * (one + other), np.abs(one - other), 0.0)
         moved = float(size.sum() / 2)
         self.moved += moved
+        a, b, far = one.tolist(), other.tolist(), apart.tolist()
         found = [
-            Mover(report.step, names[k], one[k], other[k], apart[k], report.asked(int(rows[k])) or "")
+            Mover(report.step, names[k], a[k], b[k], far[k], report.asked(int(rows[k])) or "")
             for k in np.lexsort((-apart, -size))[:MOVERS].tolist()
             if size[k] or apart[k]
         ]
-        plain = [each._replace(first=float(each.first), second=float(each.second)) for each in found]
-        plain = [each._replace(apart=float(each.apart)) for each in plain]
-        self.movers = sorted(self.movers + plain, key=_most)[:MOVERS]
+        self.movers = sorted(self.movers + found, key=_most)[:MOVERS]
         return moved
 
 

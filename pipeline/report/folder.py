@@ -18,9 +18,10 @@ from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
 from headrace.pipeline.installed import versions
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
+from headrace.transforms.errors import listing
 from headrace.transforms.options import at_least, takes_options, within
 
-from .advice import NAMED, Advice, Advisory, History, advice_at, broken_by, numbers_read
+from .advice import NAMED, Advice, Advisory, History, Setup, advice_at, broken_by, numbers_read
 from .dump import write_dump, write_whole
 from .html import write_page
 from .over_steps import totals_over
@@ -28,6 +29,7 @@ from .page_contents import page_data
 from .step import StepReport
 
 Item = TypeVar("Item")
+MOST_FAILED = 20  # failed steps that are named, each with its reason
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
 UNGRADED, MOST_UNGRADED = "rewards-missing", 20  # the symptom, and steps that the page shows because of it
@@ -56,17 +58,17 @@ class ReportFolder:
         every: seconds, ≥ 0, between two writings of the page, and more where they would take above 2 % of the
             time; None: it is written at the end alone.
         config: the resolved configuration, as YAML, for the page and the files' metadata.
-        words: overrides that were typed, for the page.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
             The page then says how they differ, and gives no advice.
 
     Attributes:
-        notices: sentences about what the page lacks, such as steps that failed; to be set.
+        notices: sentences about what the page lacks; to be set.
+        difference: of two recipes, how they differ, as a sentence; to be set.
         equal: of two recipes, names of the numbers that are the same at every step; to be set.
         failed: the steps that :meth:`fail` was told of.
         unsaid: names of numbers that the dump of a replay cannot have; to be set.
-        configs: composed, one for each recipe: the page shows no remedy with an option that one of them does
-            not have. Empty, the run is one in Python, and options are those of its stages.
+        setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
+            run does not have. None, the run is one in Python, and options are those of its stages.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
@@ -97,7 +99,6 @@ class ReportFolder:
         page: bool = True,
         every: float | None = 5.0,
         config: str | None = None,
-        words: Sequence[str] = (),
         versus: Sequence[str] | None = None,
     ):
         at_least("steps", steps, 2)
@@ -106,12 +107,13 @@ class ReportFolder:
         if dump is not None and existing == "raise":
             refuse_rows(folder, "another folder", "continue its run with ReportFolder(existing='resume')")
         self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
-        self.every, self.config, self.words, self.versus = every, config, words, versus
+        self.every, self.config, self.versus = every, config, versus
         self.notices: list[str] = []
+        self.difference = ""
         self.equal: list[str] = []
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
-        self.configs: Sequence[DictConfig] = ()
+        self.setup: Setup | None = None
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
@@ -151,11 +153,14 @@ class ReportFolder:
                 page=config.report.html,
                 every=config.report.every,
                 config=OmegaConf.to_yaml(config, resolve=True),
-                words=composed.overrides.task if composed else (),
             )
         except ValueError as err:
             raise ConfigError(f"report.{err}") from err
-        made.configs = [config]
+        typed: list[str] = []
+        if composed is not None:
+            typed = [each for each in composed.overrides.hydra if each.startswith("hydra.searchpath=")]
+            typed = [*composed.overrides.task, *typed]
+        made.setup = Setup(config, typed)
         return made
 
     def __enter__(self) -> ReportFolder:
@@ -290,22 +295,25 @@ class ReportFolder:
             advice=[*self._advice.values()],
             totals=totals_over(numbers for _, numbers in self._read),
             recorded=len(self._read),
-            configs=self.configs,
+            setup=self.setup,
         )
         data["run"] = {
             "began": self._began,
             "written": now(),
             "live": live,
             "versions": versions(),
-            "words": [printable(word) for word in self.words],
+            "overrides": [printable(each) for each in (self.setup.overrides if self.setup else ())],
             "config": None if self.config is None else printable(self.config, keep="\n"),
         }
         data["unsaid"] = self.unsaid
         data["rows_kept"] = self.dump is not None
-        failed = [f"Step {each.step} failed, and is in no number here: {each.why}" for each in self.failed]
-        data["notices"] = [printable(notice) for notice in self.notices or failed]
+        data["notices"] = [printable(notice) for notice in self.notices]
+        if self.failed:
+            said, *reasons = map(printable, said_of_failed(self.failed, len(self._read)))
+            data["failed"] = {"said": said, "reasons": reasons}
         if self.versus is not None:
             data["versus"], data["equal"] = list(self.versus), self.equal
+            data["difference"] = printable(self.difference)
         path = self.folder / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_page(data, path)
@@ -319,6 +327,19 @@ class ReportFolder:
     def _advice_at(self, report: StepReport, history: History) -> Advice:
         """The advice at a step; none on a page of two recipes, whose question is how they differ."""
         return advice_at(report.numbers, history) if self.versus is None else Advice("", [], [])
+
+
+def said_of_failed(failed: Sequence[FailedStep], passed: int) -> list[str]:
+    """A sentence about the steps that failed, and one for the reason of each.
+
+    Example:
+        >>> said_of_failed([FailedStep(3, "it has no rows")], 5)
+        ['1 of 6 steps failed, and is in no number here: step 3.', 'step 3: it has no rows']
+    """
+    named = listing((each.called for each in failed), most=MOST_FAILED)
+    of, verb = len(failed) + passed, "is" if len(failed) == 1 else "are"
+    reasons = [f"{each.called}: {each.why}" for each in failed[:MOST_FAILED]]
+    return [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}.", *reasons]
 
 
 def row_files(folder: Path) -> list[Path]:

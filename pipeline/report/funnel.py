@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.pipeline.tables import FittedColumn, FittedTable
-from headrace.pipeline.wording import count_words, minus_words, reason_words
+from headrace.pipeline.wording import shown_count, shown_loss, shown_reason
 
 Columns = Mapping[str, np.ndarray]
 UNITS = ("rows", "rollouts", "groups", "tokens")
@@ -118,14 +118,14 @@ def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> Fitt
     def counts(of: Level | Left, words: Callable[[float | None], str]) -> list[str]:
         return [words(getattr(of, unit)) for unit in units]
 
-    table.add("collected", *counts(levels[0], count_words))
+    table.add("collected", *counts(levels[0], shown_count))
     for level in levels[1:]:
         for left in level.out:
-            name = f"{reason_words(level.name, left.reason)}, {left.action}"
-            table.add(name, *counts(left, minus_words), style="dim", indent=2)
+            name = f"{shown_reason(level.name, left.reason)}, {left.action}"
+            table.add(name, *counts(left, shown_loss), style="dim", indent=2)
             if left.in_part:
                 table.add(left.in_part, *("" for _ in units), style="dim", indent=4)
-    table.add("trained", *counts(levels[-1], count_words), style="bold")
+    table.add("trained", *counts(levels[-1], shown_count), style="bold")
     return table
 
 

@@ -23,12 +23,12 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     Returns:
         (R,) `group`, `rollout`, `row` (the first one), `segments` (number of rows), `reward` (of the first
         row that has one; NaN if the rollout left before its rows got one common reward), `advantage` (of the
-        first row that has one), `baseline` (likewise), `counted` (whether it is in the statistics),
-        `compared` (rollouts that the advantage compared with it, itself included; −1 if unknown), `trained`
-        (whether one of its rows is trained), `failed` (failed or aborted), `truncated` (whether one of its
-        rows is truncated), `tokens` (in the loss, over all its rows, as collected; 0 if unknown), `reason`
-        (the code of its first row; 0 if one of its rows is trained), `staleness` (versions behind the newest;
-        -1 if unknown).
+        first row that has one), `baseline` (likewise), `empty` (arrived without a token in the loss, and is
+        in no statistic for this reason), `compared` (rollouts that the advantage compared with it, itself
+        included; −1 if unknown), `trained` (whether one of its rows is trained), `failed` (failed or
+        aborted), `truncated` (whether one of its rows is truncated), `tokens` (in the loss, over all its
+        rows, as collected; 0 if unknown), `reason` (the code of its first row; 0 if one of its rows is
+        trained), `staleness` (versions behind the newest; -1 if unknown).
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
@@ -39,20 +39,19 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
     of = {name: torch.from_numpy(column) for name, column in columns.items()}
     rows = torch.arange(len(of["reason"]))
     ids = Ids(first_row(of.get("rollout_id", rows)))  # numbered in the order of their first rows
-    trains, counted = of["reason"] == 0, of.get("counted", torch.ones_like(rows)) != 0
+    trains = of["reason"] == 0
     trained, status = ids.any(trains), of.get("status", torch.full_like(rows, -1))
-    stays = 2 * trains.long() + counted.long()  # prefer rows that are trained, then rows that count
 
     def known(name: str) -> Tensor:
         """(R,) the value of the preferred rows of a rollout, at the first that has one."""
         values = of.get(name, torch.full((len(rows),), torch.nan, dtype=torch.float64))
         last = len(rows) - 1
-        best = ids.max(torch.where(values.isfinite(), stays * len(rows) + last - rows, -1))
+        best = ids.max(torch.where(values.isfinite(), trains * len(rows) + last - rows, -1))
         return torch.where(best < 0, torch.nan, values[last - best % max(len(rows), 1)])
 
     reward = known("reward")
     if "reward" in of:  # rows with different rewards, such as a draft: not the rollout's
-        reward = torch.where(differs(ids.labels, of["reward"], counted) & ~trained, torch.nan, reward)
+        reward = torch.where(differs(ids.labels, of["reward"], rows >= 0) & ~trained, torch.nan, reward)
     found = {
         "group": of["group_id"][ids.first] if "group_id" in of else torch.full_like(ids.first, -1),
         "rollout": of.get("rollout_id", rows)[ids.first],
@@ -61,7 +60,7 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         "reward": reward,
         "advantage": known("advantage"),
         "baseline": known("baseline"),
-        "counted": ids.any(counted),
+        "empty": ids.any(of.get("empty", torch.zeros_like(rows)) != 0),
         "compared": ids.max(of.get("compared", torch.full_like(rows, -1))),
         "trained": trained,
         "failed": ids.any((status == Status.ABORTED) | (status == Status.FAILED)),
@@ -85,10 +84,9 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         (G,) `id`, `row` (the first one), `segments` (number of rows), `rollouts` (neither failed nor
         aborted), `expected` (rollouts; -1 if unknown), `complete`, `trained` (rollouts), `compared` (rollouts
         that the advantage compared; −1 if unknown), `baseline` (the one of these; NaN if unknown, or if they
-        have several). Over the rollouts in
-        the statistics that have a reward: `reward_mean`, `reward_std` (ddof 1; NaN for one rollout),
-        `reward_min`, `reward_max`, `zero_variance` (whether there are at least two and their compared rewards
-        are equal). `staleness` (the greatest; -1 if unknown).
+        have several). Over the rollouts of :func:`has_reward`, whatever a filter did: `reward_mean`,
+        `reward_std` (ddof 1; NaN for one rollout), `reward_min`, `reward_max`, `zero_variance` (whether there
+        are at least two and their compared rewards are equal). `staleness` (the greatest; -1 if unknown).
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
@@ -101,8 +99,8 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         rows[each["row"]] = values
         return torch.from_numpy(rows)
 
-    reward, in_statistics = at_heads(each["reward"]), at_heads(has_reward(each))
-    scored = Ids(ids.labels, in_statistics)
+    reward, with_reward = at_heads(each["reward"]), at_heads(has_reward(each))
+    scored = Ids(ids.labels, with_reward)
     counted, number = ids.sum(at_heads(~each["failed"])), scored.count
     mean = scored.sum(reward) / number
     squares = scored.sum((reward - ids.spread(mean)) ** 2)
@@ -116,7 +114,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
     low, high = among.min(baseline), among.max(baseline)
     one = (among.count > 0) & (high - low <= 1e-9 * high.abs().clamp_min(1))
     rewards = compared_values(columns, each, each_reward=each_reward)
-    equal = ~torch.stack([differs(ids.labels, at_heads(one), in_statistics) for one in rewards.T]).any(0)
+    equal = ~torch.stack([differs(ids.labels, at_heads(one), with_reward) for one in rewards.T]).any(0)
     found = {
         "id": torch.from_numpy(columns["group_id"])[ids.first],
         "row": ids.first,
@@ -163,8 +161,8 @@ def compared_ids(columns: Columns) -> np.ndarray:
 
 
 def has_reward(rollouts: Columns) -> np.ndarray:
-    """(R,) bool: rollouts in the statistics that have a reward and neither failed nor were aborted."""
-    return ~rollouts["failed"] & rollouts["counted"] & np.isfinite(rollouts["reward"])
+    """(R,) bool: rollouts that have a reward, did not arrive empty, and neither failed nor were aborted."""
+    return ~rollouts["failed"] & ~rollouts["empty"] & np.isfinite(rollouts["reward"])
 
 
 def compared_values(columns: Columns, rollouts: Columns, *, each_reward: bool = True) -> np.ndarray:

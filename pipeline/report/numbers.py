@@ -22,6 +22,9 @@ def numbers_of(
 ) -> dict[str, float]:
     """Statistics of a step; a statistic over no values is left out.
 
+    A number about the rewards of groups is over all rollouts of :func:`has_reward`, after the stages that
+    change rewards. So it does not depend on the filter's action.
+
     ======================================= =================================================================
     ``frac_reward_zero_std``                share of groups of two or more whose rewards are all equal (TRL)
     ``groups/informative``                  share of groups of two or more whose rewards differ

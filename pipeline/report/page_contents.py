@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
-from omegaconf import DictConfig
 
-from headrace.pipeline.wording import beginning, printable
+from headrace.pipeline.user_turn import asked_line
+from headrace.pipeline.wording import printable
 from headrace.transforms.options import takes_options
 
-from .advice import Advice, History, advice_at, configs_in_effect, symptoms
+from .advice import Advice, History, Setup, advice_at, setup_in_python, symptoms
 from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
@@ -26,7 +26,6 @@ PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which it
 CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
 TOKENS = 500  # of a response token by token, likewise
 BESIDE = 300  # of a column beside a response
-LABEL = 80  # characters of the last user turn by which a group is called
 
 
 @takes_options
@@ -38,7 +37,7 @@ def page_data(
     advice: Sequence[Advice] | None = None,
     totals: Numbers | None = None,
     recorded: int | None = None,
-    configs: Sequence[DictConfig] = (),
+    setup: Setup | None = None,
 ) -> PageData:
     """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
 
@@ -55,8 +54,8 @@ def page_data(
         advice: verdict and advisories of each report; None: they follow from the history up to its step.
         totals: over all steps of the run (:func:`totals_over`); None: those of the history.
         recorded: steps of the run; None: those of the history.
-        configs: of the task, one for each recipe, so that remedies are options that it has
-            (:meth:`Remedy.under`); empty: of the run in Python that made the last report.
+        setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`); None: of the run
+            in Python that made the last report.
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -69,7 +68,8 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
-    configs = configs or (configs_in_effect(reports[-1].options) if reports else ())
+    if setup is None and reports:
+        setup = setup_in_python(reports[-1].options)
     fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {
@@ -90,8 +90,8 @@ def page_data(
                 "shows": each.shows,
                 "means": each.means,
                 "remedies": [
-                    {"text": one.text, "words": one.words, "when": one.when, "unless": one.unless}
-                    for one in (remedy.under(configs) for remedy in each.remedies)
+                    {"text": one.text, "overrides": one.overrides, "when": one.when, "unless": one.unless}
+                    for one in (remedy.under(setup) for remedy in each.remedies)
                     if one is not None
                 ],
             }
@@ -142,11 +142,12 @@ def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
     def column(name: str) -> np.ndarray:
         return report.groups[name][shown] if report.groups else np.empty(0)
 
-    asked = [report.asked(row) for row in column("row").tolist()]
-    lines = [None if text is None else " ".join(text.split()) for text in asked]
+    prompts = report.texts.get("prompt")
     return {
         "id": _ids(report, "group", column("row").astype(int)),
-        "label": [line and printable(beginning(line, LABEL)) for line in lines],
+        "label": [
+            None if prompts is None else printable(asked_line(prompts[row])) for row in column("row").tolist()
+        ],
         "asked": [texts.asked.get(row) for row in column("row").tolist()],
         "prompt": [texts.prompts.get(row) for row in column("row").tolist()],
         "rollouts": column("rollouts").tolist(),

@@ -123,7 +123,7 @@ class PageRemedy(TypedDict):
     """Something to do about a symptom."""
 
     text: str  # what
-    words: str  # to type; empty: none
+    overrides: str  # to type; empty: none
     when: str  # the cause that it is against; empty: any
     unless: str  # the cause that it does not help against; empty: none
 
@@ -145,7 +145,7 @@ class PageRun(TypedDict):
     written: str  # when the page was written, the same
     live: float | None  # seconds after which there may be a newer page; None: the run is over
     versions: dict[str, str]  # of headrace and what it stands on, by name
-    words: list[str]  # overrides that were typed
+    overrides: list[str]  # that were typed
     config: str | None  # resolved, as YAML
 
 
@@ -186,6 +186,13 @@ class PageCertificate(TypedDict):
     loss: PageJudgement  # with the recipe's own loss weights
 
 
+class PageFailed(TypedDict):
+    """Steps that are in no number of the page."""
+
+    said: str  # which they are, as a sentence
+    reasons: list[str]  # why each of them failed
+
+
 class PageDataRequired(TypedDict):
     """The keys that every page has."""
 
@@ -193,14 +200,16 @@ class PageDataRequired(TypedDict):
     recipe: list[RecipeStage]  # in order
     steps: list[Step]  # in order
     curve_steps: list[int]  # the steps over which the curves are drawn
-    curves: dict[str, list[float | None]]  # metrics by name, as columns beside `curve_steps`
+    # Metrics by name, as columns beside `curve_steps`; `second/…`: under the second recipe of `versus`.
+    curves: dict[str, list[float | None]]
 
 
 class PageData(PageDataRequired, total=False):
     """The data of the page of a training, a replay, a comparison or certificates."""
 
     symptoms: list[PageSymptom]  # of the advisories
-    notices: list[str]  # what is missing on this page, steps that failed say: sentences
+    failed: PageFailed  # the steps that failed, if any did
+    notices: list[str]  # what else is missing on this page: sentences
     unsaid: list[str]  # names of numbers that a tile would show, and that the dump cannot have
     rows_kept: bool  # whether files have the rows of all steps, for `headrace view FOLDER`
     recorded: int  # steps of the run, of which `curve_steps` are all or some
@@ -208,6 +217,7 @@ class PageData(PageDataRequired, total=False):
     run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
     equal: list[str]  # numbers that are the same under both at every step
+    difference: str  # how they differ, as a sentence
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 
 

@@ -40,10 +40,14 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         if several.shape[1] > 1:
             found["rewards"] = several
     if REWARD in table.columns:
-        reward = table.columns[REWARD]
-        unseen = reward.isnan() & ~table.here  # it left before rollouts had one reward
+        reward, stages = table.columns[REWARD], list(run.stages.items())
+        writers = [at for at, (_, stage) in enumerate(stages) if REWARD in getattr(stage, "out_keys", ())]
+        later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
+        left_later = torch.tensor([name.rpartition("/")[0] in later for name in table.names])[table.reason]
+        # It left before rollouts had one reward.
+        unseen = (reward.isnan() & ~table.here) | (~counted & ~left_later)
         before = found.get("reward", torch.full_like(reward, float("nan")))
-        found["reward"] = torch.where(counted & ~unseen, reward, before)
+        found["reward"] = torch.where(unseen, before, reward)
     elif "reward" in found and (now := first("reward")) is not None and now.numel() == table.size:
         found["reward"] = now.double().reshape(-1)
     if (logged := first("logged_advantage")) is not None and logged.numel() == table.size:
@@ -60,8 +64,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["advantage"] = advantage.double().reshape(-1)
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:
         found["peers"] = table.columns[keys.found["peers"][0]]
-    if table.counted is not None:
-        found["counted"] = counted.long()
+    if table.counted is not None and "tokens" in found:
+        kinds = zip(table.names, table.effects, strict=True)
+        filtered = torch.tensor([kind == "excluded" and not name.endswith("/empty") for name, kind in kinds])
+        found["empty"] = (~counted & ~filtered[table.reason] & (found["tokens"] == 0)).long()
     if "advantage" in found:
         found["compared"], found["baseline"] = _compared(run)
     found |= run.trained_at

@@ -227,12 +227,12 @@ def _block(flat: np.ndarray, places: np.ndarray) -> np.ndarray:
     return flat.take(places[:, None] + np.arange(BLOCK), mode="clip")
 
 
-def tree_words(numbers: Mapping[str, float]) -> str:
+def said_of_trees(numbers: Mapping[str, float]) -> str:
     """What a report's numbers say of trees, in a line; empty where there are no tokens.
 
     Example:
         >>> counts = SharedTokens({"rows": 3072.0, "group": 1280.0}, {"rows": 294912.0, "group": 180224.0})
-        >>> tree_words(counts.numbers()).split("; ")  # doctest: +NORMALIZE_WHITESPACE
+        >>> said_of_trees(counts.numbers()).split("; ")  # doctest: +NORMALIZE_WHITESPACE
         ['tokens of prompts and responses: 3,072 row by row',
          '1,280 as trees of groups, 2.4 times fewer, with 0.42 of the FLOPs']
     """

@@ -53,11 +53,12 @@ class StepReport:
             own), `reward` (the rollout's, as the advantage saw it), `advantage` (a mean over tokens, where it
             is per token), `advantage_by_row` (what it would be if each row were a rollout), `loss_weight`
             (also where it was folded into the advantage, which is that before), `tokens` (in the loss, as
-            collected), `trained_tokens` (after all stages), `status`, `policy_version`,
-            `expected_rollouts`, `minibatch`, `microbatch`, `rank`, `counted`, `logged_advantage` (that of a
-            dump), `compared` (rollouts that the advantage compared with that of the row, itself included),
-            `baseline` (that it was compared with), `peers` (among whom the advantage compares, where that is
-            no group). An unknown float is NaN, an unknown integer -1.
+            collected), `trained_tokens` (after all stages), `status`, `policy_version`, `expected_rollouts`,
+            `minibatch`, `microbatch`, `rank`, `empty` (1: it arrived without a token in the loss, and is in
+            no statistic), `logged_advantage` (that of a dump), `compared` (rollouts that the advantage
+            compared with that of the row, itself included), `baseline` (that it was compared with), `peers`
+            (among whom the advantage compares, where that is no group). An unknown float is NaN, an unknown
+            integer -1.
         names: ``stage/reason`` by code; 0 is ``trained``.
         actions: what happened to those rows, by code.
         texts: N strings by name, ``prompt``, ``response``, ``ground_truth``; ``other_columns``, JSON objects
@@ -374,7 +375,7 @@ def _advantage_by_row(stage: Any, columns: Mapping[str, np.ndarray]) -> np.ndarr
     if not {"reward", "advantage", "group_id"} <= set(columns):
         return None
     rows = np.isfinite(columns["advantage"]) & np.isfinite(columns["reward"]) & (columns["group_id"] >= 0)
-    rows &= columns.get("counted", np.ones(len(rows))) != 0
+    rows &= columns["compared"] != 0
     if not rows.any():
         return None
     reward, groups = (torch.from_numpy(each[rows]) for each in (columns["reward"], compared_ids(columns)))

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from omegaconf import DictConfig
 from rich.console import Console, Group
 from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.tables import FittedColumn, FittedTable
-from headrace.pipeline.wording import printable, reason_words
+from headrace.pipeline.user_turn import asked_line
+from headrace.pipeline.wording import printable, shown_reason
 
-from .advice import BEYOND, Advisory, Remedy, configs_in_effect, remedy_of
+from .advice import BEYOND, Advisory, Remedy, Setup, remedy_of, setup_in_python
 from .funnel import funnel_table
-from .shared_tokens import tree_words
+from .shared_tokens import said_of_trees
 from .step import StepReport, make_report
 from .texts import Decode
 
@@ -30,13 +30,13 @@ PROMPT = 40  # letters of it at most
 ADVISED = 3  # advisories; the page has all
 
 
-def show_report(report: StepReport, *, groups: int = GROUPS, configs: Sequence[DictConfig] = ()) -> Group:
+def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None = None) -> Group:
     """A report as Rich prints it, readable at 80 columns. Texts of the batch are not read as markup.
 
     Args:
         report: of a batch.
         groups: lines of the group table at most. Groups that lost rollouts come first.
-        configs: as for :func:`show_advisories`; empty: of the run in Python that made the report.
+        setup: as for :func:`show_advisories`; None: that of the run in Python that made the report.
 
     Example:
         >>> import torch
@@ -56,17 +56,16 @@ def show_report(report: StepReport, *, groups: int = GROUPS, configs: Sequence[D
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
-    blocks += [Text(), Text(words)] if (words := tree_words(report.numbers)) else []
-    return Group(
-        *blocks, *show_advisories(report.advisories, configs=configs or configs_in_effect(report.options))
-    )
+    blocks += [Text(), Text(words)] if (words := said_of_trees(report.numbers)) else []
+    setup = setup or setup_in_python(report.options)
+    return Group(*blocks, *show_advisories(report.advisories, setup=setup))
 
 
 def show_advisories(
     advisories: Sequence[Advisory],
     verdict: str | None = None,
     unchecked: Sequence[str] = (),
-    configs: Sequence[DictConfig] = (),
+    setup: Setup | None = None,
 ) -> list[Text]:
     """A verdict; the first advisories, each with a remedy or a cause; and, on a line, what nobody can tell.
 
@@ -74,7 +73,7 @@ def show_advisories(
         advisories: most urgent first.
         verdict: whether the reward rises; an advisory does not say that again.
         unchecked: names of symptoms.
-        configs: composed, so that remedies are options that the task has (:meth:`Remedy.under`).
+        setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`).
     """
     said = verdict or ""
     lines, given = [], list[Remedy]()
@@ -82,10 +81,10 @@ def show_advisories(
         first = each.text.partition(BEYOND)[0]
         trend = said.startswith(each.text.removesuffix("."))
         said = said if trend else said.replace(f" {first}", "")
-        remedy = None if each.because else remedy_of(each, configs, given)
+        remedy = None if each.because else remedy_of(each, setup, given)
         given += [] if remedy is None else [remedy]
         words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
-        words += f": {remedy.words}" if remedy is not None and remedy.words else ""
+        words += f": {remedy.overrides}" if remedy is not None and remedy.overrides else ""
         parts = [part for part in ("" if trend else each.text, each.reason, words and f"→ {words}") if part]
         lines += [Text(f"{each.name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
     if len(advisories) > ADVISED:
@@ -158,8 +157,7 @@ def _groups(report: StepReport, most: int) -> FittedTable:
             _reasons(report, each["reason"][rollouts]),
         ]
         if asked:
-            words = " ".join((report.asked(groups["row"][g]) or "").split())
-            cells.insert(0, printable(words)[:PROMPT])
+            cells.insert(0, asked_line(report.texts["prompt"][groups["row"][g]], PROMPT))
         table.add(str(ids[g]), *cells, style="" if groups["trained"][g] else "dim")
     return table
 
@@ -180,7 +178,7 @@ def _values(values: np.ndarray) -> str:
 def _reasons(report: StepReport, codes: np.ndarray) -> str:
     distinct, counts = np.unique(codes[codes > 0], return_counts=True)
     named = (report.names[code].rpartition("/") for code in distinct)
-    words = [reason_words(stage, reason) for stage, _, reason in named]
+    words = [shown_reason(stage, reason) for stage, _, reason in named]
     return ", ".join(
         word + (f" ×{count}" if count > 1 else "") for word, count in zip(words, counts, strict=True)
     )

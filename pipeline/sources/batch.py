@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-from headrace.pipeline.prompt_groups import MADE, group_in_words, prompt_in_words
+from headrace.pipeline.prompt_groups import MADE, group_called, prompt_called
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FLOAT, IN_LOSS, NO_LENGTHS
@@ -290,14 +290,14 @@ def check_groups(rows: Sequence[Sample]) -> None:
         if first.group != row.group:
             raise SourceError(
                 f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in the "
-                f"group {_called(row)}, and at {first.where} in the group {_called(first)}"
+                f"group {_group_called(row)}, and at {first.where} in the group {_group_called(first)}"
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
         rollouts = members[row.group]
         if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
             raise SourceError(
-                f"{row.where}: the group {_called(row)} was dispatched with {row.expected_rollouts} "
+                f"{row.where}: the group {_group_called(row)} was dispatched with {row.expected_rollouts} "
                 f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?",
                 lacks="group_size",
@@ -362,21 +362,16 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         if not leave_out or sample.group not in excess or id(sample) in drawn
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
-    drawn_again = tuple((_asked(groups[label][0]), len(groups[label])) for label in excess)
+    asked = [(groups[label][0], len(groups[label])) for label in excess]
+    drawn_again = tuple((prompt_called(row.prompt, row.where), rollouts) for row, rollouts in asked)
     split, rows_left_out = len(excess) - len(left), len(samples) - len(stay)
     return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again, copies)
 
 
-def _asked(row: Sample) -> str:
-    """The prompt of a row as sentences call it; without one, the label of its group."""
-    made = MADE.fullmatch(label_text(row.group))
-    return prompt_in_words(row.prompt, row.where) if row.prompt or made else quote(row.group)
-
-
-def _called(row: Sample) -> str:
+def _group_called(row: Sample) -> str:
     """The group of a row as sentences call it."""
     label = label_text(row.group)
-    return group_in_words(label, row.prompt, row.where) if MADE.fullmatch(label) else quote(row.group)
+    return group_called(label, row.prompt, row.where) if MADE.fullmatch(label) else quote(row.group)
 
 
 class Draws(NamedTuple):
@@ -389,7 +384,7 @@ class Draws(NamedTuple):
     rows_left_out: int = 0
     """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """For each of these groups its prompt as sentences call it, or else its label, and its rollouts."""
+    """For each of these groups its prompt as sentences call it, and its rollouts."""
     copies: int = 0
     """Number of split groups whose draws have the same responses and rewards in the same order."""
 

@@ -272,7 +272,8 @@ class Source:
                 batch, changed = regrade(batch, self._grade)
                 self.regraded = (self.regraded or Regraded()).with_step(changed)
         except SourceError as err:
-            raise SourceError(f"step {step}: {err}", lacks=err.lacks) from err
+            err.step = step
+            raise
         return batch
 
 

@@ -20,7 +20,7 @@ MAX_MESSAGE = 2000  # characters, of four bytes at most
 
 
 class SourceError(ValueError):
-    r"""A dump does not follow its format. The message begins with the file and the place in it.
+    r"""A dump does not follow its format. The message begins with the file and the place in it, or the step.
 
     A message quotes names, keys and values of the file. Characters that a terminal would act on are escaped,
     and the middle of a long message is omitted. The traceback does not show the decoder's error, whose text
@@ -28,6 +28,7 @@ class SourceError(ValueError):
 
     Attributes:
         lacks: the option that is missing or wrong, ``group_by`` or ``group_size``, if it is one of these.
+        step: whose rows it is about, if they are more than one record.
 
     Example:
         >>> print(SourceError("a.jsonl:3: found \x1b[2J"))
@@ -37,7 +38,11 @@ class SourceError(ValueError):
     def __init__(self, message: str, *, lacks: str = ""):
         super().__init__(_cut(printable(_cut(message))))
         self.lacks = lacks
+        self.step: int | None = None
         self.__suppress_context__ = True
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.step is None else f"step {self.step}: {self.args[0]}"
 
 
 def _cut(text: str) -> str:

@@ -15,7 +15,6 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
-from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
@@ -23,7 +22,7 @@ from headrace.pipeline.wording import printable
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .dump_steps import DumpSteps
 from .logged import MOST, LoggedRows, explain_logged
-from .source import open_configured, print_files, refuse_wrong_size
+from .source import open_configured, print_files, refuse_wrong_size, write_files
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
@@ -84,14 +83,14 @@ class CheckResult:
 
 
 def audit(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Check every step of a dump against the recipe that trained it; print and write the findings.
 
     Args:
         config: composed with ``task=audit``; its ``pipeline`` is the recipe.
         output: folder for ``config.yaml``, ``audit.json`` and ``report.html``.
-        words: overrides of the command line, for the recipe's name.
+        overrides: of the command line, for the recipe's name.
         console: where to print; None: standard output.
 
     Returns:
@@ -113,8 +112,6 @@ def audit(
     dispatched = {"source": {"group_size": size if by_prompt else None}}
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, unlike = 0, 0, list[LoggedRows]()
     sizes: Counter[int] = Counter()
@@ -137,7 +134,7 @@ def audit(
     refuse_wrong_size(size, sizes, "source" if config.source.group_size else "pipeline.stages.gate")
     if unlike:
         results["advantages"].hint = "; ".join(explain_logged(unlike))
-    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
     head = {
         "dump": str(config.source.path),
@@ -150,13 +147,14 @@ def audit(
     verdict = verdict_of(results, source.format)
     report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
     report["checks"] = [each.plain(steps) for each in results.values()]
-    write_whole(output / "audit.json", lambda file: file.write_text(json_text(report, indent=1)))
     title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
     tables = [_summary(results, steps, title)]
+    files = {"audit.json": json_text(report, indent=1)}
     if config.report.html:
         found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
-        page = _page(title, [verdict, *notices], [*tables, *found_by], _lines_below(results))
-        write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
+        said = [verdict, *notices]
+        files["report.html"] = _page(title, said, [*tables, *found_by], _lines_below(results))
+    write_files(config, output, files)
     console.print(Text(f"\n{verdict}", style="bold"))
     console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
     for line in _lines_below(results):
@@ -194,7 +192,7 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
     """The rows of a step that have both advantages, if rollouts have a single reward."""
     reward = batch["next", "reward"].reshape(len(batch), -1)
-    if step.logged is None or reward.shape[1] > 1:
+    if reward.shape[1] > 1:
         return []
     rewards, both = reward[:, 0].double(), step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
     columns = (

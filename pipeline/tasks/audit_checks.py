@@ -25,7 +25,7 @@ from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
 from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.prompt_groups import group_in_words
+from headrace.pipeline.prompt_groups import group_called
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
 from headrace.transforms import BatchError, Ids, Status, loss_weight
@@ -150,9 +150,9 @@ class AuditedStep:
         self.expected_rollouts: Tensor | None = batch.get("expected_rollouts", None)
         if self.expected_rollouts is None and group_size is not None:
             self.expected_rollouts = torch.full((self.size,), group_size)
-        self.logged: Tensor | None = batch.get("logged_advantage", None)
-        if self.logged is not None:
-            self.logged = self.logged.double()
+        self.has_advantages = "logged_advantage" in batch.keys()
+        unknown = torch.full((self.size,), torch.nan)
+        self.logged: Tensor = batch.get("logged_advantage", unknown).double()  # NaN: the row has none
         self.weight: Tensor | None = batch.get("logged_weight", None)
         self.minibatch: Tensor | None = batch.get("logged_minibatch", None)
         self.trains = self.in_loss & ~self.lost
@@ -207,7 +207,7 @@ class AuditedStep:
     @cached_property
     def refusal(self) -> str:
         """Why no advantages can be compared; empty if they can."""
-        if self.logged is None:
+        if not self.has_advantages:
             return NO_ADVANTAGES
         try:
             _ = self.by_recipe
@@ -223,20 +223,16 @@ class AuditedStep:
     @cached_property
     def near(self) -> float:
         """The greatest difference of advantages that count as equal."""
-        return 0.0 if self.logged is None else tolerance(self.logged[self.logged.isfinite()].numpy())
+        return tolerance(self.logged[self.logged.isfinite()].numpy())
 
     def differs(self, advantage: Tensor) -> Tensor:
         """(N,) bool, rows that train whose logged advantage differs from this one; none without a log."""
-        if self.logged is None:
-            return torch.zeros_like(self.trains)
         compared = self.trains & self.logged.isfinite() & advantage.isfinite()
         return compared & ((self.logged - advantage).abs() > self.near)
 
     @property
     def flipped(self) -> Tensor:
         """(N,) bool, rows that train whose logged advantage has the opposite sign, both beyond rounding."""
-        if self.logged is None:
-            return torch.zeros_like(self.trains)
         far = torch.minimum(self.logged.abs(), self.by_recipe.abs()) > self.near
         return self.differs(self.by_recipe) & far & (self.logged * self.by_recipe < 0)
 
@@ -333,12 +329,10 @@ class AuditedStep:
     @cached_property
     def gradient(self) -> Tensor | None:
         """(N,) float64: |weight × advantage × tokens| over the sum of all rows; None: unknown."""
-        advantage = self.logged
-        if advantage is None:
-            try:
-                advantage = self.by_recipe
-            except BatchError:
-                return None
+        try:
+            advantage = self.logged if self.has_advantages else self.by_recipe
+        except BatchError:
+            return None
         if self.tokens is None:
             return None
         weight = self.declared_weight if self.weight is None else self.weight
@@ -378,21 +372,14 @@ class AuditedStep:
         label = self.group_names[int(at[0])] if group else None
         return AuditFinding(self.step, label, rollouts, at.tolist(), numbers[0], numbers[1], text, share)
 
-    def called(self, rows: Tensor) -> str:
-        """A group as sentences call it (:func:`group_in_words`)."""
-        row = int(rows.nonzero()[0])
-        prompt = None if self.prompts is None else self.prompts[row]
-        return group_in_words(self.group_names[row], prompt, f"row {row}")
-
     def names_of(self, rows: Tensor) -> list[str]:
         """Labels of the rollouts of (N,) bool `rows`."""
         return list(dict.fromkeys(self.rollout_names[row] for row in rows.nonzero().flatten().tolist()))
 
     def first_advantages(self, rows: Tensor) -> str:
         """The first advantages of these rows, logged and expected, as text."""
-        logged = self.by_recipe if self.logged is None else self.logged
         pairs = (
-            f"row {row} (rollout {self.rollout_names[row]}) {logged[row]:.4g}, by the recipe "
+            f"row {row} (rollout {self.rollout_names[row]}) {self.logged[row]:.4g}, by the recipe "
             f"{self.by_recipe[row]:.4g}"
             for row in rows.nonzero().flatten().tolist()
         )
@@ -400,9 +387,13 @@ class AuditedStep:
 
     def by_group(self, rows: Tensor) -> list[tuple[str, Tensor]]:
         """The groups of these rows, in order: how each is called, and (N,) bool, its rows."""
-        found = dict.fromkeys(self.groups.of[rows].tolist())
-        each = [rows & (self.groups.of == group) for group in found]
-        return [(self.called(own), own) for own in each]
+        found = []
+        for group in dict.fromkeys(self.groups.of[rows].tolist()):
+            own = rows & (self.groups.of == group)
+            row = int(own.nonzero()[0])
+            prompt = None if self.prompts is None else self.prompts[row]
+            found.append((group_called(self.group_names[row], prompt, f"row {row}"), own))
+        return found
 
 
 # -- the checks ------------------------------------------------------------------------------------------
@@ -414,7 +405,7 @@ def wrong_signs(step: AuditedStep) -> CheckOutcome:
     Needs advantages. Groups that follow another convention are reported by the check of that convention, with
     the number of their wrong signs. A finding is a group; `expected` and `found` are advantages of its rows.
     """
-    if step.refusal or step.logged is None:
+    if step.refusal:
         return CheckOutcome([], step.refusal)
     return CheckOutcome(
         [
@@ -460,7 +451,7 @@ def mixed_groups(step: AuditedStep) -> CheckOutcome:
                 f"group {group} has {len(own)} prompts: {listing([repr(each[-40:]) for each in own], most=3)}"
             )
             findings.append(step.finding(rows, text, [1], [len(own)]))
-    if step.refusal or step.logged is None:
+    if step.refusal:
         return CheckOutcome(findings, lacking)
     for group, rows in step.by_group(step.groups_that_fit(*step.other_groups)):
         how = " or ".join(step.conventions[int(step.groups.of[rows][0])])
@@ -520,7 +511,7 @@ def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: 
 
     Groups that fit neither of the two could not be checked, if the two conventions differ for them.
     """
-    if step.refusal or step.logged is None:
+    if step.refusal:
         return CheckOutcome([], step.refusal)
     findings = []
     for group, rows in step.by_group(step.groups_that_fit(convention, BOTH)):
@@ -569,7 +560,7 @@ def other_advantages(step: AuditedStep) -> CheckOutcome:
 
     Needs advantages. A finding is about a step; `expected` and `found` are advantages.
     """
-    if step.refusal or step.logged is None:
+    if step.refusal:
         return CheckOutcome([], step.refusal)
     off = step.differs(step.by_recipe) & ~step.explained & ~step.flipped
     if not bool(off.any()):

@@ -24,13 +24,12 @@ from headrace.pipeline.certify import (
 )
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.report import page_data, write_page
-from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report import page_data, render_page
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
-from .source import print_files, recipe_nodes, sizes_of_groups
+from .source import print_files, recipe_nodes, sizes_of_groups, write_files
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -45,14 +44,14 @@ NOTHING: dict[str, Any] = {"ratio": (), **dict.fromkeys(("relative_bias", "cosin
 
 
 def certify(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Run every recipe on all outcomes of every task; print and write the certificates.
 
     Args:
         config: composed with ``task=certify``.
         output: folder for ``config.yaml``, ``certificate.json`` and ``report.html``.
-        words: overrides of the command line; those of ``pipeline`` apply to all recipes.
+        overrides: of the command line; those of ``pipeline`` apply to all recipes.
         console: where to print; None: standard output.
 
     Returns:
@@ -67,29 +66,28 @@ def certify(
     if type(most) is not int or most < 1:
         raise ConfigError(f"certify.most must be an integer ≥ 1; got {most}")
     tasks, sizes = small_tasks(config), sizes_of_groups(config, "certify.group_sizes")
-    named = [word.partition("=")[2] for word in words if word.startswith("pipeline=")]
+    named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     nodes = {named[-1] if named else "grpo": config.pipeline}
     if config.pipelines:
-        nodes = recipe_nodes(config.pipelines, words)
+        nodes = recipe_nodes(config.pipelines, overrides)
     for size, task in product(sizes, tasks):
         with suppress(GroupSizeError):  # the table reports it
             count_outcomes(tasks[task], task, size, config.certify.most)  # refuse large tasks first
     found: list[Found] = []
     cases = list(product(sizes, tasks, nodes))
     for size, task, recipe in track(cases, "certifying", console=console, transient=True):
-        options: dict[str, Any] = {"group_size": size, "words": words, "most": config.certify.most}
+        options: dict[str, Any] = {"group_size": size, "overrides": overrides, "most": config.certify.most}
         found.append(certify_recipe(nodes[recipe], recipe, tasks[task], task, **options))
     certificates = [each for each in found if isinstance(each, Certificate)]
     if not certificates:
         reasons = {each.reason for each in found if isinstance(each, Refused)}
         raise ConfigError("each recipe refuses the rows of each task: " + "; ".join(sorted(reasons)))
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     text = json_text({"certificates": [each.plain() for each in certificates]}, indent=1)
-    write_whole(output / "certificate.json", lambda file: file.write_text(text))
+    files = {"certificate.json": text}
     if config.report.html:
         page = page_data([], title=f"certificates of {', '.join(nodes)}")
-        write_page(page | {"certificates": [on_page(each) for each in found]}, output / "report.html")
+        files["report.html"] = render_page(page | {"certificates": [on_page(each) for each in found]})
+    write_files(config, output, files)
     show_certificates(found, console)
     print_files(console, output)
     return max(each.advantage.relative_bias or 0.0 for each in certificates)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
@@ -21,15 +21,16 @@ from headrace.pipeline.report import (
     ReportFolder,
     StepReport,
     gradient_share,
-    last_user_turn,
+    make_report,
 )
-from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.user_turn import asked_line
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import beginning, printable
+from headrace.transforms import BatchError
 
 from .dump_steps import DumpSteps
-from .source import open_configured, print_files, recipe_nodes, report_of
+from .source import open_configured, print_files, recipe_nodes, write_files
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
@@ -48,14 +49,14 @@ NO_SHARES = (
 
 
 def compare(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Run every step of a dump through two recipes; print and write the differences.
 
     Args:
         config: composed with ``task=compare``.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
-        words: overrides of the command line; those of ``pipeline`` apply to both recipes.
+        overrides: of the command line; those of ``pipeline`` apply to both recipes.
         console: where to print; None: standard output.
 
     Returns:
@@ -72,11 +73,9 @@ def compare(
     names = list(config.pipelines)
     if len(names) != 2:
         raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
-    nodes = list(recipe_nodes(names, words).values())
+    nodes = list(recipe_nodes(names, overrides).values())
     pipelines = [build_pipeline(node) for node in nodes]
     source = open_configured(config)
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     comparison = Comparison((names[0], names[1]))
     folder = ReportFolder(
         output,
@@ -87,38 +86,45 @@ def compare(
         every=config.report.every,
         versus=names,
     )
-    steps = DumpSteps(source, console, folder, beside=SAME_STEPS)
+    steps = DumpSteps(source, console, folder)
     with folder:
 
         def reported(step: int, batch: TensorDictBase) -> tuple[StepReport, StepReport, dict[str, float]]:
-            nonlocal pipelines
-            tried = copy.deepcopy(pipelines)  # a state does not remember a step that the other recipe refuses
-            both = zip(names, tried, strict=True)
-            first, second = (report_of(pipeline, step, batch, config, recipe=name) for name, pipeline in both)
-            apart = comparison.add(first, second)
-            pipelines = tried
-            return first, second, apart
+            tried = copy.deepcopy(pipelines)  # a state does not remember a step that is left out
+            reports = list[StepReport]()
+            for name, pipeline in zip(names, tried, strict=True):
+                try:
+                    reports.append(make_report(pipeline.run(batch), step=step, solved=config.report.solved))
+                except BatchError as err:
+                    err.recipe = name
+                    raise
+            apart = comparison.add(*reports)
+            pipelines[:] = tried
+            return reports[0], reports[1], apart
 
         for first, second, apart in steps.results(reported):
             differ = {f"versus/{name}": value for name, value in apart.items()}
-            # The report of the first recipe, with the second one's advantages and shares as further columns.
+            differ |= {f"second/{name}": value for name, value in second.numbers.items()}
+            # The report of the first recipe, with what the second one has beside it.
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
             pair = first.numbers, second.numbers
             known = dict.fromkeys(folder.equal if comparison.steps > 1 else pair[0])
             folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
-            folder.notices = [*steps.said, comparison.said]
+            folder.difference = comparison.said
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
-        folder.notices = [*steps.said, comparison.said]
+        folder.notices += [SAME_STEPS] * bool(steps.failed)
     shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
     numbers = {"numbers": comparison.numbers, "steps_averaged": comparison.averaged}
     failed = [each._asdict() for each in steps.failed]
     result = {"pipelines": names, **numbers, "shares": shares, "movers": movers, "failed_steps": failed}
-    write_whole(output / "compare.json", lambda file: file.write_text(json_text(result, indent=1)))
+    write_files(config, output, {"compare.json": json_text(result, indent=1)})
     show_comparison(comparison, console)
     steps.show()
+    if steps.failed:
+        console.print(Text(SAME_STEPS))
     print_files(console, output)
     steps.end()
     return comparison.numbers["correlation"]
@@ -146,7 +152,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         what = "advantages differ" if unknown else "share of their step's gradient differs"
         movers = FittedTable([*columns, *shares, last], f"\ngroups whose {what} most")
         for mover in comparison.movers:
-            called = first_words(mover.prompt) if mover.prompt else short_id(mover.group)
+            called = asked_line(mover.prompt, PROMPT) if mover.prompt else short_id(mover.group)
             pair = [mover.first, mover.second]
             digits = ".1%" if f"{pair[0]:.1%}" != f"{pair[1]:.1%}" else ".4%"
             moved = [] if unknown else [format(share, digits) for share in pair]
@@ -188,17 +194,16 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
         most = sorted(lines, key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
         for text, (one, other, count) in sorted(most, key=by_label):
-            text = first_words(last_user_turn(text)) if name == "prompt" else printable(text)
-            table.add(text, f"{one:.1%}", f"{other:.1%}", f"{count:,.0f}")
+            table.add(
+                asked_line(text, PROMPT) if name == "prompt" else text,
+                f"{one:.1%}",
+                f"{other:.1%}",
+                f"{count:,.0f}",
+            )
         console.print(table)
     if same := [name for name, lines in means.items() if not lines]:
         console.print(Text(f"\nThe same under both: shares by {', by '.join(same)}."))
     console.print(Text(f"\n{SHARE}"))
-
-
-def first_words(text: str) -> str:
-    """The beginning of a prompt, on one line."""
-    return beginning(printable(" ".join(text.split())), PROMPT)
 
 
 def short_id(label: int | str) -> str:
@@ -208,5 +213,4 @@ def short_id(label: int | str) -> str:
         >>> short_id(2**62), short_id("prompt/bcfa1ad62952453f3229f6ebe9b0cba5")
         ('4611686018427387904', 'prompt/bcfa1ad6…')
     """
-    text = printable(str(label))
-    return text if isinstance(label, int) else beginning(text, ID)
+    return str(label) if isinstance(label, int) else beginning(label, ID)

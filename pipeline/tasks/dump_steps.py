@@ -14,20 +14,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.error_words import in_words_to_type
+from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.failed_steps import FailedStep
 from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.report import ReportFolder
+from headrace.pipeline.report.folder import said_of_failed
 from headrace.pipeline.sources import Source, SourceError
 from headrace.pipeline.sources.batch import Draws
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError, MissingKeyError
-from headrace.transforms.errors import listing
 
 Result = TypeVar("Result")
 GIVE_UP = 3  # failed steps, without one that passed, after which a task ends: its options do not fit the dump
-NAMED = 20  # failed steps whose reason is shown
 NAMED_DRAWS = 6  # prompts that were drawn several times in one step, and that are named
 
 
@@ -41,18 +40,16 @@ class DumpSteps:
     Args:
         source: the dump.
         console: where to show a progress bar.
-        folder: which is told of each failed step; None: there is none.
-        beside: a sentence that is said with the failed steps.
+        folder: which is told of failed steps, and of prompts that were drawn several times; None: there is
+            none.
 
     Attributes:
         failed: the steps that failed.
         passed: how many did not.
     """
 
-    def __init__(
-        self, source: Source, console: Console, folder: ReportFolder | None = None, *, beside: str = ""
-    ):
-        self.source, self.console, self.folder, self.beside = source, console, folder, beside
+    def __init__(self, source: Source, console: Console, folder: ReportFolder | None = None):
+        self.source, self.console, self.folder = source, console, folder
         self.failed: list[FailedStep] = []
         self.passed = 0
 
@@ -60,7 +57,7 @@ class DumpSteps:
         """Yield what `of` makes of each step and its batch.
 
         Args:
-            of: may raise a BatchError; then the step fails.
+            of: may raise a BatchError, which names no step; then the step fails.
 
         Raises:
             SourceError: steps do not ascend, or there are none; or the first steps cannot be read.
@@ -81,14 +78,20 @@ class DumpSteps:
                 if not self.passed and (ends or isinstance(err, MissingKeyError)):
                     raise (err if isinstance(err, MissingKeyError) else first) from None
                 continue
+            finally:
+                if self.folder is not None:
+                    self.folder.notices = said_of_draws(self.source.draws)
             self.passed += 1
             yield result
         if first is not None and not self.passed:
             raise first
 
-    def _leave_out(self, step: int | None, found: TensorDictBase | SourceError, err: Exception) -> None:
-        rows, why = None, in_words_to_type(err).removeprefix(f"step {step}: ")
+    def _leave_out(
+        self, step: int | None, found: TensorDictBase | SourceError, err: SourceError | BatchError
+    ) -> None:
+        rows, why = None, str(err.args[0])
         if step is not None and isinstance(err, BatchError) and not isinstance(found, SourceError):
+            why, err.step = text_with_overrides(err), step
             if self.folder is not None and self.folder.dump is not None:
                 rows = refused_report(found, step, err)
             if self.source.skips and self.source.skipped_beside:  # its groups may lack their rollouts
@@ -98,23 +101,12 @@ class DumpSteps:
         self.failed.append(FailedStep(step, why))
         if self.folder is not None:
             self.folder.fail(step, why, rows)
-            self.folder.notices = self.said
 
     @property
     def said(self) -> list[str]:
         """Sentences about failed steps, with the reasons, and about prompts that were drawn several times."""
-        said = []
-        if self.failed:
-            steps = [
-                "a step without a number" if each.step is None else f"step {each.step}"
-                for each in self.failed
-            ]
-            of, verb = len(self.failed) + self.passed, "is" if len(self.failed) == 1 else "are"
-            named = listing(steps, most=NAMED)
-            counted = f"{len(self.failed):,} of {of:,} steps failed, and {verb} in no number here: {named}."
-            said = [" ".join(filter(None, [counted, self.beside]))]
-            said += [f"{step}: {each.why}" for step, each in zip(steps, self.failed[:NAMED], strict=False)]
-        return said + said_of_draws(self.source.draws)
+        failed = said_of_failed(self.failed, self.passed) if self.failed else []
+        return failed + said_of_draws(self.source.draws)
 
     def show(self) -> None:
         """Print these sentences."""

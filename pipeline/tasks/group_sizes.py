@@ -10,24 +10,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, tree_words
-from headrace.pipeline.report.dump import write_whole
+from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, said_of_trees
 from headrace.pipeline.report.groups import compared_values, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
-from headrace.pipeline.wording import printable
 from headrace.transforms.schema import has_key
 
 from .chances import chances_of_sizes, pools_of
 from .dump_steps import DumpSteps
-from .source import open_configured, report_of, sizes_of_groups
+from .source import open_configured, print_files, sizes_of_groups, write_files
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
@@ -116,7 +114,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
     read = DumpSteps(open_configured(config), console)
 
     def seen_in(step: int, batch: TensorDictBase) -> tuple[GroupsSeen, SharedTokens]:
-        found = groups_seen(report_of(pipeline, step, batch, config))
+        found = groups_seen(make_report(pipeline.run(batch), step=step, solved=config.report.solved))
         ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
         return found, count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
 
@@ -133,15 +131,13 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
         )
     found = show_group_sizes(seen, sizes, config.report.solved, console)
     numbers = tokens.numbers(linear=linear_of(pipeline.stages.values()))
-    if words := tree_words(numbers):
+    if words := said_of_trees(numbers):
         console.print(words, highlight=False)
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     failed = [each._asdict() for each in read.failed]
     written = json_text(found | {"tokens": numbers, "failed_steps": failed}, indent=1)
-    write_whole(output / "plan.json", lambda file: file.write_text(written))
+    write_files(config, output, {"plan.json": written})
     read.show()
-    console.print(Text(printable(f"written to {output}")), soft_wrap=True)
+    print_files(console, output)
     read.end()
     return float(found["uninformative"])
 

@@ -26,10 +26,10 @@ EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
 class LoggedAdvantages:
-    """Compare the logged advantages of a dump with ours, step by step; :meth:`words` has the result.
+    """Compare the logged advantages of a dump with ours, step by step; :attr:`said` has the result.
 
     Example:
-        >>> LoggedAdvantages().words()
+        >>> LoggedAdvantages().said
         ''
     """
 
@@ -49,8 +49,9 @@ class LoggedAdvantages:
         if sum(len(step.logged) for step in self.steps) < MOST:
             self.steps.append(rows)
 
-    def words(self) -> str:
-        """Return the result as a paragraph; empty if no row has both advantages."""
+    @property
+    def said(self) -> str:
+        """The result as a paragraph; empty if no row has both advantages."""
         apart = np.concatenate([np.empty(0), *self.apart])
         if not len(apart):
             return ""

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import track
 from rich.text import Text
@@ -15,12 +15,11 @@ from rich.text import Text
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.installed import version_of
 from headrace.pipeline.load import build_pipeline
-from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
-from headrace.pipeline.wording import printable, suggest
+from headrace.pipeline.wording import printable, shown_range, suggest
 
-from .source import print_files
+from .source import print_files, write_files
 
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
 # but their losses do not, so they are installed without dependencies.
@@ -36,14 +35,14 @@ TRAINERS = {
 
 
 def measure_trainer(
-    config: DictConfig, output: Path, words: Sequence[str] = (), console: Console | None = None
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
 ) -> float:
     """Measure every setting of a trainer; print a table, and write JSON and a page.
 
     Args:
         config: composed with ``task=xray``.
         output: folder for ``config.yaml``, ``xray.json`` and ``report.html``.
-        words: overrides of the command line. If one of them sets ``pipeline``, your own step is compared with
+        overrides: of the command line. If one of them sets ``pipeline``, your own step is compared with
             that recipe.
         console: where to print; None: standard output.
 
@@ -55,7 +54,7 @@ def measure_trainer(
         BatchError: parts of a gradient are not explained by any token.
     """
     console, of = console or Console(), config.xray.of
-    title, settings = (_own if of == "mine" else _of_trainer)(config, words)
+    title, settings = (_own if of == "mine" else _of_trainer)(config, overrides)
     if config.xray.only is not None:
         names = [setting.name for setting in settings]
         settings = [setting for setting in settings if config.xray.only in setting.name]
@@ -71,16 +70,14 @@ def measure_trainer(
         ]
     except ValueError as err:
         raise ConfigError(f"xray={of}: {err}") from err
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
     lines = ",\n".join(json_text(each.plain()) for each in found)
     text = f'{{"trainer": {json_text(title)}, "micro_batches": {cuts}, "settings": [\n{lines}\n]}}\n'
-    write_whole(output / "xray.json", lambda file: file.write_text(text))
+    files = {"xray.json": text}
     if config.report.html:
         from headrace.pipeline.coefficients.page import xray_page
 
-        page = xray_page(f"The weight of each token: {title}", found)
-        write_whole(output / "report.html", lambda file: file.write_text(page, encoding="utf-8"))
+        files["report.html"] = xray_page(f"The weight of each token: {title}", found)
+    write_files(config, output, files)
     show_settings(title, found, console)
     print_files(console, output)
     return max(max(abs(share - 1) for share in each.over_documented()) for each in found)
@@ -105,7 +102,7 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
         raise ConfigError(f"xray={of} cannot import {package} {version}: {err}. {install}") from err
 
 
-def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
+def _own(config: DictConfig, overrides: Sequence[str]) -> tuple[str, list[Any]]:
     """Return the step that ``source=module:function`` names, as a single setting."""
     from headrace.pipeline.coefficients.setting import RECIPE, Setting
 
@@ -132,7 +129,7 @@ def _own(config: DictConfig, words: Sequence[str]) -> tuple[str, list[Any]]:
         except Exception as err:  # HYDRA_FULL_ERROR=1 shows the traceback
             raise ConfigError(f"{source}(model, batch, cut) raised {type(err).__name__}: {err}") from err
 
-    recipe = any(word.startswith(("pipeline=", "pipeline.")) for word in words)
+    recipe = any(each.startswith(("pipeline=", "pipeline.")) for each in overrides)
     pipeline = build_pipeline(config.pipeline) if recipe else None
     return source, [Setting(source, named, RECIPE if recipe else "", pipeline=pipeline, curve=True)]
 
@@ -149,21 +146,10 @@ def show_settings(title: str, found: Sequence[Any], console: Console) -> None:
     for each in found:
         ranges = [each.over_documented(), *list(each.over_one_cut().values())[1:]]
         documented = each.documented or "–"
-        table.add(each.name, documented, *map(range_in_words, ranges))
+        table.add(each.name, documented, *map(shown_range, ranges))
     console.print(table)
     for each in found:
         ranges = [each.over_documented(), *each.over_one_cut().values()]
-        if any(range_in_words(each) != "1" for each in ranges) or not each.documented:
+        if any(shown_range(each) != "1" for each in ranges) or not each.documented:
             note = f". Its documentation: {each.note}" if each.note else ""
             console.print(Text(printable(f"{each.name}: {each.xray.verdict}{note}")), soft_wrap=True)
-
-
-def range_in_words(bounds: tuple[float, float]) -> str:
-    """Format a range; as one number if its ends are equal.
-
-    Example:
-        >>> range_in_words((0.9999999, 1.0000001)), range_in_words((0.64, 2.2857))
-        ('1', '0.64 to 2.29')
-    """
-    low, high = (f"{round(bound, 4):.3g}" for bound in bounds)
-    return low if low == high else f"{low} to {high}"

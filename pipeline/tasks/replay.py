@@ -5,20 +5,27 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.notebook import show_pipeline
-from headrace.pipeline.report import ReportFolder, StepReport, show_advisories, show_report, tree_words
+from headrace.pipeline.report import (
+    ReportFolder,
+    StepReport,
+    make_report,
+    said_of_trees,
+    show_advisories,
+    show_report,
+)
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.train import history_table
 
 from .dump_steps import NAMED_DRAWS, DumpSteps
 from .logged import LoggedAdvantages
-from .source import open_configured, print_files, report_of
+from .source import open_configured, print_files, write_files
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -41,8 +48,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     console = console or Console()
     pipeline = build_pipeline(config.pipeline)
     source = open_configured(config)
-    output.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    write_files(config, output, {})
     console.print(show_pipeline(pipeline))
     folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
     history, logged = list[dict[str, float]](), LoggedAdvantages()
@@ -51,31 +57,31 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     with folder:
 
         def reported(step: int, batch: TensorDictBase) -> StepReport:
-            return report_of(pipeline, step, batch, config, batch=batch, parameters=config.report.parameters)
+            how = {"solved": config.report.solved, "parameters": config.report.parameters}
+            return make_report(pipeline.run(batch), step=step, batch=batch, **how)
 
         for report in steps.results(reported):
             history.append(dict(report.numbers))
             logged.add(report)
             folder.unsaid = report.unsaid
-            folder.notices = steps.said
             folder.add(report, keep=report.step in list(source.draws)[:NAMED_DRAWS])
-        folder.notices = [*steps.said, *said_of_dump(folder)]
+        folder.notices += said_of_dump(folder)
     folder.close()
     if report is not None and len(history) == 1:
-        console.print(show_report(report, configs=folder.configs))
+        console.print(show_report(report, setup=folder.setup))
     elif history:
         console.print(history_table(history, f"where the rows of {len(history)} steps went"))
         names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
         in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
-        if words := tree_words(in_all):
+        if words := said_of_trees(in_all):
             console.print(Text(f"{words}, all {len(history):,} steps"))
         console.print(
-            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs), sep="\n"
+            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup), sep="\n"
         )
     steps.show()
     for sentence in said_of_dump(folder):
         console.print(Text(sentence))
-    if words := logged.words():
+    if words := logged.said:
         console.print(Text(words))
     stored = [f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}"]
     print_files(console, output, *(stored if (output / "rollouts").is_dir() else []))

@@ -1,11 +1,12 @@
-"""What tasks share: open a dump, report on a step, say what a dump needs, and compose recipes."""
+"""What tasks share: open a dump, say what a dump needs, and compose recipes."""
 
 from __future__ import annotations
 
 import copy
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -19,11 +20,11 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.error_words import in_words_to_type, word_to_set
+from headrace.pipeline.error_overrides import override_to_set, text_with_overrides
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.prompt_groups import prompts_in_errors
-from headrace.pipeline.report import StepReport, make_report
+from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
@@ -87,6 +88,20 @@ def grader_of(node: Any) -> Callable[..., Any]:
     return grade
 
 
+def write_files(config: DictConfig, output: Path, files: Mapping[str, str]) -> None:
+    """Write the resolved ``config.yaml`` and other texts into the folder of a task, which is made.
+
+    Args:
+        config: of the task.
+        output: the folder.
+        files: texts by name.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, output / "config.yaml", resolve=True)
+    for name, text in files.items():
+        write_whole(output / name, partial(Path.write_text, data=text, encoding="utf-8"))
+
+
 def print_files(console: Console, folder: Path, *more: str) -> None:
     """Print where a task wrote its files, and the address of its page if it has one.
 
@@ -98,37 +113,6 @@ def print_files(console: Console, folder: Path, *more: str) -> None:
     page = folder / "report.html"
     at = [f"the page: {page.resolve().as_uri()}"] if page.exists() else []
     console.print(Text("\n".join(map(printable, [f"written to {folder}", *at, *more]))), soft_wrap=True)
-
-
-def report_of(
-    pipeline: Pipeline,
-    step: int,
-    batch: TensorDictBase,
-    config: DictConfig,
-    /,
-    *,
-    recipe: str = "",
-    **more: Any,
-) -> StepReport:
-    """Run a pipeline over the batch of a step, and report on it.
-
-    Args:
-        pipeline: the pipeline of the recipe.
-        step: number of the step.
-        batch: rows of the step.
-        config: the composed configuration, of which ``report.solved`` is read.
-        recipe: name of the recipe, for errors; empty: there is only one.
-        more: options of :func:`make_report`.
-
-    Raises:
-        BatchError: a stage refused the batch; the message begins with the step.
-    """
-    try:
-        run = pipeline.run(batch)
-    except BatchError as err:
-        err.step, err.recipe = step, recipe
-        raise
-    return make_report(run, step=step, solved=config.report.solved, **more)
 
 
 def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
@@ -152,7 +136,7 @@ def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> Non
         )
 
 
-def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]) -> Exception:
+def with_needed_options(err: Exception, config: DictConfig, overrides: Sequence[str]) -> Exception:
     """Return a better error if the dump needs options that the command lacks.
 
     If the gate refuses a group, it says whether ``group_size`` is wrong. Else it has the whole command: how
@@ -163,13 +147,13 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
     Args:
         err: the error of a task that reads a dump.
         config: the composed configuration.
-        words: overrides of the command line.
+        overrides: of the command line.
     """
     gate, source_size = "pipeline.stages.gate.group_size", OmegaConf.select(config, "source.group_size")
     lacks, stage = getattr(err, "lacks", ""), getattr(err, "stage", "")
     no_group, of_size = lacks == "group_by", lacks == "group_size" or stage == "gate"
     no_size = isinstance(err, BatchError) and ("gate", "group_size", "") in err.options
-    if config.get("source") is None or not (no_group or of_size or word_to_set(err)):
+    if config.get("source") is None or not (no_group or of_size or override_to_set(err)):
         return err
     how = {"group_by": "prompt"} if no_group else {}
     typed, said, lines = [f"source.{name}={value}" for name, value in how.items()], [], []
@@ -206,23 +190,23 @@ def with_needed_options(err: Exception, config: DictConfig, words: Sequence[str]
     except (SourceError, ValueError, IndexError):
         return err
     if config.task != "audit":  # which runs no gate, and keeps what other tasks refuse
-        for line, word in _asked_by_stages(steps, config, [*words, *typed]):
+        for line, override in _asked_by_stages(steps, config, [*overrides, *typed]):
             lines.append(line)
-            typed.append(word)
+            typed.append(override)
     if not said and len(typed) < 2:
         return err
-    placed = {word.partition("=")[0]: word for word in (*words, *typed)}
+    placed = {each.partition("=")[0]: each for each in (*overrides, *typed)}
     command = shlex.join(["headrace", *placed.values()])
     return ConfigError("\n".join([*lines[:-1], f"{lines[-1]}:", command]))
 
 
-def words_for_groups(path: Path) -> list[str]:
-    """The words with which a replay can read the groups of a dump; empty where it needs none, or is none.
+def overrides_for_groups(path: Path) -> list[str]:
+    """The overrides with which a replay can read the groups of a dump; empty where it needs none, or is none.
 
     Args:
         path: of the dump.
     """
-    words: list[str] = []
+    overrides: list[str] = []
     try:
         for by in (None, "prompt"):
             source = open_source(path, group_by=by)
@@ -231,11 +215,11 @@ def words_for_groups(path: Path) -> list[str]:
                 break
             if found.lacks != "group_by":
                 return []
-            words = ["source.group_by=prompt"]
+            overrides = ["source.group_by=prompt"]
         if isinstance(found, SourceError) or "expected_rollouts" in found.keys():
-            return words
+            return overrides
         reads = "group_size" in READERS[source.format].options
-        return [*words, f"{'source' if reads else 'pipeline.stages.gate'}.group_size={usual_size(found)}"]
+        return [*overrides, f"{'source' if reads else 'pipeline.stages.gate'}.group_size={usual_size(found)}"]
     except (SourceError, ValueError, StopIteration):
         return []
 
@@ -252,25 +236,25 @@ def usual_size(batch: TensorDictBase) -> int:
 
 
 def _asked_by_stages(
-    steps: Sequence[tuple[int, TensorDictBase]], config: DictConfig, words: Sequence[str]
+    steps: Sequence[tuple[int, TensorDictBase]], config: DictConfig, overrides: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """What the stages ask for at the first steps, one after the other: the sentence, and the word to type."""
+    """What the stages ask for at the first steps, one after the other: the sentence, and the override."""
     if config.task == "compare":
-        nodes = list(recipe_nodes(config.pipelines, words).values())
+        nodes = list(recipe_nodes(config.pipelines, overrides).values())
     else:
         nodes = [copy.deepcopy(config.pipeline)]
-        for path, _, value in (word.lstrip("+").partition("=") for word in words):
+        for path, _, value in (each.lstrip("+").partition("=") for each in overrides):
             if path.startswith("pipeline.") and not path.endswith("_key"):
                 parsed = OmegaConf.from_dotlist([f"value={value}"]).value  # a number is no text
                 OmegaConf.update(nodes[0], path.removeprefix("pipeline."), parsed)
     try:
         for _ in range(MOST_ASKED):
             step, err = next(_refused(steps, [build_pipeline(node) for node in nodes]))
-            word = word_to_set(err)
-            if word is None:
+            override = override_to_set(err)
+            if override is None:
                 return
-            yield f"step {step}: {in_words_to_type(err)}", word
-            path, _, value = word.partition("=")
+            yield f"step {step}: {text_with_overrides(err)}", override
+            path, _, value = override.partition("=")
             for node in nodes:
                 if OmegaConf.select(node, path.removeprefix("pipeline.").rpartition(".")[0]) is not None:
                     OmegaConf.update(node, path.removeprefix("pipeline."), value)
@@ -317,12 +301,12 @@ def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
     return sizes
 
 
-def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictConfig]:
+def recipe_nodes(names: Iterable[str], overrides: Sequence[str]) -> dict[str, DictConfig]:
     """The composed ``pipeline`` node of each recipe, by name.
 
     Args:
         names: names of recipes.
-        words: overrides of the command line. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
+        overrides: of the command line. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
             recipe.
 
     Raises:
@@ -333,5 +317,5 @@ def recipe_nodes(names: Iterable[str], words: Sequence[str]) -> dict[str, DictCo
         >>> [node.stages.advantage.eps for node in nodes.values()]
         [0.5, 0.5]
     """
-    shared = [word for word in words if word.lstrip("+~").startswith(STARTS) or "@pipeline." in word]
+    shared = [each for each in overrides if each.lstrip("+~").startswith(STARTS) or "@pipeline." in each]
     return {str(name): compose_config("load", f"pipeline={name}", *shared).pipeline for name in names}

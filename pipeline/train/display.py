@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headrace.pipeline.report import percent, totals_over
 from headrace.pipeline.tables import FittedColumn, FittedTable
-from headrace.pipeline.wording import count_words, minus_words, printable, reason_words
+from headrace.pipeline.wording import printable, shown_count, shown_loss, shown_reason
 
 UNITS = ("rows", "rollouts", "groups")  # units of the history's counts
 REWARD = "reward/all/mean"
@@ -114,13 +114,13 @@ def history_table(history: list[dict[str, float]], title: str) -> FittedTable:
         return sum(known) if known else None
 
     totals = totals_over(history)
-    table.add("collected", *(count_words(totals.get(f"{unit}/in")) for unit in UNITS))
+    table.add("collected", *(shown_count(totals.get(f"{unit}/in")) for unit in UNITS))
     for key in dict.fromkeys(key for numbers in history for key in numbers if key.startswith("out/")):
         if total(key):
             stage, reason = key.split("/")[1:]
-            counts = (minus_words(total(f"{prefix}{key}")) for prefix in ("", "rollouts/", "groups/"))
-            table.add(reason_words(stage, reason), *counts, indent=2)
-    table.add("trained", *(count_words(totals.get(f"{unit}/trained")) for unit in UNITS), style="bold")
+            counts = (shown_loss(total(f"{prefix}{key}")) for prefix in ("", "rollouts/", "groups/"))
+            table.add(shown_reason(stage, reason), *counts, indent=2)
+    table.add("trained", *(shown_count(totals.get(f"{unit}/trained")) for unit in UNITS), style="bold")
     if rows := totals.get("rows/in"):
         words = f"{percent(totals['rows/trained'] / rows)} of the rows were trained"
         table.caption = f"{words}, all {len(history):,} steps" if len(history) > 1 else words

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 
 from headrace.pipeline.composing.nodes import build_node
-from headrace.pipeline.error_words import in_words_to_type
+from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.pipeline import Pipeline
@@ -76,7 +76,7 @@ def train(config: DictConfig, output: Path) -> float:
                 try:
                     report = _train_step(pipeline, batch, components, config, step, record)
                 except BatchError as err:
-                    folder.fail(step, in_words_to_type(err), refused_report(batch, step, err))
+                    folder.fail(step, text_with_overrides(err), refused_report(batch, step, err))
                     raise
                 folder.add(report)
                 display.step({"step": step, **report.numbers})
@@ -87,7 +87,7 @@ def train(config: DictConfig, output: Path) -> float:
     finally:
         collector.shutdown()
         page = folder.close()
-        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.configs)
+        advice = show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup)
         display.close(ending, page=page, lines=advice)
     return display.history[-1].get(REWARD, float("nan"))
 

@@ -419,16 +419,10 @@ class StoredRun:
 
 def replay_of(path: Path) -> str:
     """The command that replays a dump, with the options that its groups need."""
-    from headrace.pipeline.tasks.source import words_for_groups  # here: it needs torch
+    from headrace.pipeline.tasks.source import overrides_for_groups  # here: it needs torch
 
-    words = [
-        "headrace",
-        "task=replay",
-        f"source.path={path}",
-        *words_for_groups(path),
-        "hydra.run.dir=FOLDER",
-    ]
-    return shlex.join(words)
+    typed = ["headrace", "task=replay", f"source.path={path}", *overrides_for_groups(path)]
+    return shlex.join([*typed, "hydra.run.dir=FOLDER"])
 
 
 # -- files ---------------------------------------------------------------------------------------------------

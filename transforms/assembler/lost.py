@@ -29,8 +29,8 @@ def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
     Returns:
         True if an earlier put had a row of a later rollout of this environment.
     """
-    if not _numbers_follow(row, origin):
-        return False
+    if row.group != row.rollout // row.expected or row.group % origin.workers != origin.worker:
+        return False  # not the numbering of StampIds, in which later rollouts have higher ids
     lane = row.partition, origin.worker, origin.environment
     before = plan.stream.lanes.get(lane, -1)
     plan.rollouts.setdefault(lane, {before})
@@ -104,11 +104,6 @@ def warn_of_lost(plan: StreamPlan) -> None:
             StreamWarning,
             stacklevel=3,
         )
-
-
-def _numbers_follow(row: Row, origin: Origin) -> bool:
-    """Whether ids follow the numbering of StampIds, in which later rollouts have higher ids."""
-    return row.group == row.rollout // row.expected and row.group % origin.workers == origin.worker
 
 
 def _end(plan: StreamPlan, partition: int, number: int) -> None:

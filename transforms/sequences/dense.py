@@ -15,7 +15,7 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError, MissingKeyError, listing
 from headrace.transforms.options import at_least
 from headrace.transforms.rows import Rows
-from headrace.transforms.schema import has_key, key_names, require
+from headrace.transforms.schema import facts_of, has_key, require
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tensordicts import (
     PROMPT,
@@ -125,11 +125,9 @@ class DenseRows(
         if self.loss_mask_key not in columns:
             if parts is None:
                 raise MissingKeyError(
-                    f"{rows.reader} needs a batch with the column {{column}}, True at tokens in the loss, "
+                    "{reader} needs a batch with the column {column}, True at tokens in the loss, "
                     f"or the column {RESPONSE!r}; {{present}}",
-                    key=self.loss_mask_key,
-                    option="loss_mask_key",
-                    batch=key_names(batch),
+                    **facts_of(batch, self.loss_mask_key, "loss_mask_key", rows.reader),
                 )
             response = parts.response & attention
             has_response = count_true(response) > 0

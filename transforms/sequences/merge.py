@@ -269,10 +269,11 @@ class MergeTurns(
         for key in differs:
             rows.require(
                 found[f"differs in {key}"] == 0,
-                f"merged rows of a rollout must be equal in each row column; {key!r} differs in {{found}}. "
+                "merged rows of a rollout must be equal in each row column; {column} differs in {found}. "
                 "Name it in last_keys to use the value of the last row, or in token_keys if it is per "
                 "token, or remove it (batch.exclude)",
                 describe_row(rows),
+                role=(key,) if isinstance(key, str) else key,
             )
 
         # 3. Update the table columns that describe whole segments.

@@ -17,13 +17,12 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.errors import BatchError, ColumnFact, listing
 from headrace.transforms.schema import (
     IN_LOSS,
     MASKS,
     MICROBATCH,
     MINIBATCH,
-    NO_LENGTHS,
     PADDING,
     PLACES,
     RANK,
@@ -34,7 +33,6 @@ from headrace.transforms.schema import (
 )
 from headrace.transforms.table import Late, Table, Tokens
 from headrace.transforms.tensordicts import (
-    ELSEWHERE,
     any_row_has,
     as_data,
     column_of,
@@ -105,12 +103,26 @@ class OptimiserSteps:
         for plan, *_ in self.passes:
             progress.minibatches += len(plan.sizes)
             if plan.padding is not None:
-                check_padding(table.batch, self.loss_columns)
+                self._require_mask_of_padding()
         # The batch row of each table row; None: the same number.
         self.batch_rows = (
             None if len(table.live) == table.size else table.batch_rows(torch.arange(table.size))
         )
         self.in_order = in_order
+
+    def _require_mask_of_padding(self) -> None:
+        batch, (mask, log_prob, _) = self.table.batch, self.loss_columns
+        if self.table.elsewhere:
+            return
+        if not (has_key(batch, mask) or has_key(batch, log_prob)):
+            where = "{mask}" if log_prob is None else "{mask} or {log_prob}"
+            raise BatchError(
+                f"padding rows are masked in {where}, and the batch has no such column; {{present}}",
+                mask=ColumnFact(mask, "loss_mask_key"),
+                log_prob=ColumnFact(log_prob, "log_prob_key"),
+                batch=key_names(batch),
+            )
+        check_mask(batch, mask)
 
     def rows(self) -> list[Tensor]:
         """The table rows of each minibatch, in training order, without padding."""
@@ -200,6 +212,9 @@ class GatheredRows:
         late: the changes that stages make to gathered rows.
         batch: the rows.
         sizes: number of rows of each minibatch.
+
+    Raises:
+        BatchError: a stage computes columns from tokens, which are not here.
     """
 
     def __init__(
@@ -216,7 +231,17 @@ class GatheredRows:
             if any_row_has(batch, key):
                 batch = batch.exclude(key)
         self.batch, self.late, self.sizes, self.finite = batch, list(late), list(sizes), steps.table.finite
-        self.masks = what_is_masked(steps, self.late) if steps.table.elsewhere else None
+        self.masks: tuple[list[NestedKey], Tokens | None] | None = None
+        """For tokens that are stored elsewhere: the columns to mask there, and those to make finite."""
+        if steps.table.elsewhere:
+            if changed := [key for each in self.late for key in each.writes]:
+                columns_of_tokens = listing(map(str, dict.fromkeys(changed)))
+                raise BatchError(
+                    f"{columns_of_tokens} are computed from tokens, and the tokens of these rows are stored "
+                    "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
+                )
+            keys = dict.fromkeys([*steps.table.masked_columns, *steps.loss_columns[:2]])
+            self.masks = [key for key in keys if key is not None], self.finite
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, numbers = plan.of_rank(steps.rank)  # `order` has rows of the table
         in_batch = order if steps.batch_rows is None else steps.batch_rows.index_select(0, order)
@@ -371,45 +396,6 @@ def _bytes_of(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_bytes_of, value.values())) if type(value) is TensorDict else SMALL
-
-
-def what_is_masked(steps: OptimiserSteps, late: Sequence[Late]) -> tuple[list[NestedKey], Tokens | None]:
-    """The token columns to mask later, for rows whose tokens are stored elsewhere.
-
-    Returns:
-        - The columns in which rows out of the loss must be masked.
-        - The columns in which values outside the mask must be finite (:attr:`Table.finite`).
-
-    Raises:
-        BatchError: a stage computes columns from tokens, which are not here.
-    """
-    if changed := [key for each in late for key in each.writes]:
-        raise BatchError(
-            f"{listing(map(str, dict.fromkeys(changed)))} are computed from tokens, and the tokens of these "
-            "rows are stored elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
-        )
-    mask, log_prob, _ = steps.loss_columns
-    keys = dict.fromkeys([*steps.table.masked_columns, mask, log_prob])
-    return [key for key in keys if key is not None], steps.table.finite
-
-
-def check_padding(batch: TensorDictBase, columns: LossColumns) -> None:
-    """Check that padding rows can be masked.
-
-    Raises:
-        BatchError: the batch has no loss mask and no log-probabilities, or the loss mask is not bool.
-    """
-    mask, log_prob, _ = columns
-    if has_key(batch, ELSEWHERE) or has_key(batch, NO_LENGTHS):
-        return
-    if not any(has_key(batch, key) for key in (mask, log_prob) if key is not None):
-        other = "" if log_prob is None else f" or {log_prob!r} (log_prob_key)"
-        raise BatchError(
-            f"padding rows are masked in {mask!r} (loss_mask_key){other}, and the batch has no such column: "
-            f"it has {key_names(batch)}"
-        )
-    if has_key(batch, columns.mask):
-        check_mask(batch, columns.mask)
 
 
 # -- minibatches and micro-batches as views ---------------------------------------------------------------

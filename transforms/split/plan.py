@@ -472,9 +472,17 @@ def draw_plans(
         cuts = fit_budget(cuts, labels, lengths, options)
     assigned = [[assign_minibatches(cut, lengths, options, forest) for cut in own] for own in cuts]
     if len(parts) > 1:
-        counts = most_microbatches(assigned, options)
+        steps = [len(own[0]) for own in assigned]
+        if options.minibatches is None and len(set(steps) - {0}) > 1:
+            raise BatchError(
+                f"all ranks must take the same number of optimiser steps; they have {steps} minibatches, by "
+                "rank: give all ranks the same number of units, or set minibatches=K instead of "
+                "minibatch_size"
+            )
+        counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in assigned]
+        of_passes = [list(map(max, zip_longest(*own, fillvalue=0))) for own in zip(*counts, strict=True)]
         for own, own_assigned in zip(cuts, assigned, strict=True):
-            for epoch, most in enumerate(counts):
+            for epoch, most in enumerate(of_passes):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
                 # If this rank has fewer in one step, all steps of the pass are assigned again.
@@ -497,29 +505,6 @@ def _rank_in_errors(rank: int, ranks: int) -> Iterator[None]:
         if ranks > 1:
             err.more += f" (These are the rows of rank {rank}.)"
         raise
-
-
-def most_microbatches(
-    assigned: Sequence[Sequence[Sequence[Assigned]]], options: CutOptions
-) -> list[list[int]]:
-    """By pass and optimiser step, the largest number of micro-batches that a rank has.
-
-    Args:
-        assigned: by rank, pass and minibatch.
-        options: the options.
-
-    Raises:
-        BatchError: ranks have different numbers of minibatches.
-    """
-    counts = [[[len(each.sizes[0]) for each in plan] for plan in own] for own in assigned]
-    steps = [len(own[0]) for own in counts]
-    if options.minibatches is None and len(set(steps) - {0}) > 1:
-        raise BatchError(
-            f"all ranks must take the same number of optimiser steps; they have {steps} minibatches, by "
-            "rank: give all ranks the same number of units, or set minibatches=K instead of minibatch_size"
-        )
-    passes = zip(*counts, strict=True)
-    return [[max(step) for step in zip_longest(*own, fillvalue=0)] for own in passes]
 
 
 def fit_budget(

@@ -413,10 +413,7 @@ class ShuffleSplit(
         if ranks is None:
             return labels, [known]
         if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):
-            rank = torch.zeros_like(labels)
-            for number, own in enumerate(of_ranks):
-                rank[own] = number
-            rank = rank if rows.index is None else rank[rows.index]
+            rank = rows.from_arrival(rows.table.by_rank())
             on_several = (known.min(rank) != known.max(rank)).nonzero().flatten()
             if len(on_several):
                 found = known.labels[known.first[on_several]].tolist()

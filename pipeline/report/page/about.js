@@ -8,7 +8,7 @@ export function drawRun(run) {
   byId("run").replaceChildren(
     h("summary", {}, `This run: began ${run.began}`),
     h("p", {}, `Written ${run.written}. ${versions.join(", ")}.`),
-    run.config === null ? "" : h("p", {}, h("code", {}, `headrace ${run.words.join(" ")}`.trim())),
+    run.config === null ? "" : h("p", {}, h("code", {}, `headrace ${run.overrides.join(" ")}`.trim())),
     run.config === null ? "" : h("pre", { tabindex: 0 }, h("code", {}, run.config)),
   );
 }

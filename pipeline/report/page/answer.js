@@ -1,5 +1,5 @@
 // The answer first: a verdict in words, the numbers by which one sees it, and what to look at.
-import { curveOf, stepsDrawn } from "./curves.js";
+import { curveOf, curvesOf, metricsOf, stepsDrawn } from "./curves.js";
 import { byId, h, s } from "./dom.js";
 import { andList, count, extent, inPercent, isNumber, plural, short } from "./numbers.js";
 
@@ -8,12 +8,12 @@ const TILES = [
   {
     metric: /^groups\/informative$/,
     label: "informative groups",
-    unit: "rewards differ, in the loss or not",
+    unit: "rewards differ",
     text: inPercent,
   },
   { metric: /^response_length\/mean$/, label: "response length", unit: "tokens per rollout", text: short },
   { metric: /^response_characters\/mean$/, label: "response text", unit: "characters per rollout", text: short },
-  { metric: /^rollouts\/truncated$/, label: "truncated", unit: "of the rollouts", text: inPercent },
+  { metric: /^rollouts\/truncated$/, label: "truncated rollouts", unit: "of all rollouts", text: inPercent },
   { metric: /\/ess_token$/, label: "effective sample size", unit: "of the tokens", text: inPercent },
   { metric: /^staleness\/mean$/, label: "staleness", unit: "policy versions behind", text: short },
 ];
@@ -29,9 +29,8 @@ function valueAxis(low, high, text, width, height) {
 }
 
 function drawTile({ label, unit, text }, name, page, step, width) {
-  const values = page.curves[name] ?? [];
-  const steps = page.curve_steps;
-  const range = extent(values);
+  const [lines, steps] = [curvesOf(page, name), page.curve_steps];
+  const range = extent(lines.flat());
   const head = [
     h("h2", {}, label, h("span", { class: "of-step" }, `step ${count(step.step)}${page.versus ? ` under ${page.versus[0]}` : ""}`)),
     h("p", { class: "big" }, text(step.numbers[name]), " ", h("span", { class: "note" }, unit)),
@@ -39,9 +38,9 @@ function drawTile({ label, unit, text }, name, page, step, width) {
   if (!range || steps.length < 2) return h("div", { class: "tile" }, head);
   const height = 46;
   const gutter = Math.max(GUTTER, 7 * Math.max(...range.map((end) => text(end).length)) + 12);
-  const drawing = curveOf(label, values, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
+  const drawing = curveOf(label, lines, steps, step.step, { width: width - 2 * PADDING - 2, height, gutter });
   drawing.append(...valueAxis(...range, text, width - 2 * PADDING - 2, height));
-  return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}`));
+  return h("div", { class: "tile" }, head, drawing, h("p", { class: "range" }, `curve: ${stepsDrawn(page)}${lines.length > 1 ? `; dashed: ${page.versus[1]}` : ""}`));
 }
 
 // Of two recipes, what differs: the rollouts are the same, and so are most numbers.
@@ -62,7 +61,7 @@ export function drawAnswer(view) {
 
 // A tile for each number that the page has, at the step shown, with its curve over the steps.
 export function drawTiles(kinds, { page, step, width }) {
-  const names = [...new Set([...Object.keys(page.curves), ...Object.keys(step.numbers), ...(page.unsaid ?? [])])];
+  const names = [...new Set([...metricsOf(page.curves), ...metricsOf(step.numbers), ...(page.unsaid ?? [])])];
   const tiles = kinds.map((tile) => [tile, names.find((name) => tile.metric.test(name))]);
   const isAbsent = ([, name]) => page.unsaid?.includes(name) && !isNumber(step.numbers[name]);
   const absent = tiles.filter(isAbsent).map(([{ label }]) => label);
@@ -105,7 +104,7 @@ const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!rem
 function adviceLine(page, verdict, advisory, told, at = []) {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
-  const doing = (remedy) => remedy.words || remedy.text;
+  const doing = (remedy) => remedy.overrides || remedy.text;
   const remedies = symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && !told.has(doing(remedy)));
   for (const remedy of remedies) told.add(doing(remedy));
   // What the verdict has said already is not said again.
@@ -121,28 +120,25 @@ function adviceLine(page, verdict, advisory, told, at = []) {
       advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
       remedies.length
-        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.words && [": ", h("code", {}, remedy.words)])))
+        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.overrides && [": ", h("code", {}, remedy.overrides)])))
         : null,
       h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),
   );
 }
 
-// Above all else: how two recipes differ, or which steps failed, which open to the reasons. What else is to be
+// Above all else: which steps failed, which opens to the reasons, and how two recipes differ. What else is to be
 // known of a dump is below the answer.
 export function sayNotices(page) {
-  const said = page.notices ?? [];
-  const fails = (text) => / failed, and (is|are) in no number here/.test(text);
-  const isReason = (text, i) => i > 0 && fails(said[0]) && /^(a )?step /.test(text);
-  const why = said.filter(isReason);
-  const top = said.filter((text, i) => fails(text) || (page.versus && i === said.length - 1));
-  const line = (text, i) =>
-    i === 0 && why.length
-      ? h("details", {}, h("summary", {}, withCode(text), " ", h("span", { class: "note" }, "why")), why.map((each) => h("p", {}, withCode(each))))
-      : withCode(text);
-  const below = said.filter((text, i) => !top.includes(text) && !isReason(text, i));
-  byId("notices").replaceChildren(...top.map((text, i) => h("li", { class: fails(text) ? "failed" : "" }, line(text, i))));
-  byId("notes").replaceChildren(...below.map((text) => h("li", {}, withCode(text))));
+  const failed = page.failed;
+  const lines = page.difference ? [h("li", {}, withCode(page.difference))] : [];
+  if (failed) {
+    const summary = h("summary", {}, withCode(failed.said), " ", h("span", { class: "note" }, "why"));
+    const reasons = failed.reasons.map((each) => h("p", {}, withCode(each)));
+    lines.unshift(h("li", { class: "failed" }, h("details", { open: reasons.length === 1 }, summary, reasons)));
+  }
+  byId("notices").replaceChildren(...lines);
+  byId("notes").replaceChildren(...(page.notices ?? []).map((text) => h("li", {}, withCode(text))));
   for (const name of ["notices", "notes"]) byId(name).hidden = !byId(name).childElementCount;
 }
 

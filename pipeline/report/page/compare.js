@@ -1,6 +1,6 @@
 // Each row's advantage, against what it would be if each row of a fan-out were a rollout, or under another
 // recipe.
-import { byId, h, message, plainTable, s } from "./dom.js";
+import { byId, h, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { beginning, count, extent, isNumber, number, plural, scale, shortId, ticks } from "./numbers.js";
 import { drawShares } from "./shares.js";
@@ -80,26 +80,6 @@ function scatter(pairs, width, named) {
   );
 }
 
-function furthest(pairs, named) {
-  const some = pairs
-    .filter(({ kind }) => kind !== "same")
-    .sort((p, q) => Math.abs(q.a - q.b) - Math.abs(p.a - p.b))
-    .slice(0, 8);
-  if (!some.length) return null;
-  return plainTable(
-    "Rows that differ most",
-    ["row", "group", "rollout", named.x, named.y],
-    some.map(({ row, called, a, b }) => [
-      String(row.row),
-      called,
-      shortId(row.rollout),
-      number(a),
-      number(b),
-    ]),
-    h("caption", {}, "rows that differ most"),
-  );
-}
-
 // How many rows differ, and how many flip.
 function sentence(pairs, named) {
   const differ = pairs.filter(({ kind }) => kind !== "same").length;
@@ -122,11 +102,8 @@ function sentence(pairs, named) {
 export function drawCompare({ page, step, model, width }) {
   const named = namesOf(page);
   const pairs = pairsOf(model);
-  if (!model.rows.length) return message("There are no rows at this step, so there is nothing to compare.");
-  if (!pairs.length)
-    return message("No row of this step has an advantage: all of them left before that stage.");
   const alone = new Set(model.rows.map((row) => String(row.rollout))).size === model.rows.length;
-  if (alone && !named.other) return message("Each rollout of this step is one row, so counting by row changes nothing.");
+  if (!pairs.length || (alone && !named.other)) return null; // nothing could differ
   const marks = [
     ["same", "the same either way"],
     ["differs", "differs"],
@@ -140,7 +117,6 @@ export function drawCompare({ page, step, model, width }) {
       ...marks,
       [swatch(s("line", { class: "diagonal", x1: 0, y1: 14, x2: 18, y2: 0 })), "equal", "diagonal"],
     ]),
-    furthest(pairs, named),
   );
   const drawn = h("div", { class: "beside" }, scatter(pairs, width, named), side);
   return [drawn, ...(named.other ? drawShares(page, model, step) : [])];
@@ -151,10 +127,9 @@ export function nameRecipes(page) {
   if (!page.versus) return;
   const [first, second] = page.versus;
   byId("compare").parentElement.prepend(byId("compare"));
-  byId("curves-title").append(h("span", { class: "of-recipe" }, `under ${first}`));
   byId("recipe-title").textContent = `Recipe ${first}`;
   byId("compare-title").textContent = `${first} against ${second}`;
   byId("compare").querySelector(".about").textContent =
     `Horizontal: the advantage of each row under ${first}. Vertical: the advantage of the same row under ` +
-    `${second}. The other panels show what ${first} does.`;
+    `${second}. The curves are of both recipes, the other panels of ${first}.`;
 }

@@ -1,7 +1,7 @@
 // Small multiples: one metric each, with the step that the page shows marked.
 import { byId, h, message, moreButton, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
-import { count, extent, isNumber, plural, scale } from "./numbers.js";
+import { count, extent, isNumber, isOne, plural, scale } from "./numbers.js";
 import { measured, measuredRange } from "./units.js";
 
 // Which steps curves have: of a long run, some.
@@ -28,29 +28,39 @@ function path(xs, ys) {
 // A long name may be broken after a slash or an underscore, and not within a word.
 const breakable = (name) => name.split(/(?<=[/_])/).flatMap((word, i) => (i ? [h("wbr"), word] : [word]));
 
+// The values of a metric; of two recipes those of both, where they differ.
+export const curvesOf = (page, name) =>
+  [
+    page.curves[name] ?? page.curve_steps.map(() => null),
+    page.equal?.includes(name) ? null : page.curves[`second/${name}`],
+  ].filter(Boolean);
+// Names of metrics, without those of the second of two recipes.
+export const metricsOf = (numbers) => [...new Set(Object.keys(numbers).map((name) => name.replace(/^second\//, "")))];
+
 const FIRST_CURVES = ["versus/", "reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "advantages/", "rows/"];
 
 // What a run is about comes first; what it took, and what never changes, says less, and comes last.
 function inOrder(page) {
   const flat = (name) => {
-    const range = extent(page.curves[name]);
-    return !range || range[0] === range[1];
+    const range = extent(curvesOf(page, name).flat());
+    return !range || isOne(range);
   };
   const place = (name) => {
     const found = FIRST_CURVES.findIndex((start) => name.startsWith(start));
     return (page.equal?.includes(name) ? 300 : flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
   };
-  return Object.keys(page.curves).sort((a, b) => place(a) - place(b));
+  return metricsOf(page.curves).sort((a, b) => place(a) - place(b));
 }
 
-// The line of a metric over the steps, as wide as it is given room, less `gutter` for text on its right.
-export function curveOf(name, values, steps, current, { width, height, gutter = 0 }) {
-  const range = extent(values);
+// A metric over the steps, a line or two, as wide as there is room, less `gutter` for text on its right.
+export function curveOf(name, lines, steps, current, { width, height, gutter = 0 }) {
+  const [values] = lines;
+  const range = extent(lines.flat());
   const at = steps.indexOf(current);
   const x = scale(extent(steps), [7, width - 7 - gutter]);
   const y = scale(range, [height - 7, 7]);
   const xs = steps.map(x);
-  const ys = values.map((value) => (isNumber(value) ? y(value) : null));
+  const [ys, others] = lines.map((of) => of.map((value) => (isNumber(value) ? y(value) : null)));
   // A number between two gaps has no line to be seen by.
   const alone = xs
     .map((_, i) => i)
@@ -63,31 +73,32 @@ export function curveOf(name, values, steps, current, { width, height, gutter = 
     { width, height, role: "img", "aria-label": label },
     at < 0 ? null : s("line", { class: "now", x1: xs[at], x2: xs[at], y1: 0, y2: height }),
     s("path", { class: "curve", d: path(xs, ys) }),
+    others ? s("path", { class: "curve run1", d: path(xs, others) }) : null,
     alone.map((i) => s("circle", { class: "alone", cx: xs[i], cy: ys[i], r: 2 })),
     at < 0 || ys[at] === null ? null : s("circle", { class: "here", cx: xs[at], cy: ys[at], r: 4 }),
   );
 }
 
-function drawCurve(name, values, steps, current, width) {
-  const range = extent(values);
+function drawCurve(name, page, current, width) {
+  const [lines, steps] = [curvesOf(page, name), page.curve_steps];
+  const range = extent(lines.flat());
   const at = steps.indexOf(current);
-  const now = at < 0 ? null : values[at];
   const head = h(
     "figcaption",
     {},
     h("span", { class: "name" }, breakable(name)),
-    h("span", { class: "number" }, measured(name, now)),
+    h("span", { class: "number" }, lines.map((values) => measured(name, values[at] ?? null)).join(" · ")),
   );
   if (!range) return h("figure", {}, head, message("no number at any step"));
-  const drawing = curveOf(name, values, steps, current, { width, height: 64 });
+  const drawing = curveOf(name, lines, steps, current, { width, height: 64 });
   const ends =
-    range[0] === range[1] ? [`always ${measured(name, range[0])}`] : [measuredRange(name, ...range)];
+    isOne(range) ? [`always ${measured(name, range[0])}`] : [measuredRange(name, ...range)];
   return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
 }
 
 export function drawCurves({ page, step, width, redraw }) {
   const names = inOrder(page);
-  if (!names.length) return message("No metric was recorded over the steps.");
+  if (page.curve_steps.length < 2) return null;
   const columns = Math.max(1, Math.floor((width + 20) / 220));
   const each = (width - 20 * (columns - 1)) / columns;
   const some = allCurves ? names : names.slice(0, FIRST);
@@ -99,9 +110,12 @@ export function drawCurves({ page, step, width, redraw }) {
     legend([
       [
         swatch(s("line", { class: "curve", x1: 0, x2: 18, y1: 7, y2: 7 })),
-        `the number at each step drawn: ${stepsDrawn(page)}; below it, the least and the greatest`,
+        `${page.versus ? `under ${page.versus[0]}: ` : ""}the number at each step drawn: ${stepsDrawn(page)}; below it, the least and the greatest`,
         "curve",
       ],
+      page.versus
+        ? [swatch(s("line", { class: "curve run1", x1: 0, x2: 18, y1: 7, y2: 7 })), `under ${page.versus[1]}, where it differs`, "second"]
+        : null,
       [
         swatch([
           s("line", { class: "now", x1: 9, x2: 9, y1: 0, y2: 14 }),
@@ -114,14 +128,16 @@ export function drawCurves({ page, step, width, redraw }) {
     h(
       "div",
       { class: "multiples", style: { "grid-template-columns": `repeat(${columns}, minmax(0, 1fr))` } },
-      some.map((name) => drawCurve(name, page.curves[name], page.curve_steps, step.step, each)),
+      some.map((name) => drawCurve(name, page, step.step, each)),
     ),
     some.length < names.length ? moreButton(`show all ${count(names.length)} metrics`, showAll) : null,
   ];
 }
 
 export function drawNumbers({ step }) {
-  const numbers = Object.entries(step.numbers);
+  const numbers = metricsOf(step.numbers);
+  const both = (name) =>
+    (`second/${name}` in step.numbers ? [name, `second/${name}`] : [name]).map((each) => measured(name, step.numbers[each])).join(" · ");
   if (!numbers.length) return message("No number was recorded at this step.");
   const open = byId("all-numbers")?.open; // it stays so when another step is drawn
   return [
@@ -132,7 +148,7 @@ export function drawNumbers({ step }) {
       h(
         "dl",
         {},
-        numbers.map(([name, value]) => h("div", {}, h("dt", {}, breakable(name)), h("dd", {}, measured(name, value)))),
+        numbers.map((name) => h("div", {}, h("dt", {}, breakable(name)), h("dd", {}, both(name)))),
       ),
     ),
   ];

@@ -1,11 +1,12 @@
 // The data of the page. Other modules get objects with the fields listed here and no others.
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
-  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "equal", "certificates", "symptoms", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
+  PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "equal", "difference", "certificates", "symptoms", "failed", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
   PageAdvisory: ["name", "text", "cause", "because", "certain"],
-  PageRemedy: ["text", "words", "when", "unless"],
+  PageFailed: ["said", "reasons"],
+  PageRemedy: ["text", "overrides", "when", "unless"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
-  PageRun: ["began", "written", "live", "versions", "words", "config"],
+  PageRun: ["began", "written", "live", "versions", "overrides", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
   PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "why_zero", "advantage", "loss"],

@@ -1,14 +1,12 @@
 // Rows by staleness, those in the loss on top of the axis, those that left on top of them.
-import { h, message } from "./dom.js";
+import { h } from "./dom.js";
 import { binName, binsOf, drawHistogram } from "./histogram.js";
 import { legend, rowSwatch } from "./legend.js";
 import { isNumber, plural } from "./numbers.js";
 
 export function drawLag({ model, width }) {
-  if (!model.rows.length) return message("There are no rows at this step.");
   const known = model.rows.filter((row) => isNumber(row.staleness));
-  if (!known.length)
-    return message("No row has a policy version (`policy_version`), so the staleness is not known.");
+  if (!known.length) return null;
   const unknown = model.rows.length - known.length;
   const bins = binsOf(known.map((row) => ({ value: row.staleness, kind: row.reason ? "masked" : "kept" })));
   const trained = (bin) => bin.counts.kept || 0;

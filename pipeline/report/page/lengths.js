@@ -1,5 +1,5 @@
 // Rollouts by the length of their response: those in the loss, those cut short, those that left.
-import { h, message, s } from "./dom.js";
+import { h, s } from "./dom.js";
 import { binName, binsOf, drawHistogram } from "./histogram.js";
 import { legend, rowSwatch, swatch } from "./legend.js";
 import { isNumber, plural, short, sum } from "./numbers.js";
@@ -21,11 +21,10 @@ const lengthOf = (rollout) =>
 
 export function drawLengths({ model, step, width }) {
   const rollouts = model.groups.flatMap((group) => group.members);
-  if (!rollouts.length) return message("There are no rows at this step.");
   const items = rollouts
     .map((rollout) => ({ value: lengthOf(rollout), kind: endingOf(rollout) }))
     .filter((item) => item.value !== null);
-  if (!items.length) return message("The responses have no tokens here, so their lengths are not known.");
+  if (!items.length) return null;
   // Of all rollouts of the step, also where not all are drawn.
   const [mean, most] = ["mean", "max"].map((name) => step.numbers[`response_length/${name}`] ?? null);
   const bins = binsOf(items);

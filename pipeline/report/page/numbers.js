@@ -1,5 +1,6 @@
 // Numbers: as text, and as places on a scale.
 export const NONE = "–";
+const ROUNDING = 1e-15; // what is left of a sum that is 0
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 export const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
@@ -28,8 +29,8 @@ export function count(n) {
 // Four significant digits, without trailing zeros.
 export function number(n) {
   if (!isNumber(n)) return n === null || n === undefined ? NONE : String(n);
-  if (Number.isInteger(n) && Math.abs(n) < 1e9) return count(n);
   const size = Math.abs(n);
+  if (size < ROUNDING || (Number.isInteger(n) && size < 1e9)) return count(Math.round(n));
   const text = size >= 1e6 || size < 1e-4 ? n.toExponential(2) : String(Number(n.toPrecision(4)));
   return text.replaceAll("-", "−");
 }
@@ -58,10 +59,13 @@ export function common(values) {
   return known.every((value) => value === known[0]) ? known[0] : sum(known) / known.length;
 }
 
+// Whether a range is of one value, up to rounding.
+export const isOne = ([low, high]) => high - low <= Math.max(1e-9 * Math.abs(low), 1e-9 * Math.abs(high), ROUNDING);
+
 // A linear scale; a domain of one value, up to rounding, gets room on both sides.
 export function scale([low, high], [from, to]) {
   const size = Math.max(Math.abs(low), Math.abs(high));
-  if (high - low <= 1e-9 * size) [low, high] = [low - (size / 2 || 0.5), high + (size / 2 || 0.5)];
+  if (isOne([low, high])) [low, high] = [low - (size / 2 || 0.5), high + (size / 2 || 0.5)];
   const map = (value) => from + ((value - low) / (high - low)) * (to - from);
   map.domain = [low, high];
   return map;

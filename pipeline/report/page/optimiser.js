@@ -8,16 +8,16 @@ const MEASURED = [
   { metric: /^optimiser\/lr$/, label: "learning rate", unit: "greatest of the parameter groups", text: short },
   { metric: /^optimiser\/loss$/, label: "loss", unit: "mean over optimiser steps", text: short },
   { metric: /^optimiser\/grad_norm$/, label: "gradient norm", unit: "before clipping", text: short },
-  { metric: /^optimiser\/clipped$/, label: "gradient clipped", unit: "of the optimiser steps", text: inPercent },
+  { metric: /^optimiser\/clipped$/, label: "clipped gradients", unit: "of the optimiser steps", text: inPercent },
   { metric: /^optimiser\/entropy$/, label: "entropy", unit: "nats, as the loss gives it", text: short },
-  { metric: /^optimiser\/clip_fraction$/, label: "ratio clipped", unit: "as the loss gives it", text: inPercent },
+  { metric: /^optimiser\/clip_fraction$/, label: "clipped ratios", unit: "as the loss gives it", text: inPercent },
   { metric: /^optimiser\/kl_approx$/, label: "KL to the sampler", unit: "nats, as the loss gives it", text: short },
   { metric: /^optimiser\/kl_to_ref$/, label: "KL to the reference", unit: "nats, as the loss gives it", text: short },
   { metric: /^optimiser\/tokens_per_second$/, label: "speed", unit: "tokens in the loss per second", text: short },
 ];
 const PARTS = ["collect", "reward", "headrace", "optimise"]; // in the order of a step; others come behind
 
-export const hasOptimiser = (page) => Object.keys(page.curves).some((name) => /^(optimiser|seconds)\//.test(name));
+const hasOptimiser = (page) => Object.keys(page.curves).some((name) => /^(optimiser|seconds)\//.test(name));
 
 // A bar of the seconds of a step, a piece for each of its parts.
 function drawSeconds(step) {
@@ -52,5 +52,6 @@ function drawSeconds(step) {
 }
 
 export function drawOptimiser(view) {
+  if (!hasOptimiser(view.page)) return null;
   return [...drawTiles(MEASURED, view), drawSeconds(view.step)].filter(Boolean);
 }

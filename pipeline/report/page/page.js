@@ -13,7 +13,7 @@ import { drawLengths } from "./lengths.js";
 import { followRun } from "./live.js";
 import { chosen, modelOf } from "./model.js";
 import { andList, count, plural, shareInWords } from "./numbers.js";
-import { drawOptimiser, hasOptimiser } from "./optimiser.js";
+import { drawOptimiser } from "./optimiser.js";
 import { drawStrip } from "./strip.js";
 import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
@@ -40,6 +40,7 @@ function draw(names = Object.keys(PANELS)) {
   const step = page.steps[state.index];
   for (const name of names) {
     const body = byId(name).querySelector(".body");
+    byId(name).hidden = false;
     const content = PANELS[name]({
       page,
       step,
@@ -52,8 +53,9 @@ function draw(names = Object.keys(PANELS)) {
       choose: chooseGroup,
       redraw: () => draw([name]),
     });
-    // Built away from the page and put in at once, so that the page does not jump.
-    body.replaceChildren(...content.filter(Boolean));
+    // Built away from the page and put in at once, so that the page does not jump. A panel without content is away.
+    byId(name).hidden = !content;
+    body.replaceChildren(...(content ?? []).filter(Boolean));
   }
 }
 
@@ -85,7 +87,7 @@ function show(index) {
   hideTip();
   byId("summary").textContent = summarise(step);
   for (const label of document.querySelectorAll(".of-step")) {
-    const both = label.closest("#compare-title"); // that panel has both recipes
+    const both = label.closest("#compare-title, #numbers-title"); // these panels have both recipes
     label.textContent = `step ${count(step.step)}${both ? "" : underFirst()}`;
   }
   sayAdvice(page, step);
@@ -196,8 +198,6 @@ function start() {
     ...page.recipe.map((stage) => h("li", {}, h("b", {}, stage.name), h("code", {}, stage.text))),
   );
   byId("recipe-box").hidden = !page.recipe.length;
-  byId("curves").hidden = page.curve_steps.length < 2;
-  byId("optimiser").hidden = !hasOptimiser(page);
   byId("totals").textContent = summariseAll();
   byId("totals").hidden = !byId("totals").textContent;
   drawRun(page.run);

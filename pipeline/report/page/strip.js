@@ -3,8 +3,10 @@ import { h, message, s } from "./dom.js";
 import { drawDot, radius, stack } from "./dots.js";
 import { legend, swatch } from "./legend.js";
 import { chosen, ofExpected, whyNone } from "./model.js";
-import { beginning, extent, isNumber, number, plural, scale, ticks } from "./numbers.js";
+import { beginning, extent, isNumber, number, plural, scale, sum, ticks } from "./numbers.js";
 import { walk } from "./walk.js";
+
+const NONE_ROOM = 44; // for rollouts without a reward
 
 function groupName(group, room) {
   const letters = Math.floor(room / 7.6);
@@ -16,11 +18,11 @@ function groupName(group, room) {
 }
 
 function drawLine({ group, rollouts }, frame, y) {
-  const { dots, above, height } = stack(rollouts, frame.x);
-  const middle = y + above;
-  const room = frame.left - (frame.none ? 36 : 12);
+  const { dots, above, height: tall } = stack(rollouts, frame.x);
+  const [middle, height] = [y + frame.head + above, frame.head + tall];
+  const room = frame.head ? frame.width : frame.left - (frame.none ? NONE_ROOM + 8 : 12);
   const ends = extent(dots.filter((dot) => dot.rollout.reward !== null).map((dot) => dot.x));
-  const marks = dots.map((dot) => drawDot(dot, middle, frame.most));
+  const drawn = dots.map((dot) => drawDot(dot, middle, frame.most));
   const line = s(
     "g",
     { class: "line", "data-group": group.id },
@@ -28,14 +30,14 @@ function drawLine({ group, rollouts }, frame, y) {
       ? null
       : s("rect", {
           class: "incomplete",
-          x: frame.left - (frame.none ? 30 : 0),
+          x: frame.left - (frame.none ? NONE_ROOM : 0),
           y: y + 1,
           height: height - 2,
-          width: frame.right - frame.left + (frame.none ? 30 : 0),
+          width: frame.right - frame.left + (frame.none ? NONE_ROOM : 0),
         }),
     s(
       "svg",
-      { x: 0, y: middle - 10, width: room, height: 20 },
+      { x: 0, y: frame.head ? y : middle - 10, width: room, height: 20 },
       s("text", { class: "name", x: 4, y: 14 }, groupName(group, room - 4)),
     ),
     s("line", { class: "guide", x1: frame.left, x2: frame.right, y1: middle, y2: middle }),
@@ -49,19 +51,19 @@ function drawLine({ group, rollouts }, frame, y) {
           y2: middle + 9,
         })
       : null,
-    marks,
+    drawn.flat(),
     frame.right < frame.width - 40
       ? s("text", { class: "count", x: frame.width - 4, y: middle + 4 }, ofExpected(group))
       : null,
   );
-  return { line, height, marks };
+  return { line, height, marks: drawn.map(([dot]) => dot) };
 }
 
 function stripAxis(frame) {
   return s(
     "svg",
     { class: "axis", width: frame.width, height: 34, "aria-hidden": "true" },
-    frame.none ? s("text", { x: frame.left - 18, y: 28 }, "none") : null,
+    frame.none ? s("text", { x: frame.left - 34, y: 28 }, "none") : null,
     s("text", { class: "title", x: (frame.left + frame.right) / 2, y: 11 }, "reward"),
     frame.width > 560 ? s("text", { class: "count", x: frame.width - 4, y: 28 }, "rollouts") : null,
     frame.ticks.map((tick) => s("text", { x: frame.x(tick), y: 28 }, number(tick))),
@@ -75,14 +77,15 @@ function stripFrame(lines, width) {
   const frame = {
     width,
     none,
-    left: (width > 900 ? 260 : wide ? 190 : 104) + (none ? 24 : 0),
-    right: width - (wide ? 70 : 14),
+    head: wide ? 0 : 14, // on a narrow page a group is named above its line
+    left: (width > 900 ? 260 : wide ? 190 : 4) + (none ? NONE_ROOM : 0),
+    right: width - (wide ? 80 : 34),
   };
   const domain = extent(
     rollouts.map((rollout) => rollout.reward).concat(lines.map(({ group }) => group.baseline)),
   ) || [0, 1];
   const along = scale(domain, [frame.left + 12, frame.right - 12]);
-  frame.x = (reward) => (reward === null ? frame.left - 18 : along(reward));
+  frame.x = (reward) => (reward === null ? frame.left - 34 : along(reward));
   frame.ticks = ticks(along.domain, frame.right - frame.left < 260 ? 3 : 7);
   frame.most = Math.max(0, ...rollouts.map((rollout) => Math.abs(rollout.advantage ?? 0)));
   return frame;
@@ -141,7 +144,7 @@ export function drawStrip(view) {
   const grid = frame.ticks.map((tick) =>
     s("line", { class: "grid", x1: frame.x(tick), x2: frame.x(tick), y1: 0, y2: y }),
   );
-  const dots = drawn.reduce((total, { marks }) => total + marks.length, 0);
+  const dots = sum(lines.map(({ rollouts }) => rollouts.length));
   const svg = s(
     "svg",
     {

@@ -1,5 +1,5 @@
 // For each minibatch a tape per rank; pieces are micro-batches, as wide as their tokens.
-import { h, message, s } from "./dom.js";
+import { h, s } from "./dom.js";
 import { legend, swatch } from "./legend.js";
 import { NONE, count, isNumber, plural, sum } from "./numbers.js";
 import { tip } from "./tip.js";
@@ -57,7 +57,7 @@ function drawTapes({ name, ranks }, width, unit) {
   const all = ranks.flatMap((rank) => rank.pieces.map(([, piece]) => piece.size));
   const overRanks = `${imbalance(ranks.map((rank) => rank.size))} over ${plural(ranks.length, "rank")}`;
   const overPieces = `${imbalance(all)} over ${plural(all.length, "micro-batch", "micro-batches")}`;
-  const facts = `max / mean: ${overRanks}, ${overPieces}`;
+  const facts = all.length > 1 ? `max / mean: ${overRanks}, ${overPieces}` : "";
   return h(
     "div",
     { class: "minibatch" },
@@ -99,8 +99,7 @@ function drawTapes({ name, ranks }, width, unit) {
 export function drawTape({ model, width }) {
   // A row that was masked later still takes its place in its minibatch.
   const rows = model.rows.filter((row) => row.minibatch !== null || !row.reason);
-  if (!model.rows.length) return message("There are no rows at this step, so there is no micro-batch.");
-  if (!rows.length) return message("No row of this step is in the loss, so there is no micro-batch.");
+  if (!rows.length) return null;
   const known = rows.some((row) => isNumber(row.tokens) && row.tokens > 0);
   const unit = known ? "tokens" : "rows";
   const minibatches = tapesOf(rows, (row) => (known ? row.tokens || 0 : 1));
@@ -113,26 +112,9 @@ export function drawTape({ model, width }) {
     masked
       ? h("p", { class: "note" }, `Masked rows go through the model too: their ${unit} are counted here, and are not in the loss.`)
       : null,
-    legend([
-      [
-        swatch(
-          [
-            s("rect", { class: "even", width: 14, height: 14 }),
-            s("rect", { class: "odd", x: 14, width: 14, height: 14 }),
-          ],
-          28,
-        ),
-        "micro-batches, alternating in colour",
-        "piece",
-      ],
-      waits
-        ? [
-            swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })),
-            "idle until the longest rank is done",
-            "idle",
-          ]
-        : null,
-    ]),
+    waits
+      ? legend([[swatch(s("rect", { class: "idle", x: 0.5, y: 0.5, width: 17, height: 13 })), "idle until the longest rank is done", "idle"]])
+      : null,
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": "Tapes by minibatch" },

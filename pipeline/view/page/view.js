@@ -109,6 +109,9 @@ function drawRows(state) {
       ? rowsPanel({ run: i, name: run.name, step, wanted, state, title: runs.length > 1 ? run.name : null })
       : h("div", { class: "panel" }, h("h3", {}, run.name), h("p", { class: "empty" }, `${run.name} has no step ${count(step)}.`)),
   );
+  // On a narrow page the runs are below one another.
+  const jump = (i) => h("button", { type: "button", class: "link jump", on: { click: () => panels[1 - i].scrollIntoView() } }, `the rows of ${runs[1 - i].name} are ${i ? "above" : "below"}`);
+  if (panels.length > 1) for (const [i, panel] of panels.entries()) panel.querySelector("h3").after(jump(i));
   byId("rows").querySelector(".runs").replaceChildren(...panels);
   const numbers = byId("numbers");
   numbers.querySelector(".body").replaceChildren();

@@ -32,7 +32,6 @@ const COLUMNS = {
   loss_weight: "loss weight",
   advantage_by_row: "advantage if each row were a rollout",
   logged_advantage: "advantage in the dump",
-  tokens: "length (tokens)",
   policy_version: "policy version",
   expected_rollouts: "rollouts dispatched for the group",
   microbatch: "micro-batch",

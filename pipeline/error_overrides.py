@@ -1,4 +1,4 @@
-"""Errors for who types a command: they name options as the words to type."""
+"""Errors for who types a command: they name options as overrides to type."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ class CommandNames(ErrorNames):
     """The names of options in errors, for who types a command: ``pipeline.stages.gate.group_size``."""
 
     def option(self, stage: str, name: str, value: str, *, other: bool) -> str:
-        """The words to type."""
+        """The override to type."""
         if not stage:
             return super().option(stage, name, value, other=other)
         return f"pipeline.stages.{stage}.{name}{f'={value}' * bool(value)}"
 
     def say_infinite(self, **_: Any) -> str:
-        """Nothing: no word adds a stage before the collapse."""
+        """Nothing: no override adds a stage before the collapse."""
         return ""
 
 
-def in_words_to_type(err: Exception) -> str:
-    """The text of an error, with the options to set as words to type.
+def text_with_overrides(err: Exception) -> str:
+    """The text of an error, with the options to set as overrides to type.
 
     Example:
         >>> error = BatchError("group {group} has 3 of 8: set {on_incomplete=drop}", group=7)
         >>> error.stage, error.made_by = "gate", "CompletenessGate()"
-        >>> in_words_to_type(error)
+        >>> text_with_overrides(error)
         "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
     """
     return err.said(CommandNames()) if isinstance(err, BatchError) else str(err)
 
 
-def word_to_set(err: Exception) -> str | None:
-    """The first word that an error of a stage says to type; None: it names none.
+def override_to_set(err: Exception) -> str | None:
+    """The first override that an error of a stage says to type; None: it names none.
 
     Example:
-        >>> word_to_set(BatchError("found {found}: set {collapse/missing=mask}, or {columns=2}", found=3))
+        >>> override_to_set(BatchError("found {found}: set {collapse/missing=mask}, or {columns=2}", found=3))
         'pipeline.stages.collapse.missing=mask'
     """
     options = err.options if isinstance(err, BatchError) else []
-    words = (f"pipeline.stages.{stage}.{name}={value}" for stage, name, value in options if stage and value)
-    return next(words, None)
+    overrides = (
+        f"pipeline.stages.{stage}.{name}={value}" for stage, name, value in options if stage and value
+    )
+    return next(overrides, None)

@@ -33,7 +33,13 @@ ABSENT = object()
 CONF = Path(str(files("headrace.conf")))
 DATED = "outputs/DATE/TIME"  # the output folder, unless hydra.run.dir is set
 ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
-DUMPS = (".jsonl", ".parquet", ".pt", ".gz", ".json")  # suffixes of files that may be meant by a word alone
+DUMPS = (
+    ".jsonl",
+    ".parquet",
+    ".pt",
+    ".gz",
+    ".json",
+)  # suffixes of files that may be meant by an argument alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
 INSTEAD = {  # what to use here instead of flags of other commands
     "list": "headrace recipes",
@@ -43,11 +49,11 @@ INSTEAD = {  # what to use here instead of flags of other commands
 }
 
 
-def answer(words: Sequence[str]) -> int | None:
+def answer(arguments: Sequence[str]) -> int | None:
     """Run a command without a task, such as ``headrace recipes``.
 
     Args:
-        words: the arguments of the command line.
+        arguments: the arguments of the command line.
 
     Returns:
         The exit status, or None if the arguments ask for a task.
@@ -55,7 +61,7 @@ def answer(words: Sequence[str]) -> int | None:
     Raises:
         ConfigError: unknown name.
     """
-    first, alone = words[0] if words else "", len(words) == 1
+    first, alone = arguments[0] if arguments else "", len(arguments) == 1
     if first == "view":
         try:
             from headrace.pipeline.view.server import view
@@ -64,19 +70,21 @@ def answer(words: Sequence[str]) -> int | None:
                 f"headrace view reads rows with pyarrow, which cannot be imported ({err}): "
                 "pip install pyarrow"
             ) from None
-        return view(words[1:])
+        return view(arguments[1:])
     if first == "doctor" and alone:
         from .doctor import examine  # which imports torch, if it can
 
         return examine()
-    if first == "help" or any(word in ("--help", "-h") for word in words):
-        tasks = [word.removeprefix("task=") for word in words if word.startswith("task=") or word in TASKS]
+    if first == "help" or any(each in ("--help", "-h") for each in arguments):
+        tasks = [
+            each.removeprefix("task=") for each in arguments if each.startswith("task=") or each in TASKS
+        ]
         print(help_of_task(tasks[-1]) if tasks else help_text())
-    elif first == "version" or "--version" in words:
+    elif first == "version" or "--version" in arguments:
         found = versions()
         print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
-    elif first in ("recipes", "stages") and len(words) == 2:
-        print(read_file(first.removesuffix("s"), words[1]))
+    elif first in ("recipes", "stages") and len(arguments) == 2:
+        print(read_file(first.removesuffix("s"), arguments[1]))
     elif first == "recipes" and alone:
         print(list_files({name: CONF / "pipeline" / f"{name}.yaml" for name in recipes()}))
         print("\nheadrace pipeline=NAME uses a recipe, and headrace recipes NAME prints its file.")
@@ -90,24 +98,26 @@ def answer(words: Sequence[str]) -> int | None:
     return 0
 
 
-def ready_words(words: Sequence[str]) -> list[str]:
+def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments for Hydra: flags first, and :func:`for_hydra` of the others.
 
     Raises:
         ConfigError: a flag is unknown, or an argument has no value. The message suggests what may be meant.
     """
-    for at, word in enumerate(words):
-        if word.partition("=")[0].lstrip("-+") == "resume":
-            raise ConfigError(f"{word}: the command resumes no run. In a loop of your own, use state_dict")
-        if word.startswith("-"):
-            _check_flag(word, words, at)
+    for at, argument in enumerate(arguments):
+        if argument.partition("=")[0].lstrip("-+") == "resume":
+            raise ConfigError(
+                f"{argument}: the command resumes no run. In a loop of your own, use state_dict"
+            )
+        if argument.startswith("-"):
+            _check_flag(argument, arguments, at)
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}; headrace --help lists the options")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    read, _ = parser.parse_known_intermixed_args(list(words))
+    read, _ = parser.parse_known_intermixed_args(list(arguments))
     if read.package is not None and not read.cfg:
         meant = f"pipeline={read.package}" if read.package in recipes() else "pipeline=NAME for a recipe"
         raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help lists the options")
@@ -120,75 +130,75 @@ def ready_words(words: Sequence[str]) -> list[str]:
             "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2; leave -m "
             "out to run one job"
         )
-    for at, word in enumerate(read.overrides):
-        if "=" not in word and not word.startswith("~"):
-            raise ConfigError(_of_bare_word(word, read.overrides, at))
-        if re.fullmatch(r"(pipeline|task|report)=(null)?", word):
-            raise ConfigError(f"{word}: a name is required; headrace --help lists the options")
-        if re.fullmatch(r"hydra\.(run|sweep)\.dir=(null|''|\"\")?", word):
-            raise ConfigError(f"{word}: an output folder is required; leave it out for {DATED}")
-    values = [word for word in words if word in read.overrides]
-    flags = [word for word in words if word not in read.overrides]
+    for at, argument in enumerate(read.overrides):
+        if "=" not in argument and not argument.startswith("~"):
+            raise ConfigError(_of_bare_word(argument, read.overrides, at))
+        if re.fullmatch(r"(pipeline|task|report)=(null)?", argument):
+            raise ConfigError(f"{argument}: a name is required; headrace --help lists the options")
+        if re.fullmatch(r"hydra\.(run|sweep)\.dir=(null|''|\"\")?", argument):
+            raise ConfigError(f"{argument}: an output folder is required; leave it out for {DATED}")
+    values = [each for each in arguments if each in read.overrides]
+    flags = [each for each in arguments if each not in read.overrides]
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
-        values = [f"xray.{word}" if word.startswith("source=") else word for word in values]
-    return [*flags, *(ready for word in values for ready in for_hydra(word))]
+        values = [f"xray.{each}" if each.startswith("source=") else each for each in values]
+    return [*flags, *(ready for argument in values for ready in for_hydra(argument))]
 
 
-def _has_several_values(word: str) -> bool:
+def _has_several_values(argument: str) -> bool:
     """Whether an override has several values, so that -m runs several jobs."""
-    if word.startswith("hydra.sweeper."):
+    if argument.startswith("hydra.sweeper."):
         return True
     try:
-        return OverridesParser.create().parse_override(word).is_sweep_override()
+        return OverridesParser.create().parse_override(argument).is_sweep_override()
     except HydraException:
-        return "=" in word
+        return "=" in argument
 
 
-def _of_bare_word(word: str, words: Sequence[str], at: int) -> str:
+def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
     """Return a message for an argument without a value, with what may be meant.
 
     Args:
-        word: the argument, without ``=``.
-        words: all arguments without flags.
+        argument: the argument, without ``=``.
+        arguments: all arguments without flags.
         at: index of the argument.
     """
-    said = f"an option is NAME=VALUE; got {word!r}"
-    before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
-    if word in ALONE:
-        return f"{said}; headrace {word} is a command of its own, without options before it"
-    if word in TASKS or word in recipes():
-        known = f"{'task' if word in TASKS else 'pipeline'}={word}"
+    said = f"an option is NAME=VALUE; got {argument!r}"
+    before, after = arguments[at - 1] if at else "", arguments[at + 1] if at + 1 < len(arguments) else ""
+    if argument in ALONE:
+        return f"{said}; headrace {argument} is a command of its own, without options before it"
+    if argument in TASKS or argument in recipes():
+        known = f"{'task' if argument in TASKS else 'pipeline'}={argument}"
         if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`
-            known = f"{before}{word}"
+            known = f"{before}{argument}"
         return f"{said} (did you mean {known}?)"
-    if "[" in before and word.endswith("]"):
-        return f"{said}: a value with spaces goes in quotes (did you mean '{before}{word}'?)"
-    if glob.has_magic(word) or Path(word).exists() or Path(word).suffix in DUMPS:
-        if any(other.startswith("source.path=") for other in words):
+    if "[" in before and argument.endswith("]"):
+        return f"{said}: a value with spaces goes in quotes (did you mean '{before}{argument}'?)"
+    if glob.has_magic(argument) or Path(argument).exists() or Path(argument).suffix in DUMPS:
+        if any(other.startswith("source.path=") for other in arguments):
             return (
                 f"{said}: source.path is one file, folder or glob. If your shell has made several files of "
                 "a glob, quote it: 'source.path=dump/*.jsonl'"
             )
-        return f"{said} (did you mean 'source.path={word}'?)"
-    if word in INSTEAD:
-        return f"{said} (did you mean {INSTEAD[word]}?)"
-    if f"{word}s" in ALONE:
-        return f"{said} (did you mean headrace {word}s?)"
-    name, colon, value = word.partition(":")
-    if meant := _option_of(name, words):
+        return f"{said} (did you mean 'source.path={argument}'?)"
+    if argument in INSTEAD:
+        return f"{said} (did you mean {INSTEAD[argument]}?)"
+    if f"{argument}s" in ALONE:
+        return f"{said} (did you mean headrace {argument}s?)"
+    name, colon, value = argument.partition(":")
+    if meant := _option_of(name, arguments):
         if not colon:
-            value = words[at + 2] if after == "=" and at + 2 < len(words) else after.removeprefix("=")
+            value = arguments[at + 2] if after == "=" and at + 2 < len(arguments) else after.removeprefix("=")
         typed = " or ".join(f"{other}={value or 'VALUE'}" for other in meant)
         return f"{said} (did you mean {typed}?)"
     every = {name: f"headrace {name}" for name in ALONE} | {name: f"task={name}" for name in TASKS}
     every |= {name: f"pipeline={name}" for name in recipes()}
-    close = difflib.get_close_matches(word, every, n=2, cutoff=0.5)
+    close = difflib.get_close_matches(argument, every, n=2, cutoff=0.5)
     return said + (f" (did you mean {' or '.join(every[name] for name in close)}?)" if close else "")
 
 
-def _option_of(name: str, words: Sequence[str]) -> list[str]:
+def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
     """The dotted options that a name alone may mean; empty if there is no such option."""
-    task = [word for word in words if re.fullmatch(r"task=\w+", word)]
+    task = [each for each in arguments if re.fullmatch(r"task=\w+", each)]
     try:
         config = compose_config("config", *task[-1:])
     except ConfigError:
@@ -198,28 +208,28 @@ def _option_of(name: str, words: Sequence[str]) -> list[str]:
     return options_meant(name, config)
 
 
-def _check_flag(word: str, words: Sequence[str], at: int) -> None:
+def _check_flag(argument: str, arguments: Sequence[str], at: int) -> None:
     """Check that Hydra knows a flag.
 
     Args:
-        word: the flag, with its dashes.
-        words: all arguments.
+        argument: the flag, with its dashes.
+        arguments: all arguments.
         at: index of the flag.
 
     Raises:
         ConfigError: Hydra does not know it.
     """
     known = list(get_args_parser()._option_string_actions)
-    flag, equals, value = word.partition("=")
+    flag, equals, value = argument.partition("=")
     if flag in known:
         return
     name = flag.lstrip("-").replace("-", "_")
-    after = words[at + 1] if at + 1 < len(words) else ""
+    after = arguments[at + 1] if at + 1 < len(arguments) else ""
     if not equals and "=" not in after:
         value = after
     meant = [INSTEAD[name]] if name in INSTEAD else []
     if len(name) > 1 and not meant:
-        meant = [f"{other}={value or 'VALUE'}" for other in _option_of(name, words)]
+        meant = [f"{other}={value or 'VALUE'}" for other in _option_of(name, arguments)]
     hint = f" (did you mean {' or '.join(meant)}?)" if meant else suggest(flag, SHOWN)
     raise ConfigError(f"unknown option {flag!r}{hint}; headrace --help lists the options")
 

@@ -11,7 +11,7 @@ import pytest
 from command import headrace, headrace_here, refused
 
 from headrace.pipeline import ConfigError, load_pipeline
-from headrace.pipeline.command.words import ready_words
+from headrace.pipeline.command.arguments import hydra_arguments
 from headrace.pipeline.composing import TASKS, recipes
 
 pytestmark = pytest.mark.slow
@@ -108,7 +108,7 @@ def test_python_and_the_command_give_the_same_hint():
 
 
 def test_flags_may_be_mixed_with_overrides():
-    assert ready_words(["a=1", "--cfg", "job", "~pipeline.stages.filter"]) == [
+    assert hydra_arguments(["a=1", "--cfg", "job", "~pipeline.stages.filter"]) == [
         "--cfg",
         "job",
         "a=1",
