@@ -99,7 +99,7 @@ def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, 
     differs, compared = [], 0
     for number, (recipe, pipeline) in enumerate(pipelines):
         ways = both_ways(pipeline)
-        for kind, how in cases_of(number, len(pipelines)):
+        for kind, how in cases_of(number):
             batch = collected(kind, recipe)
             mine = spread(batch, how, world)[rank]
             rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])

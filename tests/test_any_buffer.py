@@ -16,7 +16,6 @@ from headrace.transforms import BatchError, FanOutCollapse, ProcessedTwiceError
 pytestmark = pytest.mark.slow
 
 RECIPE = ("pipeline=grpo", "pipeline.stages.gate.group_size=4")
-UNITS = ("token", "sample", "rollout", "group")
 
 
 def collected(first_group: int = 0) -> TensorDict:
@@ -40,7 +39,7 @@ def weight_of(minibatches) -> float:
     return -float(loss.scale.detach())
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", ["token", "group"])
 def test_weights_of_a_sample_weighted_as_a_step_sum_to_one(unit):
     first, second = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}").halves()
     buffer = buffer_of((first, True))
@@ -63,34 +62,29 @@ def test_two_halves_equal_the_whole_pipeline():
     assert first.metrics["rows/trained"] == second.metrics["rows/in"] == len(halved)
 
 
+PLACES = (("headrace", "minibatch"), ("headrace", "microbatch"))
+
+
 @pytest.mark.parametrize("fold", ["none", "token_mean"])
-@pytest.mark.parametrize("how", ["a part", "two batches", "a part of two"])
-def test_rows_that_were_not_weighted_together_are_refused(how, fold):
+def test_rows_that_were_not_weighted_together_are_refused(fold):
     pipeline = composed(*RECIPE, f"pipeline.stages.weight.fold={fold}")
     one, two = pipeline(collected()), pipeline(collected(4))
-    step = {
-        "a part": lambda: one[:4],
-        "two batches": lambda: torch.cat([one, two]),
-        "a part of two": lambda: torch.cat([one[:4], two[:4]]),
-    }[how]().exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
-    with pytest.raises(BatchError, match=r"of one weighted step: .* found \d+ tokens .*pipeline.halves\(\)"):
-        weight_of([step])
+    for step in (one[:4], torch.cat([one, two]), torch.cat([one[:4], two[:4]])):
+        with pytest.raises(
+            BatchError, match=r"of one weighted step: .* found \d+ tokens .*pipeline.halves\(\)"
+        ):
+            weight_of([step.exclude(*PLACES)])
 
 
-@pytest.mark.parametrize("rows", [[5, 6, 7, 5, 6, 7, 5, 6], [0] * 8, [5, 6, 7, 0, 1, 2, 3, 4]])
-def test_an_equal_token_count_does_not_make_a_step(rows):
+def test_an_equal_token_count_does_not_make_a_step():
     batch = batch_of([1.0] * 5 + [2.0, 3.0, 4.0], [0] * 8, [0] * 5 + [1, 2, 3])
     batch["masks", "all_assistant_mask"] = torch.ones(8, 4, dtype=torch.bool)
-    done = composed(
-        "pipeline=grpo", "pipeline.stages.gate.group_size=4", "pipeline.stages.weight.unit=rollout"
-    )(batch).exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
-    order = done["headrace", "row"].argsort()
-    step = done[order][torch.tensor(rows)]
-    if len(set(rows)) == 8:
-        assert weight_of([step]) == pytest.approx(1.0)
-    else:
+    done = composed(*RECIPE, "pipeline.stages.weight.unit=rollout")(batch).exclude(*PLACES)
+    done = done[done["headrace", "row"].argsort()]
+    assert weight_of([done[torch.tensor([5, 6, 7, 0, 1, 2, 3, 4])]]) == pytest.approx(1.0)
+    for rows in ([5, 6, 7, 5, 6, 7, 5, 6], [0] * 8):
         with pytest.raises(BatchError, match=r"found 32 tokens .* \d duplicate rows"):
-            weight_of([step])
+            weight_of([done[torch.tensor(rows)]])
 
 
 @pytest.mark.parametrize("unit", ["rollout", "group"])
@@ -100,9 +94,8 @@ def test_rows_of_two_batches_with_equal_tokens_are_refused(unit):
     for batch in (one, two):
         batch["masks", "all_assistant_mask"] = torch.ones(len(batch), 4, dtype=torch.bool)
     half = len(one) // 2
-    step = torch.cat([one[:half], two[half:]]).exclude(("headrace", "minibatch"), ("headrace", "microbatch"))
     with pytest.raises(BatchError, match="rows must be those of one weighted step"):
-        weight_of([step])
+        weight_of([torch.cat([one[:half], two[half:]]).exclude(*PLACES)])
 
 
 def test_a_pipeline_on_the_wrong_side_is_refused_with_the_right_one():

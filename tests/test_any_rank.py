@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from any_rank import compare_with_one_process, fold_stream, pipelines_of, results_of
+from any_rank import VARIED, compare_with_one_process, fold_stream, results_of
+from composed import composed
 from recipes import ADVANTAGES, FEW
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "recipes"), [(2, ADVANTAGES), (4, FEW)])
-def test_every_recipe_has_the_bits_of_one_process_for_any_spread_of_rows(world, recipes, tmp_path):
-    pipelines = pipelines_of(recipes)
+@pytest.mark.parametrize(("world", "recipes", "varied"), [(2, ADVANTAGES, ()), (4, FEW, VARIED)])
+def test_every_recipe_has_the_bits_of_one_process_for_any_spread_of_rows(world, recipes, varied, tmp_path):
+    named = [*((recipe,) for recipe in recipes), *varied]
+    pipelines = [(recipe, composed(f"pipeline={recipe}", *words)) for recipe, *words in named]
     results = results_of(compare_with_one_process, world, tmp_path, pipelines)
     assert sum(compared for compared, _ in results) > 40 * len(pipelines)
     assert [differs for _, differs in results] == [[]] * world

@@ -24,7 +24,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.samplers.prioritized import SumSegmentTreeFp32
 
 from headrace.pipeline import GroupUnit
-from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError, Status
+from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError
 
 STORAGES = {"tensors": LazyTensorStorage, "memmap": LazyMemmapStorage, "lazy": LazyStackStorage}
 SAMPLERS = {
@@ -181,25 +181,9 @@ def test_a_group_is_as_stale_as_its_oldest_row():
         buffer.sample()
 
 
-@pytest.mark.parametrize("key", ["status", ("next", "status")])
-def test_a_group_with_a_failed_rollout_does_not_pass(key):
-    data = rows([2], segments=1).set(key, torch.tensor([Status.COMPLETED, Status.FAILED]))
-    with pytest.raises(IncompleteGroupsError, match="1 failed"):
-        filled(data).sample()
-
-
-def test_a_partly_overwritten_group_is_refused_or_left_out():
-    def buffer_of(unit):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(9), batch_size=20, sample_unit=unit)
-        for first in (0, 2, 4):
-            buffer.extend(rows([2, 2], first_group=first, segments=1))
-        return buffer
-
+def test_an_incomplete_group_is_refused():
     with pytest.raises(IncompleteGroupsError, match="has 1 of 2"):
-        buffer_of(GroupUnit()).sample()
-    gate = CompletenessGate(on_incomplete="drop")
-    for _ in range(10):
-        CompletenessGate()(buffer_of(GroupUnit(gate=gate)).sample())
+        filled(rows([2], segments=1)[:1]).sample()
 
 
 def test_samplers_that_split_groups_are_refused_with_what_to_do():

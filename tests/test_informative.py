@@ -8,12 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rollouts import make_env, make_policy
 from tensordict import TensorDict, lazy_stack
-from torchrl.collectors import Collector
 
-from headrace.pipeline import assembled, informative, load_pipeline
-from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StalledError
+from headrace.pipeline import informative, load_pipeline
+from headrace.transforms import BatchError, IncompleteGroupsError, StalledError
 
 pytestmark = pytest.mark.slow
 
@@ -119,21 +117,3 @@ def test_split_or_incomplete_groups_are_refused():
         list(informative(cut, groups=1, stages=keep_all))
     with pytest.raises(ValueError, match="groups must be an integer; got None"):
         informative([], groups=None)
-
-
-def test_with_a_collector_each_batch_is_full():
-    env = make_env(prompts=6)
-    collector = Collector(
-        env,
-        make_policy(),
-        frames_per_batch=env.frames_per_batch,
-        total_frames=12 * env.frames_per_batch,
-        auto_register_policy_transforms=False,
-    )
-    stages = load_pipeline("pipeline=dapo", "pipeline.stages.collapse.reward=sum").stages
-    decide = [stages[name] for name in ("gate", "collapse", "filter")]
-    stream = informative(assembled(collector, GroupAssembler()), groups=4, stages=decide)
-    sizes = [len(batch["group_id"].unique()) for batch in stream]
-    assert sizes[:-1] == [4] * (len(sizes) - 1)
-    assert sum(sizes) == stream.found > 4
-    stream.shutdown()  # the collector's

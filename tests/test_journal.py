@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from assembly import Line, batch_of_lines, faulty_stream
+from assembly import Line, batch_of_lines, faulty_stream, same_rows
 from fleets import Fleet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from tensordict.utils import is_non_tensor
 
 from headrace.transforms import BatchError, GroupAssembler
 
@@ -127,7 +126,7 @@ def all_that_is_left(assembler: GroupAssembler) -> list[int]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**9))
 def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_path_factory):
     """Compared with an assembler without a journal that has not taken what comes again."""
@@ -166,7 +165,7 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 10**9))
 def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_factory):
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
@@ -256,15 +255,10 @@ def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clo
 # -- what is refused --------------------------------------------------------------------------------------
 
 
-def rows_with(name: str, column) -> TensorDict:
-    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)])
-    rows[name] = column
-    return rows
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
-    rows = rows_with("half", torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16))
+    rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, False)])
+    rows["half"] = torch.tensor([[1.5], [2.5]], dtype=torch.bfloat16)
     rows["complex"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
     rows["none"] = torch.empty(2, 0)
     rows["float"] = torch.tensor([float("nan"), float("inf")])
@@ -277,52 +271,29 @@ def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
     make("plain", journal=path).put(rows)
     plain, again = make("plain"), make("plain", journal=path)
     plain.put(rows)
-    for assembler in (plain, again):
-        assembler.put(batch_like(rows, plain))
-    batch, expected = again.take(), plain.take()
-    assert set(batch.keys(True, True)) == set(expected.keys(True, True))
-    for one, other in zip(batch.unbind(0), expected.unbind(0), strict=True):
-        for key in other.keys(True, True):
-            if is_non_tensor(other.get(key)):
-                assert repr(one[key]) == repr(other[key])
-            else:
-                assert one[key].dtype == other[key].dtype
-                assert torch.equal(one[key].nan_to_num(), other[key].nan_to_num())
-
-
-def batch_like(rows: TensorDictBase, assembler: GroupAssembler) -> TensorDictBase:
-    """The row that ends the second rollout, with the columns of those before."""
     last = rows[1:].clone()
     last["next", "done"] = torch.ones_like(last["next", "done"])
-    return last
-
-
-@pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), [1, {"a": print}]])
-def test_data_that_cannot_be_written_are_refused_with_their_column(value, tmp_path):
-    assembler = make("plain", journal=tmp_path / "rows")
-    before, size = known(assembler) if assembler.held else None, (tmp_path / "rows").stat().st_size
-    rows = batch_of_lines([Line(0, 0, 0, True)])
-    rows.set_non_tensor("odd", value)
-    with pytest.raises(
-        BatchError, match=r"a journal can store .*found a \w+ in column odd: remove the column"
-    ):
-        assembler.put(rows)
-    assert before is None
-    assert (assembler.held, (tmp_path / "rows").stat().st_size) == (0, size)
+    for assembler in (plain, again):
+        assembler.put(last)
+    same_rows(again.take(), plain.take())
 
 
 def test_a_refused_put_is_not_in_the_journal(tmp_path):
-    assembler = GroupAssembler(journal=tmp_path / "rows", segment_key="segment")
-    assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
-    size = (tmp_path / "rows").stat().st_size
+    path = tmp_path / "rows"
+    assembler = GroupAssembler(journal=path)
+    rows = batch_of_lines([Line(0, 0, 0, True)]).set("odd", ["text"])
+    assembler.put(rows)
+    size = path.stat().st_size
     with pytest.raises(BatchError, match="found again"):
-        assembler.put(batch_of_lines([Line(0, 0, 0, True)]))
-    assert (tmp_path / "rows").stat().st_size == size
-    assert opened_with(tmp_path / "rows", segment_key="segment").held == 1
-
-
-def opened_with(path: Path, **options) -> GroupAssembler:
-    return GroupAssembler(journal=path, **options)
+        assembler.put(rows)
+    for value in ({1, 2}, b"bytes", object(), [1, {"a": print}]):
+        rows = batch_of_lines([Line(0, 1, 0, True)])
+        rows.set_non_tensor("odd", value)
+        message = r"a journal can store .*found a \w+ in column odd: remove the column"
+        with pytest.raises(BatchError, match=message):
+            assembler.put(rows)
+    assert (assembler.held, path.stat().st_size) == (1, size)
+    assert GroupAssembler(journal=path).held == 1
 
 
 def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
@@ -332,9 +303,6 @@ def test_a_journal_of_another_assembler_and_other_files_are_refused(tmp_path):
         ValueError, match=r"other options: group_size is 2 in the file and 3 here.*load its state_d"
     ):
         GroupAssembler(journal=path, group_size=3)
-    path.write_text("something else")
-    with pytest.raises(ValueError, match="is no journal of this version of headrace"):
-        GroupAssembler(journal=path)
     with pytest.raises(FileNotFoundError):
         GroupAssembler(journal=tmp_path / "nowhere" / "rows")
     with pytest.raises(ValueError, match=r"commit\(\) needs a journal"):
@@ -377,9 +345,9 @@ def test_a_state_starts_a_journal_and_an_existing_one_refuses_it(tmp_path):
 def test_rollouts_are_not_requested_again(tmp_path):
     asked = []
     options = {"on_failure": "refill", "refill": lambda *missing: asked.append(missing), "max_refills": 9}
-    assembler = opened_with(tmp_path / "rows", **options)
+    assembler = GroupAssembler(journal=tmp_path / "rows", **options)
     assembler.put(batch_of_lines([Line(0, 0, 0, True, 3), Line(0, 1, 0, True)]))
-    again = opened_with(tmp_path / "rows", **options)
+    again = GroupAssembler(journal=tmp_path / "rows", **options)
     assert asked == [(0, 1)]
     again.put(batch_of_lines([Line(0, 2, 0, True)], 2))
     assert numbers(again.take()) == [1, 2]
@@ -393,23 +361,23 @@ def test_a_selector_that_selects_differently_raises(tmp_path):
         return torch.arange(k) + len(turns) % 2
 
     options = {"group_size": 2, "on_surplus": other_each_time}
-    assembler = opened_with(tmp_path / "rows", **options)
+    assembler = GroupAssembler(journal=tmp_path / "rows", **options)
     assembler.put(batch_of_lines([Line(0, number, 0, True, expected=3) for number in range(3)]))
     with pytest.raises(
         ValueError, match=r"cannot be replayed: event 'put' at byte .*on_surplus must select the same"
     ):
-        opened_with(tmp_path / "rows", **options)
+        GroupAssembler(journal=tmp_path / "rows", **options)
 
 
 def test_rejected_groups_that_come_again_count_once_in_capacity(tmp_path):
     options = {"groups": 1, "max_staleness": 3}
-    assembler = opened_with(tmp_path / "rows", **options)
+    assembler = GroupAssembler(journal=tmp_path / "rows", **options)
     room = assembler.capacity()
     rows = batch_of_lines([Line(0, 0, 0, True), Line(0, 1, 0, True)])
     assembler.put(rows)
     assembler.take()
     assembler.reject(1)
-    again = opened_with(tmp_path / "rows", **options)
+    again = GroupAssembler(journal=tmp_path / "rows", **options)
     assert again.capacity() == room - 1
     again.take()
     again.reject(1)
@@ -432,7 +400,7 @@ def test_rows_of_workers_with_lost_rollouts_count_alike_after_a_crash(tmp_path, 
     rng = random.Random(1)
     fleet, path = Fleet(2, 2, 2, 6), tmp_path / "rows"
     streams = [list(fleet.rows(worker, rng)) for worker in range(2)]
-    assembler, other = opened_with(path), GroupAssembler()
+    assembler, other = GroupAssembler(journal=path), GroupAssembler()
     for start in range(0, max(map(len, streams)), 3):
         for rows in streams:
             some = [row for row in rows[start : start + 3] if rng.random() > 0.1]
@@ -441,7 +409,7 @@ def test_rows_of_workers_with_lost_rollouts_count_alike_after_a_crash(tmp_path, 
                 other.put(fleet.batch(some))
                 if rng.random() < 0.5:
                     assembler.take()
-                    assembler = opened_with(path)
+                    assembler = GroupAssembler(journal=path)
     assert assembler.counts == other.counts
     assert assembler.counts["lost"] > 0
     assert (assembler.held, assembler.ready, assembler.pending) == (other.held, other.ready, other.pending)

@@ -35,13 +35,12 @@ MODES = {
     "trajectories-flat": {"yield_completed_trajectories": True, "flatten_data": True},
     "last-steps": {"yield_only_last_steps": True},
 }
-LAST, ENOUGH = "last-steps", 20
+LAST, ENOUGH = "last-steps", 12
 # Where its budget ends between two turns, torchrl 0.14.1 waits for an environment that it has not asked.
 ENDLESS = {"total_dialog_turns": -1}
-several_turns = pytest.mark.parametrize("most", [1, 3], ids=["single", "multi"])
 
 
-def whole_groups(env, mode: str, most: int, **options) -> list[int]:
+def whole_groups(env, mode: str, **options) -> list[int]:
     """The rollouts that come out, each of which has been looked at."""
     policy = make_policy(make_model(TOKENIZER), TOKENIZER)
     collector = LLMCollector(env, policy=policy, **TURNS | MODES[mode] | options)
@@ -60,9 +59,9 @@ def whole_groups(env, mode: str, most: int, **options) -> list[int]:
             out = pipeline(batch)
             rollouts = out["rollout_id"].flatten().tolist()
             for rollout, rows in Counter(rollouts).items():
-                assert rows == (1 if mode == LAST else turns_of(rollout, most))
+                assert rows == (1 if mode == LAST else turns_of(rollout))
             for rollout, reward in zip(rollouts, out[schema.REWARD].tolist(), strict=True):
-                turns = range(turns_of(rollout, most))
+                turns = range(turns_of(rollout))
                 assert reward == sum(
                     reward_of(rollout, turn) for turn in (turns[-1:] if mode == LAST else turns)
                 )
@@ -76,25 +75,23 @@ def whole_groups(env, mode: str, most: int, **options) -> list[int]:
     return found
 
 
-@several_turns
 @pytest.mark.parametrize("mode", MODES)
-def test_complete_groups_come_out_in_every_mode(mode, most):
-    assert len(whole_groups(make_env(TOKENIZER, envs=3, most=most), mode, most)) == ENOUGH
+def test_complete_groups_come_out_in_every_mode(mode):
+    assert len(whole_groups(make_env(TOKENIZER, envs=3), mode)) == ENOUGH
 
 
-@several_turns
 @pytest.mark.parametrize("mode", ["trajectories", LAST])
-def test_groups_spread_over_asynchronous_environments_come_out_complete(mode, most):
+def test_groups_spread_over_asynchronous_environments_come_out_complete(mode):
     """AsyncEnvPool yields one trajectory at a time, from whichever environment is first."""
     rows = SharedRows()
-    make = partial(make_env, TOKENIZER, envs=1, most=most, source=rows)
+    make = partial(make_env, TOKENIZER, envs=1, source=rows)
     pool = AsyncEnvPool([make] * 3, backend="threading", stack="lazy")
-    assert len(whole_groups(pool, mode, most, **ENDLESS)) == ENOUGH
+    assert len(whole_groups(pool, mode, **ENDLESS)) == ENOUGH
 
 
 def test_environments_in_processes_number_their_own_groups():
     makes = [partial(make_env, TOKENIZER, envs=1, first_group=1000 * worker) for worker in range(2)]
     with quick_starts():
         pool = AsyncEnvPool(makes, backend="multiprocessing", stack="lazy", exchange="queue")
-        found = whole_groups(pool, "trajectories", 3, **ENDLESS)
+        found = whole_groups(pool, "trajectories", **ENDLESS)
     assert {rollout // GROUP_SIZE // 1000 for rollout in found} == {0, 1}

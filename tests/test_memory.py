@@ -23,7 +23,7 @@ from headrace.transforms.schema import MINIBATCH
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("count", "shuffle"), [(4, True), (8, True), (8, False)])
+@pytest.mark.parametrize(("count", "shuffle"), [(8, True), (8, False)])
 def test_a_loop_that_drops_its_reference_holds_one_minibatch(count, shuffle):
     batch = batch_of([float(i % 5) for i in range(512)], [i // 4 for i in range(512)], tokens=512)
     pipeline = Pipeline(
@@ -71,29 +71,26 @@ def test_masked_groups_cost_no_copy_and_leave_the_callers_rows_unchanged(shuffle
     assert (batch == before).all()
 
 
-def test_token_weights_exist_for_one_minibatch_at_a_time():
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("importance_weight", ("pipeline=tis",)),
+        (
+            ("headrace", "token_weight"),
+            ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index"),
+        ),
+    ],
+    ids=["tokens", "turns"],
+)
+def test_weights_of_tokens_and_turns_exist_for_one_minibatch_at_a_time(column, words):
     """Importance weights and a token advantage would take half as much memory as the batch."""
     batch = with_old(batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096))
     batch["expected_rollouts"] = torch.full((256,), 8)
-    batch = batch.exclude("prompt_text", "teacher_log_probs", "ref_log_probs", "entropy")
-    pipeline = load_pipeline("pipeline=tis", "pipeline.stages.split.minibatches=8")
-    with LiveBytes() as memory:
-        for minibatch in pipeline.minibatches(batch):
-            assert minibatch["importance_weight"].shape == (32, 4096)
-            del minibatch
-    assert memory.peak / bytes_of(batch) <= 0.35
-
-
-def test_turn_weights_inside_rows_exist_for_one_minibatch_at_a_time():
-    batch = batch_of([float(i % 5) for i in range(256)], [i // 8 for i in range(256)], tokens=4096)
-    batch["expected_rollouts"] = torch.full((256,), 8)
     batch["turn_index"] = (torch.arange(4096) // 100).repeat(256, 1)
     batch = batch.exclude("prompt_text", "teacher_log_probs", "ref_log_probs", "entropy")
-    words = [f"pipeline.stages.weight.{each}" for each in ("unit=turn", "turn_index_key=turn_index")]
-    pipeline = load_pipeline("pipeline=grpo", "pipeline.stages.split.minibatches=8", *words)
     with LiveBytes() as memory:
-        for minibatch in pipeline.minibatches(batch):
-            assert minibatch["headrace", "token_weight"].shape == (32, 4096)
+        for minibatch in load_pipeline(*words, "pipeline.stages.split.minibatches=8").minibatches(batch):
+            assert minibatch[column].shape == (32, 4096)
             del minibatch
     assert memory.peak / bytes_of(batch) <= 0.35
 

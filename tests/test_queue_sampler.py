@@ -84,20 +84,6 @@ def test_late_rows_mix_groups_only_in_the_sampler_of_transfer_queue():
     assert group_sampler(assembler)(ready, 4, partition=partition_of(tags))[0] == [4, 5, 6, 7]
 
 
-def test_uneven_groups_mix_only_in_the_sampler_of_transfer_queue():
-    lines = [
-        Line(n, 10 * n + r, 0, True, expected=3 if n % 2 else 2)
-        for n in range(4)
-        for r in range(3 if n % 2 else 2)
-    ]
-    assembler = GroupAssembler()
-    tags = tags_of(lines, assembler)
-    theirs, _ = transfer_queue.GRPOGroupNSampler(n_samples_per_prompt=2)(range(len(lines)), 4)
-    assert [lines[row].group for row in theirs] == [0, 0, 1, 1]  # and the third of group 1 is left
-    ours, _ = group_sampler(assembler)(range(len(lines)), 4, partition=partition_of(tags))
-    assert [lines[row].group for row in ours] == [0, 0, 1, 1, 1]
-
-
 def test_a_failed_group_is_dropped_or_kept_by_the_assembler_option():
     lines = [Line(0, 0, 0, True, 2), Line(0, 1, 0, True), Line(1, 2, 0, True), Line(1, 3, 0, True)]
     for options, expected in (({}, [2, 3]), ({"on_failure": "keep", "min_rollouts": 1}, [1, 2, 3])):

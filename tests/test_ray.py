@@ -25,7 +25,7 @@ from faults import CELLS, ELSEWHERE, LONGEST, SILENCE, Carried, Cell, check
 from fleets import Fleet, Sent
 from rollouts import make_policy
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import LazyStackStorage, LazyTensorStorage, RayReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import LazyStackStorage, RayReplayBuffer, SamplerWithoutReplacement
 
 import headrace.pipeline
 import headrace.transforms
@@ -131,17 +131,6 @@ def test_each_fault_is_counted_or_raised(name, tmp_path):
 # -- writers and the trainer ------------------------------------------------------------------------------
 
 
-def test_groups_equal_those_of_one_process_for_any_writers():
-    assembler = fresh(groups=2, segment_key="segment")
-    shares = [pieces(slice(0, None, 2)), pieces(slice(1, None, 2))]
-    writers = [send.remote(assembler, share) for share in shares]
-    found = torch.cat([batch["number"] for batch in assembler.batches(writers, patience=LONGEST)])
-    assert found.sort().values.tolist() == list(range(len(LINES)))
-    groups = found.view(6, 4)  # of two rollouts, each of segments 0 and 1
-    assert all(sorted(group.tolist()) == group[[0, 2, 1, 3]].tolist() for group in groups)
-    assert (assembler.emitted, assembler.held, assembler.ready, assembler.pending) == (6, 0, 0, 0)
-
-
 def test_a_writer_waits_only_while_complete_groups_are_not_taken():
     assembler = fresh(groups=1, max_ready=1)
     begun = [batch_of_lines([Line(100 + g, 100 + g, 0, False)]) for g in range(20)]
@@ -186,16 +175,38 @@ def test_all_our_errors_pickle_between_processes():
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
-def test_if_a_writer_is_lost_the_others_may_continue():
-    """The error if they do not is in the fault table."""
-    begun, assembler = [batch_of_lines([Line(90, 90, 0, False)])], fresh()
-    dead = send.remote(assembler, begun, then="dies")
-    tasks = [send.remote(assembler, pieces(size=4)), dead]
-    batches = list(assembler.batches(tasks, patience=LONGEST, on_lost="go_on"))
-    assert sum(map(len, batches)) == len(LINES)
-    assert assembler.counts["unfinished"] == 1
-    with pytest.raises(StalledError, match="1 of 1 writers lost"):
-        list(fresh().batches([dead], on_lost="go_on"))
+def test_groups_equal_those_of_one_process_and_those_of_a_batch_may_be_too_few():
+    assembler = fresh(groups=4, segment_key="segment")
+    writers = [send.remote(assembler, pieces(slice(part, None, 2))) for part in (0, 1)]
+    first, second = assembler.batches(writers, patience=LONGEST)
+    assert (len(first), len(second)) == (16, 8)
+    found = torch.cat([first["number"], second["number"]])
+    assert found.sort().values.tolist() == list(range(len(LINES)))
+    groups = found.view(6, 4)  # of two rollouts, each of segments 0 and 1
+    assert all(sorted(group.tolist()) == group[[0, 2, 1, 3]].tolist() for group in groups)
+    assert (assembler.emitted, assembler.held, assembler.ready, assembler.pending) == (6, 0, 0, 0)
+    assembler = fresh(groups=4)
+    writer = send.remote(assembler, pieces(size=24))
+    (batch,) = assembler.batches([writer], patience=LONGEST, leftovers="drop")
+    assert (len(batch), assembler.counts["unfinished"]) == (16, 8)
+
+
+def test_versions_capacity_and_announcements_equal_those_of_the_assembler():
+    assembler = fresh(groups=2, max_staleness=1, version_key=("next", "policy_version"))
+    assert assembler.capacity() == 4
+    rows = batch_of_lines([Line(g, 2 * g + r, 0, True) for g in range(3) for r in (0, 1)])
+    assembler.announce(rows[:2].select("group_id", "rollout_id", "expected_rollouts"))
+    assert (assembler.capacity(), assembler.pending) == (3, 1)
+    with pytest.raises(BatchError, match="announced only once"):
+        assembler.announce(rows[:2])
+    assembler.put(rows.set(("next", "reward"), torch.tensor([0.0, 0, 0, 1, 1, 0])))
+    stream = informative(assembler.batches(patience=LONGEST), groups=2)
+    assert next(iter(stream))["group_id"].tolist() == [1, 1, 2, 2]  # group 0 uses no capacity
+    assert (assembler.emitted, assembler.ready, assembler.capacity(2)) == (3, 0, 2)
+    rows["group_id"], rows["rollout_id"] = rows["group_id"] + 10, rows["rollout_id"] + 20
+    assembler.put(rows)
+    assembler.version += 2
+    assert (assembler.version, assembler.take(), assembler.counts["stale"]) == (2, None, 6)
 
 
 def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
@@ -211,45 +222,6 @@ def test_a_stall_is_raised_at_the_writer_and_at_the_trainer():
     assert next(assembler.batches())["number"].tolist() == [0, 2, 1, 3]
 
 
-def test_leftovers_are_yielded_dropped_or_refused():
-    def left(how: str) -> tuple[list[int], dict[str, int]]:
-        assembler = fresh(groups=4)
-        writer = send.remote(assembler, pieces(size=24))
-        batches = assembler.batches([writer], patience=LONGEST, leftovers=how)
-        return [len(batch) for batch in batches], assembler.counts
-
-    assert left("yield")[0] == [16, 8]
-    sizes, counts = left("drop")
-    assert (sizes, counts["unfinished"]) == ([16], 8)
-    with pytest.raises(BatchError, match="2 whole groups are left over"):
-        left("raise")
-
-
-def test_versions_capacity_and_announcements_equal_those_of_the_assembler():
-    assembler = fresh(groups=2, max_staleness=1, version_key=("next", "policy_version"))
-    assert assembler.capacity() == 4
-    assembler.announce(batch_of_lines(LINES[:8]).select("group_id", "rollout_id", "expected_rollouts"))
-    assert (assembler.capacity(), assembler.pending) == (2, 2)
-    with pytest.raises(BatchError, match="announced only once"):
-        assembler.announce(batch_of_lines(LINES[:4]))
-    for piece in pieces(slice(8)):
-        assembler.put(piece)
-    assembler.version += 2
-    assert (assembler.version, assembler.take()) == (2, None)
-    assert assembler.counts["stale"] == 8
-
-
-def test_uninformative_groups_use_no_capacity_in_an_actor():
-    assembler = fresh(groups=2, max_staleness=0, version_key=("next", "policy_version"))
-    rows = batch_of_lines([Line(g, 2 * g + r, 0, True) for g in range(3) for r in (0, 1)])
-    assembler.put(rows.set(("next", "reward"), torch.tensor([0.0, 0, 0, 1, 1, 0])))
-    stream = informative(assembler.batches(patience=LONGEST), groups=2)
-    assert next(iter(stream))["group_id"].tolist() == [1, 1, 2, 2]
-    assert (assembler.emitted, assembler.ready, assembler.capacity(2)) == (3, 0, 0)
-    assembler.version += 1
-    assert assembler.capacity(2) == 2
-
-
 def test_a_view_is_sent_without_its_whole_batch(monkeypatch):
     sent, assembler = [], fresh()
     assembler.put(None)
@@ -257,7 +229,7 @@ def test_a_view_is_sent_without_its_whole_batch(monkeypatch):
         monkeypatch.setattr(
             RayAssembler, method, lambda self, *args: sent.append(ray.cloudpickle.dumps(args)) or "sent"
         )
-    batch = batch_of_lines([Line(g, g, 0, True) for g in range(20_000)]).exclude("text")
+    batch = batch_of_lines([Line(g, g, 0, True) for g in range(2000)]).exclude("text")
     assembler.put(batch[5:6])
     assembler.announce(batch[5:6])
     assert all(len(bytes_) < 10_000 < batch.bytes() for bytes_ in sent)
@@ -313,8 +285,7 @@ def sent_bytes(thing: Any) -> int:
     return ray._private.worker.global_worker.get_serialization_context().serialize(thing).total_bytes
 
 
-@pytest.mark.parametrize("tokens", [64, 4096])
-def test_at_most_200_bytes_per_row_go_through_the_assembler(tokens, monkeypatch):
+def test_at_most_200_bytes_per_row_go_through_the_assembler(monkeypatch):
     assembler, sent, ask, keep = fresh(), [], RayAssembler._ask, RayAssembler._keep
 
     def asked(self, *args):
@@ -329,7 +300,7 @@ def test_at_most_200_bytes_per_row_go_through_the_assembler(tokens, monkeypatch)
     monkeypatch.setattr(RayAssembler, "_keep", kept)
     fleet = Fleet(1, 1, 4, 999)
     rows = fleet.batch([Sent(n // 4, n, s, s == 1, 0, 0) for n in range(512) for s in (0, 1)])
-    rows["tokens", "full"] = torch.zeros(len(rows), tokens, dtype=torch.int64)
+    rows["tokens", "full"] = torch.zeros(len(rows), 4096, dtype=torch.int64)
     for piece in rows.split(128):
         assembler.put(piece)
     assert len(assembler.take()) == len(rows)
@@ -337,13 +308,16 @@ def test_at_most_200_bytes_per_row_go_through_the_assembler(tokens, monkeypatch)
 
 
 def test_rows_of_a_dead_writer_are_trained():
-    assembler = fresh()
-    dead = send.remote(assembler, [ragged(piece) for piece in pieces(slice(0, None, 2))], then="dies")
-    with pytest.raises(ray.exceptions.RayError):
-        ray.get(dead)
-    ended = send.remote(assembler, [ragged(piece) for piece in pieces(slice(1, None, 2))])
-    found = torch.cat([batch["number"] for batch in assembler.batches([ended], patience=LONGEST)])
+    """Whose loss raises, or the others may continue."""
+    assembler, begun = fresh(), [batch_of_lines([Line(90, 90, 0, False)])]
+    dead = send.remote(assembler, [*map(ragged, pieces(slice(0, None, 2)) + begun)], then="dies")
+    ended = send.remote(assembler, [*map(ragged, pieces(slice(1, None, 2)))])
+    batches = assembler.batches([ended, dead], patience=LONGEST, on_lost="go_on")
+    found = torch.cat([batch["number"] for batch in batches])
     assert found.sort().values.tolist() == list(range(len(LINES)))
+    assert assembler.counts["unfinished"] == 1
+    with pytest.raises(StalledError, match="1 of 1 writers lost"):
+        list(fresh().batches([dead], on_lost="go_on"))
 
 
 def references(actor: Any = None) -> int:
@@ -431,17 +405,16 @@ def test_a_missing_extra_is_reported(monkeypatch):
 # -- what TorchRL runs on Ray -----------------------------------------------------------------------------
 
 
-def env_of(worker: int) -> ReverseEnv:
-    """An environment with its worker's share of the prompts."""
-    sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", rank=worker, ranks=2)
-    return ReverseEnv(sampler, revised=0.5)
-
-
 def test_a_ray_collector_is_a_valid_source():
     """It yields one worker's batch at a time, which ends in the middle of rollouts; here there is one."""
-    frames = env_of(0).frames_per_batch // 2  # one of the two turns of each slot
+
+    def make() -> ReverseEnv:
+        sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop")
+        return ReverseEnv(sampler, revised=0.5)
+
+    frames = make().frames_per_batch // 2  # one of the two turns of each slot
     collector = RayCollector(
-        [partial(env_of, 0)],
+        [make],
         make_policy(),
         frames_per_batch=frames,
         total_frames=8 * frames,
@@ -462,43 +435,25 @@ def test_a_ray_collector_is_a_valid_source():
     assert len(found.unique()) == sum(len(batch["group_id"].unique()) for batch in batches)
 
 
-def test_a_collectors_stacked_steps_are_accepted():
-    """RayCollector(sync=True) yields ``[workers, envs, time]``."""
-    rows, assembler = batch_of_lines(LINES), GroupAssembler(segment_key="segment")
-    assembler.put(rows.exclude("text").view(2, 6, 2))
-    assert len(assembler.take()) == len(LINES)
-
-
-def ray_buffer(storage: type = LazyTensorStorage, **options: Any) -> RayReplayBuffer:
-    return RayReplayBuffer(
-        storage=partial(storage, 64),
-        sampler=SamplerWithoutReplacement,
-        batch_size=6,
-        remote_config={"num_cpus": 0},
-        **options,
-    )
-
-
 def collected() -> TensorDict:
     """Four groups of four rollouts, each of one row."""
     ids = torch.arange(16)
     return batch_of((ids % 3).float().tolist(), (ids // 4).tolist(), ids.tolist())
 
 
-def test_a_ray_buffer_stores_the_first_half_and_the_second_weights_samples():
-    first, second = composed("pipeline=grpo", "pipeline.stages.gate.group_size=4").halves()
-    buffer = ray_buffer()
-    buffer.extend(first(collected()))
-    for _ in range(2):
-        (step,) = second.minibatches(buffer.sample())
-        weights = step["loss_weight"][:, None] * step["masks", "all_assistant_mask"]
-        assert float(weights.sum()) == pytest.approx(1.0)
-    buffer.close()
-
-
 def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
     factory = partial(groups_on_write, "grpo", assembler={"group_size": 4, "done_key": None})
-    buffer = ray_buffer(LazyStackStorage, transform_factory=factory)
+
+    def make() -> RayReplayBuffer:
+        return RayReplayBuffer(
+            storage=partial(LazyStackStorage, 64),
+            sampler=SamplerWithoutReplacement,
+            batch_size=6,
+            remote_config={"num_cpus": 0},
+            transform_factory=factory,
+        )
+
+    buffer = make()
     buffer.extend(collected()[:14])
     account = buffer_account(buffer)
     assert (account.held, account.emitted, account.counts["lost"]) == (2, 3, 0)
@@ -510,7 +465,11 @@ def test_errors_of_writers_and_counts_of_the_actor_reach_the_trainer():
         Exception, match=r"refused when they were written into the buffer.*found again rollout 0"
     ):
         buffer.sample()
-    again = ray_buffer(LazyStackStorage, transform_factory=factory)
+    _, second = composed("pipeline=grpo", "pipeline.stages.gate.group_size=4").halves()
+    (step,) = second.minibatches(buffer.sample().contiguous())
+    weights = step["loss_weight"][:, None] * step["masks", "all_assistant_mask"]
+    assert float(weights.sum()) == pytest.approx(1.0)
+    again = make()
     again.load_state_dict(buffer.state_dict())
     again.extend(collected()[14:])
     assert (len(again), buffer_account(again).held) == (16, 0)

@@ -48,28 +48,15 @@ def test_rollout_n_has_the_n_th_ids_for_any_order_of_resets(slots, repeats, work
             assert (expected, query) == (repeats, number // repeats + 1000 * worker)
 
 
-@settings(max_examples=25)
-@given(repeats=st.integers(1, 4), workers=st.integers(1, 4), count=st.integers(1, 10))
-def test_ids_of_workers_never_collide_and_have_no_gap(repeats, workers, count):
-    made = [
-        make_quiz(worker, workers, slots=count * repeats, repeats=repeats).reset()
-        for worker in range(workers)
-    ]
-    rollouts = torch.cat([td["rollout_id"] for td in made]).flatten()
-    assert rollouts.sort().values.tolist() == list(range(workers * count * repeats))
-
-
 # -- groups that are none are refused -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("repeats", "row", "group"), [(3, 2, 0), (4, 2, 0)])
-def test_different_prompts_in_a_group_are_refused_with_the_rows(repeats, row, group):
-    env = TransformedEnv(QuizEnv(4, repeats=2), StampIds(repeats=repeats, worker=0))
-    with pytest.raises(
-        BatchError,
-        match=rf"the same prompt \('query'\); row {row} of group {group} has '\[1\]' after .*append StampIds",
-    ):
+def test_different_prompts_in_a_group_are_refused_with_the_rows():
+    env = TransformedEnv(QuizEnv(4, repeats=2), stamp := StampIds(repeats=4, worker=0))
+    message = r"the same prompt \('query'\); row 2 of group 0 has '\[1\]' after .*append StampIds"
+    with pytest.raises(BatchError, match=message):
         env.reset()
+    assert stamp.state_dict()["_extra_state"]["dispatched"] == 0
 
 
 def test_an_environment_reset_before_is_refused_with_group_resets():
@@ -84,13 +71,6 @@ def test_an_environment_reset_before_is_refused_with_group_resets():
     env.reset()
     with pytest.raises(BatchError, match=r"row 0 of group 0 has '\[1\]' after '\[0\]'"):
         env.reset()
-
-
-def test_a_refused_reset_stamps_nothing():
-    env = TransformedEnv(QuizEnv(4, repeats=2), stamp := StampIds(repeats=4))
-    with pytest.raises(BatchError):
-        env.reset()
-    assert stamp.state_dict()["_extra_state"]["dispatched"] == 0
 
 
 class Repeating(Transform):

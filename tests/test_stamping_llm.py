@@ -27,8 +27,9 @@ def tokenizer():
     return make_tokenizer()
 
 
-@pytest.mark.parametrize("mode", ["text", "history"])
-@pytest.mark.parametrize("yielded", YIELDED)
+@pytest.mark.parametrize(
+    ("mode", "yielded"), [("text", "turns"), ("history", "completed"), ("text", "last steps")]
+)
 def test_rows_of_an_llm_collector_make_complete_groups_of_one_prompt(tokenizer, mode, yielded):
     """The first reset is dropped with two rollouts, whose group is not waited for."""
     env = make_countdown(tokenizer, slots=2, repeats=REPEATS, mode=mode, worker=1, workers=3)

@@ -127,20 +127,6 @@ def test_equal_rewards_have_an_advantage_of_exactly_0():
         assert not torch.cat(out.get("advantage", as_list=True)).any()
 
 
-def test_under_forks_parent_equal_tokens_of_separate_rollouts_are_two_nodes():
-    """11 continues 10 after two tokens, 12 continues 11 after three; 13 starts with the same tokens."""
-    paths = [[1, 2, 3, 4], [1, 2, 5, 4], [1, 2, 5, 6], [1, 2, 3, 4]]
-    batch = leaves(paths, [0] * 4, [1.0, 2.0, 6.0, 7.0], parent_id=[-1, 10, 11, -1])
-    out = TreeAdvantage(forks="parent")(batch).get("advantage", as_list=True)
-    # V of all 4, of the first three 3, of 11 and 12 together 4
-    assert out[0].flatten().tolist() == [-1, -1, -2, -2]
-    assert out[1].flatten().tolist() == [-1, -1, 1, -2]
-    assert out[2].flatten().tolist() == [-1, -1, 1, 2]
-    assert out[3].flatten().tolist() == [3, 3, 3, 3]
-    by_prefix = TreeAdvantage()(batch).get("advantage", as_list=True)
-    assert by_prefix[0].flatten().tolist() == [0, 0, 0, 0]  # of 10 and 13 the mean is that of all
-
-
 # -- parents ------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from composed import composed
-from recipes import ADVANTAGES, BY_TURN, FEW, of, pipeline_of
+from recipes import ADVANTAGES, BY_TURN, CHAINS, FEW, of, pipeline_of
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.objectives.llm import GRPOLoss
@@ -68,7 +68,8 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("transform", [None, "pack", "tree"])
 def test_every_recipe_trains_its_declared_weights(transform):
     """In one micro-batch, and in three: of two ways to transform, one has the other number."""
-    for number, recipe in enumerate(ADVANTAGES):
+    recipes = {None: ADVANTAGES, "pack": FEW, "tree": CHAINS}[transform]
+    for number, recipe in enumerate(recipes):
         for microbatches in (1, 3)[(number + bool(transform)) % 2 :][:1]:
             cut = {"minibatches": 1, "microbatches": microbatches}
             pipeline, second = (pipeline_of(recipe, split=cut, **BY_TURN.get(recipe, {})) for _ in range(2))
