@@ -134,6 +134,8 @@ def test_every_step_without_training_is_named():
     (found,) = advise(history[-1][1], history)
     assert (found.name, found.steps) == ("nothing-trains", (1, 3))
     assert found.text == "Nothing was trained at steps 1 and 3."
+    numbers = {"rows/trained": 0.0, "out/filter/zero_variance": 3.0, "out/gate/incomplete": 1.0}
+    assert advise(numbers)[0].text == "Nothing was trained: most rows were in groups with equal rewards."
     assert names(*history[0][1:]) == []
 
 

@@ -101,7 +101,8 @@ def test_a_long_run_has_a_page_of_bounded_size_with_the_rules_of_all_steps(make_
     shown = [step["step"] for step in data["steps"]]
     assert 777 in shown
     assert len(shown) <= 20 + 1
-    assert "Nothing was trained at step 777." in [each["text"] for each in data["steps"][-1]["advisories"]]
+    texts = [each["text"] for each in data["steps"][-1]["advisories"]]
+    assert any(text.startswith("Nothing was trained at step 777") for text in texts)
 
 
 def test_the_page_has_the_steps_that_are_named(make_batch, tmp_path):

@@ -356,10 +356,10 @@ def look_at_ray(trouble: str) -> Found:
             ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next
 
 
-def look_at_all(place: str, troubles: Iterable[str] = tuple(TROUBLES)) -> dict[str, Found]:
+def look_at_all(place: str) -> dict[str, Found]:
     """What is reported of each trouble, some of them side by side."""
     if place == "Ray":  # whose threads are one process's: warnings are of all of them
-        return {trouble: look_at_ray(trouble) for trouble in troubles}
+        return {trouble: look_at_ray(trouble) for trouble in TROUBLES}
     look = functools.partial(look_at, place)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(zip(troubles, pool.map(look, troubles), strict=True))
+        return dict(zip(TROUBLES, pool.map(look, TROUBLES), strict=True))

@@ -30,6 +30,13 @@ LEFT = {  # why most rows left, where none was trained: by the number that count
     "out/gate/empty": "no_tokens",
     "out/pipeline/no_loss_tokens": "no_tokens",
 }
+SAID = {
+    "": "",
+    "incomplete": ": most rows were in incomplete groups",
+    "equal_rewards": ": most rows were in groups with equal rewards",
+    "remainder": ": there were too few rollouts for the minibatches",
+    "no_tokens": ": most rows had no token in the loss",
+}
 BEYOND = " It is "  # begins the sentence that says at which steps
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
@@ -164,8 +171,9 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     history = history or [(0, numbers)]
     found = []
     if steps := [step for step, each in history if each.get("rows/trained") == 0]:
-        words = "Nothing was trained" + (f" {said_at(steps, len(history))}" if len(history) > 1 else "")
-        found = [Advisory("nothing-trains", f"{words}.", "rows/trained", tuple(steps), _why_left(history))]
+        at, cause = f" {said_at(steps, len(history))}" if len(history) > 1 else "", _why_left(history)
+        said = f"Nothing was trained{at}{SAID[cause]}."
+        found = [Advisory("nothing-trains", said, "rows/trained", tuple(steps), cause)]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
     return _causes_first([*found, *_least(numbers), *_trends(history), *_unused(numbers)], history)
 
