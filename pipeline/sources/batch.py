@@ -329,7 +329,7 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         >>> [row.group for row in found]
         [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
         >>> draws
-        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(("('q',)", 4),), copies=0)
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('the prompt at a sample', 4),), copies=0)
     """
     groups: dict[Label, list[Sample]] = {}
     for sample in samples:
