@@ -265,6 +265,7 @@ def test_rows_without_a_response_or_loss_mask_are_refused():
             DenseRows(pad_id=pad_id)
 
 
+@pytest.mark.slow
 def test_an_order_with_masks_before_dense_rows_is_refused():
     dense = DenseRows(pad_id=PAD)
     Pipeline({"gate": CompletenessGate(group_size=1), "dense": dense})

@@ -90,6 +90,7 @@ CRITERIA = {
 }
 
 
+@pytest.mark.slow
 @given(st.data())
 @pytest.mark.parametrize("criterion", ["rewards_vary", "not_truncated", "best_of", "finite"])
 def test_no_number_about_the_rewards_of_groups_depends_on_the_action_of_a_filter(criterion, data):

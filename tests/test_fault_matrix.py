@@ -99,6 +99,7 @@ def refuse(error: BaseException) -> Carried:
     raise error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_each_fault_is_counted_or_raised(name):
     check(CELLS[name], within(LONGEST, iterator, CELLS[name]))

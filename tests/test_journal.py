@@ -203,6 +203,7 @@ def bytes_of_events(path: Path) -> tuple[list[int], list[dict]]:
     return sizes, states
 
 
+@pytest.mark.slow
 def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
@@ -227,6 +228,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
             assert known(make("plain", journal=cut)) == states[0]
 
 
+@pytest.mark.slow
 def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
@@ -384,6 +386,7 @@ def test_rejected_groups_that_come_again_count_once_in_capacity(tmp_path):
     assert again.capacity() == room
 
 
+@pytest.mark.slow
 def test_a_file_is_at_most_twice_the_rows_held(tmp_path):
     path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
     for group in range(300):

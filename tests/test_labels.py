@@ -41,6 +41,7 @@ def as_numbers(batch: TensorDict) -> TensorDict:
 # -- text ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every
 def test_text_ids_are_counted_as_numbers(name):
     for made in (lambda batch: batch, lambda batch: lazy_stack(list(batch.unbind(0)))):

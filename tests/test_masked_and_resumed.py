@@ -200,6 +200,7 @@ def test_under_keep_a_loss_mask_is_required():
         Pipeline({"split": split}, masked_log_prob="keep")(batch)
 
 
+@pytest.mark.slow
 def test_every_recipe_has_the_option():
     assert load_pipeline("dapo").masked_log_prob == "nan"
     assert load_pipeline("as/verl", masked_log_prob="keep").masked_log_prob == "keep"

@@ -78,6 +78,7 @@ def call(thing, **given):
     return thing(*first, **needed | given)
 
 
+@pytest.mark.slow
 def test_a_numeric_option_refuses_nan_bool_and_infinity_by_default():
     """A name imported only for type checkers would leave its option unchecked: some are known to be seen."""
     wrong = [math.nan, True, False, math.inf, -math.inf, torch.tensor(math.nan), torch.tensor(True)]

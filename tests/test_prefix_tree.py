@@ -72,6 +72,7 @@ def test_a_token_attends_to_its_path(rows):
     assert torch.equal(sees(torch.zeros_like(q), torch.zeros_like(q), q, k), mask[0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_equals_the_mask():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

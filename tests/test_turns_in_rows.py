@@ -103,6 +103,7 @@ CUTS = {
 WAYS = {"dense": None, "packed": "pack", "a tree": "tree"}
 
 
+@pytest.mark.slow
 @given(
     drawn_rows(), st.sampled_from(list(CUTS)), st.sampled_from(list(WAYS)), st.booleans(), st.integers(1, 2)
 )
