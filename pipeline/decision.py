@@ -335,6 +335,10 @@ class Decider:
 
     def _read(self, columns: Mapping[str, Any]) -> tuple[TensorDict, dict[NestedKey, list[str]]]:
         """Return the columns as a batch, and the texts of ids that are text, by key."""
+        if lacking := [name for name, values in columns.items() if values is None]:
+            raise BatchError(
+                "columns must not be None; found {found}. Leave them out", found=listing(lacking)
+            )
         lengths = {name: len(values) for name, values in columns.items()}
         if len(set(lengths.values())) != 1:
             raise BatchError(

@@ -65,12 +65,15 @@ def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
     Example:
         >>> suggest("gprpo", ["grpo", "dapo"])
         " (did you mean 'grpo'?)"
+        >>> suggest("gpro", ["mgpo", "gtpo", "grpo"], most=1)
+        " (did you mean 'grpo'?)"
         >>> suggest("loo", ["mean", "leave_one_out"])
         " (did you mean 'leave_one_out'?)"
     """
     known = list(words)
     same = SYNONYMS.get(word)
-    close = [same] if same in known else difflib.get_close_matches(word, known, n=most, cutoff=least)
+    close = [same] if same in known else difflib.get_close_matches(word, known, n=9, cutoff=least)
+    close = sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -100,10 +101,17 @@ def test_a_learning_rate_or_gradient_of_zero_is_an_advisory(x, lr, found):
 
 def test_a_number_the_report_already_has_is_refused():
     _, _, _, run = trained([1.0])
-    with pytest.raises(ValueError, match="names that the report does not have; found rows/in"):
-        make_report(run, numbers={"rows/in": 1.0})
+    for name in make_report(run).numbers:
+        with pytest.raises(ValueError, match=f"names that the report does not have; found {re.escape(name)}"):
+            make_report(run, numbers={name: 1.0})
     with pytest.raises(ValueError, match="numbers must have a number by each name; got optimiser/lr=tensor"):
-        make_report(run, numbers={"optimiser/lr": torch.tensor(1.0)})
+        make_report(run, numbers={"optimiser/lr": torch.ones(2)})
+
+
+def test_a_number_may_be_a_tensor_and_have_the_other_spelling():
+    _, _, _, run = trained([1.0])
+    report = make_report(run, numbers={"optimizer/lr": torch.tensor(0.0)})
+    assert [each.name for each in report.advisories] == ["learning-rate-zero"]
 
 
 def test_the_command_records_each_step_and_reports_a_zero_rate(tmp_path):

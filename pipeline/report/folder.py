@@ -40,33 +40,34 @@ SHARE = 0.02  # of the time, at most, goes into writing the page while the run g
 class ReportFolder:
     """Take reports step by step; write the rows of each step, and a page that grows with the run.
 
-    The page has curves over all steps (of more than 500, over some, evenly spread), and shows `steps` of them
-    at most: the first, the last, and some in between; and those that a notice or an advisory names. Open it
-    at once: until :meth:`close` it is live, which is to say that it loads itself anew. A ``with`` statement
-    closes it however the loop ends. ``headrace view FOLDER`` opens all rows of all steps.
+    The page has curves over all steps; in a run of more than 500 steps, over evenly spread ones. It shows the
+    rows of at most `steps` steps: the first, the last, and some in between. It also shows those that a notice
+    or an advisory names. You can open the page while the run goes on: it reloads itself until :meth:`close`.
+    A ``with`` statement closes it, however the loop ends. ``headrace view FOLDER`` opens all rows of all
+    steps.
 
     Args:
-        folder: where ``report.html`` and the folder ``rollouts/`` go; made where it does not exist.
-        title: of the page.
-        steps: most steps that the page shows, ≥ 2, beside those that are named.
-        dump: ``parquet`` or ``jsonl``: the rows of each step go into a file ``rollouts/step_NNNNNNNN``
-            (:func:`write_dump`); None: rows are not kept, and the page has some of them.
+        folder: gets ``report.html`` and the folder ``rollouts/``. It is made if it does not exist.
+        title: title of the page.
+        steps: number of steps that the page shows, ≥ 2, in addition to those that are named.
+        dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
+            (:func:`write_dump`). None: only the page has rows.
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
             after a restart from a checkpoint: the files from the first new step on are removed, since those
             steps are trained again, and the earlier ones stay.
         page: whether to write the page.
-        every: seconds, ≥ 0, between two writings of the page, and more where they would take above 2 % of the
-            time; None: it is written at the end alone.
+        every: seconds, ≥ 0, between two writings of the page; more, if writing would take over 2 % of the
+            time. None: the page is only written at the end.
         config: the resolved configuration, as YAML, for the page and the files' metadata.
         versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
             The page then says how they differ, and gives no advice.
 
     Attributes:
-        notices: sentences about what the page lacks; to be set.
-        difference: of two recipes, how they differ, as a sentence; to be set.
-        equal: of two recipes, names of the numbers that are the same at every step; to be set.
-        failed: the steps that :meth:`fail` was told of.
-        unsaid: names of numbers that the dump of a replay cannot have; to be set.
+        notices: sentences about what the page lacks. You may set this, and the next two.
+        difference: how two recipes differ, as a sentence.
+        equal: names of the numbers that two recipes have in common at every step.
+        failed: the failed steps, from :meth:`fail`.
+        unsaid: names of numbers that the dump of a replay cannot have. You may set it.
         setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
             run does not have. None, the run is one in Python, and options are those of its stages.
 

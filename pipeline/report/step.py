@@ -209,29 +209,29 @@ def make_report(
 ) -> StepReport:
     """The report of a run, or of the last batch of a pipeline.
 
-    Of a run it has numbers by token too, where a recipe writes any, of the rows of which most is to be
-    learnt: those of at most 50,000 tokens. They, and texts out of tokens, take a few reads more.
+    If the recipe writes advantages or weights per token, the report of a run also has these, for the rows
+    that differ most, with at most 50,000 tokens in all. To read them, and to make texts of tokens, takes a
+    few more reads of the device.
 
     Args:
         processed: a :class:`Run`, a :class:`Decision`, or a :class:`Pipeline` after a batch.
         step: its number; None: that of the run, 0 unless an adapter has set it.
         solved: least reward of a solved rollout.
-        batch: what came in, to say what its rows would cost as trees (:class:`SharedTokens`); None, and
-            where it has no tokens: nothing is said of that.
-        parameters: of the model, for FLOPs; None: they are relative.
-        decode: from the ids of tokens to as many strings, ``lambda ids: [tokenizer.decode([id]) for id in
-            ids]``: prompts and responses of `batch`, else of the rows of a run that stay, where the batch has
-            no texts, and the texts of tokens; None: not known.
-        numbers: of the trainer, which join those of the report: ``record.numbers`` of an
-            :class:`OptimiserRecord`, or any by name, such as ``{"optimiser/lr": 1e-6}``. What is not known is
-            left out.
+        batch: the input of the pipeline. If it has tokens, the report says what its rows would cost as trees
+            (:class:`SharedTokens`). None: it does not.
+        parameters: number of the model's parameters, for FLOPs. None: FLOPs are relative.
+        decode: makes one string of each token id, such as ``lambda ids: [tokenizer.decode([id]) for id in
+            ids]``. It is used if the rows have tokens and no texts. None: such rows have no texts.
+        numbers: numbers of your trainer, by name, as floats or tensors with one element. The report knows
+            ``optimiser/lr``, ``optimiser/loss``, ``optimiser/grad_norm``, ``optimiser/entropy`` and the other
+            numbers of an :class:`OptimiserRecord`. It shows all others, too.
         texts: ``prompt``, ``response`` and ``ground_truth`` of each of the N input rows, if the rows of the
-            run have none; ``other_columns``, a JSON object of anything else.
+            run have none. ``other_columns``: anything else, as a JSON object.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
-        ValueError: one of `numbers` is none, or has the name of another number of the report; a name in
-            `texts` is unknown, or its texts are not of all rows.
+        ValueError: a value of `numbers` is no number, or its name is that of another number of the report; a
+            name in `texts` is unknown, or it has not one text for each row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -262,12 +262,12 @@ def make_report(
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
     metrics, there = dict(run.metrics), run.ungathered if run is one and run.has_batch else None
-    for name, value in (numbers or {}).items():
+    own = {name.replace("optimizer/", "optimiser/"): value for name, value in (numbers or {}).items()}
+    for name, value in own.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            own[name] = value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"numbers must have a number by each name; got {name}={value!r}")
-    if twice := sorted({*metrics} & {*(numbers or {})}):
-        raise ValueError(f"numbers must have names that the report does not have; found {', '.join(twice)}")
-    metrics |= numbers or {}
     if batch is not None:
         batch = enter_rows(batch, [], reader="make_report")
         ids: dict[str, Any] = {
@@ -298,6 +298,12 @@ def make_report(
         by_token=by_token,
         options=_options(run),
     )
+    if own:
+        if twice := sorted({*report.numbers} & {*own}):
+            raise ValueError(
+                f"numbers must have names that the report does not have; found {', '.join(twice)}"
+            )
+        report = replace(report, metrics=metrics | own)
 
     def rows_read() -> Iterator[int]:
         """Asked for where a recipe writes numbers by token: groups take as long as all above."""

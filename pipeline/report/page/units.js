@@ -53,7 +53,7 @@ function inUnit(name, value) {
   if (!isNumber(value)) return [number(value), ""];
   if (unit === PER_CENT) return [number(100 * value), unit];
   if (unit === SECONDS && Math.abs(value) < 0.1) return [number(1000 * value), "ms"];
-  return [number(value), Math.abs(value) === 1 ? unit.replace(/s$/, unit === SECONDS ? "s" : "") : unit];
+  return [number(value), Math.abs(value) === 1 ? unit.replace(/(?<=ch)es$|s$/, unit === SECONDS ? "s" : "") : unit];
 }
 
 export function measured(name, value) {
