@@ -194,13 +194,34 @@ def test_other_groups_change_no_bit_of_a_group(batch, company, options):
         assert torch.equal(together[: len(alone)], alone)
 
 
-@given(st.lists(REWARDS, min_size=1, max_size=8), OPTIONS, st.integers(1, 4))
-def test_equal_rewards_have_an_advantage_of_exactly_0(rewards, options, groups):
-    reward = torch.tensor(rewards).repeat_interleave(5)
-    group_id = torch.arange(len(rewards)).repeat_interleave(5)
+@given(st.lists(st.tuples(REWARDS, st.integers(2, 11)), min_size=1, max_size=8), OPTIONS, st.booleans())
+def test_equal_rewards_have_an_advantage_of_exactly_0(groups, options, double):
+    rewards, sizes = zip(*groups, strict=True)
+    reward = torch.tensor(rewards, dtype=torch.float64 if double else torch.float32)
+    reward = reward.repeat_interleave(torch.tensor(sizes))
+    group_id = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
     of_the_group = options["scale"] in ("group", "leave_one_out", "mad")
     if of_the_group or (options["baseline"] not in ("batch", "none") and not options["shift"]):
         assert (group_relative_advantage(reward, group_id, **options) == 0).all()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_every_baseline_equals_its_definition_in_groups_of_1_to_11(baseline):
+    """Equal rewards get exactly 0 in spite of rounding; `batch` and `none` compare with other groups."""
+    options = {"baseline": baseline, "scale": "none", "shift": 0.0, "singleton": "zero"}
+    options |= {"ddof": 1, "eps": 0.0, "eps_mode": "add"}
+    if baseline == "log_mean_exp":
+        options["temperature"] = 1.0
+    sizes = torch.arange(1, 12)
+    group = torch.arange(11).repeat_interleave(sizes)
+    rollout = torch.arange(len(group))
+    reward = torch.rand(len(group), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = by_loops(reward, group, rollout, **options)
+    torch.testing.assert_close(group_relative_advantage(reward, group, rollout, **options), expected)
+    if baseline not in ("batch", "none"):
+        for equal in (0.1, 0.7, 1 / 3, 1e4 + 0.01):
+            reward = torch.full((len(group),), equal, dtype=torch.float64)
+            assert not group_relative_advantage(reward, group, rollout, **options).any(), equal
 
 
 def test_a_group_without_success_has_an_advantage_of_0():

@@ -125,6 +125,9 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
     if isinstance(error, OverrideParseException):
         meant = f" (did you mean {error.override.replace('==', '=')}?)" if "==" in error.override else ""
         return f"{error.override!r} is not NAME=VALUE{meant}; put values with brackets or spaces in quotes"
+    if recipe_list := next((each for each in overrides if each.startswith("pipeline=[")), ""):
+        meant = recipe_list.replace("=", "s=", 1)
+        return f"{recipe_list} has several recipes (did you mean task=compare '{meant}'?)"
     if ambiguous := re.search(r"Ambiguous value for argument '(.*)'", message):
         name, _, values = ambiguous[1].partition("=")
         return (
