@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from io import TextIOBase
@@ -44,6 +45,9 @@ def is_quick(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Where slow tests are left out, the others search less long."""
     settings.load_profile("quick" if is_quick(config) else "headrace")
+    # A shell may start what is in the background with Ctrl-C ignored, and so would be all that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("HEADRACE_KEPT", mkdtemp())  # a worker has that of the process which started it
 
 
