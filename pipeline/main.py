@@ -30,8 +30,9 @@ EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
 def run_task(config: DictConfig) -> float:
     """Run the task of the composed configuration, and return its number."""
-    path, one_job = OmegaConf.select(config, "source.path"), HydraConfig.get().mode == RunMode.RUN
-    if one_job and isinstance(path, str) and (wrong := missing_path(path)):  # said before torch is imported
+    hydra_config, path = HydraConfig.get(), OmegaConf.select(config, "source.path")
+    in_sweep = hydra_config.mode == RunMode.MULTIRUN
+    if not in_sweep and isinstance(path, str) and (wrong := missing_path(path)):  # before torch is imported
         fail(ConfigError(wrong), expected=True)
     from .composing import refuse_parts_of_no_stage
     from .error_overrides import CommandNames
@@ -40,11 +41,10 @@ def run_task(config: DictConfig) -> float:
     from .tasks.perform import REFUSALS, perform  # here: to compose and to print needs no torch
     from .train import TrainingInterrupted
 
-    hydra_config = HydraConfig.get()
     typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
-    output, began, failure = Path(hydra_config.runtime.output_dir), time.time(), ""
-    in_sweep, number = hydra_config.mode == RunMode.MULTIRUN, float("nan")
+    output, began = Path(hydra_config.runtime.output_dir), time.time()
+    failure, number = "", float("nan")
     try:
         refuse_parts_of_no_stage(config, overrides)
         number = perform(config, output, overrides)

@@ -30,7 +30,7 @@ LEFT = {  # why most rows left, where none was trained: by the number that count
     "out/gate/empty": "no_tokens",
     "out/pipeline/no_loss_tokens": "no_tokens",
 }
-SAID = {
+SAID_OF_CAUSE = {  # behind "Nothing was trained"
     "": "",
     "incomplete": ": most rows were in incomplete groups",
     "equal_rewards": ": most rows were in groups with equal rewards",
@@ -172,7 +172,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     found = []
     if steps := [step for step, each in history if each.get("rows/trained") == 0]:
         at, cause = f" {said_at(steps, len(history))}" if len(history) > 1 else "", _why_left(history)
-        said = f"Nothing was trained{at}{SAID[cause]}."
+        said = f"Nothing was trained{at}{SAID_OF_CAUSE[cause]}."
         found = [Advisory("nothing-trains", said, "rows/trained", tuple(steps), cause)]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
     return _causes_first([*found, *_least(numbers), *_trends(history), *_unused(numbers)], history)

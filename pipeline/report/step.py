@@ -303,7 +303,8 @@ def make_report(
             raise ValueError(
                 f"numbers must have names that the report does not have; found {', '.join(twice)}"
             )
-        report = replace(report, metrics=metrics | own)
+        metrics |= own  # the report has this dict; its statistics are not computed again
+        report.numbers.update(own)
 
     def rows_read() -> Iterator[int]:
         """Asked for where a recipe writes numbers by token: groups take as long as all above."""
