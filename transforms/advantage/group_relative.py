@@ -192,7 +192,7 @@ def advantage_of(
             f"each group needs {needs}",
             lambda row: f"group {voters.name('group', row)} (rollout {voters.name('rollout', row)})",
         )
-    require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
+    require_range(voters, per_rollout, formula)
     tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
     compared = partial(Grouped, per_rollout, groups, tokens)
     rows.table.compared = partial(_compared_by_row, compared, rows.rollouts, rows.index, formula=formula)
@@ -229,8 +229,8 @@ def _compared_by_row(
     return _none_compared(size).index_copy_(0, index, each)
 
 
-def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
-    """Require rewards whose differences fit into their dtype, and whose squares fit into float64.
+def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
+    """Require rewards whose squares fit into float64, in which the statistics are.
 
     ``scale="mean"`` also requires rewards ≥ 0.
 
@@ -243,11 +243,10 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dty
             "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
-    dtype = dtype if dtype.is_floating_point else torch.float64
     rows.require_size(
         reward,
-        min(torch.finfo(dtype).max / 2, largest_to_square(len(reward), torch.float64)),
-        f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
+        largest_to_square(len(reward), torch.float64),
+        "squares of rewards must fit into float64; found {found}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
 
