@@ -427,14 +427,15 @@ class GroupRelativeAdvantage(
         else:
             credit = self._among_known(rows, reward, self.formula, length)
         # 3. Write the advantage in the dtype of the collected reward.
-        dtype = rows.table.dtypes.get(
+        collected = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
-        dtype = dtype if dtype.is_floating_point else FLOAT
+        dtype = collected if collected.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
-        if self.missing == "skip":
-            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
+        if self.missing == "skip" and not rows.has(REWARD):
+            kept = collected if collected.is_floating_point else torch.float64
+            rows.put(REWARD, reward, dtype=torch.promote_types(kept, torch.float32), ndim=1)
         # 4. Record the metrics.
         for view, own, scored in rows.of_each_rank(credit, reward):
             view.metric("abs_mean", mean_of(own.abs()))
