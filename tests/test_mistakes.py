@@ -97,6 +97,10 @@ MISTAKES = {
     f"{REPLAY} source.tokenizer=Qwen/Qwen3-8B": "tokenizer must be a tokenizer.json, or a folder",
     "task=compare source.path=dump pipelines=as/verl,grpo": "list: 'pipelines=[as/verl,grpo]', in quotes",
     "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl,grpo]'?",
+    "task=compare source.path=dump pipelines=[grpo,grpo]": "must name two recipes, such as",
+    "task=compare source.path=dump pipelines=[rloo,grpo] pipeline.stages.overlong.cache=3": (
+        "'pipeline.stages.overlong.cache': pipeline=rloo has no stage 'overlong'; it has gate, collapse"
+    ),
     "pipeline.stages.gate.group_size=${nope}": "group_size: it refers to ${nope}, which is unknown",
     "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",
     "pipeline=3": "pipeline=3 must be the name of a file, as in pipeline=grpo",

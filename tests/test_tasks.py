@@ -196,6 +196,15 @@ def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
     assert headrace_here(tmp_path, *shlex.split(command)[1:]).returncode == 0
 
 
+def test_overrides_of_a_stage_apply_to_the_recipes_that_have_it(tmp_path):
+    dump_of_lines(tmp_path / "dump", [0.0, 1.0] * 3)
+    words = ["task=compare", "source.path=dump", "pipelines=[dapo,as/verl]", "~pipeline.stages.overlong"]
+    words += ["pipeline.stages.gate.group_size=2", "pipeline.stages.filter.action=mask"]
+    done = headrace_here(tmp_path, *words, "~pipeline.stages.weight.unit")
+    for stage in ("overlong", "filter"):
+        assert f"overrides of the stage '{stage}' do not apply to as/verl" in " ".join(done.stdout.split())
+
+
 def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
     folder = dump_of_lines(tmp_path / "dump", ["no number", 1.0], [0.0, 1.0], [0.0, 1.0])
     words = ["pipeline=high_entropy", "pipeline.stages.gate.group_size=2"]

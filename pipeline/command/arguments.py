@@ -141,7 +141,22 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     flags = [each for each in arguments if each not in read.overrides]
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
         values = [f"xray.{each}" if each.startswith("source=") else each for each in values]
-    return [*flags, *(ready for argument in values for ready in for_hydra(argument))]
+    ready = [each for argument in values for each in for_hydra(argument)]
+    if any(each.startswith("pipelines=") for each in values):  # of which each may have other stages
+        ready = [each for one in ready for each in _of_any_recipe(one)]
+    return [*flags, *ready]
+
+
+def _of_any_recipe(override: str) -> list[str]:
+    """Return overrides with which Hydra composes an override of a stage also for a recipe without it.
+
+    Example:
+        >>> _of_any_recipe("pipeline.stages.overlong.cache=4"), _of_any_recipe("seed=1")
+        (['++pipeline.stages.overlong.cache=4'], ['seed=1'])
+    """
+    if override.startswith("~pipeline.stages."):
+        return [f"++{override[1:]}=0", override]  # Hydra deletes no null
+    return [f"++{override}"] if override.startswith("pipeline.stages.") else [override]
 
 
 def _has_several_values(argument: str) -> bool:
