@@ -27,13 +27,12 @@ import pyarrow.parquet as pq
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
-from headrace.pipeline.user_turn import last_user_turn
-from headrace.pipeline.wording import beginning, printable
+from headrace.pipeline.user_turn import prompt_label
+from headrace.pipeline.wording import printable
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
-LABEL = 160  # characters of the last user turn by which a prompt is listed
 MAX_STEP_ROWS = 2**22  # as for dumps that are read back
 MAX_STEP_BYTES = 2**33  # of a step, uncompressed, as its file claims
 EXACT = 2**53  # beyond it JavaScript rounds integers
@@ -398,7 +397,7 @@ class StoredRun:
         found = {}
         unnamed = [at for at, value in enumerate(values) if key_of(value) not in self.labels]
         for at, name in zip(unnamed, self._named(stored, same, codes, values, unnamed), strict=True):
-            self.labels[key_of(values[at])] = label_of(name)
+            self.labels[key_of(values[at])] = prompt_label(name)
         for at, value in enumerate(values):
             key = key_of(value)
             mean = float(total[at] / count[at]) if count[at] else None
@@ -537,7 +536,7 @@ def _asked(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) -> li
     if not {"group_label", "prompt"} <= set(names):
         return [None] * len(places)
     pairs = values_at(file, ["group_label", "prompt"], places)
-    return [label_of(prompt) if str(label).startswith("prompt/") else None for label, prompt in pairs]
+    return [prompt_label(prompt) if str(label).startswith("prompt/") else None for label, prompt in pairs]
 
 
 def cells_at(
@@ -628,9 +627,3 @@ def key_of(value: Any) -> str:
     """A short name for a prompt, the same in every run: 128 bits of a hash of its text or id."""
     text = "" if value is None else str(value)
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
-
-
-def label_of(value: Any) -> str:
-    """What a prompt is listed by: the last turn of the user, on one line."""
-    line = " ".join(last_user_turn("" if value is None else str(value)).split())
-    return printable(beginning(line, LABEL))
