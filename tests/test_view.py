@@ -439,7 +439,14 @@ def test_the_command_prints_what_to_do(tmp_path, run):
         port = str(taken.getsockname()[1])
         for words, message in (
             ([], "the following arguments are required: FOLDER"),
-            (["nowhere"], "nowhere: no such folder. Give the folder of a run, which has report.html"),
+            (["nowhere"], "nowhere: no such folder (did you mean headrace view "),
+            (
+                ["pgae"],
+                "pgae: no such folder (did you mean 'page'?). Give the folder of a run, which has report",
+            ),
+            (["no/where"], "no/where: no such folder. Give the folder of a run"),
+            ([f"source.path={run}"], f"(did you mean headrace view {run}?)"),
+            (["--path", str(run)], "unknown option '--path'; a folder has no name before it"),
             (
                 ["page/report.html"],
                 "page/report.html is a file, and a folder is required: headrace view page",
@@ -457,7 +464,7 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             ([str(run), "--port", port], f"--port {port}: address already in use. Take another port"),
             ([str(run), "-p", port], f"--port {port}: address already in use"),
             ([str(run), "--port", "99999"], "a port is from 1 to 65535; got 99999"),
-            ([str(run), "--prot", "1"], "unrecognized arguments: --prot"),
+            ([str(run), "--prot", "1"], "unknown option '--prot'"),
         ):
             done = headrace_here(tmp_path, "view", *words, check=False)
             assert (done.returncode, done.stdout) == (2, ""), words

@@ -27,8 +27,9 @@ import pyarrow.parquet as pq
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
+from headrace.pipeline.paths import names_in
 from headrace.pipeline.user_turn import prompt_label
-from headrace.pipeline.wording import printable
+from headrace.pipeline.wording import printable, suggest
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
@@ -94,7 +95,10 @@ class StoredRun:
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
         if not folder.exists():
-            raise ConfigError(f"{folder}: no such folder. Give the folder of a run, which has report.html")
+            raise ConfigError(
+                f"{folder}: no such folder{_run_meant(folder)}. Give the folder of a run, which has "
+                "report.html"
+            )
         if not folder.is_dir():
             raise ConfigError(f"{folder} is a file, and a folder is required{self._instead(folder)}")
         inner = self.folder / "rollouts"
@@ -174,10 +178,7 @@ class StoredRun:
         if self._problems:
             some = "; ".join(self._problems[:3])
             return f"{folder}: no file of rows can be read. {some}"
-        below = sorted(
-            path.parent for pattern in ("*/rollouts", "*/*/rollouts") for path in folder.glob(pattern)
-        )
-        if below:
+        if below := _runs_below(folder):
             some = " ".join(map(str, below[:2]))
             return f"{folder} has no rows of its own. Give a run below it, or two: headrace view {some}"
         if any(self.rows_folder.glob("step_*.jsonl")):
@@ -414,6 +415,21 @@ class StoredRun:
         places = np.array([first[at] for at in wanted])
         with opened(stored.path) as file:
             return [prompt for [prompt] in values_at(file, ["prompt"], places)]
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    return sorted(path.parent for pattern in ("*/rollouts", "*/*/rollouts") for path in folder.glob(pattern))
+
+
+def _run_meant(folder: Path) -> str:
+    """Which folder may be meant by one that is not there, as the middle of a sentence."""
+    typed, _, value = str(folder).rpartition("=")
+    if typed and Path(value).exists():  # `headrace view source.path=run`
+        return f" (did you mean headrace view {value}?)"
+    folders = [name for name in names_in(folder.parent) if (folder.parent / name).is_dir()]
+    runs = _runs_below(folder.parent) if folder.parent.is_dir() else []
+    near = suggest(folder.name, folders, least=0.6)
+    return near or (f" (did you mean headrace view {runs[0]}?)" if runs else "")
 
 
 def replay_of(path: Path) -> str:
