@@ -531,6 +531,7 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
     """
     if step.prompts is None or step.responses is None:
         return CheckOutcome([], "the dump has no prompts, or no responses")
+    rewards = [str(each) for each in step.rewards.tolist()]  # in which NaN equals itself
     rows_of: dict[int, list[int]] = {}
     for row, rollout in enumerate(step.rollouts.of.tolist()):
         rows_of.setdefault(rollout, []).append(row)
@@ -545,9 +546,7 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
             draws = n // max(int(step.expected_rollouts[first]), 1)
         if draws < 2 or n % draws:
             continue
-        said = [
-            tuple((step.responses[row], str(step.rewards[row].tolist())) for row in rows) for rows in rollouts
-        ]
+        said = [tuple((step.responses[row], rewards[row]) for row in rows) for rows in rollouts]
         size = n // draws
         one_after_another = [range(start, start + size) for start in range(0, n, size)]
         side_by_side = [range(start, n, draws) for start in range(draws)]
