@@ -134,6 +134,23 @@ class PlainDocstrings(griffe.Extension):
             parent = obj.parent if obj.parent is not None and obj.parent.is_class else obj
             obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
 
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Spell out the keywords that a docstring explains, where the signature has them as a TypedDict."""
+        *others, options = [*func.parameters] or [None]
+        named = re.fullmatch(r"Unpack\[(PipelineOptions)\]", str(options and options.annotation))
+        if named and func.docstring and f" {options.name}: " not in func.docstring.value:
+            words = func.module[named[1]].attributes.values()
+            keywords = [
+                griffe.Parameter(
+                    each.name,
+                    annotation=each.annotation,
+                    kind=griffe.ParameterKind.keyword_only,
+                    default="...",
+                )
+                for each in words
+            ]
+            func.parameters = griffe.Parameters(*others, *keywords)
+
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Of a function in a file of its name griffe takes the file."""
         for path in public_paths().values() if pkg.name == "headrace" else ():
