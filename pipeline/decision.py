@@ -257,7 +257,6 @@ class Decider:
     def __init__(
         self,
         recipe: Recipe | str | Pipeline = "grpo",
-        /,
         *overrides: str,
         **options: Unpack[PipelineOptions],
     ):

@@ -80,7 +80,7 @@ def shows_options(function: F) -> F:
 
 @shows_options
 def load_pipeline(
-    recipe: Recipe | str = "grpo", /, *overrides: str, **options: Unpack[PipelineOptions]
+    recipe: Recipe | str = "grpo", *overrides: str, **options: Unpack[PipelineOptions]
 ) -> Pipeline:
     """Load the pipeline of a recipe, and change it by keywords and Hydra overrides.
 
