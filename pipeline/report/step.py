@@ -250,8 +250,8 @@ def make_report(
     step = run.step if step is None else step
     recipe = tuple((name, repr(stage)) for name, stage in run.stages.items())
     if run.rows is None:
-        ids = ("row", "reason", "group_id", "rollout_id")
-        nothing = {name: np.empty(0, dtype=np.int64) for name in ids} | {"collected_reward": np.empty(0)}
+        nothing = dict.fromkeys(("row", "reason", "group_id", "rollout_id"), np.empty(0, dtype=np.int64))
+        nothing |= {"collected_reward": np.empty(0)}
         names = tuple(run.ledger.names)
         return StepReport(step, recipe, nothing, names, names, options=_options(run), metrics=run.metrics)
     columns = {**report_columns(run), "reason": run.ledger.reason.numpy()}

@@ -76,7 +76,7 @@ def show_advisories(
         setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`).
     """
     said = verdict or ""
-    lines, given = [], list[Remedy]()
+    lines, given = list[Text](), list[Remedy]()
     for each in advisories[:ADVISED]:
         trend = said.startswith(each.text.removesuffix("."))
         said = said if trend else said.replace(f" {each.text.partition(BEYOND)[0]}", "")
