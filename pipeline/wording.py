@@ -49,20 +49,8 @@ SYNONYMS = {
     "seq-mean-token-mean": "sample",
     "token-mean": "token",
     # Reasons for which vLLM, SGLang, OpenAI, Anthropic and transformers stop.
-    **dict.fromkeys(
-        [
-            "stop",
-            "eos",
-            "eos_token",
-            "stop_sequence",
-            "end_turn",
-            "tool_calls",
-            "tool_use",
-            "finished",
-            "done",
-        ],
-        "completed",
-    ),
+    **dict.fromkeys(["stop", "eos", "eos_token", "stop_sequence", "end_turn"], "completed"),
+    **dict.fromkeys(["tool_calls", "tool_use", "finished", "done"], "completed"),
     **dict.fromkeys(["length", "max_tokens", "max_length"], "truncated"),
     **dict.fromkeys(["abort", "cancelled"], "aborted"),
     "error": "failed",

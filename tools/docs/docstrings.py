@@ -135,20 +135,14 @@ class PlainDocstrings(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Spell out the keywords that a docstring explains, where the signature has them as a TypedDict."""
-        *others, options = [*func.parameters] or [None]
-        named = re.fullmatch(r"Unpack\[(PipelineOptions)\]", str(options and options.annotation))
-        if named and func.docstring and f" {options.name}: " not in func.docstring.value:
-            words = func.module[named[1]].attributes.values()
-            keywords = [
-                griffe.Parameter(
-                    each.name,
-                    annotation=each.annotation,
-                    kind=griffe.ParameterKind.keyword_only,
-                    default="...",
-                )
-                for each in words
-            ]
+        """Spell out the keywords that a docstring explains, where the signature has a TypedDict of them."""
+        *others, last = [*func.parameters] or [None]
+        if str(last and last.annotation) != "Unpack[PipelineOptions]" or not func.docstring:
+            return
+        if f" {last.name}: " not in func.docstring.value:
+            words = func.module["PipelineOptions"].attributes.values()
+            more = {"kind": griffe.ParameterKind.keyword_only, "default": "..."}
+            keywords = (griffe.Parameter(each.name, annotation=each.annotation, **more) for each in words)
             func.parameters = griffe.Parameters(*others, *keywords)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
