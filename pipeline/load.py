@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
+from headrace.transforms.columns import COLUMNS
 from headrace.transforms.distributed import DecideOn, SharedIds
 from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.rewards import Missing
@@ -147,8 +148,12 @@ def load_pipeline(
     settings = settings_of(typed, given, stages or {})
     composed = compose_config("load", *typed).pipeline
     for word, value in words.items():
+        role = word.removesuffix("_key")
         own = [name for name, node in composed.stages.items() if node is not None and word in node]
-        if places := " or ".join(f"stages={{{name!r}: {{{word!r}: {value!r}}}}}" for name in own):
+        places = " or ".join(f"stages={{{name!r}: {{{word!r}: {value!r}}}}}" for name in own)
+        if role != word and role in COLUMNS:
+            places = f"columns={{{role!r}: {value!r}}}"  # for all stages that read it
+        if places:
             raise ConfigError(f"there is no keyword {word!r}; set it as {places}")
         raise ConfigError(
             f"there is no keyword {word!r}{suggest(word, [*KEYWORDS, 'rows', 'stages'])}; "
