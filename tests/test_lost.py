@@ -32,8 +32,8 @@ def resumed(assembler: GroupAssembler) -> GroupAssembler:
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows(quick):
-    for seed in range(60 if quick else 120):
+def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows():
+    for seed in range(60):
         rng = random.Random(seed)
         fleet = Fleet(rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 6))
         streams = [list(fleet.rows(worker, rng)) for worker in range(fleet.workers)]

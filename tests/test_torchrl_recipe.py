@@ -57,9 +57,9 @@ def examples(monkeypatch):
 @pytest.mark.parametrize(("name", "turns"), [(BEFORE, 1), (AFTER, 2)])
 def test_both_recipes_run_and_stop(examples, name, turns):
     steps = list(
-        examples[name].train(steps=3, turns=turns, num_envs=16, dialog_turns_per_batch=32, batch_size=16)
+        examples[name].train(steps=2, turns=turns, num_envs=16, dialog_turns_per_batch=32, batch_size=16)
     )
-    assert len(steps) == 3
+    assert len(steps) == 2
     assert all(0 <= reward <= 1 and math.isfinite(value) for reward, value in steps)
     assert any(value != 0 for _, value in steps)
 

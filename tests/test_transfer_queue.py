@@ -91,18 +91,6 @@ def produce(queue: RolloutQueue, pieces: Sequence[TensorDict], dies: bool = Fals
     queue.end()
 
 
-def test_rows_of_several_producers_make_the_groups_of_one_process(name):
-    rows, handle = batch_of_lines(LINES), RolloutQueue(name)
-    producers = [produce.remote(handle, rows[part::2].split(3)) for part in (0, 1)]
-    assembler = GroupAssembler(groups=2, segment_key="segment")
-    batches = list(assembled(RolloutQueue(name, producers=2), assembler, patience=PATIENCE))
-    ray.get(producers)
-    found = torch.cat([batch["number"] for batch in batches])
-    assert found.sort().values.tolist() == list(range(len(LINES)))
-    assert all(sorted(group) == [group[i] for i in (0, 2, 1, 3)] for group in found.view(6, 4).tolist())
-    assert keys_in(name) == []
-
-
 def test_a_dead_producer_is_a_stall_in_bounded_time(name):
     rows, handle = batch_of_lines(LINES[:7]), RolloutQueue(name)
     producer = produce.remote(handle, rows.split(3), dies=True)
