@@ -7,13 +7,13 @@ rollouts. A place carries the pieces of a cell, in their order and each as one p
 from __future__ import annotations
 
 import functools
-import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Literal, NamedTuple
 
 import torch
 from assembly import Line, batch_of_lines
+from saving import as_saved
 from tensordict import TensorDict, TensorDictBase
 
 from headrace.pipeline import Pipeline, assembled, load_pipeline
@@ -237,12 +237,8 @@ def carry(cell: Cell, open_source: Callable[[], Any]) -> Carried:
                 batches.append(batch)
         except InterruptedHere:
             came += counted.came
-            file = io.BytesIO()
-            torch.save(stream.state_dict(), file)
-            file.seek(0)
             assembler, counted = GroupAssembler(**cell.options), Counted(open_source(), None)
-            saved = torch.load(file, weights_only=True)
-            assembled(counted, assembler).load_state_dict(saved)
+            assembled(counted, assembler).load_state_dict(as_saved(stream.state_dict()))
             continue
         except Exception as err:
             error = err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import random
 
@@ -12,6 +11,7 @@ from assembly import Line, SlowAssembler, batch_of_lines, faulty_stream
 from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import as_saved
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from headrace.pipeline import RepeatSampler
@@ -46,11 +46,8 @@ def make(by_segment: bool, **options) -> GroupAssembler:
 
 def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssembler:
     """Another one, that goes on from the state as a file has it."""
-    file = io.BytesIO()
-    torch.save(assembler.state_dict(), file)
-    file.seek(0)
     twin = make(by_segment, **options)
-    twin.load_state_dict(torch.load(file, weights_only=True))
+    twin.load_state_dict(as_saved(assembler.state_dict()))
     return twin
 
 

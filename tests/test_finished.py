@@ -247,6 +247,26 @@ def test_batches_that_end_inside_rollouts_train_no_wrong_reward():
     assert trained > 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "options", "verdict"),
+    [  # done, begins, segment by row, of agents of one rollout
+        ({"done": [0, 1, 1], "init": [1, 0, 0]}, {"expected": 2}, 3),  # the first rows of one are elsewhere
+        ({"done": [0, 0, 0, 1], "init": [1, 0, 1, 0]}, {"segment": [0, 0, 1, 1]}, 3),  # one still runs
+        ({"done": [0, 0, 1], "init": [0, 1, 0]}, {}, 3),  # it begins in its middle
+        ({"done": [0, 0, 1, 1], "init": [1, 1, 0, 0]}, {"expected": 2}, 0),  # both there, interleaved
+    ],
+)
+def test_a_rollout_has_as_many_starts_as_ends(make_batch, rows, options, verdict):
+    number = len(rows["done"])
+    batch = make_batch([1.0] * number, [0] * number, [7] * number)
+    batch["next", "done"], batch["is_init"] = (torch.tensor(rows[name]).bool() for name in ("done", "init"))
+    if "expected" in options:
+        batch["expected_segments"] = torch.full((number,), options["expected"])
+    batch["segment"] = torch.tensor(options.get("segment", [0] * number))
+    segment_key = "segment" if "segment" in options else None
+    assert verdicts(batch, group_size=1, segment_key=segment_key) == [verdict] * number
+
+
 def test_collector_padding_is_one_bool_per_row():
     columns = {"group_id": [0] * 4, "rollout_id": [0, 1, 2, 3], ("next", "reward"): [1.0] * 4}
     batch = TensorDict(columns, batch_size=[4])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 import pytest
-import torch
 from fleets import Fleet, Sent
+from saving import as_saved
 from tensordict import TensorDict
 
 from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StreamWarning
@@ -23,11 +22,8 @@ def in_pieces(rows: list[Sent], rng: random.Random) -> list[list[Sent]]:
 
 
 def resumed(assembler: GroupAssembler) -> GroupAssembler:
-    file = io.BytesIO()
-    torch.save(assembler.state_dict(), file)
-    file.seek(0)
     again = GroupAssembler(max_idle=10**6)
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again.load_state_dict(as_saved(assembler.state_dict()))
     return again
 
 

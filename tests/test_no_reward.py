@@ -68,7 +68,7 @@ def test_a_masked_rollout_leaves_as_if_finite_excluded_it(make_batch, recipes):
             assert REASON in reasons[0]
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "mt_grpo", "tree_grpo", "gdpo"])
+@pytest.mark.parametrize("recipe", ["grpo", "mt_grpo", "tree_grpo"])
 def test_the_keyword_of_the_recipe_is_enough(make_batch, recipe):
     """Without it NaN is refused, by an error that names the option."""
     batch = lacking(make_batch, recipe)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import batch_of
 from composed import composed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack
 
@@ -293,6 +293,7 @@ def groups_of_one(rewards, keys, start, **columns):
     return GroupRelativeAdvantage(baseline="none", scale="none", missing="skip")(batch)
 
 
+@settings(max_examples=20)
 @given(
     st.lists(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=6), min_size=1, max_size=4),
     st.sampled_from([0.0, 0.5, 0.9, 1.0]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import io
 import os
 import pickle
 import random
@@ -24,6 +23,7 @@ from composed import composed
 from faults import CELLS, ELSEWHERE, LONGEST, SILENCE, Carried, Cell, check
 from fleets import Fleet, Sent
 from rollouts import make_policy
+from saving import as_saved
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, RayReplayBuffer, SamplerWithoutReplacement
 
@@ -97,11 +97,9 @@ def on_ray(cell: Cell, came: Path) -> Carried:
     count, batches, begun = 0, [], cell.resumed_at or 0
     if begun:
         ray.get(send.remote(assembler, cell.pieces[:begun], came))
-        count, file = int(came.read_text()), io.BytesIO()
-        torch.save(assembler.state_dict(), file)
-        file.seek(0)
+        count, state = int(came.read_text()), as_saved(assembler.state_dict())
         assembler = fresh(1, **cell.options)
-        assembler.load_state_dict(torch.load(file, weights_only=True))
+        assembler.load_state_dict(state)
     came.write_text("0")
     writer = send.remote(assembler, cell.pieces[begun:], came, cell.then)
     error: BaseException | None = None

@@ -7,6 +7,7 @@ import torch
 from batches import batch_of
 from hypothesis import given
 from hypothesis import strategies as st
+from saving import as_saved
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import Pipeline
@@ -33,12 +34,12 @@ def rows_of(parts) -> list[list[int]]:
 
 
 def left_in_the_middle(batch: TensorDict, taken: int = 1, epochs: int = 1, **options) -> tuple[dict, list]:
-    """The state after so many minibatches, and the rows of the others."""
+    """The state after so many minibatches, as a file has it, and the rows of the others."""
     pipeline = make(**options)
     stream = pipeline.minibatches(batch, epochs=epochs)
     for _ in range(taken):
         next(stream)
-    return pipeline.state_dict(), rows_of(stream)
+    return as_saved(pipeline.state_dict()), rows_of(stream)
 
 
 CHANGES = [

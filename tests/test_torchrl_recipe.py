@@ -70,7 +70,7 @@ def test_rollouts_of_several_turns_get_equal_advantages_from_both():
 
     def collect():
         policy = make_policy(make_model(tokenizer), tokenizer)
-        counts = {"dialog_turns_per_batch": 9, "total_dialog_turns": 45}
+        counts = {"dialog_turns_per_batch": 9, "total_dialog_turns": 36}
         env = make_env(tokenizer, envs=3)
         return LLMCollector(env, policy=policy, yield_completed_trajectories=True, **counts)
 
@@ -87,5 +87,5 @@ def test_rollouts_of_several_turns_get_equal_advantages_from_both():
     expected, rows = advantages(theirs, collect())
     found, as_many = advantages(ours, assembled(collect(), GroupAssembler(group_size=GROUP_SIZE)))
     assert (found.keys(), as_many) == (expected.keys(), rows)
-    assert len(found) >= 10
+    assert len(found) >= 8
     assert found == pytest.approx(expected, abs=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import torch
 from assembly import Line, batch_of_lines, same_rows
 from batches import batch_of
 from composed import composed
+from saving import as_saved
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
 from headrace.pipeline import RolloutQueue, StepQueue, assembled, group_sampler
@@ -158,11 +158,9 @@ def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, group
     for _ in range(at + 1):  # a state after each batch, but perhaps the last, which is lost with it
         begun += numbers([next(batches)])
         if len(states) < at + after:
-            states.append(io.BytesIO())
-            torch.save(stream.state_dict(), states[-1])
+            states.append(as_saved(stream.state_dict()))
     assert begun == expected[: at + 1]
-    states[at - 1].seek(0)
-    again = read(torch.load(states[at - 1], weights_only=True))
+    again = read(states[at - 1])
     assert numbers(again) == expected[at:]
     for _ in range(2):
         again.state_dict()
