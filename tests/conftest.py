@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A test's time depends on what else the machine does; that is no failure.
-settings.register_profile("headrace", deadline=None, print_blob=True, max_examples=40)
+settings.register_profile("headrace", deadline=None, print_blob=True, max_examples=60)
 settings.register_profile("quick", settings.get_profile("headrace"), max_examples=20)
 
 
