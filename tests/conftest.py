@@ -138,6 +138,7 @@ def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[No
     that nothing here reads.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_repository import ConfigRepository
     from hydra._internal.hydra import Hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.utils import JobRuntime
@@ -156,7 +157,20 @@ def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[No
         config.hydra.runtime.cwd = os.getcwd()
         return config
 
+    load, files = ConfigRepository.load_config, {}
+
+    def loaded(repository: Any, config_path: str) -> Any:
+        """A file of the package, of which each composition has twenty."""
+        key = (config_path, *(source.path for source in repository.get_sources()))
+        if key not in files:
+            found = load(repository, config_path)
+            if found is None or not found.path.startswith("pkg://"):
+                return found
+            files[key] = pickle.dumps(found)
+        return pickle.loads(files[key])
+
     with (
+        patch.object(ConfigRepository, "load_config", loaded),
         patch.object(ConfigLoaderImpl, "_load_configuration_impl", composed),
         patch.object(Hydra, "get_mode", lambda *_, **__: None),
         patch("hydra.core.utils._save_config", lambda *found: found[2].mkdir(parents=True, exist_ok=True)),
