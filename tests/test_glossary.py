@@ -108,6 +108,7 @@ def columns_in_code() -> list[tuple[str, str]]:
     return [value for value in vars(schema).values() if isinstance(value, tuple) and value[0] == "headrace"]
 
 
+@cache
 def in_words(name: str) -> str:
     """A name as ``_word_word_``."""
     return f"_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower()}_"
