@@ -242,6 +242,10 @@ def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
     assert torch.equal(by_name.advantage, by_number.advantage)
     with pytest.raises(ValueError, match=r"status must be one of completed, .*found done"):
         headrace.decide(columns | {"status": ["done", "completed"]}, "grpo", group_size=2)
+    with pytest.raises(
+        ValueError, match=r"found length, stop\. Give 'completed' for 'stop', 'truncated' for 'le"
+    ):
+        headrace.decide(columns | {"status": ["stop", "length"]}, "grpo", group_size=2)
     with pytest.raises(ValueError, match=r"the columns rewards \(did you mean 'reward'"):
         headrace.decide(columns | {"rewards": [1, 0]}, "grpo", group_size=2)
 
@@ -276,7 +280,12 @@ def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
             r"columns rewards \(did you mean 'reward'\?\); it can read [^(]*tokens. Le",
         ),
         ({}, {"groupsize": 2}, r"^there is no keyword 'groupsize' \(did you mean 'group_size'"),
-        ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': …}}"),
+        ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': 2}}"),
+        ({"group_id": [1.0, 0.0]}, {}, "integers, got .*float32. 'group_id' is one id for each row, an int"),
+        ({"tokens": torch.ones(2, 3) > 0}, {}, r"integers, got .*'tokens' is the number .* give mask.sum\(1"),
+        ({"group_id": [0, 1], "rollout_id": [5, 5]}, {}, "Are group ids and rollout ids swapped"),
+        ({"group_id": [0, 0]}, {"minibatches": 3}, "'carry' .* next batch, which must have other ids"),
+        ({}, {"stages": {"split": {"remainder": "carry"}}}, "Decider.* ids must be unique over batches"),
     ],
 )
 def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, says):
@@ -287,6 +296,22 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
         decide(given, **{"group_size": 2} | options)
     for word in ("('", "reward_key", "load_pipeline", "StampIds"):
         assert word not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (
+            [[1.0, 0.0], ["a", "a"], [0, 1]],
+            "numbers like rewards, then texts like ids, then numbers like ids",
+        ),
+        (["grpo", {"reward": [1.0]}], "'grpo', then columns"),
+        ([{"reward": [1.0]}, [0]], "columns, then numbers like ids"),
+    ],
+)
+def test_arguments_in_another_order_are_named_by_what_they_look_like(arguments, found):
+    with pytest.raises(ValueError, match=f"columns must be one mapping of names.* Found {found}$"):
+        decide(*arguments)
 
 
 def test_columns_may_have_other_names():
@@ -322,10 +347,13 @@ def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
     assert not found.in_loss.any()
 
 
-def test_a_group_that_is_too_large_asks_for_the_column_of_its_size():
+def test_groups_of_different_sizes_ask_for_the_column_of_their_sizes():
     columns = {"group_id": [0] * 5 + [1] * 4, "rollout_id": range(9), "reward": [1.0, 0, 0, 0, 1, 0, 1, 0, 0]}
-    with pytest.raises(BatchError, match=r"has 5 of 4.*the column 'expected_rollouts' instead of group_size"):
-        decide(columns, "rloo", group_size=4)
+    for size, found in ((4, "has 5 of 4"), (5, "has 4 of 5"), (6, "2 incomplete groups")):
+        with pytest.raises(
+            BatchError, match=f"{found}.*the column 'expected_rollouts' instead of group_size"
+        ):
+            decide(columns, "rloo", group_size=size)
     # By hand: 1 less the mean of the others, 1/4, and 0 less theirs, 2/4; 1 less 0 of 3.
     found = decide(columns | {"expected_rollouts": [5] * 5 + [4] * 4}, "rloo", minibatches=1)
     assert found.advantage[[0, 1, 6]].tolist() == [0.75, -0.5, 1.0]
