@@ -29,7 +29,7 @@ from headrace.transforms import (
 )
 
 REWARD = ("next", "reward")
-THREADS, BATCHES = 3, 60
+THREADS, BATCHES = 3, 20
 
 
 def content(run: Run) -> dict:
