@@ -43,6 +43,8 @@ def run_task(config: DictConfig) -> float:
 
     typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
+    if config.get("pipelines"):  # for each of which Hydra composed overrides of stages with a ++
+        overrides = [re.sub(r"^\+\+(?=pipeline\.stages\.)", "", each) for each in overrides]
     output, began = Path(hydra_config.runtime.output_dir), time.time()
     failure, number = "", float("nan")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
 from pathlib import Path
 
 from .wording import suggest
@@ -22,9 +23,16 @@ def missing_path(path: str | Path) -> str:
     """
     if Path(path).exists():
         return ""
-    if glob.has_magic(str(path)):
-        found = glob.glob(str(path), recursive=True)
-        return "" if found else f"{path}: no file matches this pattern"
-    beside = Path(path).parent
-    names = [each.name for each in sorted(beside.iterdir())[:NAMES]] if beside.is_dir() else []
-    return f"{path}: there is no such file or folder{suggest(Path(path).name, names)}"
+    folder, name = Path(path).parent, Path(path).name
+    if not glob.has_magic(str(path)):
+        return f"{path}: there is no such file or folder{suggest(name, names_in(folder))}"
+    if glob.glob(str(path), recursive=True):
+        return ""
+    kinds = Counter("*" + Path(other).suffix for other in names_in(folder) if (folder / other).is_file())
+    has = f"; {folder} has {', '.join(kind for kind, _ in kinds.most_common(3))}" if kinds else ""
+    return f"{path}: no file matches this pattern{has or suggest(folder.name, names_in(folder.parent))}"
+
+
+def names_in(folder: Path) -> list[str]:
+    """The first names in a folder, in order; none if it cannot be read."""
+    return [each.name for each in sorted(folder.iterdir())[:NAMES]] if folder.is_dir() else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .wording import beginning
+from .wording import beginning, printable
 
 LINE = 80  # characters by which a prompt is called
+LABEL = 160  # by which it is listed
 
 
 class ChatFormat(NamedTuple):
@@ -77,6 +78,11 @@ def asked_line(prompt: str, most: int = LINE) -> str:
         'What is 2+2?'
     """
     return beginning(" ".join(last_user_turn(prompt).split()), most)
+
+
+def prompt_label(prompt: object) -> str:
+    """What a prompt, or an id of one, is listed by."""
+    return printable(asked_line("" if prompt is None else str(prompt), LABEL))
 
 
 def _lines(prompt: str) -> list[str]:

@@ -134,6 +134,33 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
 
 
+@pytest.mark.parametrize("order", [[*range(4)] * 2, [k // 2 for k in range(8)]], ids=["in turn", "beside"])
+def test_rollouts_that_are_in_the_dump_twice_are_a_finding(order, tmp_path):
+    """The other prompt was drawn twice, too, with other responses."""
+    rows = [
+        dumps.verl_row(None, float(k), prompt=f"{p}+1?") for p, of in enumerate((order, range(8))) for k in of
+    ]
+    rows += [dumps.verl_row(None, float(k), prompt="once?") for k in range(4)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    words = ("source.group_by=prompt", "source.group_size=4", "source.format=verl", "pipeline=as/verl")
+    _, checks = audited(path, tmp_path, *words)
+    copies = [k for k in range(8) if order[k] in order[:k]]
+    assert [each["rows"] for each in checks["copies"]["findings"]] == [copies]
+    with pytest.raises(AuditFailed):
+        audited(path, tmp_path, *words, "audit.strict=true")
+
+
+def test_many_responses_of_the_greatest_length_are_told_as_cut_off(tmp_path):
+    rows = [dumps.verl_row(f"{k // 4}_{k % 4}_0", float(k % 4)) for k in range(64)]
+    for k, row in enumerate(rows):
+        row["output"] = ("word " * k)[:200]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    text, _ = audited(path, tmp_path, "source.group_size=4", "source.format=verl", "pipeline=as/verl")
+    said = "24 responses have the greatest length, 200 characters: they were probably cut off"
+    assert said in text
+    assert said in (tmp_path / "report.html").read_text()
+
+
 def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
     rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)

@@ -465,8 +465,9 @@ def test_names_in_the_pages_configurations_exist():
         tree = ast.parse((ROOT / "adapters" / f"{module}.py").read_text())
         names = {getattr(node, "name", "") for node in tree.body}
         assert not (attribute or imported) or (attribute or imported) in names, (module, attribute, imported)
-    for said in set(re.findall(r'HEADRACE_OVERRIDES="([^"]*)"', text)):
-        assert load_pipeline("grpo", *shlex.split(said)).stages
+    of_recipe = r'(?:HEADRACE_RECIPE=([\w/]+)[^\n]*\nexport )?HEADRACE_OVERRIDES="([^"]*)"'
+    for recipe, said in set(re.findall(of_recipe, text)):
+        assert load_pipeline(recipe or "grpo", *shlex.split(said)).stages
     quoted = re.findall(r"^(attach\(.*?\)) *(?:#.*)?$", text, re.MULTILINE)
     assert len(quoted) > 4
     for line in quoted:

@@ -80,6 +80,10 @@ MISTAKES = {
     f"{REPLAY} source.format=velr": "format must be auto or one of headrace, nemo_rl",
     f"{REPLAY} source.tokenizer=Qwen/Qwen3-8B": "tokenizer must be a tokenizer.json, or a folder",
     "task=compare source.path=dump pipelines=[as/verl, grpo]": "did you mean 'pipelines=[as/verl,grpo]'?",
+    "task=compare source.path=dump pipelines=[grpo,grpo]": "must name two recipes, such as",
+    "task=compare source.path=dump pipelines=[rloo,grpo] pipeline.stages.overlong.cache=3": (
+        "'pipeline.stages.overlong.cache': pipeline=rloo has no stage 'overlong'; it has gate, collapse"
+    ),
     "pipeline.stages.gate.group_size=${nope}": "group_size: it refers to ${nope}, which is unknown",
     "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",
     "pipeline=3": "pipeline=3 must be the name of a file, as in pipeline=grpo",
@@ -108,6 +112,11 @@ MISTAKES = {
     "task=replay source.path=dump/1.jsonl dump/2.jsonl": "quote it: 'source.path=dump/*.jsonl'",
     "task=replay source.path=dmup": "dmup: there is no such file or folder (did you mean 'dump'?)",
     "task=replay 'source.path=nothing/*.jsonl'": "nothing/*.jsonl: no file matches",
+    "task=replay 'source.path=dmup/*.jsonl'": "no file matches this pattern (did you mean 'dump'?)",
+    "task=replay 'source.path=dump/*.json'": "no file matches this pattern; dump has *.jsonl\n",
+    "task=replay dump/*.json": "did you mean 'source.path=dump/*.json'?). But dump/*.json: no file matches",
+    "--path dump": "did you mean task=replay source.path=dump?",
+    "task=replay --file dump": "did you mean source.path=dump?",
     REPLAY: f":\nheadrace {REPLAY} {OF_PROMPT}\n",
     f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
     f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",

@@ -241,6 +241,10 @@ def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
     found = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert (found["groups"], found["prompts"], found["pooled_steps"]) == (4, 2, 2)
     assert found["sizes"]["4"]["chance_of_equal"] == [0, 0]
+    always, vary = (found["by_prompt"][kind] for kind in ("always_equal", "vary"))
+    line = {"label": "1+1", "steps": 2, "groups": 2, "rollouts": 4, "reward": 0.5}
+    assert always == {"prompts": 1, "listed": [line | {"equal_groups": 2}]}
+    assert vary == {"prompts": 1, "listed": [line | {"equal_groups": 0}]}
     assert found["sizes"]["2"]["chance_of_equal"] == [0.5, 0.5]
     assert (
         "At 4 rollouts per prompt, 0% of the groups are uninformative instead of 50%: for 2 informative "

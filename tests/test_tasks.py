@@ -14,7 +14,7 @@ import pytest
 from busy import busy_batch, stages
 from command import QUICK, headrace_here, told
 from composed import configure
-from dumps import slime_dump, slime_sample, write_lines
+from dumps import slime_dump, slime_sample, verl_row, write_lines
 from pages import data_of
 from rich.console import Console
 
@@ -195,6 +195,23 @@ def test_all_options_that_a_dump_needs_are_asked_for_at_once(tmp_path):
     assert all(word in command for word in asked), told
     assert [word in line for word, line in zip(asked, told.splitlines(), strict=False)] == [True] * 2
     assert headrace_here(tmp_path, *shlex.split(command)[1:]).returncode == 0
+
+
+def test_a_replay_says_how_the_trainer_of_the_dump_takes_its_advice(tmp_path):
+    path = write_lines(tmp_path / "dump" / "7.jsonl", [verl_row(f"a_{k}_0", 0.0) for k in range(4)])
+    words = ["pipeline.stages.gate.group_size=4", "source.format=verl"]
+    _, text = told(replay, configured("replay", path, *words), tmp_path / "out")
+    for said in (text, (tmp_path / "out" / "report.html").read_text()):
+        assert "In verl, pipeline=dapo is `export HEADRACE_RECIPE=dapo`" in said
+
+
+def test_overrides_of_a_stage_apply_to_the_recipes_that_have_it(tmp_path):
+    dump_of_lines(tmp_path / "dump", [0.0, 1.0] * 3)
+    words = ["task=compare", "source.path=dump", "pipelines=[dapo,as/verl]", "~pipeline.stages.overlong"]
+    words += ["pipeline.stages.gate.group_size=2", "pipeline.stages.filter.action=mask"]
+    done = headrace_here(tmp_path, *words, "~pipeline.stages.weight.unit")
+    for stage in ("overlong", "filter"):
+        assert f"overrides of the stage '{stage}' do not apply to as/verl" in " ".join(done.stdout.split())
 
 
 def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):

@@ -119,21 +119,25 @@ def test_rows_are_found_by_reason_group_and_text_as_by_a_loop(client, run):
 
 
 def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, other):
-    expected = {}
+    expected, advantages = {}, {}
     for place, (folder, steps) in enumerate(((run, 4), (other, 3))):
         for step in range(steps):
             for row in table_of(folder, step):
                 of_step = expected.setdefault(row["prompt"], ({}, {}))[place].setdefault(step, [])
                 of_step.append(row["rollout_reward"])
+                advantages.setdefault((row["prompt"], place, step), []).append(row["advantage"])
     listed = client.ask("prompts")
     assert {line["label"] for line in listed["prompts"]} == set(expected)
     for line in listed["prompts"]:
         found = client.ask("prompt", key=line["key"])
         assert found["text"] == line["label"]
-        for steps, rewards in zip(found["runs"], expected[line["label"]], strict=True):
+        for place, rewards in enumerate(expected[line["label"]]):
+            steps = found["runs"][place]
             assert [step for step, *_ in steps] == list(rewards)
-            for step, groups, rollouts, reward in steps:
+            for step, groups, rollouts, reward, ends in steps:
                 assert (groups, rollouts) == (1, 3)
+                known = [each for each in advantages[line["label"], place, step] if each == each]
+                assert ends == ([min(known), max(known)] if known else None)
                 assert reward == pytest.approx(np.mean(rewards[step]), abs=1e-12)
         for place, (told, rewards) in enumerate(zip(line["runs"], expected[line["label"]], strict=True)):
             every = [reward for of_step in rewards.values() for reward in of_step]
@@ -439,7 +443,14 @@ def test_the_command_prints_what_to_do(tmp_path, run):
         port = str(taken.getsockname()[1])
         for words, message in (
             ([], "the following arguments are required: FOLDER"),
-            (["nowhere"], "nowhere: no such folder. Give the folder of a run, which has report.html"),
+            (["nowhere"], "nowhere: no such folder (did you mean headrace view "),
+            (
+                ["pgae"],
+                "pgae: no such folder (did you mean 'page'?). Give the folder of a run, which has report",
+            ),
+            (["no/where"], "no/where: no such folder. Give the folder of a run"),
+            ([f"source.path={run}"], f"(did you mean headrace view {run}?)"),
+            (["--path", str(run)], "unknown option '--path'; a folder has no name before it"),
             (
                 ["page/report.html"],
                 "page/report.html is a file, and a folder is required: headrace view page",
@@ -457,7 +468,7 @@ def test_the_command_prints_what_to_do(tmp_path, run):
             ([str(run), "--port", port], f"--port {port}: address already in use. Take another port"),
             ([str(run), "-p", port], f"--port {port}: address already in use"),
             ([str(run), "--port", "99999"], "a port is from 1 to 65535; got 99999"),
-            ([str(run), "--prot", "1"], "unrecognized arguments: --prot"),
+            ([str(run), "--prot", "1"], "unknown option '--prot'"),
         ):
             done = headrace_here(tmp_path, "view", *words, check=False)
             assert (done.returncode, done.stdout) == (2, ""), words

@@ -8,6 +8,7 @@ import time
 import pages
 import pyarrow.parquet as pq
 import pytest
+import torch
 from browser import CONTRAST, Page
 from busy import stages
 from stored_runs import report_of_step, served, step_batch, write_run
@@ -25,6 +26,11 @@ return [...document.querySelectorAll("main table")].filter((e) => e.checkVisibil
   const left = (e) => e.getBoundingClientRect().left;
   return table.tHead.checkVisibility() ? cells.filter((e, i) => Math.abs(left(e) - left(head[i])) > 1) : [];
 }).map((e) => e.className);
+"""
+TOPS = """
+return [...document.querySelectorAll(".controls label")].filter((e) => e.checkVisibility()).map(
+  (e) => e.getBoundingClientRect().top,
+);
 """
 UNNAMED = """
 return [...document.querySelectorAll("input, select, button")].filter(
@@ -199,6 +205,18 @@ def test_the_chart_shows_the_number_that_is_chosen_and_rows_go_by_their_differen
     assert "sort=apart" in page.driver.current_url
 
 
+def test_a_reward_that_never_changes_is_the_one_label_of_its_axis(driver, tmp_path):
+    reward = torch.zeros(9)
+    with ReportFolder(tmp_path / "run", every=None) as folder:
+        for step in range(3):
+            batch = step_batch(step).set(("next", "reward"), reward)
+            folder.add(make_report(Pipeline(stages()).run(batch), step=step, batch=batch))
+    with served(tmp_path / "run") as client:
+        page = Page(driver)
+        driver.get(client.address)
+        until(lambda: page.texts("#steps svg.rewards text.end"), ["0"])
+
+
 def test_another_width_keeps_what_is_open(open_view):
     page = open_view("#view=prompt&run=0&step=2&place=0")
     until(lambda: page.count("details.one-step"), 4)
@@ -222,12 +240,13 @@ def test_a_row_opens_its_prompt_in_all_steps_of_both_runs(open_view):
     assert page.seen("#prompt .text") == "What is 1 + 1?"
     means = page.texts("details.one-step[data-step='3'] summary span")
     assert means[1:] == [
-        "first: mean reward 0.5333, 3 rollouts in 1 group",
+        "first: mean reward 0.5333, advantages −0.2333 to 0.4667, 3 rollouts in 1 group",
         f"{means[2].split(':')[0]}: not drawn",
     ]
     page.open("details.one-step[data-step='2']")
     until(lambda: page.count("details.one-step[open] tr.line"), 6)
     assert page.count("#prompt svg.rewards polyline") == 2
+    assert page.count("#prompt svg.rewards circle") == 4 + 3  # a dot at each step
 
 
 def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
@@ -253,6 +272,8 @@ def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, 
             page.show_as(scheme, "reduce")
             low = [pair for pair in page.driver.execute_script(CONTRAST) if pair[0] < 4.5]
             assert not low, (width, scheme)
+        tops = page.driver.execute_script(TOPS)
+        assert width == 1280 or "steps" not in address or len({*tops}) < len(tops), "a line for each control"
         assert page.driver.execute_script(UNNAMED) == 0
         assert width == 390 or page.driver.execute_script(OUT_OF_LINE) == []
 

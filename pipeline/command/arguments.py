@@ -27,6 +27,7 @@ from headrace.pipeline.composing import (
     recipes,
 )
 from headrace.pipeline.installed import PACKAGES, versions
+from headrace.pipeline.paths import missing_path
 from headrace.pipeline.wording import suggest
 
 ABSENT = object()
@@ -141,7 +142,22 @@ def hydra_arguments(arguments: Sequence[str]) -> list[str]:
     flags = [each for each in arguments if each not in read.overrides]
     if "task=xray" in values:  # Hydra takes `source` for the file of a dump
         values = [f"xray.{each}" if each.startswith("source=") else each for each in values]
-    return [*flags, *(ready for argument in values for ready in for_hydra(argument))]
+    ready = [each for argument in values for each in for_hydra(argument)]
+    if any(each.startswith("pipelines=") for each in values):  # of which each may have other stages
+        ready = [each for one in ready for each in _of_any_recipe(one)]
+    return [*flags, *ready]
+
+
+def _of_any_recipe(override: str) -> list[str]:
+    """Return overrides with which Hydra composes an override of a stage also for a recipe without it.
+
+    Example:
+        >>> _of_any_recipe("pipeline.stages.overlong.cache=4"), _of_any_recipe("seed=1")
+        (['++pipeline.stages.overlong.cache=4'], ['seed=1'])
+    """
+    if override.startswith("~pipeline.stages."):
+        return [f"++{override[1:]}=0", override]  # Hydra deletes no null
+    return [f"++{override}"] if override.startswith("pipeline.stages.") else [override]
 
 
 def _has_several_values(argument: str) -> bool:
@@ -179,7 +195,8 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
                 f"{said}: source.path is one file, folder or glob. If your shell has made several files of "
                 "a glob, quote it: 'source.path=dump/*.jsonl'"
             )
-        return f"{said} (did you mean 'source.path={argument}'?)"
+        lacks = missing_path(argument)
+        return f"{said} (did you mean 'source.path={argument}'?)" + f". But {lacks}" * bool(lacks)
     if argument in INSTEAD:
         return f"{said} (did you mean {INSTEAD[argument]}?)"
     if f"{argument}s" in ALONE:
@@ -197,7 +214,10 @@ def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
 
 
 def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
-    """The dotted options that a name alone may mean; empty if there is no such option."""
+    """The dotted options that a name alone may mean; empty if there is no such option.
+
+    Without a task, an option of a dump has the task in front.
+    """
     task = [each for each in arguments if re.fullmatch(r"task=\w+", each)]
     try:
         config = compose_config("config", *task[-1:])
@@ -205,7 +225,10 @@ def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
         return []
     if name in ("task", "pipeline") or OmegaConf.select(config, name, default=ABSENT) is not ABSENT:
         return [name]
-    return options_meant(name, config)
+    meant = options_meant(name, config)
+    if not task and (not meant or meant[0].startswith("source.")):
+        return [f"task=replay {each}" for each in _option_of(name, ["task=replay"])]
+    return meant
 
 
 def _check_flag(argument: str, arguments: Sequence[str], at: int) -> None:

@@ -28,6 +28,8 @@ ALIASES = {
     "recipe": "pipeline",
     "algorithm": "pipeline",
     "input": "source.path",
+    "file": "source.path",
+    "data": "source.path",
     "output": "hydra.run.dir",
     "output_dir": "hydra.run.dir",
     "out": "hydra.run.dir",

@@ -26,6 +26,8 @@ from .source import open_configured, print_files, refuse_wrong_size, write_files
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
+SHORT = 32  # a length that many whole responses may have, such as numbers
+FEW = 5  # responses that may have the greatest length by chance
 REASONS = 2  # reasons for "not checked" that are printed for a check
 # How a dump of a format gets the advantages of its trainer.
 SAVES = {
@@ -115,6 +117,7 @@ def audit(
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, unlike = 0, 0, list[LoggedRows]()
     sizes: Counter[int] = Counter()
+    lengths, unit = Counter[int](), ""  # of responses of which nothing says how they ended
 
     def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
@@ -125,6 +128,8 @@ def audit(
     for batch, step, outcomes in read.results(checked):
         if size is not None and "expected_rollouts" not in batch.keys():
             sizes.update(step.sizes)
+        lengths.update(step.unended_lengths)
+        unit = "characters" if step.tokens is None else "tokens"
         before = len(results["advantages"].findings)
         for result, outcome in zip(results.values(), outcomes, strict=True):
             result.add(outcome)
@@ -143,7 +148,8 @@ def audit(
         "steps": steps,
         "rows": rows,
     }
-    notices, failed = read.said, [each._asdict() for each in read.failed]
+    cut = said_of_cut(lengths, unit)
+    notices, failed = read.said + cut, [each._asdict() for each in read.failed]
     verdict = verdict_of(results, source.format)
     report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
     report["checks"] = [each.plain(steps) for each in results.values()]
@@ -160,6 +166,8 @@ def audit(
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
     read.show()
+    for line in cut:
+        console.print(Text(line), soft_wrap=True)
     print_files(console, output)
     if found and config.audit.strict:
         raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
@@ -187,6 +195,33 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
         return said
     why = "This dump cannot show whether the advantages were right, because it has none."
     return " ".join(filter(None, [why, SAVES.get(format), said]))
+
+
+def said_of_cut(lengths: Counter[int], unit: str) -> list[str]:
+    """A sentence if many responses have exactly the greatest length, which is then the limit of the trainer.
+
+    Args:
+        lengths: of responses of which the dump does not say how they ended, and how many have each.
+        unit: ``tokens`` or ``characters``.
+
+    Example:
+        >>> said_of_cut(Counter([40, 55, 55, 61, *[512] * 9]), "characters")[0][:56]
+        '9 responses have the greatest length, 512 characters: th'
+        >>> said_of_cut(Counter([40, 55, 55, 61]), "characters"), said_of_cut(Counter([9] * 99), "tokens")
+        ([], [])
+    """
+    most = max(lengths, default=0)
+    near = max((count for length, count in lengths.items() if most / 2 < length < most), default=0)
+    if most < SHORT or lengths[most] < max(FEW, 3 * near):
+        return []
+    within = f"{{_target_: headrace.transforms.LengthWithin, high: {most - 1}}}"
+    what = f"To replay it without them: 'pipeline.stages.filter.also={within}'"
+    if unit != "tokens":
+        what = "Set source.tokenizer=PATH to count tokens"
+    return [
+        f"{lengths[most]:,} responses have the greatest length, {most:,} {unit}: they were probably cut off, "
+        f"and nothing in the dump says so. {what}."
+    ]
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:

@@ -29,7 +29,7 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
-from .source import print_files, recipe_nodes, sizes_of_groups, write_files
+from .source import print_files, recipe_nodes, said_of_overrides, sizes_of_groups, write_files
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -89,6 +89,8 @@ def certify(
         files["report.html"] = render_page(page | {"certificates": [on_page(each) for each in found]})
     write_files(config, output, files)
     show_certificates(found, console)
+    for sentence in said_of_overrides(config.pipelines, overrides) if config.pipelines else []:
+        console.print(Text(sentence))
     print_files(console, output)
     return max(each.advantage.relative_bias or 0.0 for each in certificates)
 

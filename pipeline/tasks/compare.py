@@ -30,7 +30,7 @@ from headrace.pipeline.wording import beginning, printable
 from headrace.transforms import BatchError
 
 from .dump_steps import DumpSteps
-from .source import open_configured, print_files, recipe_nodes, write_files
+from .source import open_configured, print_files, recipe_nodes, said_of_overrides, write_files
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
@@ -56,7 +56,7 @@ def compare(
     Args:
         config: composed with ``task=compare``.
         output: folder for ``config.yaml``, ``compare.json`` and ``report.html``.
-        overrides: of the command line; those of ``pipeline`` apply to both recipes.
+        overrides: of the command line; those of a stage apply to each recipe that has it.
         console: where to print; None: standard output.
 
     Returns:
@@ -71,9 +71,9 @@ def compare(
     """
     console = console or Console()
     names = list(config.pipelines)
-    if len(names) != 2:
+    if len({*names}) != 2 or len(names) != 2:
         raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
-    nodes = list(recipe_nodes(names, overrides).values())
+    nodes, lacking = list(recipe_nodes(names, overrides).values()), said_of_overrides(names, overrides)
     pipelines = [build_pipeline(node) for node in nodes]
     source = open_configured(config)
     comparison = Comparison((names[0], names[1]))
@@ -114,7 +114,7 @@ def compare(
             folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
             folder.difference = comparison.said
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
-        folder.notices += [SAME_STEPS] * bool(steps.failed)
+        folder.notices += [*lacking, *[SAME_STEPS] * bool(steps.failed)]
     shares = comparison.mean_shares()
     movers = [mover._asdict() for mover in comparison.movers]
     numbers = {"numbers": comparison.numbers, "steps_averaged": comparison.averaged}
@@ -123,8 +123,8 @@ def compare(
     write_files(config, output, {"compare.json": json_text(result, indent=1)})
     show_comparison(comparison, console)
     steps.show()
-    if steps.failed:
-        console.print(Text(SAME_STEPS))
+    for sentence in [*lacking, *[SAME_STEPS] * bool(steps.failed)]:
+        console.print(Text(sentence))
     print_files(console, output)
     steps.end()
     return comparison.numbers["correlation"]

@@ -20,6 +20,7 @@ from headrace.pipeline.report import SharedTokens, StepReport, count_shared_toke
 from headrace.pipeline.report.groups import compared_values, has_reward
 from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.user_turn import prompt_label
 from headrace.pipeline.valid_json import json_text
 from headrace.transforms.schema import has_key
 
@@ -28,6 +29,7 @@ from .dump_steps import DumpSteps
 from .source import open_configured, print_files, sizes_of_groups, write_files
 
 RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
+LISTED = 500  # prompts of a list in plan.json
 PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
 
 
@@ -41,6 +43,8 @@ class GroupsSeen(NamedTuple):
     """(P,) bool, all compared rewards are equal."""
     prompt: np.ndarray
     """(P,) a number of the prompt and its ground truth; -1: the dump has no texts."""
+    label: np.ndarray
+    """(P,) what the prompt is listed by, as ``headrace view`` lists it."""
     step: np.ndarray
     """(P,) the step."""
     group: np.ndarray
@@ -71,14 +75,16 @@ def groups_seen(report: StepReport) -> GroupsSeen:
     rows = scored[several[index]]
     by_id = np.argsort(groups["id"])
     at = by_id[np.searchsorted(groups["id"][by_id], ids[several])]
-    prompt = np.full(len(at), -1)
+    prompt, label = np.full(len(at), -1), np.full(len(at), "", dtype=object)
     if not of_peers and "prompt" in report.texts:
         for k, row in enumerate(groups["row"][at].tolist()):
             said = "\0".join(text[row] for text in texts).encode("utf-8", "surrogatepass")
             prompt[k] = int.from_bytes(blake2b(said, digest_size=8).digest(), "big") >> 1
+            label[k] = prompt_label(report.texts["prompt"][row])
     return GroupsSeen(
         equal=groups["zero_variance"][at],
         prompt=prompt,
+        label=label,
         step=np.full(len(at), report.step),
         group=(np.cumsum(several) - 1)[index[several[index]]],
         rewards=each["reward"][rows],
@@ -211,6 +217,14 @@ def show_group_sizes(
         f"this recipe, with {rollouts.mean():.1f} rollouts each.",
         highlight=False,
     )
+    by_prompt = listed_prompts(seen)
+    always, vary = (by_prompt[kind]["prompts"] for kind in ("always_equal", "vary"))
+    if always:
+        console.print(
+            f"{always:,} of {always + vary:,} prompts have equal rewards in each of their groups; plan.json "
+            "lists them.",
+            highlight=False,
+        )
     larger, smaller = [size for size in tried if size > usual], [size for size in tried if size < usual]
     if other := min(larger, default=max(smaller, default=None)):
         k, now = of[other], of[usual]
@@ -244,7 +258,45 @@ def show_group_sizes(
         },
         "quantity": name,
         "ranges": by_line,
+        "by_prompt": by_prompt,
     }
+
+
+def listed_prompts(seen: GroupsSeen) -> dict[str, Any]:
+    """The prompts whose groups always have equal rewards, and those of which some vary: how many, and a list.
+
+    A list has at most :data:`LISTED` prompts, the lowest mean reward first.
+    """
+    here = seen.prompt >= 0
+    _, first, of = np.unique(seen.prompt[here], return_index=True, return_inverse=True)
+    of_group = np.full(len(here), -1)
+    of_group[here] = of.reshape(-1)
+    mine = of_group[seen.group]
+    known = mine >= 0
+    rollouts = np.bincount(mine[known], minlength=len(first))
+    reward = np.bincount(mine[known], seen.rewards[known], minlength=len(first)) / rollouts
+    groups = np.bincount(of_group[here], minlength=len(first))
+    equal = np.bincount(of_group[here], seen.equal[here], minlength=len(first))
+    steps = np.bincount(
+        np.unique(np.stack([of_group[here], seen.step[here]]), axis=1)[0], minlength=len(first)
+    )
+    label = seen.label[here][first]
+    found = {}
+    for name, chosen in (("always_equal", equal == groups), ("vary", equal < groups)):
+        at = sorted(chosen.nonzero()[0].tolist(), key=lambda k: (reward[k], label[k]))
+        listed = [
+            {
+                "label": label[k],
+                "steps": int(steps[k]),
+                "groups": int(groups[k]),
+                "equal_groups": int(equal[k]),
+                "rollouts": int(rollouts[k]),
+                "reward": float(reward[k]),
+            }
+            for k in at[:LISTED]
+        ]
+        found[name] = {"prompts": len(at), "listed": listed}
+    return found
 
 
 def _prompts(wanted: int, share: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
+OF_STAGE = re.compile(r"(?P<plus>\+?)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
 TRIED = 20  # steps that are run to learn which options the dump needs
 MOST_ASKED = 4  # options that stages ask for
 
@@ -307,15 +309,60 @@ def recipe_nodes(names: Iterable[str], overrides: Sequence[str]) -> dict[str, Di
     Args:
         names: names of recipes.
         overrides: of the command line. Those of ``pipeline`` and ``hydra.searchpath`` apply to every
-            recipe.
+            recipe; those of a stage to each recipe that has the stage.
 
     Raises:
-        ConfigError: an unknown recipe or option.
+        ConfigError: an unknown recipe or option, or no recipe has a stage.
 
     Example:
-        >>> nodes = recipe_nodes(["grpo", "rloo"], ["task=compare", "pipeline.stages.advantage.eps=0.5"])
-        >>> [node.stages.advantage.eps for node in nodes.values()]
-        [0.5, 0.5]
+        >>> nodes = recipe_nodes(["grpo", "dapo"], ["task=compare", "pipeline.stages.overlong.cache=512"])
+        >>> [node.stages.get("overlong", {}).get("cache") for node in nodes.values()]
+        [None, 512]
     """
+    by_recipe = overrides_by_recipe(names, overrides)
+    return {
+        name: compose_config("load", f"pipeline={name}", *own).pipeline for name, own in by_recipe.items()
+    }
+
+
+def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The overrides that apply to each recipe (:func:`recipe_nodes`)."""
     shared = [each for each in overrides if each.lstrip("+~").startswith(STARTS) or "@pipeline." in each]
-    return {str(name): compose_config("load", f"pipeline={name}", *shared).pipeline for name in names}
+    of_stage = {each: found for each in shared if (found := OF_STAGE.match(each))}
+    others = [each for each in shared if each.startswith("hydra.")]
+    by_recipe = dict[str, list[str]]()
+    for name in map(str, names):
+        stages = compose_config("load", f"pipeline={name}", *others).pipeline.stages if of_stage else {}
+        added = {found["stage"] for found in of_stage.values() if found["plus"] and found["whole"]}
+        present = added | {stage for stage, node in stages.items() if node is not None}
+        by_recipe[name] = [
+            each
+            for each in shared
+            if each not in of_stage
+            or of_stage[each]["stage"] in ({*stages} | added if of_stage[each]["whole"] else present)
+        ]
+    for each in of_stage:
+        if not any(each in own for own in by_recipe.values()):  # composing says which stages there are
+            next(iter(by_recipe.values())).append(each)
+    return by_recipe
+
+
+def said_of_overrides(names: Iterable[str], overrides: Sequence[str]) -> list[str]:
+    """A sentence for each stage that has overrides, and that some of the recipes lack.
+
+    Example:
+        >>> said_of_overrides(["grpo", "dapo"], ["pipeline.stages.overlong.cache=512"])
+        ["The overrides of the stage 'overlong' do not apply to grpo, which does not have it."]
+    """
+    by_recipe = overrides_by_recipe(names, overrides)
+    lack = dict[str, list[str]]()
+    for each in dict.fromkeys(each for own in by_recipe.values() for each in own):
+        if found := OF_STAGE.match(each):
+            without = [name for name, own in by_recipe.items() if each not in own]
+            lack[found["stage"]] = list(dict.fromkeys([*lack.get(found["stage"], []), *without]))
+    return [
+        f"The overrides of the stage {stage!r} do not apply to {' and '.join(without)}, which "
+        f"{'does' if len(without) == 1 else 'do'} not have it."
+        for stage, without in lack.items()
+        if without
+    ]

@@ -79,7 +79,9 @@ def view(words: Sequence[str]) -> int:
         raise ConfigError(f"headrace view FOLDER [FOLDER2] [--port PORT]: {message}")
 
     parser.error = refuse  # type: ignore[method-assign]
-    given = parser.parse_args(list(words))
+    given, unknown = parser.parse_known_args(list(words))
+    if unknown:
+        refuse(f"unknown option {unknown[0]!r}; a folder has no name before it, as in headrace view run")
     if len(given.folder) > 2:
         refuse(f"two runs are shown side by side at most; got {len(given.folder)} folders")
     if not 0 <= given.port < 2**16:
@@ -394,7 +396,8 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     if text is None:
         raise UnreadableRows("no step of these runs has this prompt")
     steps = [
-        [[step, seen.groups, seen.rollouts, seen.reward] for step, seen in found.items()] for found in of_runs
+        [[step, seen.groups, seen.rollouts, seen.reward, seen.advantages] for step, seen in found.items()]
+        for found in of_runs
     ]
     return {"text": text, "runs": steps}
 

@@ -27,13 +27,13 @@ import pyarrow.parquet as pq
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
-from headrace.pipeline.user_turn import last_user_turn
-from headrace.pipeline.wording import beginning, printable
+from headrace.pipeline.paths import names_in
+from headrace.pipeline.user_turn import prompt_label
+from headrace.pipeline.wording import printable, suggest
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
 EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
-LABEL = 160  # characters of the last user turn by which a prompt is listed
 MAX_STEP_ROWS = 2**22  # as for dumps that are read back
 MAX_STEP_BYTES = 2**33  # of a step, uncompressed, as its file claims
 EXACT = 2**53  # beyond it JavaScript rounds integers
@@ -53,6 +53,7 @@ class PromptInStep(NamedTuple):
     rollouts: int
     reward: float | None  # mean over its rollouts with a reward
     scored: int  # rollouts with a reward
+    advantages: tuple[float, float] | None  # the lowest and the highest of its rows
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ class StoredRun:
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
         if not folder.exists():
-            raise ConfigError(f"{folder}: no such folder. Give the folder of a run, which has report.html")
+            raise ConfigError(
+                f"{folder}: no such folder{_run_meant(folder)}. Give the folder of a run, which has "
+                "report.html"
+            )
         if not folder.is_dir():
             raise ConfigError(f"{folder} is a file, and a folder is required{self._instead(folder)}")
         inner = self.folder / "rollouts"
@@ -175,10 +179,7 @@ class StoredRun:
         if self._problems:
             some = "; ".join(self._problems[:3])
             return f"{folder}: no file of rows can be read. {some}"
-        below = sorted(
-            path.parent for pattern in ("*/rollouts", "*/*/rollouts") for path in folder.glob(pattern)
-        )
-        if below:
+        if below := _runs_below(folder):
             some = " ".join(map(str, below[:2]))
             return f"{folder} has no rows of its own. Give a run below it, or two: headrace view {some}"
         if any(self.rows_folder.glob("step_*.jsonl")):
@@ -382,6 +383,7 @@ class StoredRun:
 
     def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
         numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
+        numbers += ["advantage"] * (stored.kinds.get("advantage") == "number")
         with opened(stored.path, texts=[same] if stored.kinds[same] == "text" else []) as file:
             table = file.read(list({same, *numbers}))
         codes, values = as_codes(table[same])
@@ -395,14 +397,20 @@ class StoredRun:
         total = np.bincount(code[known], reward[known], minlength=len(values))
         rollouts = np.bincount(code, minlength=len(values))
         groups = np.bincount(np.unique(np.stack([code, group]), axis=1)[0], minlength=len(values))
+        low, high = np.full(len(values), np.inf), np.full(len(values), -np.inf)
+        if "advantage" in of:
+            has = np.isfinite(of["advantage"])
+            np.minimum.at(low, codes[has], of["advantage"][has])
+            np.maximum.at(high, codes[has], of["advantage"][has])
         found = {}
         unnamed = [at for at, value in enumerate(values) if key_of(value) not in self.labels]
         for at, name in zip(unnamed, self._named(stored, same, codes, values, unnamed), strict=True):
-            self.labels[key_of(values[at])] = label_of(name)
+            self.labels[key_of(values[at])] = prompt_label(name)
         for at, value in enumerate(values):
             key = key_of(value)
             mean = float(total[at] / count[at]) if count[at] else None
-            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
+            ends = (float(low[at]), float(high[at])) if low[at] <= high[at] else None
+            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]), ends)
         return found
 
     def _named(
@@ -415,6 +423,21 @@ class StoredRun:
         places = np.array([first[at] for at in wanted])
         with opened(stored.path) as file:
             return [prompt for [prompt] in values_at(file, ["prompt"], places)]
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    return sorted(path.parent for pattern in ("*/rollouts", "*/*/rollouts") for path in folder.glob(pattern))
+
+
+def _run_meant(folder: Path) -> str:
+    """Which folder may be meant by one that is not there, as the middle of a sentence."""
+    typed, _, value = str(folder).rpartition("=")
+    if typed and Path(value).exists():  # `headrace view source.path=run`
+        return f" (did you mean headrace view {value}?)"
+    folders = [name for name in names_in(folder.parent) if (folder.parent / name).is_dir()]
+    runs = _runs_below(folder.parent) if folder.parent.is_dir() else []
+    near = suggest(folder.name, folders, least=0.6)
+    return near or (f" (did you mean headrace view {runs[0]}?)" if runs else "")
 
 
 def replay_of(path: Path) -> str:
@@ -537,7 +560,7 @@ def _asked(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) -> li
     if not {"group_label", "prompt"} <= set(names):
         return [None] * len(places)
     pairs = values_at(file, ["group_label", "prompt"], places)
-    return [label_of(prompt) if str(label).startswith("prompt/") else None for label, prompt in pairs]
+    return [prompt_label(prompt) if str(label).startswith("prompt/") else None for label, prompt in pairs]
 
 
 def cells_at(
@@ -628,9 +651,3 @@ def key_of(value: Any) -> str:
     """A short name for a prompt, the same in every run: 128 bits of a hash of its text or id."""
     text = "" if value is None else str(value)
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
-
-
-def label_of(value: Any) -> str:
-    """What a prompt is listed by: the last turn of the user, on one line."""
-    line = " ".join(last_user_turn("" if value is None else str(value)).split())
-    return printable(beginning(line, LABEL))

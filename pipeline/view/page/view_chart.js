@@ -1,6 +1,6 @@
 // A number by step, the mean reward say: a line for each run, and a mark at the step that is chosen.
 import { h, s } from "./dom.js";
-import { count, extent, isNumber, number, scale, ticks } from "./numbers.js";
+import { count, extent, isNumber, isOne, number, scale, ticks } from "./numbers.js";
 
 const HEIGHT = 150;
 const MARGIN = { left: 46, right: 12, top: 10, bottom: 22 };
@@ -15,8 +15,9 @@ function paths(points, x, y) {
   return pieces.filter((piece) => piece.length);
 }
 
-// `lines`: for each run its [step, value] pairs. `choose`: what a click on a step does. `what`: name of the value.
-export function rewardChart({ names, lines, chosen, width, choose, what = "mean reward" }) {
+// `lines`: for each run its [step, value] pairs. `choose`: what a click on a step does. `what`: name of the value. `dots`: mark
+// each value, where steps are missing in between.
+export function rewardChart({ names, lines, chosen, width, choose, what = "mean reward", dots = false }) {
   const rewards = extent(lines.flat().map(([, value]) => value));
   const steps = extent(lines.flat().map(([step]) => step));
   if (!rewards || steps[0] === steps[1]) return null;
@@ -26,7 +27,7 @@ export function rewardChart({ names, lines, chosen, width, choose, what = "mean 
   const svg = s(
     "svg",
     { class: "rewards", width, height: HEIGHT, role: "img", "aria-label": `${what[0].toUpperCase()}${what.slice(1)} by step: ${spoken(names, lines)}` },
-    ticks(y.domain, 5).flatMap((value) => [
+    (isOne(rewards) ? [rewards[0]] : ticks(y.domain, 5)).flatMap((value) => [
       s("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
       s("text", { class: "end", x: MARGIN.left - 7, y: y(value) + 4 }, number(value)),
     ]),
@@ -34,11 +35,12 @@ export function rewardChart({ names, lines, chosen, width, choose, what = "mean 
       .filter(Number.isInteger)
       .map((step) => s("text", { x: Math.min(x(step), width - 24), y: HEIGHT - 5 }, count(step))),
     lines.flatMap((points, run) =>
-      paths(points, x, y).map((piece) =>
-        piece.length > 1
-          ? s("polyline", { class: `curve run${run}`, points: piece.join(" ") })
-          : s("circle", { class: `run${run}`, cx: piece[0].split(",")[0], cy: piece[0].split(",")[1], r: 2.5 }),
-      ),
+      paths(points, x, y).flatMap((piece) => [
+        piece.length > 1 ? s("polyline", { class: `curve run${run}`, points: piece.join(" ") }) : null,
+        ...(dots || piece.length === 1 ? piece : []).map((point) =>
+          s("circle", { class: `run${run}`, cx: point.split(",")[0], cy: point.split(",")[1], r: dots ? 3 : 2.5 }),
+        ),
+      ]),
     ),
     isNumber(chosen) ? s("line", { class: "now", x1: x(chosen), x2: x(chosen), y1: 0, y2: HEIGHT - MARGIN.bottom }) : null,
   );

@@ -1,6 +1,6 @@
 // Prompts: a list of all, and one of them over the steps of a run, or of two.
 import { byId, h, message } from "./dom.js";
-import { NONE, count, isNumber, number, plural } from "./numbers.js";
+import { NONE, count, isNumber, isOne, number, plural } from "./numbers.js";
 import { ask, columnName, link, rangeOf } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
 import { rowsPanel } from "./view_rows.js";
@@ -88,7 +88,7 @@ export async function drawPrompt(runs, state) {
   const text = h("p", { class: "text", tabindex: answer.text.length > 1200 ? 0 : null }, answer.text || "(empty)");
   const names = runs.map((run) => run.name);
   const lines = of.map((steps) => [...steps.values()].map(([step, , , reward]) => [step, reward]));
-  const draw = () => rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260) });
+  const draw = () => rewardChart({ names, lines, chosen: null, width: Math.max(body.clientWidth, 260), dots: true });
   let chart = draw();
   resizePrompt = () => {
     if (!chart?.isConnected || !body.clientWidth) return;
@@ -125,7 +125,8 @@ export async function drawPrompt(runs, state) {
 function lineOf(runs, run, line) {
   const where = runs.length > 1 ? `${run.name}: ` : "";
   if (!line) return `${where}not drawn`;
-  const [, groups, rollouts, reward] = line;
+  const [, groups, rollouts, reward, ends] = line;
   const mean = isNumber(reward) ? number(reward) : NONE;
-  return `${where}mean reward ${mean}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
+  const advantages = ends ? (isOne(ends) ? `, all advantages ${number(ends[0])}` : `, advantages ${number(ends[0])} to ${number(ends[1])}`) : "";
+  return `${where}mean reward ${mean}${advantages}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
 }

@@ -74,7 +74,8 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
   const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
   const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
   // Groups that were made from the prompt are called by it, and once.
-  const byPrompt = texts.includes("prompt") && answer.asked.every((asked) => asked !== null);
+  const groups = new Set(answer.rows.map((cells) => value(cells, "group_id")));
+  const byPrompt = answer.asked.every((asked) => asked !== null) && (texts.includes("prompt") || groups.size === 1);
   const shown = SHOWN.filter((column) => has(column) && !(byPrompt && column === "group_id"));
   if (!has("rollout_reward") && has("reward")) shown.splice(shown.indexOf("rollout_id") + 1, 0, "reward");
   if (has(sort) && !shown.includes(sort)) shown.splice(shown.indexOf("reason"), 0, sort);
