@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 
 import torch
 from tensordict import TensorDict
 
-from headrace.pipeline import load_pipeline
+from headrace.pipeline import Pipeline, load_pipeline
 
 GROUP_SIZE, MINIBATCHES = 8, 8
 
@@ -35,9 +37,15 @@ def collected(rows: int, tokens: int, *, texts: bool = False) -> TensorDict:
     return TensorDict(columns, batch_size=[rows])
 
 
+@cache
+def grpo(minibatches: int, *words: str) -> Pipeline:
+    """The grpo recipe; composing it takes longer than most of what is measured."""
+    return load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={minibatches}", *words)
+
+
 def grpo_loop(batch: TensorDict, minibatches: int, *words: str) -> Callable[[], None]:
     """The loop over the minibatches of the grpo recipe, one in memory at a time."""
-    pipeline = load_pipeline("pipeline=grpo", f"pipeline.stages.split.minibatches={minibatches}", *words)
+    pipeline = deepcopy(grpo(minibatches, *words))
 
     def run() -> None:
         for minibatch in pipeline.minibatches(batch):

@@ -401,8 +401,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    import headrace
-
     warnings.simplefilter("ignore")
-    print(headrace.__file__)
     main(Path(sys.argv[1]))

@@ -131,33 +131,44 @@ def texts_are_parsed_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def configurations_are_composed_once(texts_are_parsed_once: None) -> Iterator[None]:
-    """Of the package alone: Hydra takes half a second, and hundreds of tests ask for the same ones.
+def files_are_merged_once(texts_are_parsed_once: None) -> Iterator[None]:
+    """Those of the package: most of the time that Hydra takes, for hundreds of tests that choose the same.
 
-    A command composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files
+    Only choices of files change which are merged; each test's own options are set afterwards, by Hydra. A
+    command composes twice, first for `hydra.mode`, which nothing here sets. Then Hydra writes three files
     that nothing here reads.
     """
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal import config_loader_impl
     from hydra._internal.hydra import Hydra
     from hydra.core.config_store import ConfigStore
-    from hydra.core.utils import JobRuntime
     from kept import kept
 
-    compose = ConfigLoaderImpl._load_configuration_impl
+    create = config_loader_impl.create_defaults_list
+    merge = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
 
-    def composed(loader: Any, **options: Any) -> Any:
-        places = [place.path for place in loader.get_search_path().get_path()]
-        places += [word for word in options["overrides"] if "searchpath" in word]
-        if not set(places) <= {"pkg://hydra.conf", "pkg://headrace.conf", "structured://"}:
-            return compose(loader, **options)
+    def once(repository: Any, key: Any, make: Callable[[], Any]) -> Any:
+        places = {f"{source.scheme()}://{source.path}" for source in repository.get_sources()}
+        if not places <= {"pkg://hydra.conf", "pkg://headrace.conf", "structured://"}:
+            return make()
         stored = sorted(ConfigStore.instance().repo)  # TorchRL's groups, once they are registered
-        key = repr((places, stored, JobRuntime().get("name"), options))
-        config = kept(key, lambda: compose(loader, **options))
-        config.hydra.runtime.cwd = os.getcwd()
-        return config
+        return kept(repr((sorted(places), stored, key)), make)
+
+    def listed(repo: Any, config_name: str, overrides_list: list[Any], **options: Any) -> Any:
+        words = [each for each in overrides_list if not each.is_sweep_override()]
+        chosen = [
+            each for each in words if repo.group_exists(each.key_or_group) and type(each.value()) is not dict
+        ]
+        key = (config_name, [each.input_line for each in chosen], options)
+        found = once(repo, key, lambda: create(repo, config_name, chosen, **options))
+        found.config_overrides = [each for each in words if each not in chosen]
+        return found
+
+    def merged(loader: Any, defaults: list[Any], repo: Any) -> Any:
+        return once(repo, defaults, lambda: merge(loader, defaults, repo))
 
     with (
-        patch.object(ConfigLoaderImpl, "_load_configuration_impl", composed),
+        patch.object(config_loader_impl, "create_defaults_list", listed),
+        patch.object(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", merged),
         patch.object(Hydra, "get_mode", lambda *_, **__: None),
         patch("hydra.core.utils._save_config", lambda *found: found[2].mkdir(parents=True, exist_ok=True)),
     ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from headrace.pipeline.report.page_schema import Groups, ShownRows
@@ -259,3 +261,9 @@ RUNS = {
     "filtered": filtered_run,
     "empty": empty_run,
 }
+
+
+def data_of(page: Path) -> dict:
+    """The data in a page that was written."""
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.split('id="page-data">')[1].split("</script>")[0])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from command import Started
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS, PAGE = ROOT / "benchmarks", ROOT / "docs" / "benchmarks.md"
@@ -18,7 +19,9 @@ del RESULTS["field_bugs"]  # which measures no time: tests/test_field_bugs.py
 
 
 def run(*words: object) -> None:
-    subprocess.run([sys.executable, BENCHMARKS, *map(str, words)], check=True, capture_output=True, cwd=ROOT)
+    program = partial(runpy.run_path, str(BENCHMARKS), run_name="__main__")
+    done = Started(program, ROOT, *map(str, words)).ends(600)
+    assert done.returncode == 0, done.stderr
 
 
 def cells(result: dict) -> dict[tuple[str, str, str], dict]:

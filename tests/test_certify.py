@@ -12,8 +12,6 @@ from torch.nn.functional import logsigmoid
 
 from headrace.pipeline.certify import (
     Certificate,
-    Forks,
-    GroupSizeError,
     OneTurn,
     Refused,
     StopOrContinue,
@@ -205,12 +203,6 @@ def test_options_set_by_a_recipe_are_kept():
     assert own.advantage.relative_bias > 0.1
 
 
-def test_recipes_that_lack_a_column_are_skipped_with_the_reason():
-    found = certified("gigpo")
-    assert isinstance(found, Refused)
-    assert "StateAdvantage needs the key 'state_id'" in found.reason
-
-
 def test_larger_groups_lower_variance_and_bias():
     for size in (2, 3, 5):
         assert ratio("dr_grpo", group_size=size) == pytest.approx([1 - 1 / size] * 3)
@@ -230,9 +222,3 @@ def test_without_split_or_weights_the_advantage_is_unchanged():
     bare = certified("rloo", "pipeline.stages.split=null", "pipeline.stages.weight=null", group_size=2)
     assert bare.advantage == uncut.advantage
     assert bare.loss is None
-
-
-def test_an_unavailable_group_size_raises():
-    with pytest.raises(GroupSizeError, match=r"Forks samples 2 rollouts at a time: .* got 3"):
-        Forks().outcomes(3)
-    assert Forks().outcomes(4) == 64

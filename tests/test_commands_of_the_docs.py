@@ -13,7 +13,6 @@ import subprocess
 import sys
 import urllib.request
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ from headrace.pipeline import load_pipeline, make_report, write_dump
 pytestmark = pytest.mark.slow
 INSTALLS = ("make ", "source ", "pip ", "python -m venv ", "pre-commit ")  # tried by continuous integration
 YOURS = re.compile(r"\b(my|your)\.module\.")  # which nobody has
-RUN_ELSEWHERE = ("examples/ray_grpo.py",)  # by test_ray.py, on a cluster that is there
-SHORT = {"--steps": "2", "--batches": "2"}  # of the examples, which have tests of their own
 
 
 def write_rollouts(folder: Path) -> None:
@@ -52,8 +49,11 @@ def write_rollouts(folder: Path) -> None:
 def words_of(line: str) -> list[str]:
     """The words behind the command; long ones are made short, most if no other reads what they write."""
     words = shlex.split(line)
-    if "task=certify" in words and not any(word.startswith("certify.only") for word in words):
-        return [*words, "certify.only=[stop_or_continue]"]
+    if "task=certify" in words:
+        less = {"certify.only=": "[stop_or_continue]", "certify.group_sizes=": "[2]"}
+        return words + [name + few for name, few in less.items() if name not in line]
+    if "-m" in words:  # of a sweep, test_sweep.py has more jobs
+        words = [word.partition(",")[0] if word.startswith("seed=") else word for word in words]
     if any(word.startswith(("task=", "--")) or word.isalpha() for word in words):
         return words
     if any("hydra.run.dir" in word for word in words):
@@ -62,16 +62,15 @@ def words_of(line: str) -> list[str]:
 
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """A program of examples/; torchrun would start two: test_torchrun_example.py does."""
+    """Whether a program of examples/ has the options; each is run by a test of its own."""
     words = shlex.split(line)
     place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
-    more = [SHORT.get(before, word) for before, word in pairwise(words[place:])]
-    program = partial(runpy.run_path, str(ROOT / words[place]), run_name="__main__")
-    if words[place] in RUN_ELSEWHERE:
-        done = run_here(program, folder, words[place], *more, "--help")
-        assert all(word in done.stdout for word in more if word.startswith("--")), line
-        return done
-    return run_here(program, folder, words[place], *more)
+    name, *more = words[place:]
+    program = partial(runpy.run_path, str(ROOT / name), run_name="__main__")
+    assert list(ROOT.glob(f"tests/test_{Path(name).stem.partition('_')[0]}*.py")), line
+    done = run_here(program, folder, name, *more, "--help")
+    assert all(word in done.stdout for word in more if word.startswith("--")), line
+    return done
 
 
 def run_with_a_module(line: str, page: str, folder: Path) -> subprocess.CompletedProcess:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 
 import pytest
-from command import headrace_here
+from command import headrace_here, told
 from composed import composed, configure
 from dumps import episode, nemo_row, slime_dump, slime_sample, tinker_row, trl_dump, verl_row, write_lines
+from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import make_report, page_data
@@ -85,7 +85,7 @@ def test_a_replay_of_a_replay_keeps_the_ids(write, format, tmp_path):
     for name in ("one", "two"):
         words = (*WORDS, f"source.path={path}", f"report.dump={format}", "pipeline.stages.gate.group_size=2")
         config = configure("config", "task=replay", *words)
-        replay(config, tmp_path / name, Console(file=io.StringIO()))
+        told(replay, config, tmp_path / name)
         path = tmp_path / name / "rollouts"
     trained = reported(path)[0].ledger.rows("trained")
     assert [row["group"] for row in trained] == groups
@@ -157,8 +157,7 @@ def test_no_message_of_a_replay_shows_the_hash_of_a_prompt(write, tmp_path):
         write(tmp_path / "dump", step, asked)
     words = ["source.path=dump", "source.group_by=prompt", "source.group_size=2", "report.dump=parquet"]
     done = headrace_here(tmp_path, "task=replay", *words, "hydra.run.dir=out", check=False)
-    page = (tmp_path / "out" / "report.html").read_text()
-    of_page = json.loads(page.split('id="page-data">')[1].split("</script>")[0])
+    of_page = data_of(tmp_path / "out" / "report.html")
     notices = [*of_page["notices"], *of_page["failed"]["reasons"]]
     failed = (tmp_path / "out" / "rollouts" / "failed_steps.json").read_text()
     said = "\n".join([done.stdout, done.stderr, *notices, failed])

@@ -108,6 +108,7 @@ def columns_in_code() -> list[tuple[str, str]]:
     return [value for value in vars(schema).values() if isinstance(value, tuple) and value[0] == "headrace"]
 
 
+@cache
 def in_words(name: str) -> str:
     """A name as ``_word_word_``."""
     return f"_{re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower()}_"
@@ -117,7 +118,10 @@ def in_words(name: str) -> str:
 
 
 def wrong_options(page: str) -> list[str]:
-    """Options that are not in the table, are there twice or without need, or have another default."""
+    """Options that are not in the table, are there twice or without need, or have another default.
+
+    The default `...` is that of the recipe.
+    """
     rows, taken, wrong = table(page, OPTIONS), keys_in_code(), []
     named = [quoted(option)[0] for option, _, _ in rows]
     wrong += [f"{option} is in the table {named.count(option)} times" for option in {*taken, *named}
@@ -132,7 +136,7 @@ def wrong_options(page: str) -> list[str]:
         wrong += [
             f"{owner}({option}={found!r}), and the table says {others.get(owner, default)!r}"
             for owner, found in taken.get(option, {}).items()
-            if found not in (others.get(owner, default), inspect.Parameter.empty)
+            if found not in (others.get(owner, default), inspect.Parameter.empty, ...)
         ]
         wrong += [f"{owner} takes no {option}" for owner in others if owner not in taken.get(option, {})]
     return wrong

@@ -93,8 +93,9 @@ def test_the_library_prints_nothing_by_itself():
 
 
 def test_the_command_prints_logs_only_if_asked(tmp_path):
-    quiet = headrace(tmp_path, *QUICK, "hydra.run.dir=quiet").stdout
-    loud = headrace(tmp_path, *QUICK, "hydra.run.dir=loud", "hydra.verbose=headrace").stdout
+    words = [*QUICK, "train.steps=1", "report.html=false", "report.dump=null"]
+    quiet = headrace(tmp_path, *words, "hydra.run.dir=quiet").stdout
+    loud = headrace(tmp_path, *words, "hydra.run.dir=loud", "hydra.verbose=headrace").stdout
     assert "[headrace" not in quiet
     assert "[headrace.pipeline][DEBUG] - a batch: " in loud
     assert "a batch: " in (tmp_path / "loud" / "headrace.log").read_text()

@@ -17,6 +17,7 @@ from composed import configure
 from dumps import verl_row, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import data_of
 from rich.console import Console
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report, write_dump
@@ -55,11 +56,6 @@ def replayed(dump, tmp_path_factory):
     words = ("pipeline=dr_grpo", f"pipeline.stages.gate.group_size={SIZE}", "report.steps=50")
     replay(configure("config", "task=replay", f"source.path={dump}", *words), out, console)
     return data_of(out / "report.html"), console.export_text()
-
-
-def data_of(path):
-    text = path.read_text(encoding="utf-8")
-    return json.loads(text.split('id="page-data">')[1].split("</script>")[0])
 
 
 def stated(text: str) -> list[tuple[float, int, int]]:

@@ -129,9 +129,3 @@ def of_no_target(node):
         for name, value in node.items()
         if not (isinstance(value, dict) and "_target_" in value)
     }
-
-
-def test_a_constructor_error_without_a_name_is_attributed_to_its_option():
-    config = compose_config("config", "optimizer.lr=-1", "task=train").optimizer
-    with pytest.raises(ConfigError, match=r"^optimizer\.lr=-1: Invalid learning rate: -1$"):
-        build_node(config, "optimizer", params=[torch.zeros(1, requires_grad=True)])

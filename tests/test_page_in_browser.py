@@ -28,7 +28,7 @@ def test_every_panel_with_content_is_shown_and_the_console_is_empty(look, name):
 
 
 @pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
-def test_the_strip_has_a_dot_per_rollout_and_a_line_per_group(look, name):
+def test_the_strip_has_a_dot_per_rollout_and_a_legend_of_every_mark(look, name):
     run = pages.RUNS[name]()
     rows = run["steps"][-1]["rows"]
     page = look(run)
@@ -37,11 +37,6 @@ def test_the_strip_has_a_dot_per_rollout_and_a_line_per_group(look, name):
     several = [f"{len(ids)} ×" for ids in map(str.split, dots) if len(ids) > 1]
     assert [text for text in page.texts("#strip .scroll .times") if text] == several
     assert sorted(page.values("#strip .line", "data-group")) == [str(g) for g in sorted(set(rows["group"]))]
-
-
-@pytest.mark.parametrize("name", ["fan-out", "incomplete", "filtered"])
-def test_a_legend_explains_every_mark(look, name):
-    page = look(pages.RUNS[name]())
     kinds = set(page.values("#strip [data-legend]", "data-legend"))
     drawn = {"scaled": "advantage", "flat": "flat", "none": "none", "gone": "gone"}
     for mark, entry in drawn.items():

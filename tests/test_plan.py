@@ -155,12 +155,6 @@ def test_a_policy_that_learns_is_pooled_over_fewer_steps():
     assert all_steps.upper[0] < 0.01 < truth(learns, 16)
 
 
-def test_a_constant_policy_is_pooled_over_all_steps():
-    for seed in range(4):
-        values, group, prompt, step = simulated(np.tile(RATES, (6, 1)), [6] * 400, 4, seed)
-        assert pools_of(prompt, step, values[:, 0], group)[1] == 6
-
-
 def test_prompts_without_texts_are_not_pooled():
     pool, _ = pools_of(np.array([-1, -1, 3, 3]), np.array([0, 0, 0, 1]), np.ones(8), np.arange(8) // 2)
     assert len(set(pool.tolist())) == 3

@@ -37,24 +37,22 @@ def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
 
 
 @cache
-def nodes_of(*overrides):
-    return OmegaConf.to_container(configure("load", *overrides).pipeline)["stages"]
+def nodes_of(recipe):
+    return OmegaConf.to_container(configure("load", f"pipeline={recipe}").pipeline)["stages"]
 
 
 def test_a_recipe_lists_only_what_differs():
     """Every option in its file differs from what the recipe builds on."""
     for name in (name for name in NAMES if name != "grpo"):
         written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
-        builds_on, *stages = [entry for entry in written["defaults"] if entry != "_self_"]
+        builds_on, *added = [entry for entry in written["defaults"] if entry != "_self_"]
         base = builds_on if isinstance(builds_on, str) else next(iter(builds_on))
-        base = base.removeprefix("/pipeline/").removesuffix("@_here_")
-        added = [
-            ("" if key.startswith("override ") else "+")
-            + f"{key.removeprefix('override ')[1:].replace('@', '@pipeline.')}={value}"
-            for entry in stages
-            for key, value in entry.items()
-        ]
-        below = nodes_of(f"pipeline={base}", *added)
+        below = nodes_of(base.removeprefix("/pipeline/").removesuffix("@_here_"))
+        for key, value in (item for entry in added for item in entry.items()):
+            folder, _, place = key.removeprefix("override ").partition("@stages.")
+            stage, _, option = place.partition(".")
+            node = OmegaConf.to_container(OmegaConf.load(f"conf{folder}/{value}.yaml"))
+            below = below | {stage: {**below[stage], option: node} if option else node}
         for stage, options in written.get("stages", {}).items():
             if options is None:
                 assert below[stage] is not None, (name, stage)

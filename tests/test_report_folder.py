@@ -8,15 +8,12 @@ import os
 import pytest
 from busy import reported
 from omegaconf import OmegaConf
+from pages import data_of
 
 from headrace.pipeline import ReportFolder
 from headrace.pipeline.report import folder as folders
 
 pytestmark = pytest.mark.slow
-
-
-def data_of(path):
-    return json.loads(path.read_text(encoding="utf-8").split('id="page-data">')[1].split("</script>")[0])
 
 
 @pytest.fixture

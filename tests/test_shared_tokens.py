@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
+from command import told
 from composed import configure
 from dumps import open_instruct_row, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from tensordict import TensorDict
 from tries import Trie, dense, ragged
 
@@ -105,7 +103,6 @@ def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
     path = write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
     words = ["pipeline.stages.gate.group_size=4", "pipeline.stages.split.shuffle=false"]
     for task, function in (("replay", replay), ("plan", tabulate_group_sizes)):
-        console = Console(width=200, record=True, file=io.StringIO())
-        function(configure("config", f"task={task}", *words, f"source.path={path}"), tmp_path / task, console)
+        config = configure("config", f"task={task}", *words, f"source.path={path}")
         said = "tokens of prompts and responses: 56 row by row; 32 as trees of groups, 1.8 times fewer"
-        assert said in console.export_text(), task
+        assert said in told(function, config, tmp_path / task)[1], task

@@ -90,7 +90,7 @@ def changed(value, path, new):
     return copy
 
 
-@settings(fuzz, max_examples=200)
+@settings(fuzz, max_examples=120)
 @given(data=st.data())
 def test_any_value_in_any_field_of_a_line_reads_or_raises_source_error(tmp_path_factory, data):
     name = data.draw(st.sampled_from(list(RECORDS)))
@@ -144,13 +144,13 @@ def test_files_cut_at_any_byte_raise_source_error(tmp_path):
     for path, name, options in good_files(tmp_path):
         whole = path.read_bytes()
         read(path, name, **options)
-        for end in range(0, len(whole), max(1, len(whole) // 200)):
+        for end in range(0, len(whole), max(1, len(whole) // 60)):
             path.write_bytes(whole[:end])
             with pytest.raises(SourceError):
                 list(open_source(path, name, **options))
 
 
-@settings(fuzz, max_examples=150)
+@settings(fuzz, max_examples=60)
 @given(data=st.data())
 def test_flipped_bits_read_or_raise_source_error(tmp_path_factory, data):
     path, name, options = data.draw(st.sampled_from(list(good_files(tmp_path_factory.getbasetemp()))))

@@ -6,9 +6,11 @@ import io
 import json
 
 import pytest
+from batches import batch_of
 from command import QUICK, headrace_here
 from rich.console import Console
 
+from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.command.sweep import FILE, record_job, show_sweep
 
 pytestmark = pytest.mark.slow
@@ -36,32 +38,7 @@ def table(done):
     return lines[1], [line for line in lines[rule + 1 :] if line[0].isdecimal()], "\n".join(after)
 
 
-def test_a_sweep_ends_with_its_overrides_and_results(tmp_path):
-    done = headrace_here(
-        tmp_path,
-        "-m",
-        "pipeline=grpo,dr_grpo",
-        "seed=1,2",
-        *QUICK,
-        "train.steps=1",
-        "hydra.sweep.dir=sweep",
-        "report.html=false",
-    )
-    head, lines, after = table(done)
-    assert head == ["job", "pipeline", "seed", "reward", "trained", "steps", "seconds"]
-    assert [line[:3] for line in lines] == [
-        ["0", "grpo", "1"],
-        ["1", "grpo", "2"],
-        ["2", "dr_grpo", "1"],
-        ["3", "dr_grpo", "2"],
-    ]
-    assert all(line[4] == "→" and line[-2] == "1" for line in lines)
-    assert lines[0][3] == lines[2][3] != lines[1][3]  # the first rollouts are those of the seed
-    assert "written to sweep, a folder for each job" in after
-    assert max(map(len, after.splitlines())) <= 80
-
-
-def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path, monkeypatch):
+def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, monkeypatch):
     """A word that is refused, and an error that nobody expects. The next sweep here has only its own jobs."""
     from headrace.pipeline.train import job
 
@@ -74,27 +51,40 @@ def test_a_failed_job_has_its_reason_and_the_others_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(job, "build_pipeline", sometimes)
     words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null", "report.html=false"]
-    done = headrace_here(tmp_path, "-m", "seed=1,abc,2", *words, check=False)
-    _, lines, after = table(done)
+    done = headrace_here(tmp_path, "-m", "pipeline=grpo,dr_grpo", "seed=1,2", *words, check=False)
+    head, lines, after = table(done)
     assert done.returncode == 2
-    assert [line[2] == "failed" for line in lines] == [False, True, True]
-    assert "job 1 failed: seed must be an integer; got 'abc'" in after
-    assert "job 2 failed: KeyError('out of the blue')" in after
+    assert head == ["job", "pipeline", "seed", "reward", "trained", "steps", "seconds"]
+    assert [line[:3] for line in lines] == [
+        ["0", "grpo", "1"],
+        ["1", "grpo", "2"],
+        ["2", "dr_grpo", "1"],
+        ["3", "dr_grpo", "2"],
+    ]
+    assert [line[3] == "failed" for line in lines] == [False, True, False, True]
+    assert "job 1 failed: KeyError('out of the blue')" in after
     assert "Traceback" not in done.stderr
-    _, lines, _ = table(headrace_here(tmp_path, "-m", "seed=4,5", *words))
-    assert [line[:2] for line in lines] == [["0", "4"], ["1", "5"]]
-    assert len(list(tmp_path.rglob(FILE))) == 3
+    assert all(line[4] == "→" and line[-2] == "1" for line in lines[::2])
+    assert lines[0][3] == lines[2][3]  # the first rollouts are those of the seed
+    assert "written to sweep, a folder for each job" in after
+    assert max(map(len, after.partition("job 1 failed")[0].splitlines())) <= 80
+    again = headrace_here(tmp_path, "-m", "pipeline=grpo", "seed=4,abc", *words, check=False)
+    _, others, after = table(again)
+    assert [line[:2] for line in others] == [["0", "4"], ["1", "abc"]]
+    assert lines[0][3] != others[0][2] != "failed"
+    assert "job 1 failed: seed must be an integer; got 'abc'" in after
+    assert len(list(tmp_path.rglob(FILE))) == 4
 
 
 def test_replays_and_comparisons_show_their_results(tmp_path):
-    words = [*QUICK, "train.steps=1", "report.dump=jsonl", "hydra.run.dir=run"]
-    headrace_here(tmp_path, *words)
-    source = "source.path=run/rollouts"
-    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=replay", source, "pipeline=rloo,dr_grpo"))
+    batch = batch_of([0.0, 1.0, 0.0, 2.0], [0, 0, 1, 1])
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "rollouts")
+    words = ["source.path=rollouts", "pipeline.stages.gate.group_size=2", "report.html=false"]
+    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=replay", *words, "pipeline=rloo,dr_grpo"))
     assert head == ["job", "pipeline", "rows", "trained", "seconds"]
     assert all(float(line[2]) > 0 for line in lines)
     pairs = "pipelines=[grpo,rloo],[grpo,dr_grpo]"
-    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=compare", source, pairs))
+    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=compare", *words, pairs))
     assert head == ["job", "pipelines", "correlation", "seconds"]
     assert [line[0] for line in lines] == ["0", "1"]
 

@@ -395,7 +395,7 @@ def test_values_of_a_file_of_any_format_are_escaped_in_the_terminal(tmp_path, du
     config = configure("config", *words, *(["pipelines=[grpo,dr_grpo]"] if task == "compare" else [gate]))
     arguments = [tmp_path / "out", *([[gate]] if task == "compare" else [])]
     shown = set()
-    for path, options in files_of_all_formats(tmp_path / "in", dump, 50 if task == "replay" else 200):
+    for path, options in files_of_all_formats(tmp_path / "in", dump, 200):
         config.source.update({"path": str(path), "format": "auto", "group_by": None} | options)
         text = outcome(TASKS[task], config, *arguments)
         assert not obeyed(text)

@@ -370,8 +370,6 @@ EQUAL = (1.0, 0.0, 0.25, 0.5, 0.0, 1.0, 0.75, 0.1, 0.3, 0.3, 0.3, 0.3)
             {"shifts": (0.0, -0.5)},
             r"with 4 micro-batches, old .* shifted by -0.5, tokens get",
         ),
-        (with_padding, {}, r"mean over all positions, padding included"),
-        (mean_of_micro_batches, {"cuts": (4,)}, r"mean over the tokens of each micro-batch"),
     ],
 )
 def test_no_wrong_step_is_called_uniform(step, options, says):
