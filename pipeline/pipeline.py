@@ -237,7 +237,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         own += [f"masked_log_prob={self.masked_log_prob!r}", f"empty={self.empty!r}"]
         return "\n".join([*own, *texts])
 
-    def _finite(self) -> Tokens:
+    def _kept_finite(self) -> Tokens:
         """The token columns that must be finite outside the mask: those named by the pipeline or a stage."""
         usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
         keys = [*map(nested_key, usual), *REFERENCE]
@@ -267,7 +267,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 rows = None
                 if len(flat) or ranks is not None:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
-                    rows.table.finite = None if self.masked_log_prob == "nan" else self._finite()
+                    rows.table.kept_finite = None if self.masked_log_prob == "nan" else self._kept_finite()
                 # A table without rows has `starts` if the first rank decides for rows of others.
                 if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
                     refuse_nothing(stages, flat)

@@ -192,7 +192,7 @@ class FanOutCollapse(
         reward = self._rewards(rows)
         missing = None if self.missing == "raise" else reward.isnan()
         if missing is not None:
-            of = rows.rollouts.everyone
+            of = rows.rollouts.with_excluded
             rows.require(
                 (missing[of.spread(of.first)] == missing).all(1),
                 "a missing reward (NaN) must be missing on all segments of its rollout; found {found}",
@@ -224,7 +224,7 @@ class FanOutCollapse(
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
-        for view, own, is_first in rows.of_each_rank(total, first):
+        for view, own, is_first in rows.each_rank(total, first):
             own = own[is_first]
             view.metric("rollouts", len(own))
             view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))

@@ -229,7 +229,7 @@ class Ids:
         return self.spread(self.first) == torch.arange(len(self.labels), device=self.labels.device)
 
     @property
-    def everyone(self) -> Ids:
+    def with_excluded(self) -> Ids:
         """The same ids where every row counts."""
         if self.counts is None:
             return self

@@ -88,7 +88,7 @@ class Rows:
     the N rows of the table (:attr:`on_arrival`)            :meth:`from_arrival`    :meth:`to_arrival`
     the S rows that are not excluded (:attr:`statistics`)   :meth:`from_statistics` :meth:`to_statistics`
     the V first rows of their rollouts (:attr:`voters`)     :meth:`from_voters`     :meth:`to_voters`
-    the B rows of this rank's batch, on their device        :meth:`measured`        :meth:`there`
+    the B rows of this rank's batch, on their device        :meth:`measured`        :meth:`to_batch`
     ======================================================= ======================= =====================
 
     :meth:`measured` returns numbers that were computed from tokens. :meth:`measure` and :meth:`reduce` also
@@ -125,7 +125,7 @@ class Rows:
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
         self.declared = declared
-        self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_this_rank and metric use
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ class Rows:
         """
         table, code = self.table, self.name_reason(reason, effect)
         if effect in ("masked", "excluded") and mask_tokens:
-            self._mask_in_loss(rows)
+            self._note_masks(rows)
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
@@ -384,7 +384,7 @@ class Rows:
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
-        metrics = self.table.of_others.get(self.rank, self.table.metrics)
+        metrics = self.table.metrics_of_others.get(self.rank, self.table.metrics)
         metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
     # -- one row of each rollout, other views, and values between them -------------------------------------
@@ -466,25 +466,25 @@ class Rows:
         index = rows if self.index is None else self.index[rows]
         return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
 
-    def of_rank(self, values: Tensor) -> Tensor:
+    def of_this_rank(self, values: Tensor) -> Tensor:
         """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
         if self.table.ranks is None:
             return values
         if self.index is None:
-            return self.table.of_rank(values, self.rank)
+            return self.table.part_of_rank(values, self.rank)
         spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
         return torch.cat([values[a:b] for a, b in spans])
 
-    def of_each_rank(self, *values: Tensor) -> Iterator[Any]:
+    def each_rank(self, *values: Tensor) -> Iterator[Any]:
         """Yield this view, to record metrics, with the part of (M, ...) `values` for this rank's rows.
 
         Where one rank decides for all, also yield a view with the parts of each other rank.
         """
-        yield self, *(values if self.table.ranks is None else map(self.of_rank, values))
-        for rank in self.table.of_others:
+        yield self, *(values if self.table.ranks is None else map(self.of_this_rank, values))
+        for rank in self.table.metrics_of_others:
             view = copy(self)
             view.rank = rank
-            yield view, *map(view.of_rank, values)
+            yield view, *map(view.of_this_rank, values)
 
     # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
 
@@ -568,7 +568,7 @@ class Rows:
             (M,) for the rows of this view.
         """
         self.table.dtypes[name] = values.dtype
-        self.table.columns[name] = self.table.of_all(read_packed([values])[0])
+        self.table.columns[name] = self.table.from_batch(read_packed([values])[0])
         return self[name]
 
     def measured(self, **numbers: Tensor) -> dict[str, Tensor]:
@@ -581,7 +581,7 @@ class Rows:
             By name, (M,) or (M, K) float64 for the rows of this view. The table does not keep them.
         """
         parts = [flat_rows(values.detach().double()) for values in numbers.values()]
-        column = self.of_all_ranks(torch.cat(parts, 1))
+        column = self.from_batch(torch.cat(parts, 1))
         split = column.split([part.shape[1] for part in parts], 1)
         pairs = zip(numbers.items(), split, strict=True)
         return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
@@ -614,9 +614,9 @@ class Rows:
         versions = [column._version for column in columns]
         table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
 
-    def of_all_ranks(self, values: Tensor) -> Tensor:
+    def from_batch(self, values: Tensor) -> Tensor:
         """Map (B, ...) of this rank's batch to (M, ...) of this view, on the CPU. Ranks exchange once."""
-        return self.from_arrival(self.table.of_all(values.cpu()))
+        return self.from_arrival(self.table.from_batch(values.cpu()))
 
     # -- stages that change tokens -------------------------------------------------------------------------
 
@@ -630,7 +630,7 @@ class Rows:
         self.table.compact()
         return shallow_copy(self.table.batch)
 
-    def there(self, values: Tensor) -> Tensor:
+    def to_batch(self, values: Tensor) -> Tensor:
         """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
         return self.of_rank(values).to(device_of(self.table.batch))
 
@@ -741,7 +741,7 @@ class Rows:
         groups = self.groups.labels
         if rollouts.n == len(groups):
             return
-        group_of_rollout = rollouts.everyone.spread(rollouts.everyone.min(groups))
+        group_of_rollout = rollouts.with_excluded.spread(rollouts.with_excluded.min(groups))
 
         def describe(row: int) -> str:
             segments = rollouts.of == rollouts.of[row]
@@ -786,7 +786,7 @@ class Rows:
             BatchError: two segments have the same turn; the message lists the rows.
         """
         self.require(
-            self.rollouts.everyone.paired_with(Ids(turn)).is_first,
+            self.rollouts.with_excluded.paired_with(Ids(turn)).is_first,
             "the segments of a rollout must have different turns; found {found}",
             lambda row: self.segments(row, turn),
         )
@@ -808,7 +808,7 @@ class Rows:
         nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
         if bool(nothing.any()):
             if self.has("rollout"):  # else each row is a rollout
-                rollouts = self.ids("rollout", checked=False).everyone
+                rollouts = self.ids("rollout", checked=False).with_excluded
                 nothing = rollouts.spread(rollouts.all(nothing))
             nothing = nothing & self.from_arrival(table.here)
         if empty == "raise":
@@ -920,7 +920,7 @@ class Rows:
         """
         segments = None
         if self.table.gone and self.key("rollout") is not None and self.has("rollout"):
-            rollouts = self.on_arrival.ids("rollout", checked=False).everyone
+            rollouts = self.on_arrival.ids("rollout", checked=False).with_excluded
             had, left = rollouts.count, rollouts.sum(self.table.here)
             if self.has(SEGMENTS):
                 had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
@@ -974,22 +974,22 @@ class Rows:
         table, arrived, has_masked = self.table, self.table.size, self.table.masks_rows
         table.extend(carried, remainder)
         if table.masks_rows and not has_masked:  # only carried rows are out of the loss
-            self.on_arrival._mask_in_loss(~table.in_loss & (torch.arange(table.size) >= arrived))
+            self.on_arrival._note_masks(~table.in_loss & (torch.arange(table.size) >= arrived))
 
-    def _mask_in_loss(self, rows: Tensor) -> None:
+    def _note_masks(self, rows: Tensor) -> None:
         """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
 
         Under ``masked_log_prob='keep'`` only the loss mask changes.
         """
         table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
-        log_prob = self.key("log_prob") if table.finite is None else None
+        log_prob = self.key("log_prob") if table.kept_finite is None else None
         # Tokens that are stored elsewhere are masked there.
         keys = [key for key in (loss_mask, log_prob) if key is not None]
         to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
         table.masked_columns |= dict.fromkeys(to_mask)
         if not to_mask and bool(rows.any()):
             lacks = "neither {mask} nor {log_prob}"
-            if table.finite is not None:
+            if table.kept_finite is not None:
                 lacks = "no {mask}, the only mask under masked_log_prob='keep'"
             raise BatchError(
                 f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "

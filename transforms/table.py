@@ -46,6 +46,10 @@ from .tensordicts import (
 Effect = Literal["masked", "excluded", "dropped", "carried"]
 """Effect on a row: out of the loss; out of the statistics too; out of the batch; kept for the next."""
 
+Compared = Callable[[int], Tensor]
+"""A function of the number N of rows that the table then has: (N, 2) float64, how many rollouts the advantage
+compared with the row's, itself included, and the baseline ``b + δ`` or NaN."""
+
 OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns in which a batch stores the state of the table
 AHEAD = 16  # columns with more numbers per row are only read when a stage asks for them
 TRAINED = "trained"
@@ -158,17 +162,16 @@ class Table:
         masked_columns: token columns in which rows must be masked.
         elsewhere: the batch has no tokens; they are masked where they are stored.
         no_lengths: the batch has no token counts either, because it was read from a dump of texts.
-        finite: token columns that stay finite at masked tokens; None: masked log-probabilities become NaN.
+        kept_finite: token columns that stay finite at masked tokens; None: masked log-probabilities become NaN.
         into: (N,) int64, table index of the row that each row was merged into, or its own. None: no row was
             merged.
         counted: (N,) bool, rows that are not excluded. None: no row is excluded.
         says_who_counts: a stage may exclude rows, so the batch gets the column ``counted``.
         metrics: metrics of the stages, ``<stage>/<name>``; :meth:`read_metrics` adds those in `unread`.
-        of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
+        metrics_of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
         told: columns that the other ranks also have, if this rank decides for them.
         unread: metrics that are computed when they are read.
-        compared: computes (N, 2) float64 for N rows: how many rollouts the advantage compared with the row's,
-            itself included, and the baseline ``b + δ`` or NaN. None: not known.
+        compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
         decides: False if the first rank decides for this one, which then takes over its results.
@@ -189,10 +192,10 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
-        self.of_others: dict[int, dict[str, float]] = {}
+        self.metrics_of_others: dict[int, dict[str, float]] = {}
         self.told: dict[Any, Tensor] = {}
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
-        self.compared: Callable[[int], Tensor] | None = None
+        self.compared: Compared | None = None
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}
@@ -201,7 +204,7 @@ class Table:
         self.first_names: set[str] | None = None
         self.no_lengths = not self.lacks(NO_LENGTHS) and any_row_has(batch, NO_LENGTHS)
         self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
-        self.finite: Tokens | None = None
+        self.kept_finite: Tokens | None = None
         self.ranks: Any = None
         self.decides = True
         self.starts: list[int] = []
@@ -245,7 +248,7 @@ class Table:
         at = torch.full((self.size,), -1).index_copy_(0, self.live, torch.arange(len(self.live)))
         return at.index_select(0, numbers)
 
-    def of_ranks(self, chosen: Tensor) -> list[Tensor]:
+    def indices_by_rank(self, chosen: Tensor) -> list[Tensor]:
         """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order.
 
         A list with one entry if no ranks share the batch.
@@ -261,12 +264,12 @@ class Table:
         """Begin and end, in the table, of the rows of a rank: those of its batch, and those carried to it."""
         return [(starts[rank], starts[rank + 1]) for starts in (self.starts, self.carried_starts) if starts]
 
-    def of_rank(self, values: Tensor, rank: int) -> Tensor:
+    def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
         parts = [values[a:b] for a, b in self.spans(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def by_rank(self) -> Tensor:
+    def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
         rank = torch.zeros(self.size, dtype=torch.int64)
         for number in range(len(self.starts) - 1):
@@ -338,18 +341,18 @@ class Table:
             return
         for (key, column), values in zip(found.items(), read_packed(list(found.values())), strict=True):
             self.dtypes[key] = column.dtype
-            self.columns[key] = self.of_all(values)
+            self.columns[key] = self.from_batch(values)
 
     def read_counted(self, counted: Tensor) -> None:
         """Read (N,) bool from a batch that marks excluded rows."""
         self.says_who_counts = True
         self.counted = None if bool(counted.all()) else counted
 
-    def of_all(self, values: Tensor) -> Tensor:
+    def from_batch(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
         if self.ranks is None and len(values) == self.size:
             return values
-        kept = self.of_ranks(self.kept)
+        kept = self.indices_by_rank(self.kept)
         if self.ranks is not None:
             values = self.ranks.gather_rows(values, list(map(len, kept)))
         column = _unknown(values, self.size)

@@ -402,7 +402,7 @@ class LossWeight(
         units = dict[str, Ids]()
         for unit in ("rollout", "group"):
             if unit == self._needs or rows.has(unit):
-                units[f"{unit}_id"] = rows.ids(unit, checked=False).everyone
+                units[f"{unit}_id"] = rows.ids(unit, checked=False).with_excluded
         if self.turn_key is not None:
             units["turn"] = Ids(rows.integers("turn", "turn"))
         for name, each in units.items():
@@ -439,7 +439,7 @@ class LossWeight(
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        for view, own in rows.of_each_rank(tokens):
+        for view, own in rows.each_rank(tokens):
             view.metric("tokens", own.sum())
             view.metric("samples", own.count_nonzero())
 
@@ -489,7 +489,7 @@ class LossWeight(
             if rows.has(key):
                 passes = passes.paired_with(Ids(rows[key]))
         # Micro-batches of different ranks have the same indices.
-        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.by_rank())))
+        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.rank_of_rows())))
         return passes.spread(passes.sum(tokens))
 
 

@@ -43,8 +43,10 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
         written = _Pickled(table.told | {ROW: table.columns[ROW]}, (decided, more))
         messages = []
         for rank, own in enumerate(of_ranks or [None] * ranks.size):
-            columns = [table.of_rank(column, rank).numpy() for column in written.columns]
-            messages.append((written.text, columns, table.metrics | table.of_others.get(rank, {}), own))
+            columns = [table.part_of_rank(column, rank).numpy() for column in written.columns]
+            messages.append(
+                (written.text, columns, table.metrics | table.metrics_of_others.get(rank, {}), own)
+            )
     text, columns, metrics, own = ranks.scatter_objects(messages)
     if ranks.decides:
         table.told = dict(table.columns)

@@ -131,8 +131,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         if self.on_batch is not None:
             batch = rows.write()
             if len(batch):  # a rank may have no rows
-                self.on_batch(batch, rows.there(keep))
-        for view, own in rows.of_each_rank(keep):
+                self.on_batch(batch, rows.to_batch(keep))
+        for view, own in rows.each_rank(keep):
             count = int(own.sum())
             view.metric("kept", count)
             view.metric("fraction_kept", count / max(len(own), 1))
@@ -154,6 +154,6 @@ def _kept_by(criterion: Criterion, unit: Unit, rows: Rows) -> Tensor:
     if rows.counted is not None:
         keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
     if unit != "sample":
-        ids = rows.ids(unit).everyone
+        ids = rows.ids(unit).with_excluded
         keep = ids.spread(ids.all(keep))
     return keep

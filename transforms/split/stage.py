@@ -242,7 +242,7 @@ class ShuffleSplit(
         """
         options, table = self.options, rows.table
         # 1. If a batch was interrupted, check that this is the same one.
-        of_ranks = table.of_ranks(table.here)  # table indices
+        of_ranks = table.indices_by_rank(table.here)  # table indices
         own = of_ranks[rows.rank]
         progress = self._progress_of(table, own, epochs)
 
@@ -284,7 +284,7 @@ class ShuffleSplit(
             rows.leave(out, reason, self.reasons[reason])
 
         # 5. Record the metrics of this rank's rows.
-        for (view,) in rows.of_each_rank():
+        for (view,) in rows.each_rank():
             numbers, last = of_ranks[view.rank], by_rank[view.rank][-1]
             measured = measure_plan(last, lengths, options, forest)
             measured["left"] = 0.0 if trained is None else float((~trained[numbers]).sum())
@@ -344,7 +344,7 @@ class ShuffleSplit(
         if trained is None:
             return False
         rank = 0 if table.ranks is None else table.ranks.rank
-        own = table.of_ranks(table.here)[rank]
+        own = table.indices_by_rank(table.here)[rank]
         came = KnownBatch(len(own), identifying_columns(table, own, self.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
@@ -405,7 +405,7 @@ class ShuffleSplit(
         if self.unit == "sample":
             return None, [None] * len(of_ranks)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
-        known = rows.ids(self.unit, checked=False).everyone
+        known = rows.ids(self.unit, checked=False).with_excluded
         if known.lowest < 0:  # also an id of an excluded row
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)
@@ -413,7 +413,7 @@ class ShuffleSplit(
         if ranks is None:
             return labels, [known]
         if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):
-            rank = rows.from_arrival(rows.table.by_rank())
+            rank = rows.from_arrival(rows.table.rank_of_rows())
             on_several = (known.min(rank) != known.max(rank)).nonzero().flatten()
             if len(on_several):
                 found = known.labels[known.first[on_several]].tolist()
