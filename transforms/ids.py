@@ -230,7 +230,7 @@ class Ids:
 
     @property
     def with_excluded(self) -> Ids:
-        """The same ids where every row counts."""
+        """The same ids, where excluded rows count as well."""
         if self.counts is None:
             return self
         same = copy(self)

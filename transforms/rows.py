@@ -9,19 +9,42 @@ A run reads the table once. Each stage reads and changes the table. Rows are gat
 
 A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row of each
 rollout in the statistics (``rows.voters``), and numbers that were computed from tokens (``rows.measured``).
-It acts through these methods:
+It refuses the batch (``require``), takes rows out (``leave``), writes columns (``put``) and records numbers
+of the batch (``metric``). It declares the roles that it reads as `columns`, and then has their keys.
 
-- ``require`` refuses the batch and lists the row ids;
-- ``leave`` takes rows out and records the reason;
-- ``put`` writes a column;
-- ``metric`` records a number of the batch.
+>>> from headrace.transforms import BatchTransform, Criterion
+>>> class AboveMiddle(BatchTransform, columns=("reward", "group", "rollout", "advantage")):
+...     def __init__(self, *, low: float = 0.0, **names):
+...         self.name_columns(names)  # sets self.reward_key, self.group_key, ...
+...         reads = [("headrace", "reward"), self.reward_key, self.group_key, self.rollout_key]
+...         super().__init__(in_keys=reads, out_keys=[self.advantage_key])
+...         self.low = low
+...     def decide(self, rows):
+...         rows.require(rows.reward.isfinite(), "rewards must be finite; found {found}")
+...         rows.leave(rows.reward < self.low, "low", "excluded")  # at once out of the statistics
+...         reward, groups = rows.voters.reward, rows.voters.groups
+...         middle = groups.spread(groups.max(reward) + groups.min(reward)) / 2
+...         rows.put("advantage", rows.from_voters(reward - middle), ndim=3)
+...         rows.metric("voters", len(rows.voters))
+
+A criterion of the filter returns the rows that stay:
+
+>>> class Short(Criterion, columns=("loss_mask",)):
+...     reason = "long"  # the name in the ledger
+...     def __init__(self, *, most: int, **names):
+...         self.name_columns(names)
+...         self.most, self.in_keys = most, (self.loss_mask_key,)
+...     def decide(self, rows):
+...         return rows.masked_tokens <= self.most  # (M,) bool
+
+A baseline is an entry of ``BASELINES`` in ``advantage/baselines.py``: R − b, from the rewards of the voters,
+sorted within each group (:class:`~headrace.transforms.advantage.baselines.Grouped`). The stage handles ids,
+fan-out, ranks and checks.
+
+>>> above_smallest = lambda g, formula: g.reward - g.spread(g.smallest)  # spread: (P,) per group to (V,)
 
 A view keeps its rows when some of them leave. The next stage gets a new view without these rows. Only the
 statistics of a view (``rows.statistics``, ``rows.voters``) lose rows that it excludes, and at once.
-
-A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is a subclass of
-``Criterion`` (``filter/criteria.py``), whose ``decide(rows)`` returns (M,) bool, True where the row stays. A
-baseline or a scale is one line in ``advantage/baselines.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +53,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from functools import cached_property
 from math import isfinite
+from operator import is_
 from typing import Any, Literal, cast
 
 import torch
@@ -88,11 +112,12 @@ class Rows:
     the N rows of the table (:attr:`on_arrival`)            :meth:`from_arrival`    :meth:`to_arrival`
     the S rows that are not excluded (:attr:`statistics`)   :meth:`from_statistics` :meth:`to_statistics`
     the V first rows of their rollouts (:attr:`voters`)     :meth:`from_voters`     :meth:`to_voters`
-    the B rows of this rank's batch, on their device        :meth:`measured`        :meth:`to_batch`
+    the B rows of this rank's batch                         :meth:`from_batch`      :meth:`to_batch`
     ======================================================= ======================= =====================
 
-    :meth:`measured` returns numbers that were computed from tokens. :meth:`measure` and :meth:`reduce` also
-    keep them as a column of the table. :meth:`measured_when_read` is for metrics only, and may never run.
+    :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`measure` and
+    :meth:`reduce` also keep it as a column of the table. :meth:`measured_when_read` is for metrics only, and
+    may never run.
 
     Args:
         table: the table, which all views share.
@@ -125,7 +150,7 @@ class Rows:
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
         self.declared = declared
-        self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_this_rank and metric use
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # `each_rank` also yields those of others
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -135,11 +160,9 @@ class Rows:
     def has(self, role: Any) -> bool:
         """Whether the table or the batch has this column. If only the batch has it, this reads the device."""
         key, table = self.key(role), self.table
-        if table.late and table.is_late(key):
+        if table.is_late(key):
             table.settle()
-        if key is None or key in table.columns:
-            return key is not None
-        if not table.lacks(key):
+        if key not in table.columns:
             table.load([key])
         return key in table.columns
 
@@ -288,15 +311,19 @@ class Rows:
             BatchError: an id is missing (-1) or not an integer.
         """
         key, table = self.key(role), self.table
-        column = table.columns.get(key) if key is None or self.has(role) else None
-        known = table.ids.get(key) if self.index is table.index else None
-        if known is not None and known[0] is column:
-            ids = known[1]
-        else:
+        if key is not None and not self.has(role):
+            raise self.missing(role)
+        # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
+        # until one of the tensors that they were made from is another one.
+        made_from, kept_as = (
+            (table.columns.get(key), self.index, table.counted),
+            (key, self.index is table.index),
+        )
+        before, ids = table.ids.get(kept_as, (made_from, None))
+        if ids is None or not all(map(is_, before, made_from)):
             labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
             ids = Ids(labels, self.counted)
-            if self.index is table.index:
-                table.ids[key] = column, ids
+            table.ids[kept_as] = made_from, ids
         if checked and ids.lowest < 0:
             why = "compared with one another" if role == "group" else f"taken for one {role}"
             self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
@@ -318,7 +345,8 @@ class Rows:
         Args:
             ok: one bool per row of this view.
             message: what is required, ``{found}``, and what to do. ``{count}`` is the number of bad rows,
-                ``{s}`` the plural s.
+                ``{s}`` the plural s. ``{action=drop}`` is an option of this stage to set,
+                ``{filter/action=drop}`` of another; the command shows it as an override.
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
             error: class of the error.
@@ -373,14 +401,11 @@ class Rows:
         table.in_loss = table.in_loss.masked_fill(out, False)
         if effect == "excluded":
             table.counted = ~out if table.counted is None else table.counted.masked_fill(out, False)
-            for known in ("counted", "statistics", "voters"):  # computed again, from the new `table.counted`
+            for known in ("statistics", "voters"):  # computed again, from the new `table.counted`
                 self.__dict__.pop(known, None)
-            table.ids.clear()
         if effect in ("dropped", "carried"):
             table.here = table.here.masked_fill(out, False)
-            table.gone = True
             table.index = table.here.nonzero().flatten()
-            table.ids.clear()
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
@@ -431,7 +456,7 @@ class Rows:
         column[self.counted] = values
         return column
 
-    @cached_property
+    @property
     def counted(self) -> Tensor | None:
         """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
         return None if self.table.counted is None else self.from_arrival(self.table.counted)
@@ -467,7 +492,7 @@ class Rows:
         return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
 
     def of_this_rank(self, values: Tensor) -> Tensor:
-        """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
+        """The part of (M, ...) `values` for the rows of this rank. All of them without ranks."""
         if self.table.ranks is None:
             return values
         if self.index is None:
@@ -615,7 +640,7 @@ class Rows:
         table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
 
     def from_batch(self, values: Tensor) -> Tensor:
-        """Map (B, ...) of this rank's batch to (M, ...) of this view, on the CPU. Ranks exchange once."""
+        """Map (B, ...) values of this rank's batch to (M, ...), on the CPU: one read and one exchange."""
         return self.from_arrival(self.table.from_batch(values.cpu()))
 
     # -- stages that change tokens -------------------------------------------------------------------------
@@ -632,7 +657,7 @@ class Rows:
 
     def to_batch(self, values: Tensor) -> Tensor:
         """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
-        return self.of_rank(values).to(device_of(self.table.batch))
+        return self.of_this_rank(values).to(device_of(self.table.batch))
 
     def accept(self, batch: TensorDictBase) -> None:
         """Take the batch that a token-level stage made from :meth:`tokens`.
@@ -919,7 +944,7 @@ class Rows:
         some of its rows, ``("headrace", "segments")`` holds the number of rows that it had.
         """
         segments = None
-        if self.table.gone and self.key("rollout") is not None and self.has("rollout"):
+        if self.table.index is not None and self.has("rollout"):
             rollouts = self.on_arrival.ids("rollout", checked=False).with_excluded
             had, left = rollouts.count, rollouts.sum(self.table.here)
             if self.has(SEGMENTS):
@@ -977,15 +1002,16 @@ class Rows:
             self.on_arrival._note_masks(~table.in_loss & (torch.arange(table.size) >= arrived))
 
     def _note_masks(self, rows: Tensor) -> None:
-        """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
+        """Note for :meth:`write` which columns mask (M,) bool `rows`, and what lengths these rows have now.
 
-        Under ``masked_log_prob='keep'`` only the loss mask changes.
+        The loss mask becomes False and log-probabilities NaN, or under ``masked_log_prob='keep'`` the loss
+        mask alone.
         """
         table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
         log_prob = self.key("log_prob") if table.kept_finite is None else None
         # Tokens that are stored elsewhere are masked there.
-        keys = [key for key in (loss_mask, log_prob) if key is not None]
-        to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
+        given = [key for key in (loss_mask, log_prob) if key is not None]
+        to_mask = [key for key in given if table.elsewhere or parts_of(batch, key)]
         table.masked_columns |= dict.fromkeys(to_mask)
         if not to_mask and bool(rows.any()):
             lacks = "neither {mask} nor {log_prob}"
@@ -999,7 +1025,7 @@ class Rows:
                 batch=key_names(batch),
             )
         has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
-        if loss_mask in to_mask and has_counts:  # note the lengths that the rows have until now
+        if loss_mask in to_mask and has_counts:
             tokens = self.count("loss_mask")
             if self.has(LENGTH):
                 before = self[LENGTH]

@@ -156,13 +156,14 @@ class Table:
         reason: (N,) int64, index into `names` of the first reason of each row; 0 is trained.
         effects: effect of each reason.
         here: (N,) bool, rows that are neither dropped nor carried.
-        index: (M,) int64, table indices of the rows that are `here`; None: all.
+        index: (M,) int64, table indices of the rows that are `here`; None: all rows are.
         in_loss: (N,) bool, rows in the loss.
         masks_rows: a stage has taken rows out of the loss, so the batch must mask them.
         masked_columns: token columns in which rows must be masked.
         elsewhere: the batch has no tokens; they are masked where they are stored.
         no_lengths: the batch has no token counts either, because it was read from a dump of texts.
-        kept_finite: token columns that stay finite at masked tokens; None: masked log-probabilities become NaN.
+        kept_finite: token columns that stay finite at masked tokens, under ``masked_log_prob="keep"``; None:
+            masked log-probabilities become NaN.
         into: (N,) int64, table index of the row that each row was merged into, or its own. None: no row was
             merged.
         counted: (N,) bool, rows that are not excluded. None: no row is excluded.
@@ -181,7 +182,7 @@ class Table:
             to it.
         carried: (C,) int64, table indices of rows carried from earlier batches; `carried_starts` has the
             first of each rank, and the end.
-        ids: :class:`Ids` of the rows that are `here`, by column.
+        ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
 
     def __init__(self, batch: TensorDictBase | None, size: int):
@@ -222,9 +223,8 @@ class Table:
         self.here = self.kept = self.in_loss = torch.ones(size, dtype=torch.bool)
         self.counted: Tensor | None = None
         self.into: Tensor | None = None
-        self.gone = False  # some row is not here
         self.index: Tensor | None = None
-        self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}
+        self.ids: dict[Any, tuple[tuple[Tensor | None, ...], Ids]] = {}
         self.live = self.numbers_of_rank = torch.arange(own.start, own.stop)
         self.carried: Tensor | None = None
         self.carried_starts: list[int] = []
@@ -388,7 +388,6 @@ class Table:
         if COUNTED in self.columns:
             counted = self.columns[COUNTED] | ~self.kept
             self.read_counted(counted if self.counted is None else self.counted & counted)
-        self.ids.clear()
         for key, old in before.items():
             new = self.columns.get(key)
             if new is None:
@@ -448,7 +447,7 @@ class Table:
     def decided_between(self, some: slice) -> TensorDictBase:
         """:meth:`as_decided` for a slice of the rows of the batch."""
         part = copy(self)
-        part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
+        part.batch, part.live, part.index = rows_between(part.batch, some), part.live[some], None
         return part.as_decided()
 
     def with_written(self, batch: TensorDictBase) -> TensorDictBase:
@@ -492,7 +491,7 @@ class Table:
 
     def compact(self) -> None:
         """Gather the batch so that it only has rows that have not left."""
-        if not self.gone or torch.equal(self.kept, self.here):
+        if self.index is None or torch.equal(self.kept, self.here):
             return
         kept = self.here[self.live].nonzero().flatten()
         if len(kept) < len(self.live):
@@ -523,7 +522,7 @@ class Table:
             numbers: (n,) int64, table indices.
         """
         part = copy(self)
-        part.batch, part.live, part.gone = self.take(numbers), numbers, False
+        part.batch, part.live, part.index = self.take(numbers), numbers, None
         batch = leave_out(part.as_decided(), [ROW])
         write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
         return batch
@@ -601,8 +600,7 @@ class Table:
         own = slice(0, more.size) if ranks is None else more.own
         self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
         self.size = before + more.size
-        self.index = self.here.nonzero().flatten() if self.gone else None
-        self.ids.clear()
+        self.index = None if self.index is None else self.here.nonzero().flatten()
         self.numbers_of_rank = torch.cat(
             [self.numbers_of_rank, self.live[len(self.live) - (own.stop - own.start) :]]
         )

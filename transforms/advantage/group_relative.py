@@ -229,7 +229,7 @@ def compared_by_row(
 
 
 def compared_by_reward(by_reward: Sequence[Compared], size: int) -> Tensor:
-    """:data:`Compared` for rewards that are compared one by one: the largest number, and no single baseline."""
+    """:data:`Compared` for rewards that are compared one by one: the largest number, and no baseline."""
     number = torch.stack([compared(size)[:, 0] for compared in by_reward]).amax(0)
     return torch.stack([number, torch.full_like(number, torch.nan)], 1)
 

@@ -15,7 +15,7 @@ from headrace.transforms.schema import ROW
 
 # The attributes of a table that are sent, besides its metrics. Each rank has its batch already.
 DECIDED = (
-    *("columns", "written", "dtypes", "names", "effects", "reason", "here", "gone", "in_loss", "counted"),
+    *("columns", "written", "dtypes", "names", "effects", "reason", "here", "in_loss", "counted"),
     *("masks_rows", "masked_columns", "says_who_counts"),
 )
 
@@ -55,8 +55,7 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
     for name, value in decided.items():
         setattr(table, name, value)
     table.metrics = metrics
-    table.index = table.here.nonzero().flatten() if table.gone else None
-    table.ids.clear()
+    table.index = None if bool(table.here.all()) else table.here.nonzero().flatten()
     return more, own
 
 

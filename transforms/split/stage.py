@@ -45,7 +45,7 @@ class Permuted:
         passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
             the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
-        of_ranks: the plans of all ranks, if this rank permuted for all of them.
+        by_rank: the plans of all ranks, if this rank permuted for all of them.
         state: the split's state after the batch.
         progress: counts the minibatches of this batch that were taken.
     """
@@ -56,7 +56,7 @@ class Permuted:
     plans: list[Plan]
     state: SplitState
     progress: Progress
-    of_ranks: Sequence[list[Plan]] = ()
+    by_rank: Sequence[list[Plan]] = ()
 
     def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
         """Make the optimiser steps. They gather their rows one minibatch at a time.
@@ -242,7 +242,7 @@ class ShuffleSplit(
         """
         options, table = self.options, rows.table
         # 1. If a batch was interrupted, check that this is the same one.
-        of_ranks = table.indices_by_rank(table.here)  # table indices
+        of_ranks = table.indices_by_rank(table.here)
         own = of_ranks[rows.rank]
         progress = self._progress_of(table, own, epochs)
 
@@ -279,9 +279,8 @@ class ShuffleSplit(
         if any(len(plan.left) for plans in by_rank for plan in plans):
             trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
             kept = self._rows_to_carry(table, own[~trained[own]])
-            out = ~trained if rows.index is None else ~trained[rows.index]
             reason = "carried" if carries else "remainder"
-            rows.leave(out, reason, self.reasons[reason])
+            rows.leave(rows.from_arrival(~trained), reason, self.reasons[reason])
 
         # 5. Record the metrics of this rank's rows.
         for (view,) in rows.each_rank():
