@@ -560,17 +560,14 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
             stage(batch)
     parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}
     lacking = []
+    columns = set(batch.keys(True, True))
     for reader, role in sorted(read, key=repr):
-        part = parts[reader]
-        is_role = isinstance(role, str) and role in COLUMNS
-        read_key = getattr(part, f"{role}_key", None) if is_role else role
+        part, is_role = parts[reader], isinstance(role, str) and role in COLUMNS
         if is_role and not hasattr(part, f"{role}_key"):
             lacking.append(f"{reader}: add {role!r} to its columns")
-        elif (
-            read_key in batch.keys(True)
-            and read_key not in part.in_keys
-            and (part is not stage or role == "reward")
-        ):
+            continue
+        reads = getattr(part, f"{role}_key") if is_role else role
+        if reads in columns and reads not in part.in_keys and (part is not stage or role == "reward"):
             lacking.append(f"{reader}: add {f'self.{role}_key' if is_role else repr(role)} to its in_keys")
     return lacking
 

@@ -386,6 +386,7 @@ class LossWeight(
 
     def decide(self, rows: Rows) -> None:
         """Write the weights of the rows of each step."""
+        # 1. Refuse rows that have weights already, or whose weights would be wrong.
         if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
             raise BatchError(
                 "the split assigned rows to several ranks, whose gradients are averaged "
@@ -398,6 +399,7 @@ class LossWeight(
             )
         if rows.table.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
+        # 2. What is counted in each step: tokens, and the units that have a token in the loss.
         tokens = rows.loss_tokens
         units = dict[str, Ids]()
         for unit in ("rollout", "group"):
@@ -417,6 +419,7 @@ class LossWeight(
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
             weight, total = weight * averaged, total * averaged
+        # 3. Write the weights, or multiply the advantage by them.
         dtype = self.dtype or FLOAT
         if self.dtype is None and (credit := rows.advantage_dtype) is not None:
             dtype = torch.promote_types(credit, torch.float32)
@@ -436,6 +439,7 @@ class LossWeight(
                 rows, lambda advantage, factor: advantage * factor, at_least=torch.float32, factor=factor
             )
             rows.put(FOLDED_WEIGHT, weight, dtype=dtype, ndim=1)
+        # 4. Write and record the counts.
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
