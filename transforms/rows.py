@@ -571,16 +571,15 @@ class Rows:
         if self.table.is_late(key):
             self.table.settle()
         made = Reduced(name, key)
-        if made not in self.table.columns:
-            column = column_of(self.table.batch, key)
-            if column is None:
-                raise self.missing(role, option)
-            if isinstance(column, list):
-                column = torch.cat([number(row[None]) for row in column])
-            else:
-                column = number(column)
-            return self.measure(made, column)
-        return self[made]
+        if made in self.table.columns:
+            return self[made]
+        column = column_of(self.table.batch, key)
+        if column is None:
+            raise self.missing(role, option)
+        ragged = isinstance(column, list)
+        return self.measure(
+            made, torch.cat([number(row[None]) for row in column]) if ragged else number(column)
+        )
 
     def measure(self, name: Any, values: Tensor) -> Tensor:
         """Make a table column of numbers that were computed from tokens: one device read and one exchange.
