@@ -220,7 +220,10 @@ class Formula:
 
     def __post_init__(self) -> None:
         within("eps", self.eps, 0)
-        check_clip(self.clip)
+        low, high = self.clip if self.clip is not None and len(self.clip) == 2 else (None, None)
+        bounds = [bound for bound in (low, high) if bound is not None]
+        if self.clip is not None and (not bounds or bounds[0] > bounds[-1]):
+            raise ValueError(f"clip must be [low, high], one of which may be null; got {self.clip!r}")
         if self.scale in MAY_BE_0 and self.eps_mode != "skip":
             raise ValueError(
                 f"scale={self.scale!r} needs eps_mode='skip'; got eps_mode={self.eps_mode!r}. This scale is "
@@ -342,20 +345,6 @@ def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
     divisor = g.spread((g.count - 1 - ddof).clamp_min(1))
     std = (torch.where(alone, anew, rest).clamp_min(0) / divisor).sqrt()
     return std.masked_fill(g.best_other == g.worst_other, 0.0)
-
-
-def check_clip(clip: Clip | None) -> None:
-    """Check the option `clip`.
-
-    Raises:
-        ValueError: `clip` does not have two bounds, both are None, or the first is greater than the second.
-    """
-    if clip is None:
-        return
-    low, high = clip if len(clip) == 2 else (None, None)
-    bounds = [bound for bound in (low, high) if bound is not None]
-    if not bounds or bounds[0] > bounds[-1]:
-        raise ValueError(f"clip must be [low, high], one of which may be null; got {clip!r}")
 
 
 def largest_to_square(terms: int, dtype: torch.dtype) -> float:

@@ -218,12 +218,11 @@ def compared_by_row(
     g = grouped()
     number = g.spread(g.count) if formula.is_relative else torch.full_like(g.reward, len(g.reward))
     level = torch.stack([g.unsorted(number), g.unsorted(baseline_in_groups(g, formula))], 1)
-    of_rollouts = torch.empty(rollouts.n, 2, dtype=torch.float64)
-    of_rollouts[:, 0], of_rollouts[:, 1] = 0, torch.nan  # rollouts that do not vote
-    of_rollouts[rollouts.of[rollouts.is_first]] = level
+    of_rollouts = none_compared(rollouts.n)
+    of_rollouts[rollouts.of[rollouts.is_first]] = level  # of those that vote
     each = rollouts.spread(of_rollouts)
     if rollouts.counts is not None:
-        each[~rollouts.counts] = torch.tensor([0, torch.nan], dtype=torch.float64)
+        each = torch.where(rollouts.counts[:, None], each, none_compared(len(each)))
     index = torch.arange(len(each)) if index is None else index
     return none_compared(size).index_copy_(0, index, each)
 
