@@ -12,8 +12,10 @@ rollout in the statistics (``rows.voters``), and numbers that were computed from
 It refuses the batch (``require``), takes rows out (``leave``), writes columns (``put``) and records numbers
 of the batch (``metric``). It declares the roles that it reads as `columns`, and then has their keys.
 
+>>> from tensordict import TensorDict
 >>> from headrace.transforms import BatchTransform, Criterion
 >>> class AboveMiddle(BatchTransform, columns=("reward", "group", "rollout", "advantage")):
+...     reasons = {"low": "dropped"}  # what its rows leave for
 ...     def __init__(self, *, low: float = 0.0, **names):
 ...         self.name_columns(names)  # sets self.reward_key, self.group_key, ...
 ...         reads = [("headrace", "reward"), self.reward_key, self.group_key, self.rollout_key]
@@ -21,11 +23,14 @@ of the batch (``metric``). It declares the roles that it reads as `columns`, and
 ...         self.low = low
 ...     def decide(self, rows):
 ...         rows.require(rows.reward.isfinite(), "rewards must be finite; found {found}")
-...         rows.leave(rows.reward < self.low, "low", "excluded")  # at once out of the statistics
 ...         reward, groups = rows.voters.reward, rows.voters.groups
 ...         middle = groups.spread(groups.max(reward) + groups.min(reward)) / 2
 ...         rows.put("advantage", rows.from_voters(reward - middle), ndim=3)
+...         rows.leave(rows.reward < self.low, "low", "dropped")  # the next stage does not see them
 ...         rows.metric("voters", len(rows.voters))
+>>> batch = {"group_id": [1, 1, 1], "rollout_id": [4, 5, 5], ("next", "reward"): [0.0, 2.0, 2.0]}
+>>> AboveMiddle(low=1.0)(TensorDict(batch, batch_size=[3]))["advantage"].flatten().tolist()
+[1.0, 1.0]
 
 A criterion of the filter returns the rows that stay:
 
