@@ -320,15 +320,13 @@ class Rows:
             raise self.missing(role)
         # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
         # until one of the tensors that they were made from is another one.
-        made_from, kept_as = (
-            (table.columns.get(key), self.index, table.counted),
-            (key, self.index is table.index),
-        )
-        before, ids = table.ids.get(kept_as, (made_from, None))
+        made_from = table.columns.get(key), self.index, table.counted
+        slot = key, self.index is table.index
+        before, ids = table.ids.get(slot, (made_from, None))
         if ids is None or not all(map(is_, before, made_from)):
             labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
             ids = Ids(labels, self.counted)
-            table.ids[kept_as] = made_from, ids
+            table.ids[slot] = made_from, ids
         if checked and ids.lowest < 0:
             why = "compared with one another" if role == "group" else f"taken for one {role}"
             self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
