@@ -18,7 +18,8 @@ try:
     from test_contract import NEEDED, STAGES
     from test_criteria import CRITERIA
 except ImportError as err:  # of a part that is not in the generated list of imports
-    pytest.fail(f"{err}. Run `make generate`, which lists new parts", pytrace=False)
+    told = f"{err}. Run `make generate`, which lists new parts"
+    raise pytest.fail.Exception(told, pytrace=False) from None
 
 import headrace.pipeline
 import headrace.transforms
