@@ -5,8 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, TypeVar
 
+from typing_extensions import Unpack
+
 from headrace.pipeline import Pipeline, Run
 from headrace.pipeline.decision import pipeline_of
+from headrace.pipeline.load import PipelineOptions, shows_options
 
 from .before_rollouts import require_columns, scale_overrides
 
@@ -24,8 +27,12 @@ def log_run(trainer: Any, run: Run) -> None:
         logged[f"headrace/{name}"].append(value)
 
 
+@shows_options
 def attach(
-    trainer: Trainer, recipe: str | Pipeline | None = None, *overrides: str, **options: Any
+    trainer: Trainer,
+    recipe: str | Pipeline | None = None,
+    *overrides: str,
+    **options: Unpack[PipelineOptions],
 ) -> Trainer:
     """Make the advantages of a trainer of TRL or ms-swift those of a recipe.
 

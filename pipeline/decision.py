@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS
 from headrace.transforms.entry import label_key, labels_said
 from headrace.transforms.errors import BatchError, ErrorNames, MissingKeyError, listing
 from headrace.transforms.ids import as_ids
-from headrace.transforms.options import nested_key, takes_options
+from headrace.transforms.options import fits, nested_key
 from headrace.transforms.rows import column_keys, stage_parts
 from headrace.transforms.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
 from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
@@ -25,19 +26,20 @@ from headrace.transforms.tensordicts import ELSEWHERE, device_of, number_of, sha
 from .composing.recipe_names import Recipe
 from .halves import before_the_split, part_of
 from .ledger import Ledger
-from .load import load_pipeline, objects_in
+from .load import PipelineOptions, load_pipeline, objects_in, shows_options
 from .pipeline import Pipeline
 from .report.row_columns import report_columns
 from .run import Run
-from .wording import suggest
+from .wording import closest, suggest
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
 IDS = ("group", "rollout", "state", "parent", "baseline")
 COMPOSED = 32  # recipes that decide() caches
 MEANS = {
-    "tokens": ", the number of tokens of each row in the loss",
-    "length": ", the number of all tokens of each row",
+    "tokens": "the number of tokens of each row in the loss",
+    "length": "the number of all tokens of each row",
 }
+EXAMPLE = "{'group_id': ['a', 'a'], 'rollout_id': [0, 1], 'reward': [1.0, 0.0]}"
 
 
 class Decision:
@@ -123,7 +125,7 @@ class Decision:
     @cached_property
     def keep(self) -> Tensor:
         """(N + C,) bool, True for rows that train."""
-        return torch.zeros(0, dtype=torch.bool) if self.ledger is None else self.ledger.reason == 0
+        return self.ledger.reason == 0
 
     @cached_property
     def compared(self) -> Tensor:
@@ -152,8 +154,6 @@ class Decision:
     @cached_property
     def reason(self) -> list[str]:
         """Why each row does not train, as ``stage/reason``; an empty string for rows that train."""
-        if self.ledger is None:
-            return []
         names = ["", *self.ledger.names[1:]]
         return [names[code] for code in self.ledger.reason.tolist()]
 
@@ -181,8 +181,8 @@ class Decision:
         return [[rows[number[rows] == each] for each in number[rows].unique()] for rows in self.steps]
 
     @property
-    def ledger(self) -> Ledger | None:
-        """The outcome of each row, with its ids; None if there were no rows."""
+    def ledger(self) -> Ledger:
+        """The outcome of each row, with its ids."""
         return self.run.ledger
 
     @property
@@ -215,7 +215,8 @@ class _PlainNames(ErrorNames):
                 "reads numbers of each token, and plain columns have one number a row: give a TensorDict [N] "
                 f"of rows with {listing(map(repr, self.of_tokens))}"
             )
-        return f"needs the column {self.say_column(key, option)}{MEANS.get(name, '')}; {self.say_present()}"
+        means = f", {MEANS[name]}" if name in MEANS else ""
+        return f"needs the column {self.say_column(key, option)}{means}; {self.say_present()}"
 
     def say_column(self, key: NestedKey, option: str, **_: Any) -> str:
         return repr(self.names.get(key, key))
@@ -252,7 +253,13 @@ class Decider:
         True
     """
 
-    def __init__(self, recipe: Recipe | str | Pipeline = "grpo", /, *overrides: str, **options: Any):
+    @shows_options
+    def __init__(
+        self,
+        recipe: Recipe | str | Pipeline = "grpo",
+        *overrides: str,
+        **options: Unpack[PipelineOptions],
+    ):
         self.pipeline = pipeline_of(recipe, *overrides, **options)
         self.rows = 0  # rows of all calls so far
         usual = {role: column.default for role, column in COLUMNS.items() if column.default is not None}
@@ -290,6 +297,7 @@ class Decider:
         """
         if isinstance(columns, TensorDictBase):
             return self._decide(columns, _rows_of(columns), {})
+        refuse_other_arguments(columns)
         try:
             return self._decide(None, *self._read(columns))
         except BatchError as err:
@@ -349,7 +357,7 @@ class Decider:
         unread = []
         for name, values in columns.items():
             if name in COUNTS:
-                counts = as_ids(values, name)
+                counts = _as_numbers(values, name, f"{MEANS[name]}: of a mask (N, T), give mask.sum(1)")
                 if len(counts) and int(counts.min()) < 0:
                     raise BatchError(
                         f"{name} must be ≥ 0; found {int(counts.min())} at row {counts.argmin()}"
@@ -361,18 +369,23 @@ class Decider:
             if not self.reads(name):
                 unread.append(name)
             if key in self._ids:
-                batch[key] = as_ids(values, name)
+                batch[key] = _as_numbers(values, name, "one id for each row, an integer or a text")
                 if len(values) and isinstance(values[0], str):
                     texts[key] = list(values)
             elif isinstance(values, Tensor):
                 batch[key] = values
-            elif name == "status" and all(isinstance(value, str) for value in values):
+            elif name == "status" and any(isinstance(value, str) for value in values):
                 known = [each.name.lower() for each in Status]
-                if wrong := sorted(set(values) - set(known)):
-                    hint = suggest(wrong[0], known)
+                if wrong := sorted({str(value) for value in values} - set(known)):
+                    meant = {word: closest(word.lower(), known, most=1, least=0.6) for word in wrong}
+                    hints = [
+                        f"{word!r} for {' and '.join(repr(each) for each in wrong if meant[each] == [word])}"
+                        for word in known
+                        if [word] in meant.values()
+                    ]
                     raise ValueError(
-                        f"status must be one of {', '.join(known)}, or its number; found "
-                        f"{listing(wrong)}{hint}"
+                        f"status must be one of {', '.join(known)}, or its number; found {listing(wrong)}"
+                        + f". Give {', '.join(hints)}" * bool(hints)
                     )
                 batch[key] = torch.tensor([Status[value.upper()] for value in values])
             else:
@@ -416,6 +429,44 @@ class Decider:
         return f"Decider({', '.join(self.pipeline.order)})"
 
 
+def refuse_other_arguments(*given: Any) -> None:
+    """Refuse arguments other than columns and, if there is a second, the name of a recipe.
+
+    Raises:
+        ValueError: they look like something else; the message says like what, in their order.
+    """
+    kinds = [(Mapping, TensorDictBase), (str, Pipeline)]
+    if all(isinstance(each, kind) for each, kind in zip(given, kinds, strict=False)):
+        return
+
+    def looks(each: Any) -> str:
+        if isinstance(each, str):
+            return repr(each)
+        if isinstance(each, Mapping | TensorDictBase):
+            return "columns"
+        try:
+            kind = np.asarray(each).dtype.kind
+        except (TypeError, ValueError):  # on another device, or ragged
+            kind = ""
+        return {"f": "numbers like rewards", "i": "numbers like ids", "U": "texts like ids"}.get(
+            kind, f"a {type(each).__name__}"
+        )
+
+    raise ValueError(
+        f"columns must be one mapping of names, such as {EXAMPLE}, or a TensorDict; the name of a recipe "
+        f"comes behind it. Found {', then '.join(map(looks, given))}"
+    )
+
+
+def _as_numbers(values: Any, name: str, means: str) -> Tensor:
+    """(N,) int64: :func:`as_ids`, whose errors say what the column is."""
+    try:
+        return as_ids(values, name)
+    except BatchError as err:
+        err.more = f". {name!r} is {means}"
+        raise
+
+
 def _rows_of(batch: TensorDictBase) -> TensorDictBase:
     """Return a shallow copy of a batch [N], to which columns can be added."""
     if batch.ndim != 1:
@@ -423,7 +474,9 @@ def _rows_of(batch: TensorDictBase) -> TensorDictBase:
     return shallow_copy(batch)
 
 
-def pipeline_of(recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Any) -> Pipeline:
+def pipeline_of(
+    recipe: Recipe | str | Pipeline, /, *overrides: str, **options: Unpack[PipelineOptions]
+) -> Pipeline:
     """Return a pipeline unchanged, or load that of a recipe's name.
 
     Raises:
@@ -444,21 +497,20 @@ _composed: OrderedDict[str, Decider] = OrderedDict()
 _lock = Lock()
 
 
-@takes_options
+@shows_options
 def decide(
-    columns: Mapping[str, Any] | TensorDictBase,
+    data: Mapping[str, Any] | TensorDictBase,
     /,
     recipe: Recipe | str = "grpo",
     *overrides: str,
-    seed: int = 0,
-    **options: Any,
+    **options: Unpack[PipelineOptions],
 ) -> Decision:
     """Decide which rows train, with which advantage and loss weight, from a few plain columns.
 
     Use it in a trainer without TensorDicts. It moves no batch and keeps no state between calls.
 
     Args:
-        columns: lists, arrays or tensors with one entry for each row, by name: ``group_id`` and
+        data: columns by name: lists, arrays or tensors with one entry for each row. ``group_id`` and
             ``rollout_id``, numbers or text; ``reward``, (N,) or (N, K); ``tokens``, (N,) int, the number of
             tokens of each row in the loss, needed for loss weights; and the other columns that the recipe
             reads: ``status``, ``policy_version``, ``expected_rollouts``, ``length`` (the number of all
@@ -466,12 +518,9 @@ def decide(
             as for a pipeline.
         recipe: its name.
         overrides: see :func:`load_pipeline`.
-        seed: seed of the rows' permutation.
-        options: keywords of :func:`load_pipeline`. The most common are `group_size`, `on_incomplete` and
-            `min_rollouts` of the gate; `reward` and `missing` of the collapse; `baseline` and `scale` of the
-            advantage; `minibatches`, `microbatches`, `max_tokens`, `ranks` and `shuffle` of the split;
-            `loss_unit`; `columns`, other names of the columns; and `stages` for all others, such as
-            ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. Composed recipes are cached.
+        options: keywords of :func:`load_pipeline`, which explains them. `stages` has all other options of
+            stages, such as ``{"advantage": {"clip": [-5, 5]}, "filter": None}``. `seed` is 0 if you leave it
+            out. Composed recipes are cached.
 
     Returns:
         A :class:`Decision` with tensors in the order of the rows.
@@ -479,8 +528,8 @@ def decide(
     Raises:
         BatchError: a stage of the recipe refused the rows, with their ids; or columns differ in length.
         MissingKeyError: the recipe reads a column that is missing; the message names it.
-        ValueError: the recipe does not read a column; or the recipe has a state, and needs a
-            :class:`Decider`.
+        ValueError: the recipe does not read a column; the recipe has a state, and needs a
+            :class:`Decider`; or an argument is neither columns nor the name of a recipe.
 
     Example:
         >>> found = decide(
@@ -489,6 +538,11 @@ def decide(
         >>> found.advantage.tolist(), found.reason[2]
         ([0.5, -0.5, 0.0, 0.0], 'filter/zero_variance')
     """
+    refuse_other_arguments(data, recipe, *overrides)
+    seed: Any = options.pop("seed", ...)
+    seed = 0 if seed is ... else seed
+    if not fits(seed, int):
+        raise ValueError(f"seed must be an integer; got {seed!r}")
     # With the ids of objects, which may look alike. A cached recipe holds its own, so no id is used again.
     known = f"{recipe!r} {overrides!r} {sorted(options.items())!r} {[*map(id, objects_in(options))]}"
     with _lock:
@@ -502,7 +556,7 @@ def decide(
             if hasattr(stage, "restart"):  # a split
                 stage.restart()
                 stage.seed = seed
-        return decider.decide(columns)
+        return decider.decide(data)
 
 
 def columns_of_tokens(pipeline: Pipeline) -> list[NestedKey]:
@@ -529,11 +583,12 @@ def refuse_state(pipeline: Pipeline) -> None:
         for name, stage in pipeline.stages.items()
         if getattr(stage, "stateful", False) and getattr(stage, "remainder", "carry") == "carry"
     ]
+    carries = any(getattr(pipeline.stages[name], "remainder", "") == "carry" for name in found)
     if found:
         raise ValueError(
             f"stages {listing(found)} have a state from one batch to the next, and decide() keeps none. Make "
             "one headrace.Decider(recipe, **options), call its decide(columns) for each batch, and save its "
-            "state_dict()"
+            "state_dict()" + ". Its ids must be unique over batches" * carries
         )
 
 

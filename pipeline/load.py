@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import EllipsisType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, TypedDict, TypeVar
 
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from tensordict import NestedKey
+from typing_extensions import Unpack
 
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
+from headrace.transforms.columns import COLUMNS
 from headrace.transforms.distributed import DecideOn, SharedIds
 from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.rewards import Missing
@@ -28,39 +30,58 @@ from .wording import suggest
 log = logging.getLogger(__name__)
 
 
+class PipelineOptions(TypedDict, total=False):
+    """Keywords of :func:`load_pipeline`, which explains them, and of what loads a pipeline with it."""
+
+    rows: Literal["llm"] | None
+    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None] | None
+    group_size: int | None
+    on_incomplete: OnIncomplete
+    min_rollouts: int | None
+    missing: Missing
+    reward: Reduction
+    baseline: Baseline
+    scale: Scale
+    minibatches: int | None
+    microbatches: int | None
+    max_tokens: int | None
+    ranks: int
+    shuffle: bool
+    seed: int
+    loss_unit: Mean
+    order: Sequence[str] | None
+    columns: Mapping[str, NestedKey | None] | None
+    group_key: NestedKey
+    rollout_key: NestedKey | None
+    loss_mask_key: NestedKey
+    log_prob_key: NestedKey | None
+    process_group: Literal["world"] | None
+    shared_ids: SharedIds | None
+    patience: float
+    decide_on: DecideOn
+    masked_log_prob: MaskedLogProb
+    empty: Empty
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shows_options(function: F) -> F:
+    """Let `help` and `inspect.signature` show the keywords of ``**options: Unpack[PipelineOptions]``."""
+    own = inspect.signature(function)
+    parameters = {name: each for name, each in own.parameters.items() if each.kind is not each.VAR_KEYWORD}
+    for name, hint in PipelineOptions.__annotations__.items():
+        keyword = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=hint.__forward_arg__
+        )
+        parameters.setdefault(name, keyword)
+    function.__signature__ = own.replace(parameters=[*parameters.values()])  # type: ignore[attr-defined]
+    return function
+
+
+@shows_options
 def load_pipeline(
-    recipe: Recipe | str = "grpo",
-    /,
-    *overrides: str,
-    rows: Literal["llm"] | None = None,
-    stages: Mapping[str, Mapping[str, Any] | Callable[..., Any] | None] | None = None,
-    group_size: int | EllipsisType | None = ...,
-    on_incomplete: OnIncomplete | EllipsisType = ...,
-    min_rollouts: int | EllipsisType | None = ...,
-    missing: Missing | EllipsisType = ...,
-    reward: Reduction | EllipsisType = ...,
-    baseline: Baseline | EllipsisType = ...,
-    scale: Scale | EllipsisType = ...,
-    minibatches: int | EllipsisType | None = ...,
-    microbatches: int | EllipsisType | None = ...,
-    max_tokens: int | EllipsisType | None = ...,
-    ranks: int | EllipsisType = ...,
-    shuffle: bool | EllipsisType = ...,
-    seed: int | EllipsisType = ...,
-    loss_unit: Mean | EllipsisType = ...,
-    order: Sequence[str] | EllipsisType | None = ...,
-    columns: Mapping[str, NestedKey | None] | EllipsisType | None = ...,
-    group_key: NestedKey | EllipsisType = ...,
-    rollout_key: NestedKey | EllipsisType | None = ...,
-    loss_mask_key: NestedKey | EllipsisType = ...,
-    log_prob_key: NestedKey | EllipsisType | None = ...,
-    process_group: Literal["world"] | EllipsisType | None = ...,
-    shared_ids: SharedIds | EllipsisType | None = ...,
-    patience: float | EllipsisType = ...,
-    decide_on: DecideOn | EllipsisType = ...,
-    masked_log_prob: MaskedLogProb | EllipsisType = ...,
-    empty: Empty | EllipsisType = ...,
-    **unknown: NoReturn,
+    recipe: Recipe | str = "grpo", *overrides: str, **options: Unpack[PipelineOptions]
 ) -> Pipeline:
     """Load the pipeline of a recipe, and change it by keywords and Hydra overrides.
 
@@ -108,7 +129,6 @@ def load_pipeline(
         masked_log_prob: ``keep`` leaves log-probabilities outside of the loss mask finite, ``nan`` does not.
         empty: rollouts without a token in the loss: ``exclude`` them from the baseline, ``count`` them, or
             ``raise`` an error.
-        unknown: any other keyword raises ConfigError, with similar names.
 
     Raises:
         ConfigError: an unknown recipe, stage, keyword or option, or an option that is set twice.
@@ -119,15 +139,20 @@ def load_pipeline(
         >>> load_pipeline("pipeline=grpo", "pipeline.stages.advantage.scale=none").stages["advantage"].scale
         'none'
     """
-    values = locals()  # taken first, while the keywords are the only local names
-    values["columns"] = ... if columns is None else columns  # no recipe has a node for None
-    given = {word: values[word] for word in KEYWORDS if values[word] is not ...}
+    words: dict[str, Any] = {word: value for word, value in options.items() if value is not ...}
+    rows, stages = words.pop("rows", None), words.pop("stages", None)
+    if words.get("columns", ...) is None:  # no recipe has a node for None
+        del words["columns"]
     typed = _overrides(recipe, overrides, rows)
+    given = {word: words.pop(word) for word in KEYWORDS if word in words}
     settings = settings_of(typed, given, stages or {})
     composed = compose_config("load", *typed).pipeline
-    for word in unknown:
-        own = {name: node for name, node in composed.stages.items() if node is not None and word in node}
-        places = " or ".join(f"stages={{{name!r}: {{{word!r}: …}}}}" for name in own)
+    for word, value in words.items():
+        role = word.removesuffix("_key")
+        own = [name for name, node in composed.stages.items() if node is not None and word in node]
+        places = " or ".join(f"stages={{{name!r}: {{{word!r}: {value!r}}}}}" for name in own)
+        if role != word and role in COLUMNS:
+            places = f"columns={{{role!r}: {value!r}}}"  # for all stages that read it
         if places:
             raise ConfigError(f"there is no keyword {word!r}; set it as {places}")
         raise ConfigError(
@@ -141,6 +166,8 @@ def load_pipeline(
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
     """Return the recipe, `rows` and the overrides as one list of overrides."""
+    if not isinstance(recipe, str):
+        raise ConfigError(f"a recipe is a name, such as 'grpo'; got {recipe!r}. Give options by keyword")
     if bare := [each for each in overrides if not (isinstance(each, str) and _is_override(each))]:
         raise ConfigError(
             f"an override must be KEY=VALUE; got {bare[0]!r}. Give options by keyword, such as group_size=8, "
@@ -193,7 +220,7 @@ OF_STAGES = {
     "split": ("minibatches", "microbatches", "max_tokens", "ranks", "shuffle", "seed"),
 }
 # The key of each keyword below `pipeline`. A keyword that no stage has is an option of the pipeline.
-KEYWORDS = {word: word for word in load_pipeline.__kwdefaults__ or () if word not in ("rows", "stages")}
+KEYWORDS = {word: word for word in PipelineOptions.__annotations__ if word not in ("rows", "stages")}
 KEYWORDS |= {word: f"stages.{stage}.{word}" for stage, words in OF_STAGES.items() for word in words}
 KEYWORDS |= {"loss_unit": "stages.weight.unit"}
 

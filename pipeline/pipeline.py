@@ -223,7 +223,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             log.info("a batch was refused: %s", printable(str(err), keep="\n"))
             raise
         self._last.run = run.without_batch()
-        if log.isEnabledFor(logging.DEBUG) and run.ledger is not None:
+        if log.isEnabledFor(logging.DEBUG):
             log.debug("a batch: %s", run.ledger.sentence())
         return run
 

@@ -15,7 +15,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms.rows import Rows
-from headrace.transforms.table import TokenCount
+from headrace.transforms.table import TRAINED, TokenCount
 from headrace.transforms.tensordicts import column_of, fill_out_of_loss, flat_rows, shallow_copy
 
 from .account_keys import OF_TOKENS, TEXTS, Keys
@@ -147,10 +147,11 @@ class Run:
         return values[table.numbers_of_rank]
 
     @cached_property
-    def ledger(self) -> Ledger | None:
-        """The outcome of each row; None if the batch had no rows."""
+    def ledger(self) -> Ledger:
+        """The outcome of each row."""
         if self.rows is None:
-            return None
+            none = torch.zeros(0, dtype=torch.int64)
+            return Ledger(none, [TRAINED], [TRAINED], none.bool(), dict.fromkeys(self.keys.units, none), {})
         table = self.rows.table
         ids = {
             unit: self.of_rank(table.columns[key])
@@ -173,9 +174,7 @@ class Run:
         Raises:
             RuntimeError: token columns were changed in place before the first read.
         """
-        if self.rows is None or self.ledger is None:
-            return {}
-        return self.ledger.numbers() | self.rows.table.read_metrics()
+        return self.ledger.numbers() | ({} if self.rows is None else self.rows.table.read_metrics())
 
     @property
     def trained_at(self) -> dict[str, Tensor]:
@@ -212,7 +211,7 @@ class Run:
         return f"Run({self.ledger})"
 
     def _repr_html_(self) -> str:
-        return "<p>Run of a batch without rows</p>" if self.ledger is None else self.ledger._repr_html_()
+        return self.ledger._repr_html_()
 
 
 # -- what a run notes of its rows, for the report --------------------------------------------------------

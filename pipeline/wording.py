@@ -48,9 +48,21 @@ SYNONYMS = {
     "sequence": "sample",
     "seq-mean-token-mean": "sample",
     "token-mean": "token",
-    "length": "truncated",
-    "stop": "completed",
+    # Reasons for which vLLM, SGLang, OpenAI, Anthropic and transformers stop.
+    **dict.fromkeys(["stop", "eos", "eos_token", "stop_sequence", "end_turn"], "completed"),
+    **dict.fromkeys(["tool_calls", "tool_use", "finished", "done"], "completed"),
+    **dict.fromkeys(["length", "max_tokens", "max_length"], "truncated"),
+    **dict.fromkeys(["abort", "cancelled"], "aborted"),
+    "error": "failed",
 }
+
+
+def closest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> list[str]:
+    """The words that are probably meant, best first; the arguments are those of :func:`suggest`."""
+    known = list(words)
+    same = SYNONYMS.get(word)
+    close = [same] if same in known else difflib.get_close_matches(word, known, n=9, cutoff=least)
+    return sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
 
 
 def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) -> str:
@@ -70,10 +82,7 @@ def suggest(word: str, words: Iterable[str], most: int = 2, least: float = 0.5) 
         >>> suggest("loo", ["mean", "leave_one_out"])
         " (did you mean 'leave_one_out'?)"
     """
-    known = list(words)
-    same = SYNONYMS.get(word)
-    close = [same] if same in known else difflib.get_close_matches(word, known, n=9, cutoff=least)
-    close = sorted(close, key=lambda each: sorted(each) != sorted(word))[:most]  # swapped letters first
+    close = closest(word, words, most, least)
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 

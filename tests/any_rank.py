@@ -35,19 +35,22 @@ SHARED = ("pipeline.process_group=world", "pipeline.shared_ids=same", "pipeline.
 
 
 def results_of(function, world: int, folder: Path, *more) -> list:
-    """What each rank saved of a function that `world` processes run."""
+    """What a function of the rank, of `world` and of more returns in each of `world` processes of a group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
-    run_processes(function, world, str(folder), *more, count=world)
+    run_processes(run_on_rank, function, world, folder, more, count=world)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
-def join(rank: int, world: int, folder: str) -> None:
+def run_on_rank(rank: int, function, world: int, folder: Path, more: Sequence) -> None:
     """Through a store on a port of its own, which is faster than one in a file."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", int((Path(folder) / "port").read_text()), world, rank == 0)
+    store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    torch.save(function(rank, world, *more), folder / f"{rank}.pt")
+    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
+    dist.destroy_process_group()
 
 
 def collected(kind: str, recipe: str) -> TensorDict:
@@ -142,10 +145,9 @@ def cases_of(number: int) -> tuple[tuple[str, str], ...]:
 
 
 def compare_with_one_process(
-    rank: int, world: int, folder: str, pipelines: list[tuple[str, Pipeline]]
-) -> None:
+    rank: int, world: int, pipelines: list[tuple[str, Pipeline]]
+) -> tuple[int, list[str]]:
     """Each recipe, kind of batch and way to spread it: what differs from one process that has all rows."""
-    join(rank, world, folder)
     differs, compared = [], 0
     for number, (recipe, of_one) in enumerate(pipelines):
         pipeline = Pipeline(copy.deepcopy(dict(of_one.stages.items())), **TOGETHER)
@@ -175,9 +177,7 @@ def compare_with_one_process(
             here = set(alone["advantage"]) & set(mine.tolist())
             if set(found.get("advantage", ())) != here:
                 differs.append((recipe, kind, how, "rows that stay", sorted(here)))
-    torch.save((compared, [str(each) for each in differs]), Path(folder) / f"{rank}.pt")
-    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
-    dist.destroy_process_group()
+    return compared, [str(each) for each in differs]
 
 
 # -- a stream of batches ----------------------------------------------------------------------------------
@@ -205,9 +205,8 @@ def of_stream(number: int, rank: int, world: int, *, alike: bool) -> TensorDict:
     return batch.exclude("prompt_text") if rank else batch
 
 
-def fold_stream(rank: int, world: int, folder: str) -> None:
+def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, int]]]:
     """A stream with carried rows, whose weights are folded in, and are not: how far an advantage is off."""
-    join(rank, world, folder)
 
     def cut(fold: str) -> Pipeline:
         split = ShuffleSplit(minibatches=2, microbatches=2, remainder="carry", unit="sample")
@@ -227,9 +226,7 @@ def fold_stream(rank: int, world: int, folder: str) -> None:
                 tokens += int(held.sum())
         counted.append((plain.metrics.get("weight/tokens", 0), tokens))
         carried += folded.metrics.get("split/carried_in", 0)
-    torch.save((off, carried, counted), Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return off, carried, counted
 
 
 # -- refusing together ------------------------------------------------------------------------------------
@@ -269,9 +266,8 @@ def go_on(batch: TensorDict) -> list[int]:
     return sorted(set(rows))
 
 
-def refuse_together(rank: int, world: int, folder: str) -> None:
+def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, float]], int]:
     """What each rank is told, batch after batch, where the second one goes wrong."""
-    join(rank, world, folder)
     mine = take_rows(collected("uniform", "grpo"), torch.arange(20).tensor_split(world)[rank])
     wrong = rank == 1
     share = {"process_group": "world", "shared_ids": "same"}
@@ -338,15 +334,13 @@ def refuse_together(rank: int, world: int, folder: str) -> None:
     attempt("ids", mine, different)
     torn = Pipeline({"split": ShuffleSplit(minibatches=2, unit="group", remainder="uneven")}, **share)
     attempt("torn", mine, torn)
-    draws = pipeline.stages["split"].state.calls
-    torch.save((told, draws), Path(folder) / f"{rank}.pt")
-    dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
-    dist.destroy_process_group()
+    return told, pipeline.stages["split"].state.calls
 
 
-def take_in_step(rank: int, world: int, folder: str, lengths: Sequence[int], fails: int | None) -> None:
+def take_in_step(
+    rank: int, world: int, lengths: Sequence[int], fails: int | None
+) -> tuple[list[tuple[int, int]], str]:
     """How many rows each batch of this rank has, of all ranks, and the error that ends it."""
-    join(rank, world, folder)
 
     def source():
         for step in range(lengths[rank]):
@@ -363,5 +357,4 @@ def take_in_step(rank: int, world: int, folder: str, lengths: Sequence[int], fai
             taken.append((len(batch), rows))
     except Exception as err:
         error = f"{type(err).__name__}: {err}"
-    torch.save((taken, error), Path(folder) / f"{rank}.pt")
-    dist.barrier()
+    return taken, error

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from any_rank import PATIENCE, STREAM, cases_of, collected, join, of_stream, spread
+from any_rank import PATIENCE, STREAM, cases_of, collected, of_stream, spread
 from batches import batch_of
 from rich.console import Console
 from tensordict import TensorDict
@@ -77,12 +76,6 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ]
 
 
-def end(folder: str, rank: int, found: Any) -> None:
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def runs_of(recipe: str, pipeline: Pipeline, rows: TensorDict) -> Iterator[Run]:
     """Over the rows, in one pipeline or in its halves."""
     if recipe == "halves":
@@ -93,9 +86,8 @@ def runs_of(recipe: str, pipeline: Pipeline, rows: TensorDict) -> Iterator[Run]:
     yield pipeline.run(rows, epochs=2)
 
 
-def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, Pipeline]]) -> None:
+def compare_ways(rank: int, world: int, pipelines: list[tuple[str, Pipeline]]) -> tuple[int, list[str]]:
     """Each recipe, kind of batch and way to spread it, two epochs of it: what differs."""
-    join(rank, world, folder)
     differs, compared = [], 0
     for number, (recipe, pipeline) in enumerate(pipelines):
         ways = both_ways(pipeline)
@@ -112,15 +104,16 @@ def compare_ways(rank: int, world: int, folder: str, pipelines: list[tuple[str, 
                     known |= {f"{number} {name}": all_ for name, all_ in everything(run, parts).items()}
                 found.append(known | {"state": plain(each.state_dict())})
             differs += [f"{recipe} {kind} {how} {each}" for each in differences(*found)]
-    end(folder, rank, (compared, differs))
+    return compared, differs
 
 
 # -- what is remembered -----------------------------------------------------------------------------------
 
 
-def follow_stream(rank: int, world: int, folder: str, pipelines: list[tuple[str, str, Pipeline]]) -> None:
+def follow_stream(
+    rank: int, world: int, pipelines: list[tuple[str, str, Pipeline]]
+) -> tuple[list[str], int, list[int]]:
     """A stream in both ways: after each batch, and after an interruption that the other way resumes."""
-    join(rank, world, folder)
     differs, carried, refused = [], 0, []
     for name, shared_ids, pipeline in pipelines:
         ways = both_ways(pipeline, shared_ids=shared_ids)
@@ -157,13 +150,12 @@ def follow_stream(rank: int, world: int, folder: str, pipelines: list[tuple[str,
         differs += [f"{name} resumed {each}" for each in differences(found[3], found[4])]
         differs += [f"{name} resumed {each}" for each in differences(found[2], found[5])]
         refused += [len(found[0]["minibatches"])]
-    end(folder, rank, (differs, carried, refused))
+    return differs, carried, refused
 
 
-def carry_masked(rank: int, world: int, folder: str) -> None:
+def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
     """The reasons and the trained rows of three batches, in both ways; the third has a pipeline without
     filters. Rank 0 carries a masked row, and rank 1 one that waits to be trained."""
-    join(rank, world, folder)
     split = {"split": ShuffleSplit(minibatch_size=3, unit="sample", remainder="carry", shuffle=False)}
     out = SampleFilter(criterion=RewardWithin(high=5.0))
     stages = {"gate": CompletenessGate(group_size=2, on_incomplete="drop"), "filter": out, **split}
@@ -183,15 +175,14 @@ def carry_masked(rank: int, world: int, folder: str) -> None:
                 if mask.any()
             ]
             found.append(([run.ledger.names[code] for code in run.ledger.reason], trained))
-    end(folder, rank, found)
+    return found
 
 
 # -- refusing together ------------------------------------------------------------------------------------
 
 
-def refuse_what_one_decides(rank: int, world: int, folder: str) -> None:
+def refuse_what_one_decides(rank: int, world: int, folder: Path) -> None:
     """What each rank is told, batch after batch, and at last without the last rank, whose process ends."""
-    join(rank, world, folder)
     stages = {"gate": CompletenessGate(group_size=2), "split": ShuffleSplit(minibatches=2)}
     pipeline = both_ways(Pipeline(stages | {"weight": LossWeight()}), patience=PATIENCE)[1]
     mine, told, last = of_stream(0, rank, world, alike=False), [], rank == world - 1
@@ -205,7 +196,7 @@ def refuse_what_one_decides(rank: int, world: int, folder: str) -> None:
         except (BatchError, StageError) as err:
             said = str(err)
         told.append((said, time.monotonic() - start))
-        torch.save(told, Path(folder) / f"{rank}.pt")
+        torch.save(told, folder / f"{rank}.pt")
 
     attempt(mine)
     attempt(mine[1:] if last else mine)  # whose group lacks a rollout
@@ -227,3 +218,4 @@ def refuse_what_one_decides(rank: int, world: int, folder: str) -> None:
     attempt(mine)
     if rank == 0:  # which has the store
         time.sleep(PATIENCE)
+    os._exit(0)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
 from rollouts import make_collector, make_env, make_pipeline, make_policy
 from tensordict import TensorDict
 from torchrl.objectives.llm import GRPOLoss
@@ -82,10 +78,8 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 MEANS = ("token", "sample", "rollout", "group", "constant")
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
+def run_rank(rank: int, world: int) -> dict:
     """What each process does: every unit in both precisions, and how far it is from the whole batch."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     found = {}
     for dtype in (torch.float32, torch.float64):
         policy, batch = make_scene(dtype)
@@ -103,8 +97,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
             }
             for way, grad in ways.items():
                 found[str(dtype), unit, way] = distance(grad, whole)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 class SumOfWeights(torch.nn.Module):
@@ -118,16 +111,8 @@ class SumOfWeights(torch.nn.Module):
         return TensorDict({"loss_objective": self.scale * batch["masks", "all_assistant_mask"]}, [])
 
 
-def run_uneven(rank: int, world: int, folder: str) -> None:
+def run_uneven(rank: int, world: int) -> dict:
     """What each process is told where one of them has no rows, other rows, or wrong ones."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
     _, batch = make_scene(torch.float32)
     mine = take_rows(batch, torch.arange(rank, len(batch), world))
     wrong = mine.clone()
@@ -157,5 +142,4 @@ def run_uneven(rank: int, world: int, folder: str) -> None:
     optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
     told["steps"] = optimise([step], loss, optimizer, process_group="world")
     told["scale"] = float(loss.scale.detach())
-    torch.save(told, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return told

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from any_rank import TOGETHER, collected, join
+from any_rank import TOGETHER, collected
 from recipes import CHAINS
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
@@ -42,7 +40,7 @@ def choose_none(batch: TensorDictBase) -> torch.Tensor:
 def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """These stages with one that leaves nothing, in each place before the cut; and with a gate that does.
 
-    In each place rows are dropped; who else takes them is another in each place and recipe.
+    In every second place rows are dropped; who takes them in the others is another in each place and recipe.
     """
     names = list(stages)
     other = {
@@ -52,24 +50,20 @@ def emptied(recipe: str, stages: Mapping[str, Any]) -> Iterator[tuple[str, dict[
         "own criterion": SampleFilter(criterion=choose_none, unit="rollout", action="drop"),
     }
     for place in range(names.index("split") + 1):
-        turn = list(other)[(place + CHAINS.index(recipe)) % len(other)]
-        for what, nothing in {"dropped": AllLeave("dropped"), turn: other[turn]}.items():
-            items = list(stages.items())
-            items.insert(place, ("nothing", nothing))
-            yield f"{what} before {names[place]}", dict(items)
+        number = place + CHAINS.index(recipe)
+        what = list(other)[number // 2 % len(other)] if number % 2 else "dropped"
+        items = list(stages.items())
+        items.insert(place, ("nothing", other.get(what, AllLeave("dropped"))))
+        yield f"{what} before {names[place]}", dict(items)
     if "gate" in stages:
         yield "gate", {**stages, "gate": CompletenessGate(on_incomplete="drop")}
 
 
-def run_to_nothing(
-    rank: int, world: int, folder: str, pipelines: Sequence[tuple[str, Pipeline]]
-) -> tuple[int, list[str]]:
+def run_to_nothing(rank: int, world: int, pipelines: Sequence[tuple[str, Pipeline]]) -> tuple[int, list[str]]:
     """Each recipe and way to leave nothing: how many, and what is not an empty run.
 
     Of two ranks one has no rows, in turn, or both have some.
     """
-    if world > 1:
-        join(rank, world, folder)
     together = TOGETHER if world > 1 else {}
     tried, wrong = 0, list[str]()
     for recipe, base in pipelines:
@@ -98,8 +92,4 @@ def run_to_nothing(
             if found != (*expected, 0, len(mine)):
                 wrong.append(f"{recipe}, {what}, rank {rank}: {found}")
             make_report(run)
-    if world > 1:
-        torch.save((tried, wrong), Path(folder) / f"{rank}.pt")
-        dist.barrier()  # rank 0 has the store, by which the others hear of the end of the last batch
-        dist.destroy_process_group()
     return tried, wrong

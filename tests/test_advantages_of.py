@@ -67,15 +67,6 @@ def test_recipes_per_token_give_an_advantage_per_token():
     assert not credit.advantage[~credit.in_loss].any()
 
 
-def test_the_input_is_unchanged_and_the_pipeline_is_reusable():
-    batch, pipeline = rows(seed=4), of_four("grpo")
-    before = batch.clone()
-    first, second = advantages_of(pipeline, batch), advantages_of(pipeline, batch)
-    assert torch.equal(first.advantage, second.advantage)
-    assert set(batch.keys(True, True)) == set(before.keys(True, True))
-    assert (batch == before).all()
-
-
 def test_without_a_loss_mask_kept_rows_are_in_the_loss():
     batch = rows(seed=5).exclude("masks")
     credit = advantages_of(of_four("dr_grpo", "pipeline.stages.filter.action=drop"), batch)

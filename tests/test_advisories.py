@@ -215,7 +215,7 @@ def test_a_flat_reward_has_its_reason():
     history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
     assert verdict(history[-1][1], history) == (
         "The mean reward is flat: 0.1 in steps 0 to 3, 0.1 in steps 12 to 15. 92 % of the groups have equal "
-        "rewards, and teach nothing (mean of steps 11 to 15; over all 16 steps 92 %)."
+        "rewards, and teach nothing (mean of steps 11 to 15, and over all 16 steps)."
     )
 
 
@@ -378,8 +378,8 @@ def test_the_options_on_a_page_of_python_are_arguments_that_change_the_run():
     had = repr(load_pipeline("grpo", **options))
     for each in words:
         if not each.startswith("headrace "):
-            named = re.match(r'"\w+"', each)
-            after = eval(f"load_pipeline({each})" if named else f"load_pipeline('grpo', {each})")
+            whole = each if each.startswith("load_pipeline(recipe, ") else f"load_pipeline({each})"
+            after = eval(whole, {"load_pipeline": load_pipeline, "recipe": "grpo"})
             assert repr(after) != had, each
     assert not any("missing" in each or '"action": "drop"' in each for each in words)
 
@@ -504,7 +504,10 @@ def test_the_terminal_has_few_lines_of_advice():
     verdict = "The mean reward is flat. It is nothing-trains."
     lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
     assert lines[0] == "The mean reward is flat."
-    assert [line.partition(":")[0] for line in lines[1:4]] == list(symptoms())[:3]
+    assert [line.partition(":")[0] for line in lines[1:4]] == [
+        "first, nothing-trains",
+        *list(symptoms())[1:3],
+    ]
     assert lines[4] == "and 2 more, on the page"
     assert lines[5].startswith("not checked, for lack of data: nothing-trains, rewards-missing and ")
     assert len(lines) == 6
@@ -529,6 +532,27 @@ def test_a_cause_comes_before_what_it_causes():
     ]
     history[0][1]["optimiser/lr"] = 0.1  # once it was not 0: something else is a cause, too
     assert advise(history[-1][1], history)[1].reason == "Probably, in part, because of learning-rate-zero."
+
+
+def test_what_concerns_more_rollouts_or_groups_comes_first():
+    """After what stops all training, and before what is not about some of them."""
+    shares = {"rollouts/truncated": 0.6, "rollouts/empty": 0.3, "groups/incomplete": 0.5}
+    others = {"rollouts/in": 32.0, "rollouts/no_reward": 16.0, "staleness/mean": 3.0, "optimiser/lr": 0.0}
+    named = "learning-rate-zero", "rollouts-truncated", "trained-without-reward", "rollouts-empty", "stale"
+    assert names(QUIET | shares | {"groups/incomplete": 0.0} | others) == [*named]
+    found = advise(QUIET | shares)
+    assert [each.name for each in found] == ["rollouts-truncated", "rollouts-empty", "groups-incomplete"]
+    assert [each.share for each in found] == [0.6, 0.3, 0.5]  # the last is caused by the one before it
+
+
+@pytest.mark.parametrize(
+    ("early", "said"), [(0.75, ", and over all 16 steps)"), (0.7, "; over all 16 steps 71 %)")]
+)
+def test_the_mean_over_all_steps_is_said_once(early, said):
+    history = steps_of("frac_reward_zero_std", [early] * 12 + [0.75] * 4, solve_none=0.25, solve_all=0.25)
+    text = advise(history[-1][1], history)[0].text
+    assert said in text
+    assert text.count("25 %") == 2
 
 
 def test_groups_that_are_equal_since_they_were_cut_off_are_counted(make_batch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import time
@@ -14,6 +13,7 @@ import torch
 from fleets import Fleet, Sent
 from processes import process_context, quick_starts
 from rollouts import make_env, make_policy
+from saving import as_saved
 from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.data import (
     LazyTensorStorage,
@@ -105,11 +105,8 @@ def test_waiting_rows_are_in_the_buffers_state(make):
             for piece in batch.split(1):  # a slot each, so that groups are cut
                 buffer.extend(piece)
             if number == at:
-                file = io.BytesIO()
-                torch.save(buffer.state_dict(), file)
-                file.seek(0)
-                buffer = make()
-                buffer.load_state_dict(torch.load(file, weights_only=True))
+                state, buffer = as_saved(buffer.state_dict()), make()
+                buffer.load_state_dict(state)
         return buffer[:]["rollout_id"].flatten().tolist()
 
     assert run(None) == run(0) == run(2)

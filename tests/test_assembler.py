@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import random
 
 import pytest
@@ -11,6 +11,7 @@ from assembly import Line, SlowAssembler, batch_of_lines, faulty_stream
 from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saving import as_saved
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from headrace.pipeline import RepeatSampler
@@ -45,19 +46,16 @@ def make(by_segment: bool, **options) -> GroupAssembler:
 
 def saved(assembler: GroupAssembler, by_segment: bool, **options) -> GroupAssembler:
     """Another one, that goes on from the state as a file has it."""
-    file = io.BytesIO()
-    torch.save(assembler.state_dict(), file)
-    file.seek(0)
     twin = make(by_segment, **options)
-    twin.load_state_dict(torch.load(file, weights_only=True))
+    twin.load_state_dict(as_saved(assembler.state_dict()))
     return twin
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-@settings(max_examples=12)
-@given(seed=st.integers(0, 10**9), by_segment=st.booleans(), resume=st.booleans())
-def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_segment, resume):
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10**9), by_segment=st.booleans())
+def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_segment):
     options = OPTIONS[name]
     slow_options = {key: value for key, value in options.items() if key != "groups"}
     fast, slow = make(by_segment, **options), SlowAssembler(by_segment=by_segment, **slow_options)
@@ -66,7 +64,7 @@ def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_seg
         fast.put(batch_of_lines(piece, came))
         slow.put(piece)
         came += len(piece)
-        if resume:
+        if rng.random() < 0.2:
             fast = saved(fast, by_segment, **options)
         fast.version = slow.version = fast.version + (rng.random() < 0.3)
         while rng.random() < 0.6:
@@ -86,47 +84,8 @@ def test_it_equals_a_slow_assembler_for_any_stream_and_resume(name, seed, by_seg
 # -- laws of what goes out ------------------------------------------------------------------------------
 
 
-def faultless(groups: int = 4, size: int = 3, seed: int = 0) -> list[Line]:
-    """Whole groups, each rollout of one to three rows, mixed, each rollout's rows in order."""
-    rng = random.Random(seed)
-    rollouts = [
-        [Line(g, size * g + r, s, s == last, expected=size) for s in range(last + 1)]
-        for g in range(groups)
-        for r in range(size)
-        for last in [rng.randint(0, 2)]
-    ]
-    rows = []
-    while rollouts:
-        rollout = rng.choice(rollouts[: 2 * size])
-        rows.append(rollout.pop(0))
-        rollouts = [rest for rest in rollouts if rest]
-    return rows
-
-
 def pieces(batch: TensorDict, size: int) -> list[TensorDict]:
     return [batch[start : start + size] for start in range(0, len(batch), size)]
-
-
-def in_any_order(batch: TensorDict) -> TensorDict:
-    return batch[batch["number"].argsort()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "lazy"), [(1, False), (5, True), (1000, False)])
-def test_a_stream_trains_the_bits_of_its_batch(size, lazy):
-    batch = batch_of_lines(faultless())
-    assembler = GroupAssembler()
-    for piece in pieces(batch, size):
-        assembler.put(lazy_stack(list(piece.unbind(0))) if lazy else piece)
-    words = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
-    trained = [
-        in_any_order(composed(*words)(rows.exclude(DISPATCHED)).contiguous())
-        for rows in (batch, assembler.take())
-    ]
-    assert assembler.held == 0
-    for key in ("advantage", "loss_weight", "expected_rollouts", ("tokens", "full"), "rollout_id"):
-        assert torch.equal(trained[0][key], trained[1][key]), key
-    assert len({float(a) for a in trained[0]["advantage"].flatten()}) > 2
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -459,11 +418,10 @@ def test_a_state_of_another_configuration_is_refused():
         GroupAssembler(segment_key="segment").load_state_dict(GroupAssembler().state_dict())
 
 
-@pytest.mark.parametrize("wrong", [1.5, True, "2", float("nan")])
-def test_counts_of_groups_and_rollouts_are_integers(wrong):
+def test_counts_of_groups_and_rollouts_are_integers():
     assembler = GroupAssembler(groups=2, max_staleness=1)
     calls = {"n": assembler.take, "rollouts": assembler.capacity, "groups": assembler.want}
-    for name, call in calls.items():
+    for (name, call), wrong in itertools.product(calls.items(), (1.5, True, "2", float("nan"))):
         with pytest.raises(ValueError, match=f"{name} must be an integer"):
             call(wrong)
 
@@ -509,7 +467,7 @@ def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing(
 
     Of every hundred rows one is torn off, one has failed and one comes twice.
     """
-    rng, size, groups = random.Random(3), 48, 1500
+    rng, size, groups = random.Random(3), 48, 400
     stream, clean = [], set()
     for group in range(groups):
         rollouts = range(4 * group, 4 * group + 4)
@@ -529,13 +487,14 @@ def test_a_long_faulty_stream_gives_each_faultless_group_once_and_leaks_nothing(
         while (taken := assembler.take()) is not None:
             out += taken["number"].split(8)
         held.append(held_bytes(assembler))
-    out += assembler.take_rest()["number"].split(8)
+    rest = assembler.take_rest()
+    out += [] if rest is None else rest["number"].split(8)
     assert sorted(rows.tolist() for rows in out) == [[*range(8 * g, 8 * g + 8)] for g in sorted(clean)]
     assert 0.8 * groups < len(clean) < 0.9 * groups
     assert len(stream) == 8 * len(out) + sum(assembler.counts.values()) + assembler.held
     # Of a group with a fault two intervals: its own id, and those of its rollouts.
     assert held_bytes(assembler, ids=True) <= 32 * (groups - len(clean)) + 200
-    assert sum(held[-50:]) < 1.3 * sum(held[50:100])
+    assert sum(held[-15:]) < 1.3 * sum(held[15:30])
 
 
 def test_an_evicted_group_is_not_requested_again():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import process_context
 from quizzes import collect, make_quiz
 from rollouts import make_collector, make_env, make_pipeline
 from tensordict import TensorDict
@@ -69,18 +68,6 @@ def test_any_share_of_revisions_gives_complete_groups(revised):
     sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=2, remainder="drop")
     for at, batch in enumerate(make_collector(ReverseEnv(sampler, revised=revised), batches=2)):
         assert sorted({*batch["rollout_id"].flatten().tolist()}) == list(range(8 * at, 8 * at + 8))
-
-
-def test_ranks_collect_what_one_process_does():
-    def env_of(**share):
-        sampler = RepeatSampler(1110, group_size=4, prompts_per_batch=4, remainder="drop", **share)
-        return ReverseEnv(sampler, revised=0.5)
-
-    ranks = [env_of(rank=rank, ranks=2) for rank in (0, 1)]
-    shares = [next(iter(make_collector(env)))["rollout_id"].flatten().tolist() for env in ranks]
-    whole = next(iter(make_collector(env_of())))["rollout_id"].flatten().tolist()
-    assert sorted(shares[0] + shares[1]) == sorted(whole)
-    assert not set(shares[0]) & set(shares[1])
 
 
 def test_works_inside_a_compose(expected):
@@ -155,9 +142,3 @@ def test_chunks_of_trajectories_are_refused_as_unfinished():
 def test_invalid_data_stop_the_collector_with_the_stage_name():
     with pytest.raises(BatchError, match=r"stage 'gate', CompletenessGate\(group_size=9.*expects"):
         list(make_collector(make_env(), postproc=make_pipeline("pipeline.stages.gate.group_size=9")))
-
-
-def test_it_is_sent_to_a_worker_process():
-    with process_context().Pool(1) as pool:
-        out = pool.apply(make_pipeline(), (collected(),))
-    assert by_rollout(out) == by_rollout(make_pipeline()(collected()))

@@ -121,15 +121,6 @@ def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
     assert first_fit(range(len(lengths)), lengths, budget) == bins
 
 
-@given(COSTS, st.integers(1, 9), st.integers(1, 2**62))
-def test_the_same_input_gives_the_same_bins(costs, bins, budget):
-    values = column(costs)
-    before = values.clone()
-    assert torch.equal(balance_evenly(values, bins), balance_evenly(values, bins))
-    assert torch.equal(balance_within(values, budget), balance_within(values, budget))
-    assert torch.equal(values, before)
-
-
 @pytest.mark.slow
 def test_bins_of_equal_counts_are_as_even_as_karmarkar_and_karp():
     for kind, bins, large in product(("lognormal", "bimodal", "uniform"), (2, 8, 64), (False, True)):

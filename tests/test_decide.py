@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from recipes import ADVANTAGES, of
+from recipes import CHAINS, of
 from tensordict import TensorDict
 
 import headrace
@@ -91,7 +91,7 @@ def read_by(recipe: str, columns: dict[str, list]) -> dict[str, list]:
 def test_every_recipe_decides_on_columns_as_on_a_batch():
     seen = set()
     words = {"minibatches": 2, "group_size": 4}
-    for recipe in (name for name in ADVANTAGES if name not in TOKENS | REMEMBER):
+    for recipe in (name for name in CHAINS if name not in TOKENS | REMEMBER):
         pipeline = load_pipeline(recipe, **words)
         for seed in range(4):
             columns = read_by(recipe, columns_of(seed))
@@ -177,7 +177,6 @@ def test_micro_batches_have_the_rows_of_those_that_a_pipeline_gathers(options):
     ("recipe", "change", "error", "says"),
     [
         ("rae", {}, ValueError, r"stages running have a state.*headrace.Decider\(recipe, \*\*options\)"),
-        ("grpo", {"rewards": [1.0] * 4}, ValueError, "does not read the columns rewards"),
         (
             "grpo",
             {"statuss": [0] * 4},
@@ -188,39 +187,14 @@ def test_micro_batches_have_the_rows_of_those_that_a_pipeline_gathers(options):
         ("grpo", {"group_id": ["a", "a", "b", "a"]}, BatchError, "group 'a' has 3 of 2"),
         ("grpo", {"reward": [1.0, float("nan"), 0.0, 1.0]}, BatchError, "row 1"),
         ("opd", {}, MissingKeyError, r"of each token, .*: give a TensorDict .* with \('teacher_log_probs'"),
-        ("dapo", {"tokens": None, "overlong": True}, MissingKeyError, "'tokens', the number of tokens"),
+        ("grpo", {"status": ["done"] * 4}, ValueError, r"status must be one of completed, .*found done"),
     ],
 )
 def test_invalid_columns_are_refused(recipe, change, error, says):
     columns = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], "reward": [1.0, 0.0, 1.0, 0.0]}
     columns |= {"tokens": [3, 2, 1, 4]} | change
-    if columns.pop("overlong", False):
-        del columns["tokens"]
     with pytest.raises(error, match=says):
         decide(columns, recipe, group_size=2)
-
-
-SPLIT = {"minibatch_size": 3, "remainder": "carry"}
-
-
-def test_carried_rows_train_in_a_later_call():
-    options = {"group_size": 2, "minibatches": None, "stages": {"split": SPLIT}}
-    decider, trained = Decider("dr_grpo", **options), []
-    for call in range(4):
-        ids = [4 * call + row for row in range(4)]
-        columns = {"group_id": [row // 2 for row in ids], "rollout_id": ids, "tokens": [1, 2, 3, 4]}
-        found = decider.decide(columns | {"reward": [1.0, 0.0, 0.25, 0.75]})
-        numbers = torch.cat([torch.tensor(ids), found.carried])
-        assert len(found.reason) == len(found.advantage) == len(found.loss_weight) == len(numbers)
-        for step in found.steps:
-            assert bool(found.keep[step].all())
-            trained += numbers[step].tolist()
-            expected = [[0.5, -0.5, -0.25, 0.25][number % 4] for number in numbers[step].tolist()]
-            assert found.advantage[step].tolist() == expected
-        again = Decider("dr_grpo", **options)
-        again.load_state_dict(decider.state_dict())
-        decider = again
-    assert len(trained) == len(set(trained)) == 15
 
 
 def test_a_running_baseline_resumes_from_a_state():
@@ -231,19 +205,6 @@ def test_a_running_baseline_resumes_from_a_state():
     later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
     assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
     assert not torch.equal(first.advantage, one.decide(later).advantage)
-
-
-def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
-    columns = {"group_id": [0, 0], "rollout_id": [0, 1], "reward": [1.0, 0.0], "tokens": [1, 1]}
-    by_name, by_number = (
-        headrace.decide(columns | {"status": status}, "grpo", group_size=2, minibatches=1)
-        for status in (["completed", "truncated"], [0, 1])
-    )
-    assert torch.equal(by_name.advantage, by_number.advantage)
-    with pytest.raises(ValueError, match=r"status must be one of completed, .*found done"):
-        headrace.decide(columns | {"status": ["done", "completed"]}, "grpo", group_size=2)
-    with pytest.raises(ValueError, match=r"the columns rewards \(did you mean 'reward'"):
-        headrace.decide(columns | {"rewards": [1, 0]}, "grpo", group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -275,8 +236,14 @@ def test_status_may_be_text_and_misspelt_columns_get_a_suggestion():
             {},
             r"columns rewards \(did you mean 'reward'\?\); it can read [^(]*tokens. Le",
         ),
+        ({"status": ["stop", "length"]}, {}, "found length, stop. Give 'completed' for 'stop', 'truncated'"),
         ({}, {"groupsize": 2}, r"^there is no keyword 'groupsize' \(did you mean 'group_size'"),
-        ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': …}}"),
+        ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': 2}}"),
+        ({"group_id": [1.0, 0.0]}, {}, "integers, got .*float32. 'group_id' is one id for each row, an int"),
+        ({"tokens": torch.ones(2, 3) > 0}, {}, r"integers, got .*'tokens' is the number .* give mask.sum\(1"),
+        ({"group_id": [0, 1], "rollout_id": [5, 5]}, {}, "Are group ids and rollout ids swapped"),
+        ({"group_id": [0, 0]}, {"minibatches": 3}, "'carry' .* next batch, which must have other ids"),
+        ({}, {"stages": {"split": {"remainder": "carry"}}}, "Decider.* ids must be unique over batches"),
     ],
 )
 def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, says):
@@ -287,6 +254,22 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
         decide(given, **{"group_size": 2} | options)
     for word in ("('", "reward_key", "load_pipeline", "StampIds"):
         assert word not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (
+            [[1.0, 0.0], ["a", "a"], [0, 1]],
+            "numbers like rewards, then texts like ids, then numbers like ids",
+        ),
+        (["grpo", {"reward": [1.0]}], "'grpo', then columns"),
+        ([{"reward": [1.0]}, [0]], "columns, then numbers like ids"),
+    ],
+)
+def test_arguments_in_another_order_are_named_by_what_they_look_like(arguments, found):
+    with pytest.raises(ValueError, match=f"columns must be one mapping of names.* Found {found}$"):
+        decide(*arguments)
 
 
 def test_columns_may_have_other_names():
@@ -322,10 +305,13 @@ def test_advantages_are_zero_if_every_row_leaves_before_their_stage():
     assert not found.in_loss.any()
 
 
-def test_a_group_that_is_too_large_asks_for_the_column_of_its_size():
+def test_groups_of_different_sizes_ask_for_the_column_of_their_sizes():
     columns = {"group_id": [0] * 5 + [1] * 4, "rollout_id": range(9), "reward": [1.0, 0, 0, 0, 1, 0, 1, 0, 0]}
-    with pytest.raises(BatchError, match=r"has 5 of 4.*the column 'expected_rollouts' instead of group_size"):
-        decide(columns, "rloo", group_size=4)
+    for size, found in ((4, "has 5 of 4"), (5, "has 4 of 5"), (6, "2 incomplete groups")):
+        with pytest.raises(
+            BatchError, match=f"{found}.*the column 'expected_rollouts' instead of group_size"
+        ):
+            decide(columns, "rloo", group_size=size)
     # By hand: 1 less the mean of the others, 1/4, and 0 less theirs, 2/4; 1 less 0 of 3.
     found = decide(columns | {"expected_rollouts": [5] * 5 + [4] * 4}, "rloo", minibatches=1)
     assert found.advantage[[0, 1, 6]].tolist() == [0.75, -0.5, 1.0]

@@ -117,7 +117,7 @@ def weights_of_step(lines: list[Line], unit: str) -> list[float]:
 @pytest.mark.slow
 def test_reasons_advantages_and_weights_equal_a_loop():
     seen = set()
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
         options = drawn_options(rng)
         lines = drawn_lines(rng, options)
@@ -149,7 +149,7 @@ def test_carried_rows_are_trained_once_with_the_advantage_of_their_batch(missing
     options |= {"stages": {"split": split, "filter": None}}
     decider, other = Decider("rloo", **options), Decider("rloo", **options)
     fresh = decider.state_dict()
-    for seed in range(12):
+    for seed in range(6):
         rng, every, expected, trained = random.Random(seed), [], [], []
         decider.load_state_dict(fresh)
         for call in range(4):

@@ -250,17 +250,6 @@ def test_two_writing_processes_lose_no_row_in_a_buffer_that_wraps():
 
 
 @pytest.mark.slow
-def test_writers_that_overtake_the_reader_are_detected():
-    rows = rows_of(0, 2, 3)
-    buffer = shared_buffer(4, rows)
-    with told_writers(buffer, 2) as writers:
-        for writer in (0, 1, 0):
-            writers.tell(writer, rows[:2])
-        with pytest.raises(BatchError, match=r"0 rows .* read, and 6 were written, of which it holds 4"):
-            next(iter(drained(buffer)))
-
-
-@pytest.mark.slow
 def test_a_writer_killed_while_writing_raises_in_bounded_time():
     rows = rows_of(0, 2, 3)
     buffer = shared_buffer(20, rows)

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.transforms import (
     BatchError,
-    BatchWhitening,
     CompletenessGate,
     FanOutCollapse,
     GroupRelativeAdvantage,
@@ -121,22 +120,6 @@ def test_a_group_is_judged_without_empty_rollouts():
     order = ["gate", "collapse", "filter", "advantage"]
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [0, 2, 2, 2]))) == 0
     assert len(Pipeline(chain, order=order)(rows_of([9.0, 1, 1, 1], [1, 2, 2, 2]))) == 4
-
-
-def test_whitening_excludes_empty_rollouts():
-    """Counted rollouts have the advantages 2, -1 and -1, mean 0 and deviation sqrt(3); the other has 0."""
-    chain = stages() | {"whitening": BatchWhitening()}
-    found = Pipeline(chain)(rows_of([3.0, 7, 0, 0], [1, 0, 1, 1]))["advantage"].flatten()
-    assert found[1] == 0
-    assert found[[0, 2, 3]].sum().abs() < 1e-6
-    assert float(found[0]) == pytest.approx(2 / 3**0.5, rel=1e-3)
-
-
-def test_an_empty_row_of_a_rollout_with_tokens_is_counted():
-    batch = rows_of([2.0, 2, 0, 0, 0], [0, 3, 1, 1, 1], rollouts=[0, 0, 1, 2, 3])
-    pipeline = Pipeline(stages())
-    assert advantages(pipeline, batch) == by_hand(batch) == [1.5, 1.5, -0.5, -0.5, -0.5]
-    assert pipeline.ledger.counts()["gate/empty"] == 0
 
 
 def test_rows_masked_by_a_stage_still_count():

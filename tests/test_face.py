@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -24,6 +25,13 @@ def test_headrace_exports_the_public_names_of_both_packages():
     assert PUBLIC | {"conf", "pipeline", "transforms"} <= set(dir(headrace))
     for package in (headrace.pipeline, headrace.transforms):
         assert all(getattr(headrace, name) is getattr(package, name) for name in package.__all__)
+
+
+def test_help_begins_with_public_names_by_what_they_are_for():
+    rows = re.findall(r"^\w[\w ]+  +(\w+(?:, \w+)*)$", headrace.__doc__, re.MULTILINE)
+    named = [name for row in rows for name in row.split(", ")]
+    assert len(rows) == 7
+    assert {"load_pipeline", "decide", "ConfigError"} < {*named} < PUBLIC
 
 
 def test_type_checkers_see_all_names_of_both_packages():

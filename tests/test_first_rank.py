@@ -79,7 +79,7 @@ def test_carried_rows_of_ranks_keep_their_first_reason(tmp_path):
 
 def test_an_error_on_the_first_rank_is_raised_on_all_in_time(tmp_path):
     world = 3
-    for rank, told in enumerate(results_of(refuse_what_one_decides, world, tmp_path)):
+    for rank, told in enumerate(results_of(refuse_what_one_decides, world, tmp_path, tmp_path)):
         said = [said for said, _ in told]
         assert said[0] == said[2] == said[7] > 0
         assert re.search(r"stage 'gate', .*1 incomplete group: group 2\d* has 1 of 2", said[1])

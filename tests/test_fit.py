@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from any_rank import results_of
 from budgets import run_budget
 from cutting import cut_alone
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import run_processes
 from tensordict import TensorDict
 
 from headrace.transforms import BatchError, ShuffleSplit, assign_rows
@@ -92,8 +92,7 @@ def test_dropping_all_steps_raises_with_the_counts():
 
 
 def test_ranks_with_own_rows_agree_on_dropped_units(tmp_path):
-    run_processes(run_budget, 2, str(tmp_path), count=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = results_of(run_budget, 2, tmp_path)
     for mine, number in ((first, 0), (second, 3)):
         (rollouts, _, _, microbatch), verdict = mine["as many"]
         assert sorted(rollouts) == [number, number + 1, number + 2]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from saving import as_saved
 from tensordict import TensorDict, lazy_stack
 
 from headrace.pipeline import informative, load_pipeline
@@ -85,11 +84,8 @@ def test_leftover_groups_wait_for_the_next_batch_also_over_a_restart():
     stream = informative([batch_of(varied), batch_of(flat)], groups=2)
     batches = iter(stream)
     assert next(batches)["group_id"].tolist() == [0, 0, 1, 1]
-    file = io.BytesIO()
-    torch.save(stream.state_dict(), file)
-    file.seek(0)
     again = informative([], groups=2)
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again.load_state_dict(as_saved(stream.state_dict()))
     assert (again.ready, again.held, again.found) == (3, 6, 5)
     assert [batch["group_id"].tolist() for batch in again] == [[2, 2, 3, 3], [4, 4]]
     assert [batch["group_id"].tolist() for batch in batches] == [[2, 2, 3, 3], [4, 4]]

@@ -165,7 +165,7 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "stale" not in str(OPTIONS[name])])
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(seed=st.integers(0, 10**9))
 def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_factory):
     rng, path = random.Random(seed), tmp_path_factory.mktemp("journal") / "rows"
@@ -187,7 +187,8 @@ def test_state_after_crashes_equals_that_without_crashes(name, seed, tmp_path_fa
                 assembler = opened(path, name)
                 path = Path(assembler.journal)
             version, assembler.version = assembler.version, other.version
-            assert known(assembler) == known(other)
+            if event[0] != "version":
+                assert known(assembler) == known(other)
             assert version <= other.version
 
 
@@ -208,7 +209,7 @@ def test_a_file_cut_at_any_byte_keeps_its_whole_events(tmp_path, clock):
     path = tmp_path / "rows"
     sizes, states = bytes_of_events(path)
     content, cut = path.read_bytes(), tmp_path / "cut"
-    for length in [*range(sizes[0], sizes[-1], 511), *range(sizes[-2], sizes[-1] + 1, 57), *sizes]:
+    for length in [*range(sizes[0], sizes[-1], 1021), *range(sizes[-2], sizes[-1] + 1, 113), *sizes]:
         cut.write_bytes(content[:length])
         whole = max(place for place, size in enumerate(sizes) if size <= length)
         with warnings.catch_warnings(record=True) as said:
@@ -234,7 +235,7 @@ def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clo
     sizes, states = bytes_of_events(path)
     content, wrong = path.read_bytes(), tmp_path / "wrong"
     rng, refused = random.Random(0), 0
-    for _ in range(120):
+    for _ in range(60):
         at, bit = rng.randrange(sizes[0], len(content)), 1 << rng.randrange(8)
         flipped = bytearray(content)
         flipped[at] ^= bit
@@ -251,7 +252,7 @@ def test_a_changed_byte_is_cut_off_at_the_end_and_raises_before_it(tmp_path, clo
             refused += 1
         else:  # the last one is cut off, or nobody reads that byte
             assert found in ((states[-2], states[-1]) if event == len(sizes) - 2 else (states[-1],))
-    assert refused > 60
+    assert refused > 30
 
 
 # -- what is refused --------------------------------------------------------------------------------------
@@ -389,14 +390,14 @@ def test_rejected_groups_that_come_again_count_once_in_capacity(tmp_path):
 @pytest.mark.slow
 def test_a_file_is_at_most_twice_the_rows_held(tmp_path):
     path, assembler = tmp_path / "rows", make("plain", journal=tmp_path / "rows")
-    for group in range(300):
+    for group in range(150):
         lines = [Line(group, 2 * group, 0, True), Line(group, 2 * group + 1, 0, True)]
         assembler.put(batch_of_lines(lines, 2 * group))
         assembler.take()
         assembler.commit()
-    assert path.stat().st_size < 50_000
-    assembler.put(batch_of_lines([Line(300, 600, 0, True)], 600))
-    assert known(opened(path, "plain"))["received"] == 601
+    assert path.stat().st_size < 25_000
+    assembler.put(batch_of_lines([Line(150, 300, 0, True)], 300))
+    assert known(opened(path, "plain"))["received"] == 301
 
 
 def test_rows_of_workers_with_lost_rollouts_count_alike_after_a_crash(tmp_path, clock):

@@ -11,10 +11,11 @@ from types import EllipsisType
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from headrace.pipeline import ConfigError, load_pipeline
+from headrace.adapters import attach
+from headrace.pipeline import ConfigError, Decider, decide, load_pipeline
 from headrace.pipeline.composing import compose_config, recipes
 from headrace.pipeline.composing.recipe_names import Recipe
-from headrace.pipeline.load import KEYWORDS, settings_of
+from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
 from headrace.transforms.options import annotations_of
 
 pytestmark = pytest.mark.slow
@@ -127,7 +128,9 @@ def test_rows_is_a_keyword():
         (["grpo", "pipeline=rloo"], {}, "pipeline is set twice, by pipeline=grpo and by pipeline=rloo"),
         (["grpo"], {"groupsize": 8}, r"no keyword 'groupsize' \(did you mean 'group_size'.*are rows"),
         (["grpo", 8], {}, "KEY=VALUE; got 8. Give options by keyword, such as group_size=8"),
-        (["grpo"], {"clip": 8}, r"no keyword 'clip'; set it as stages={'advantage': {'clip': …}}"),
+        (["grpo"], {"clip": 8}, r"no keyword 'clip'; set it as stages={'advantage': {'clip': 8}}"),
+        (["grpo"], {"reward_key": "score"}, r"'reward_key'; set it as columns={'reward': 'score'}"),
+        ([{"gate": {}}], {}, r"a recipe is a name, such as 'grpo'; got {'gate': {}}"),
         (
             ["grpo"],
             {"stages": {"advantge": {"clip": None}}},
@@ -164,7 +167,7 @@ def test_options_of_other_nodes_do_not_conflict():
 
 def test_keywords_have_the_types_of_the_stages_and_are_documented():
     """load_pipeline takes exactly the options of its stages."""
-    hints = typing.get_type_hints(load_pipeline)
+    hints = typing.get_type_hints(PipelineOptions)
     parameters = inspect.signature(load_pipeline).parameters
     by_keyword = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
     assert by_keyword == {*KEYWORDS, "rows", "stages"} == {*VALUES, "rows", "stages"}
@@ -178,8 +181,15 @@ def test_keywords_have_the_types_of_the_stages_and_are_documented():
         if word == "process_group":  # by name alone: a group itself is no word
             assert literals(hints[word]) == {"world"}
             continue
-        assert set(typing.get_args(hints[word])) - {EllipsisType} == members(theirs), word
+        assert members(hints[word]) == members(theirs), word
         assert re.search(rf"^ +{word}: ", load_pipeline.__doc__, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("function", [load_pipeline, decide, Decider, attach])
+def test_help_shows_the_keywords_of_whatever_loads_a_pipeline(function):
+    parameters = inspect.signature(function).parameters
+    assert {*PipelineOptions.__annotations__} <= {*parameters}
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
 
 
 def members(hint) -> set:

@@ -35,7 +35,7 @@ MODES = {
     "trajectories-flat": {"yield_completed_trajectories": True, "flatten_data": True},
     "last-steps": {"yield_only_last_steps": True},
 }
-LAST, ENOUGH = "last-steps", 12
+LAST, ENOUGH = "last-steps", 8
 # Where its budget ends between two turns, torchrl 0.14.1 waits for an environment that it has not asked.
 ENDLESS = {"total_dialog_turns": -1}
 

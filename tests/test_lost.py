@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 import pytest
-import torch
 from fleets import Fleet, Sent
+from saving import as_saved
 from tensordict import TensorDict
 
 from headrace.transforms import BatchError, GroupAssembler, IncompleteGroupsError, StreamWarning
@@ -23,17 +22,14 @@ def in_pieces(rows: list[Sent], rng: random.Random) -> list[list[Sent]]:
 
 
 def resumed(assembler: GroupAssembler) -> GroupAssembler:
-    file = io.BytesIO()
-    torch.save(assembler.state_dict(), file)
-    file.seek(0)
     again = GroupAssembler(max_idle=10**6)
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again.load_state_dict(as_saved(assembler.state_dict()))
     return again
 
 
 @pytest.mark.filterwarnings("ignore::headrace.transforms.StreamWarning")
-def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows(quick):
-    for seed in range(60 if quick else 120):
+def test_groups_taken_and_dropped_equal_those_of_a_loop_over_all_rows():
+    for seed in range(60):
         rng = random.Random(seed)
         fleet = Fleet(rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 6))
         streams = [list(fleet.rows(worker, rng)) for worker in range(fleet.workers)]

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import random
-import statistics
-from fractions import Fraction
-
 import pytest
 import torch
 from composed import composed
-from policies import with_old
 from recipes import of, pipeline_of
 from tensordict import TensorDict
 from test_recipes_of_the_field import NO_LONE, columns_for, ragged_batch
 
-import headrace
 from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.report import page_data
 from headrace.transforms import (
     BatchError,
     FanOutCollapse,
     Finite,
-    GroupAssembler,
     GroupRelativeAdvantage,
     SampleFilter,
     TreeAdvantage,
@@ -76,7 +68,7 @@ def test_a_masked_rollout_leaves_as_if_finite_excluded_it(make_batch, recipes):
             assert REASON in reasons[0]
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "mt_grpo", "tree_grpo", "gdpo"])
+@pytest.mark.parametrize("recipe", ["grpo", "mt_grpo", "tree_grpo"])
 def test_the_keyword_of_the_recipe_is_enough(make_batch, recipe):
     """Without it NaN is refused, by an error that names the option."""
     batch = lacking(make_batch, recipe)
@@ -98,85 +90,6 @@ def test_rows_that_are_turns_may_lack_a_reward(make_batch):
 
 
 # -- an independent loop ----------------------------------------------------------------------------------
-
-
-def looped(rows: list[dict], unit: str) -> tuple[list[float], list[Fraction]]:
-    """Leave-one-out advantages and weights, one row after another; rollouts without a reward are nowhere."""
-    reward = {row["rollout"]: row["reward"] for row in rows if not math.isnan(row["reward"])}
-    group = {row["rollout"]: row["group"] for row in rows}
-    inside = [row for row in rows if row["rollout"] in reward and row["tokens"]]
-    advantages, weights = [], []
-    for row in rows:
-        own = row["rollout"]
-        if row not in inside:
-            advantages.append(0.0)
-            weights.append(Fraction(0))
-            continue
-        others = [r for k, r in reward.items() if group[k] == row["group"] and k != own]
-        advantages.append(reward[own] - statistics.fmean(others) if others else 0.0)
-        if unit == "token":
-            weights.append(Fraction(1, sum(each["tokens"] for each in inside)))
-        elif unit == "sample":
-            weights.append(Fraction(1, len(inside) * row["tokens"]))
-        else:
-            peers = [each for each in inside if each[unit] == row[unit]]
-            units = len({each[unit] for each in inside})
-            weights.append(Fraction(1, units * sum(each["tokens"] for each in peers)))
-    return advantages, weights
-
-
-def drawn(seed: int) -> list[dict]:
-    """Up to five groups of one to five rollouts of one to three rows; a quarter has no reward."""
-    rng, rows = random.Random(seed), []
-    for group in range(rng.randint(1, 5)):
-        for number in range(rng.randint(1, 5)):
-            reward = NAN if rng.random() < 0.25 else rng.randint(-4, 4) / 4
-            rows += [
-                {
-                    "group": group,
-                    "rollout": 10 * group + number,
-                    "reward": reward,
-                    "tokens": rng.randint(1, 6),
-                }
-                for _ in range(rng.choice([1, 1, 2, 3]))
-            ]
-    rng.shuffle(rows)
-    return rows
-
-
-def columns_of(rows: list[dict]) -> dict[str, list]:
-    names = {"group_id": "group", "rollout_id": "rollout", "reward": "reward", "tokens": "tokens"}
-    columns = {name: [row[key] for row in rows] for name, key in names.items()}
-    sizes = {row["group"]: len({r["rollout"] for r in rows if r["group"] == row["group"]}) for row in rows}
-    return columns | {"expected_rollouts": [sizes[row["group"]] for row in rows]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("unit", ["token", "sample", "rollout", "group"])
-def test_decide_equals_a_loop_that_never_saw_the_rollout(unit):
-    options = {"minibatches": 1, "loss_unit": unit, "missing": "mask", "stages": {"filter": None}}
-    for seed in range(30):
-        rows = drawn(seed)
-        advantages, weights = looped(rows, unit)
-        found = headrace.decide(columns_of(rows), "rloo", **options)
-        assert found.advantage.tolist() == pytest.approx(advantages, abs=1e-12), seed
-        assert found.loss_weight.tolist() == pytest.approx([float(each) for each in weights]), seed
-        assert found.reason == [REASON if math.isnan(row["reward"]) else "" for row in rows]
-        total = sum(w * row["tokens"] for w, row in zip(found.loss_weight.tolist(), rows, strict=True))
-        assert total == pytest.approx(1.0 if any(weights) else 0.0)
-
-
-def test_skip_keeps_the_tokens_in_the_mean_and_mask_does_not():
-    """18 tokens, of which 4 are of the rollout without a reward."""
-    columns = {"group_id": [0, 0, 0, 1, 1, 1], "rollout_id": range(6), "tokens": [3, 2, 4, 1, 5, 3]}
-    columns = {name: list(values) for name, values in columns.items()} | {"reward": [1.0, 0, NAN, 1, 0, 1]}
-    options = {"group_size": 3, "minibatches": 1, "shuffle": False}
-    skipped = headrace.decide(columns, "rloo", missing="skip", **options)
-    masked = headrace.decide(columns, "rloo", missing="mask", **options)
-    assert skipped.loss_weight.tolist() == pytest.approx([1 / 18] * 6)
-    assert masked.loss_weight.tolist() == pytest.approx([1 / 14, 1 / 14, 0, 1 / 14, 1 / 14, 1 / 14])
-    assert skipped.advantage.tolist() == masked.advantage.tolist()
-    assert masked.reason[2] == REASON
 
 
 # -- several rewards --------------------------------------------------------------------------------------
@@ -228,35 +141,6 @@ def test_a_batch_without_any_reward_trains_nothing(make_batch):
     run = load_pipeline("grpo", group_size=2, missing="mask").run(make_batch([NAN, NAN], [0, 0]))
     assert sum(int(part[MASK].sum()) for part in run.minibatches()) == 0
     assert str(run.ledger) == f"Ledger({REASON}: 2)"
-
-
-def test_a_stream_of_groups_trains_as_one_batch(make_batch):
-    """Rows arrive one after another, of groups that are given out when they are whole."""
-    batch = make_batch([1.0, 0, NAN, NAN, 2, 4], [0, 0, 0, 1, 1, 1])
-    batch["next", "done"] = torch.ones(6, 1, dtype=torch.bool)
-    batch["next", "status"] = torch.zeros(6, dtype=torch.int64)
-    assembler, came = GroupAssembler(group_size=3), []
-    for row in (0, 3, 1, 4, 2, 5):
-        assembler.put(batch[row : row + 1])
-        if (group := assembler.take()) is not None:
-            came.append(group)
-    assert [len(group) for group in came] == [3, 3]
-    pipeline = load_pipeline("rloo", group_size=3, missing="mask", minibatches=1, stages={"filter": None})
-    found = {}
-    for group in came:
-        out = pipeline(group)
-        found |= dict(zip(out["rollout_id"].tolist(), out["advantage"].flatten().tolist(), strict=True))
-    assert [found[row] for row in range(6)] == [1.0, -1.0, 0.0, 0.0, -2.0, 2.0]
-
-
-def test_a_half_in_a_buffer_masks_as_the_whole_does(make_batch):
-    batch = with_old(make_batch([1.0, 0, NAN, 3, 2, 4], [0, 0, 0, 1, 1, 1]), 0.0)
-    pipeline = load_pipeline("grpo", group_size=3, missing="mask", minibatches=1, shuffle=False)
-    first, second = pipeline.halves()
-    whole, parts = pipeline(batch), second(first(batch))
-    for key in ("advantage", "loss_weight", MASK):
-        assert torch.equal(whole[key], parts[key])
-    assert whole[MASK][2].sum() == 0
 
 
 def test_the_page_shows_the_rollout_without_reward_and_why_it_left(make_batch):

@@ -91,7 +91,8 @@ def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
     if text := texts.get("rollouts-truncated"):
         everywhere = percent(mean_of(shares, 0, len(rewards) - 1))
         window = f"mean of steps {len(rewards) - 5} to {len(rewards) - 1}"
-        window += f"; over all {len(rewards)} steps {everywhere}"
+        all_steps = f"over all {len(rewards)} steps"
+        window += f", and {all_steps}" if everywhere == percent(last_five) else f"; {all_steps} {everywhere}"
         assert text.startswith(f"{percent(last_five)} of the rollouts were truncated ({window}).")
     if text := texts.get("lengths-explode"):
         for value, first, last in stated(text):
@@ -114,9 +115,9 @@ def test_page_and_terminal_have_the_same_verdict_and_advisories(replayed):
     last = data["steps"][-1]
     assert all(sentence in text for sentence in last["verdict"].removesuffix(".").split(". "))
     assert last["advisories"]
-    for each in last["advisories"][:3]:  # what the verdict says is not said again
+    for at, each in enumerate(last["advisories"][:3]):  # what the verdict says is not said again
         assert each["text"].removesuffix(".") in text
-        assert f"\n{each['name']}: " in text
+        assert f"\n{'first, ' * (at == 0)}{each['name']}: " in text
 
 
 def test_a_number_of_a_step_is_equal_in_tile_curve_funnel_and_verdict(replayed):

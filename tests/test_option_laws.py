@@ -37,8 +37,8 @@ from headrace.transforms import (
 )
 from headrace.transforms.options import annotations_of
 
-# What functions return, and nobody writes down; and load_pipeline, whose words go to the stages.
-RESULTS = {"Run", "StepReport", "load_pipeline"}
+# What functions return, and nobody writes down; and those whose words go to the stages.
+RESULTS = {"Run", "StepReport", "load_pipeline", "decide", "Decider"}
 
 
 def takers():

@@ -85,14 +85,6 @@ def test_stages_with_an_effect_are_accepted():
     assert pipeline.order == ["finite", "gate", "collapse", "filter", "advantage", "empty", "cut"]
 
 
-def test_an_excluded_nan_reward_never_reaches_a_baseline(make_batch):
-    pipeline = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude"), **stages(gate=None)})
-    out = pipeline(make_batch([float("nan"), 1, 3, 3], [0, 0, 0, 0], [0, 1, 2, 2]))
-    found = {int(r): float(a) for r, a in zip(out["rollout_id"], out["advantage"].flatten(), strict=True)}
-    assert {r: found[r] for r in found if r} == {r: a for r, a in {1: -1.0, 2: 1.0}.items() if r in found}
-    assert found.get(0, 0.0) == 0.0
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import io
 import os
 import pickle
 import random
@@ -24,6 +23,7 @@ from composed import composed
 from faults import CELLS, ELSEWHERE, LONGEST, SILENCE, Carried, Cell, check
 from fleets import Fleet, Sent
 from rollouts import make_policy
+from saving import as_saved
 from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, RayReplayBuffer, SamplerWithoutReplacement
 
@@ -97,11 +97,9 @@ def on_ray(cell: Cell, came: Path) -> Carried:
     count, batches, begun = 0, [], cell.resumed_at or 0
     if begun:
         ray.get(send.remote(assembler, cell.pieces[:begun], came))
-        count, file = int(came.read_text()), io.BytesIO()
-        torch.save(assembler.state_dict(), file)
-        file.seek(0)
+        count, state = int(came.read_text()), as_saved(assembler.state_dict())
         assembler = fresh(1, **cell.options)
-        assembler.load_state_dict(torch.load(file, weights_only=True))
+        assembler.load_state_dict(state)
     came.write_text("0")
     writer = send.remote(assembler, cell.pieces[begun:], came, cell.then)
     error: BaseException | None = None
@@ -173,22 +171,6 @@ def test_all_our_errors_pickle_between_processes():
     with pytest.raises(BatchError) as refused:
         GroupAssembler(on_failure="raise").put(batch_of_lines([Line(7, 1, 0, True, 3), Line(7, 2, 0, True)]))
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
-
-
-def test_groups_equal_those_of_one_process_and_those_of_a_batch_may_be_too_few():
-    assembler = fresh(groups=4, segment_key="segment")
-    writers = [send.remote(assembler, pieces(slice(part, None, 2))) for part in (0, 1)]
-    first, second = assembler.batches(writers, patience=LONGEST)
-    assert (len(first), len(second)) == (16, 8)
-    found = torch.cat([first["number"], second["number"]])
-    assert found.sort().values.tolist() == list(range(len(LINES)))
-    groups = found.view(6, 4)  # of two rollouts, each of segments 0 and 1
-    assert all(sorted(group.tolist()) == group[[0, 2, 1, 3]].tolist() for group in groups)
-    assert (assembler.emitted, assembler.held, assembler.ready, assembler.pending) == (6, 0, 0, 0)
-    assembler = fresh(groups=4)
-    writer = send.remote(assembler, pieces(size=24))
-    (batch,) = assembler.batches([writer], patience=LONGEST, leftovers="drop")
-    assert (len(batch), assembler.counts["unfinished"]) == (16, 8)
 
 
 def test_versions_capacity_and_announcements_equal_those_of_the_assembler():
@@ -368,20 +350,6 @@ def test_rows_lost_with_their_node_are_counted_and_others_trained():
             assert time.monotonic() < end
             time.sleep(0.1)
     assert len(assembler.take()) == 4
-
-
-def test_a_dead_actor_loses_its_rows_and_another_resumes_from_the_state():
-    assembler, again = fresh(1), fresh()
-    assembler.put(pieces(size=2)[0])
-    state = assembler.state_dict()
-    ACTORS.pop(1).shutdown()
-    with pytest.raises(ray.exceptions.RayActorError):
-        assembler.put(pieces(size=2)[1])
-    again.load_state_dict(state)
-    again.put(pieces(size=2)[1])
-    assert again.take()["number"].tolist() == [0, 2, 1, 3]
-    with pytest.raises(ValueError, match="reads the same columns"):
-        again.load_state_dict(GroupAssembler(group_key="other").state_dict())
 
 
 def test_invalid_options_raise_before_an_actor_starts():

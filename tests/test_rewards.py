@@ -9,7 +9,6 @@ import pytest
 import torch
 from alone import said_by
 from batches import batch_of
-from composed import composed
 from dumps import trl_dump
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from headrace.pipeline.report import page_data, report_table
 from headrace.pipeline.sources import open_source
 from headrace.transforms import (
     BatchError,
-    BatchWhitening,
     FanOutCollapse,
     GroupRelativeAdvantage,
     LengthPenalty,
@@ -197,29 +195,6 @@ def test_a_rollout_without_a_reward_changes_no_other_and_has_advantage_0(make_ba
             alone = run(name, batch)
             torch.testing.assert_close(found[: len(batch)], alone, rtol=1e-5, atol=1e-6, equal_nan=True)
             assert (found[len(batch) :].nan_to_num(0.0) == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "stage"), list(zip(("grpo", "mt_grpo", "tree_grpo"), REWARDED, strict=True))
-)
-def test_one_option_allows_missing_rewards(recipe, stage):
-    stages = composed(f"pipeline={recipe}", "pipeline.stages.collapse.missing=skip").stages
-    assert stages["collapse"].missing == stages[stage].missing == "skip"
-
-
-@pytest.mark.parametrize("collapse", [True, False])
-def test_a_missing_reward_is_in_no_later_statistic(make_batch, collapse):
-    batch = make_batch([1.0, 3, NAN, 2, 6, 7], [0, 0, 0, 1, 1, 1])
-    stages = {"collapse": FanOutCollapse(missing="skip")} if collapse else {}
-    stages |= {
-        "advantage": GroupRelativeAdvantage(scale="none", missing="skip"),
-        "whitening": BatchWhitening(per="sample"),
-    }
-    known = torch.tensor([True, True, False, True, True, True])
-    expected = Pipeline(stages)(batch[known])["advantage"].flatten()
-    found = Pipeline(stages)(batch)["advantage"].flatten()
-    assert found[2] == 0
-    assert torch.equal(found[known], expected)
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, NAN], [NAN, 1.0, 1.0], [NAN, NAN, NAN], [NAN, 1.0, NAN]])

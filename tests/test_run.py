@@ -29,7 +29,7 @@ from headrace.transforms import (
 )
 
 REWARD = ("next", "reward")
-THREADS, BATCHES = 3, 60
+THREADS, BATCHES = 3, 20
 
 
 def content(run: Run) -> dict:
@@ -132,6 +132,21 @@ def test_a_gate_in_two_pipelines_has_separate_metrics(make_batch):
 
 
 # -- several threads -------------------------------------------------------------------------------------
+
+
+def test_a_run_without_rows_has_what_a_run_with_rows_has_and_all_of_it_is_empty():
+    """A loop over results needs no special case for a step, or a rank, of which nothing came."""
+    pipeline = Pipeline({"gate": CompletenessGate(group_size=2), "split": ShuffleSplit(minibatches=1)})
+    full, empty = pipeline.run(numbered(0, 0)), pipeline.run(numbered(0, 0)[:0])
+    for name, value in empty.metrics.items():
+        assert name in full.metrics
+        assert value == 0, name
+    assert empty.metrics == pipeline.metrics
+    assert empty.ledger.counts() == {"trained": 0}
+    assert empty.ledger.rows("trained") == [*empty.minibatches()] == empty.places == []
+    assert empty.ledger.ids.keys() == full.ledger.ids.keys()
+    assert empty.report().numbers == {**empty.metrics}
+    assert (len(empty.batch), repr(empty), "</table>" in empty._repr_html_()) == (0, "Run(Ledger())", True)
 
 
 @pytest.mark.slow

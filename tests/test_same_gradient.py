@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
+from any_rank import results_of
 from gradients import MEANS, distance, gradient, make_scene, run_rank, run_uneven
-from processes import run_processes
 
 from headrace.transforms import pack
 
@@ -80,11 +81,10 @@ def test_token_advantages_give_the_gradient_of_the_whole_batch(scene):
         assert distance(gradient(policy, batch, "constant", **cut), whole) < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("unit", MEANS)
-def test_units_give_different_gradients(scene, unit):
+def test_units_give_different_gradients(scene):
     _, policy, batch = scene
-    others = [gradient(policy, batch, other) for other in MEANS if other != unit]
-    assert all(distance(other, gradient(policy, batch, unit)) > 1e-3 for other in others)
+    found = [gradient(policy, batch, unit) for unit in MEANS]
+    assert all(distance(one, other) > 1e-3 for one, other in combinations(found, 2))
 
 
 @pytest.mark.parametrize("unit", MEANS)
@@ -112,10 +112,7 @@ def test_folded_and_summed_weights_agree_on_the_policy_term(scene):
 
 @pytest.mark.slow
 def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
-    world = 2
-    run_processes(run_rank, world, str(tmp_path), count=world)
-    for rank in range(world):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for rank, found in enumerate(results_of(run_rank, 2, tmp_path)):
         assert len(found) == 2 * len(MEANS) * 5
         for (dtype, unit, way), far in found.items():
             assert far < (1e-6 if "32" in dtype else 1e-12), (rank, dtype, unit, way)
@@ -124,8 +121,7 @@ def test_processes_that_share_a_batch_or_have_own_rows_agree(tmp_path):
 @pytest.mark.slow
 def test_an_error_in_one_process_is_raised_in_all_and_empty_ranks_take_each_step(tmp_path):
     """Otherwise the others would wait for it."""
-    run_processes(run_uneven, 2, str(tmp_path), count=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = results_of(run_uneven, 2, tmp_path)
     for how, all_steps in (("minibatches", 2), ("call", 1)):
         for told in (first, second):
             assert told["one is empty", how] == told["one has too few", how] == all_steps

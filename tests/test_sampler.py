@@ -75,16 +75,6 @@ def test_group_and_rollout_ids_never_repeat(drawn, **options):
     torch.testing.assert_close(next(restored.draws()), next(first.draws()))
 
 
-@given(data=st.data(), **SHAPES)
-def test_the_batch_of_a_group_follows_from_its_id(data, **options):
-    """Compared with the sampled groups: any groups of any batches, and their whole batches."""
-    drawer, other = (RepeatSampler(remainder="uneven", **options) for _ in "ab")
-    batches = [draws["group_id"].unique().tolist() for draws in islice(drawer.draws(), 7)]
-    seen = data.draw(st.lists(st.sampled_from([group for batch in batches for group in batch])))
-    expected = [group for batch in batches if set(batch) & set(seen) for group in batch]
-    assert sorted(other.drawn_with(seen)) == expected
-
-
 @st.composite
 def shared(draw) -> tuple[int, dict]:
     """How many ranks draw together, and the options of all."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import quick_starts
 from quizzes import QuizEnv, collect, make_quiz, quiz_makers
+from saving import as_saved
 from tensordict import TensorDict
 from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
@@ -141,17 +139,10 @@ def test_a_group_that_loses_a_rollout_before_its_first_step_is_not_announced():
 # -- its state --------------------------------------------------------------------------------------------
 
 
-def saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_a_restored_environment_starts_with_the_next_whole_group():
     env, other = make_quiz(slots=3), make_quiz(slots=3)
     env.reset()
-    other.load_state_dict(saved(env.state_dict()))
+    other.load_state_dict(as_saved(env.state_dict()))
     assert other.reset()["rollout_id"].flatten().tolist() == [4, 5, 6]
     with pytest.raises(ValueError, match=r"must have the same options .*'workers': 2"):
         make_quiz(1, 2).load_state_dict(env.state_dict())

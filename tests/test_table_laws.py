@@ -173,13 +173,6 @@ def test_a_batch_without_kept_rows_is_no_error(stage):
     assert run.ledger.counts()["trained"] == 0
 
 
-def test_text_ids_are_numbered_under_a_renamed_column_too():
-    batch = batch_of([1.0, 3], [0, 0])
-    batch["uid"] = ["a", "a"]
-    run = Pipeline({"advantage": GroupRelativeAdvantage(group_key="uid", scale="none")}).run(batch)
-    assert run.batch["advantage"].flatten().tolist() == [-1, 1]
-
-
 def test_any_stage_may_exclude_rows_from_the_statistics():
     def exclude(batch):
         return batch.set(COUNTED, batch["rollout_id"] > 0)

@@ -127,11 +127,11 @@ def part_of(step: TensorDictBase, rank: int) -> TensorDictBase:
     return step[step["headrace", "rank"] == rank]
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["dense", "ragged"])
-def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(ragged, name):
+def test_rows_without_tokens_give_the_same_batches_metrics_and_steps(name):
     """A stream of each recipe and of each option: uneven groups, rows that are lost, fail or come twice."""
     steps_seen = masked = 0
     for seed in range(5):
+        ragged = seed % 2 == 0
         options = {**OPTIONS[(2 * seed + ragged) % 5], "on_duplicate": "drop"}
         words, epochs = RECIPES[seed], 1 + seed % 2
         if "mask" in options.values() and any("keep" in word for word in words):

@@ -16,8 +16,6 @@ from headrace.transforms import (
     DirectedWeight,
     EntropyShare,
     LogRatio,
-    RewardWithin,
-    SampleFilter,
     StalenessWeight,
     TokenAdvantage,
     TopShare,
@@ -157,16 +155,6 @@ def test_a_callable_factor_is_called_for_each_batch(batch):
     stage = TokenAdvantage(term=LogRatio(), factor=lambda: next(factors))
     assert torch.equal(stage(batch)["advantage"], batch["advantage"].expand(6, 7, 1))
     assert torch.equal(stage(batch)["advantage"], TokenAdvantage(**TERMS["teacher"]())(batch)["advantage"])
-
-
-@pytest.mark.parametrize("action", ["mask", "exclude"])
-def test_masked_rows_are_in_no_statistic_and_keep_their_advantage(batch, action):
-    batch["next", "reward"] = torch.tensor([0.0, 9, 0, 0, 9, 0]).view(6, 1)
-    silent = SampleFilter(criterion=RewardWithin(high=1.0), action=action)(batch)
-    rows = torch.tensor([0, 2, 3, 5])
-    stage = TokenAdvantage(term=LogRatio(centre="batch"))
-    assert torch.equal(stage(silent)["advantage"][rows], stage(batch[rows])["advantage"])
-    assert torch.equal(stage(silent)["advantage"][1], batch["advantage"][1].expand(7, 1))
 
 
 def test_rows_without_a_reward_are_in_no_statistic_and_keep_their_advantage(batch):

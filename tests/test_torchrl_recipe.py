@@ -57,9 +57,9 @@ def examples(monkeypatch):
 @pytest.mark.parametrize(("name", "turns"), [(BEFORE, 1), (AFTER, 2)])
 def test_both_recipes_run_and_stop(examples, name, turns):
     steps = list(
-        examples[name].train(steps=3, turns=turns, num_envs=16, dialog_turns_per_batch=32, batch_size=16)
+        examples[name].train(steps=2, turns=turns, num_envs=16, dialog_turns_per_batch=32, batch_size=16)
     )
-    assert len(steps) == 3
+    assert len(steps) == 2
     assert all(0 <= reward <= 1 and math.isfinite(value) for reward, value in steps)
     assert any(value != 0 for _, value in steps)
 
@@ -70,7 +70,7 @@ def test_rollouts_of_several_turns_get_equal_advantages_from_both():
 
     def collect():
         policy = make_policy(make_model(tokenizer), tokenizer)
-        counts = {"dialog_turns_per_batch": 9, "total_dialog_turns": 45}
+        counts = {"dialog_turns_per_batch": 9, "total_dialog_turns": 36}
         env = make_env(tokenizer, envs=3)
         return LLMCollector(env, policy=policy, yield_completed_trajectories=True, **counts)
 
@@ -87,5 +87,5 @@ def test_rollouts_of_several_turns_get_equal_advantages_from_both():
     expected, rows = advantages(theirs, collect())
     found, as_many = advantages(ours, assembled(collect(), GroupAssembler(group_size=GROUP_SIZE)))
     assert (found.keys(), as_many) == (expected.keys(), rows)
-    assert len(found) >= 10
+    assert len(found) >= 8
     assert found == pytest.approx(expected, abs=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ import torch
 from assembly import Line, batch_of_lines, same_rows
 from batches import batch_of
 from composed import composed
+from saving import as_saved
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, lazy_stack
 
 from headrace.pipeline import RolloutQueue, StepQueue, assembled, group_sampler
@@ -91,18 +91,6 @@ def produce(queue: RolloutQueue, pieces: Sequence[TensorDict], dies: bool = Fals
     queue.end()
 
 
-def test_rows_of_several_producers_make_the_groups_of_one_process(name):
-    rows, handle = batch_of_lines(LINES), RolloutQueue(name)
-    producers = [produce.remote(handle, rows[part::2].split(3)) for part in (0, 1)]
-    assembler = GroupAssembler(groups=2, segment_key="segment")
-    batches = list(assembled(RolloutQueue(name, producers=2), assembler, patience=PATIENCE))
-    ray.get(producers)
-    found = torch.cat([batch["number"] for batch in batches])
-    assert found.sort().values.tolist() == list(range(len(LINES)))
-    assert all(sorted(group) == [group[i] for i in (0, 2, 1, 3)] for group in found.view(6, 4).tolist())
-    assert keys_in(name) == []
-
-
 def test_a_dead_producer_is_a_stall_in_bounded_time(name):
     rows, handle = batch_of_lines(LINES[:7]), RolloutQueue(name)
     producer = produce.remote(handle, rows.split(3), dies=True)
@@ -170,11 +158,9 @@ def test_a_reader_resumes_from_its_last_state_or_the_one_before(at, after, group
     for _ in range(at + 1):  # a state after each batch, but perhaps the last, which is lost with it
         begun += numbers([next(batches)])
         if len(states) < at + after:
-            states.append(io.BytesIO())
-            torch.save(stream.state_dict(), states[-1])
+            states.append(as_saved(stream.state_dict()))
     assert begun == expected[: at + 1]
-    states[at - 1].seek(0)
-    again = read(torch.load(states[at - 1], weights_only=True))
+    again = read(states[at - 1])
     assert numbers(again) == expected[at:]
     for _ in range(2):
         again.state_dict()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from any_rank import results_of
 from gradients import distance
-from processes import run_processes
 from tree_models import as_tree, gradient_of, make_actor, make_batch, run_rank
 from tries import Trie, scenes
 
@@ -54,8 +53,6 @@ def test_a_tree_of_a_llama_has_the_gradient_of_its_rows(name):
 
 
 def test_a_tree_has_the_gradient_of_its_rows_on_two_processes(tmp_path):
-    run_processes(run_rank, 2, str(tmp_path), count=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
+    for found in results_of(run_rank, 2, tmp_path):
         assert len(found) == 4 * len(SCENES)
         assert {way: far for way, far in found.items() if far > 1e-12} == {}

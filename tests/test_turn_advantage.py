@@ -1,8 +1,7 @@
-"""Turn advantages equal those of a loop, and their bias is checked on the exact gradient of a small task."""
+"""Turn advantages equal those of a loop."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from headrace.transforms import BatchError, RewardsToGo, StateAdvantage, TurnAdvantage, turn_advantage
+from headrace.transforms import BatchError, StateAdvantage, TurnAdvantage, turn_advantage
 from headrace.transforms.schema import COUNTED, RETURN
 
 MASK = ("masks", "all_assistant_mask")
@@ -174,74 +173,6 @@ def test_an_excluded_turn_keeps_its_index():
 def test_a_scale_per_step_within_a_state_is_refused():
     with pytest.raises(ValueError, match="needs one scale for all steps of a rollout in a state"):
         StateAdvantage(baseline="leave_one_out", scale="leave_one_out")
-
-
-# -- exact bias -------------------------------------------------------------------------------------------
-
-THETA = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64)
-ENDS = [0.0, 0.3, 1.0, 0.2]  # what ending after so many turns pays
-PER_TURN, GROUP = 0.5, 4
-
-
-def kinds():
-    """By turns taken: the probability, and d log π / dθ of each decision, of which one with 3 turns has 3."""
-    go = torch.sigmoid(THETA)
-    found = []
-    for taken in range(4):
-        decisions = [(k, True) for k in range(taken)] + ([(taken, False)] if taken < 3 else [])
-        chance = math.prod(float(go[k] if goes else 1 - go[k]) for k, goes in decisions)
-        found.append((chance, [(k, float((1 - go[k]) if goes else -go[k])) for k, goes in decisions]))
-    return found
-
-
-def all_groups():
-    """Every outcome of a group as a group of one batch: rows are decisions, and ids of them."""
-    rows = []
-    for group, outcome in enumerate(itertools.product(range(4), repeat=GROUP)):
-        for place, taken in enumerate(outcome):
-            decisions = range(min(taken + 1, 3))
-            for k in decisions:
-                reward = PER_TURN * (k < taken) + ENDS[taken] * (k == decisions[-1])
-                rows.append((group, group * GROUP + place, k, reward, taken))
-    return rows
-
-
-def ratios(credit_by_row, rows):
-    """E[A ∇ log π] over the true gradient, by parameter: the expectation over all outcomes, no sampling."""
-    found, true = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    of = kinds()
-    for chance, decisions in of:
-        taken = of.index((chance, decisions))
-        for k, slope in decisions:
-            true[k] += chance * slope * (PER_TURN * taken + ENDS[taken])
-    chances = [math.prod(of[t][0] for t in outcome) for outcome in itertools.product(range(4), repeat=GROUP)]
-    for (group, _, k, _, taken), credit in zip(rows, credit_by_row, strict=True):
-        found[k] += chances[group] * dict(of[taken][1])[k] * float(credit) / GROUP
-    return (found / true).tolist()
-
-
-def decisions_batch(rows):
-    groups, rollouts, turns, rewards, _ = (list(column) for column in zip(*rows, strict=True))
-    return turns_as_rows(rewards, groups, rollouts, turn=turns)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [1, 1, 1]),
-        ({"alone": "zero"}, [1, 0.923, 0.592]),
-        ({"baseline": "mean", "alone": "zero"}, [0.75, 0.58, 0.33]),
-    ],
-)
-def test_the_gradient_is_unbiased_only_against_the_others(options, expected):
-    """The stop-or-continue task: all 4⁴ outcomes of a group, weighed by their probability."""
-    rows = all_groups()
-    batch = decisions_batch(rows)
-    out = TurnAdvantage(turn_index_key=None, turn_key="turn", **options)(batch)["advantage"].flatten()
-    assert ratios(out, rows) == pytest.approx(expected, abs=5e-3 if 1 not in expected[1:] else 1e-12)
-    state = StateAdvantage(state_key="turn", **{"baseline": "leave_one_out", "alone": "return"} | options)
-    batch = RewardsToGo(turn_key="turn")(batch).set("advantage", torch.zeros(len(batch), 1, 1).double())
-    assert torch.allclose(state(batch)["advantage"].flatten(), out, rtol=1e-12, atol=1e-12)
 
 
 # -- states -----------------------------------------------------------------------------------------------

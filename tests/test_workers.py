@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +18,6 @@ from turns import (
     OneAction,
     TurnsEnv,
     die,
-    hang,
     last_turn,
     makers,
     of_one_process,
@@ -184,53 +180,6 @@ def test_the_state_of_collecting_workers_is_refused_since_it_loses_rows():
 
 
 # -- workers that die or hang ---------------------------------------------------------------------------
-
-
-def collect_until_error(stream) -> tuple[list[TensorDictBase], BaseException | None]:
-    batches = []
-    try:
-        for batch in stream:
-            batches.append(batch)
-    except (RuntimeError, BatchError) as err:
-        return batches, err
-    return batches, None
-
-
-def go_on(assembler: GroupAssembler, before: list[TensorDictBase]) -> None:
-    """New workers, with other rollouts, and another assembler with the state of this one."""
-    file = io.BytesIO()
-    torch.save(assembler.state_dict(), file)
-    file.seek(0)
-    again = GroupAssembler(timeout=10)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    held = again.held
-    with collecting("sync", makers(2, first=SECOND)) as collector:
-        after = list(assembled(collector, again, patience=PATIENCE))
-    groups = check_groups([*before, *after])
-    assert min(by_group(after)) >= SECOND // 4
-    assert len(groups) > len(by_group(before)) + 4
-    assert again.counts["timeout"] >= held > 0
-    assert sum(map(len, after)) + sum(again.counts.values()) == held + FRAMES
-
-
-@pytest.mark.filterwarnings("ignore:rollouts do not end")
-@pytest.mark.parametrize(
-    ("kind", "what", "why"),
-    [
-        ("sync", die, r"worker 1 \(exit code -9\)"),
-        ("async", hang, "the last 20 puts have made no group whole"),
-    ],
-)
-def test_a_killed_or_hanging_worker_raises_with_the_waiting_rows_and_new_ones_continue(kind, what, why):
-    """The fault table has what is said behind each collector."""
-    assembler, begun = GroupAssembler(max_idle=20), time.monotonic()
-    trouble = functools.partial(what, at=6)
-    with collecting(kind, makers(2, trouble), hangs=what is hang, total_frames=-1) as collector:
-        batches, error = collect_until_error(assembled(collector, assembler, patience=PATIENCE))
-    assert time.monotonic() - begun < PATIENCE
-    said = " ".join([str(error), *getattr(error, "__notes__", ())])
-    assert re.search(f"{why}.*Waiting: group ", said, re.DOTALL)
-    go_on(assembler, batches)
 
 
 # -- a buffer that the workers write --------------------------------------------------------------------

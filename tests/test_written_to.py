@@ -125,18 +125,3 @@ def test_writing_the_text_of_one_row_changes_no_other():
     rows = TensorDict({"text": as_texts(["a", "a", "b"])}, batch_size=[3])
     rows.set_at_("text", "z", 0)
     assert list(rows["text"]) == ["z", "a", "b"]
-
-
-def test_a_recipe_runs_in_inference_mode():
-    stages = {
-        "gate": CompletenessGate(group_size=4),
-        "collapse": FanOutCollapse(),
-        "advantage": GroupRelativeAdvantage(),
-        "split": ShuffleSplit(minibatches=2),
-        "weight": LossWeight(),
-    }
-    expected = Pipeline(stages)(sixteen())
-    stages["split"] = ShuffleSplit(minibatches=2)
-    with torch.inference_mode():
-        found = Pipeline(stages)(sixteen())
-    assert torch.equal(found["advantage"], expected["advantage"])

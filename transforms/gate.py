@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -26,6 +26,7 @@ REFUSAL = (
     "{count} incomplete group{s}: {found}. {hint}Set {on_incomplete=drop}, or 'keep' with min_rollouts, or "
     "wait for the missing rollouts"
 )
+UNEVEN = ". If groups have different sizes, give the column {column} instead of group_size"
 
 
 class Presence(NamedTuple):
@@ -72,7 +73,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         rows.require(
             (status >= -1) & (status <= max(Status)),
             f"status must be one of {NAMES}, or -1 where it is not known; found {{found}}",
-            lambda row: f"{int(status[row])} at row {rows.at(row)}",
+            lambda row: f"{'a text' if status[row] > 1 << 32 else int(status[row])} at row {rows.at(row)}",
         )
         lost = rollouts.any((status == Status.FAILED) | (status == Status.ABORTED))
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
@@ -392,7 +393,9 @@ class CompletenessGate(
             found = [describe_group(rows, row, status, presence) for row in firsts]
             # With ends, a rollout id that is repeated by mistake ends twice, and was refused above.
             hint = "" if ends is not None else shared_ids(rows, presence)
-            self._refuse(found, without_rows, hint + self._doubt(presence.have, incomplete))
+            hint += self._doubt(presence.have, incomplete)
+            uneven = self.group_size is not None and len(presence.have.unique()) > 1
+            self._refuse(found, without_rows, hint, rows.facts("expected") if uneven else {})
         dropped = incomplete
         if self.on_incomplete == "keep":
             dropped = (presence.have < (self.min_rollouts or 1)) | (
@@ -454,9 +457,23 @@ class CompletenessGate(
             f"rollout{'s' * (sizes[0] != 1)}. "
         )
 
-    def _refuse(self, incomplete: list[str], without_rows: list[int], hint: str = "") -> None:
-        """Raise for incomplete groups, which are described already, and for groups without rows."""
+    def _refuse(
+        self,
+        incomplete: list[str],
+        without_rows: list[int],
+        hint: str = "",
+        sizes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise for incomplete groups, which are described already, and for groups without rows.
+
+        Args:
+            incomplete: what is said of each incomplete group.
+            without_rows: ids of groups without rows.
+            hint: what may be wrong.
+            sizes: facts about the column of group sizes, if groups may have different sizes.
+        """
         size = "all" if self.group_size is None else self.group_size
         found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
         plural = "s" if len(found) > 1 else ""
-        raise IncompleteGroupsError(REFUSAL, count=len(found), found=listing(found), s=plural, hint=hint)
+        facts = {"count": len(found), "found": listing(found), "s": plural, "hint": hint}
+        raise IncompleteGroupsError(REFUSAL + UNEVEN * bool(sizes), **facts, **(sizes or {}))

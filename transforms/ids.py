@@ -107,7 +107,7 @@ def as_ids(
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise BatchError(f"{name} must be integers, got {ids.dtype}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:
-        raise BatchError(f"{name} must be one id per row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
+        raise BatchError(f"{name} must be one integer per row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
     return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)
 
 

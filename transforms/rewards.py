@@ -19,12 +19,16 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
     """Convert rewards to an (N,) floating-point tensor. Integers and lists become float64.
 
     Raises:
-        BatchError: a reward is None (the message lists the rows), or a row has several numbers.
+        BatchError: a reward is None (the message lists the rows) or text, or a row has several numbers.
     """
     if not isinstance(reward, Tensor):
         missing = [row for row, value in enumerate(reward) if value is None]
         if missing:
             raise BatchError(f"every row needs a reward; None at rows {listing(map(str, missing))}")
+        if texts := [row for row, value in enumerate(reward) if isinstance(value, str)]:
+            raise BatchError(
+                f"every reward must be a number; found {reward[texts[0]]!r} at row {texts[0]}. Are these ids?"
+            )
         reward = torch.tensor(reward, dtype=torch.float64)
     if not reward.is_floating_point():
         reward = reward.double()

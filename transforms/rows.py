@@ -776,9 +776,12 @@ class Rows:
             found = few(groups[segments].unique())
             return f"rollout {self.name('rollout', row)} in groups {found} (rows {numbers})"
 
+        fewer = rollouts.n < self.groups.n
         self.require(
             group_of_rollout == groups,
-            "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
+            "a rollout belongs to one group; found {found}. "
+            + "Are group ids and rollout ids swapped? " * fewer
+            + "Are ids reused? {workers}",
             describe,
         )
 
@@ -879,7 +882,10 @@ class Rows:
         has_option = self.names if self.declared is None else self.declared
         if not option and isinstance(role, str) and role in has_option:
             option = f"{role}_key"
-        facts = facts_of(self.table.batch, self.key(role), option, self.reader)
+        key = self.key(role)
+        if key is None and self.table.batch is None and role in COLUMNS:  # an argument of a function
+            key = COLUMNS[role].default
+        facts = facts_of(self.table.batch, key, option, self.reader)
         return facts | {"role": role if isinstance(role, str) and role in COLUMNS else ""}
 
     # -- what pipelines call -------------------------------------------------------------------------------
@@ -937,7 +943,7 @@ class Rows:
         table = Table(None, size)
         table.dtypes = {role: column.dtype for role, column in given.items()}
         table.columns = dict(zip(given, read_packed(list(given.values())), strict=True))
-        return cls(table, {role: role if role in given else None for role in columns})
+        return cls(table, {role: role if role in given else None for role in columns}, declared=())
 
     def write(self) -> TensorDictBase:
         """Write all decisions into a batch of the rows that have not left. The inverse of :meth:`read`.

@@ -263,8 +263,7 @@ def gradients_of(
             pipeline = copy.deepcopy(fresh)
         run = pipeline.run(rows)
         trained = run.batch
-        if (ledger := run.ledger) is not None:
-            reasons.update(ledger.counts())
+        reasons.update(run.ledger.counts())
         if len(trained) == 0:
             continue
         credit = trained[keys.get("advantage", "advantage")].reshape(len(trained), -1)  # (N, 1) or (N, T)

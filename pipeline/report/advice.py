@@ -37,6 +37,7 @@ SAID_OF_CAUSE = {  # behind "Nothing was trained"
     "remainder": ": there were too few rollouts for the minibatches",
     "no_tokens": ": most rows had no token in the loss",
 }
+COUNTED = re.compile(r"\{share\} of the (rollouts|groups) ")  # begins what is said of a share of them
 BEYOND = " It is "  # begins the sentence that says at which steps
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
@@ -61,6 +62,8 @@ class Advisory(NamedTuple):
     """The symptom that causes it, which comes before it; empty: none of those that are found."""
     certain: bool = False
     """Whether that symptom leaves no gradient at any step; else it is probably a cause among others."""
+    share: float = 0.0
+    """Of the rollouts or groups that it concerns, from 0 to 1; 0 if it is not about some of them."""
 
     @property
     def reason(self) -> str:
@@ -109,6 +112,13 @@ class Bound(NamedTuple):
         """Whether a value is worth the sentence."""
         return value > self.above or (self.zero and value == 0)
 
+    def concerns(self, value: float, history: History) -> float:
+        """The share of rollouts or groups that a value of the number is about; 0: not of some of them."""
+        if self.zero or COUNTED.match(self.says):
+            return 1.0 if self.zero else value
+        rollouts = _points(history, "rollouts/in") if self.number == "rollouts/no_reward" else []
+        return value / max(mean_over(rollouts).value, 1.0) if rollouts else 0.0
+
     @property
     def limit(self) -> str:
         """The bound as a sentence names it."""
@@ -137,7 +147,10 @@ def numbers_read() -> list[str]:
 
 
 def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
-    """What is worth a look at a step, most urgent first.
+    """What is worth a look at a step.
+
+    First, what stops all training; then, what concerns the greatest share of rollouts or groups; then, what
+    is not about some of them. A cause comes before its effects.
 
     ========================= ===============================================================================
     ``nothing-trains``        no row was trained at this step, or at one before
@@ -173,9 +186,10 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
     if steps := [step for step, each in history if each.get("rows/trained") == 0]:
         at, cause = f" {said_at(steps, len(history))}" if len(history) > 1 else "", _why_left(history)
         said = f"Nothing was trained{at}{SAID_OF_CAUSE[cause]}."
-        found = [Advisory("nothing-trains", said, "rows/trained", tuple(steps), cause)]
+        found = [Advisory("nothing-trains", said, "rows/trained", tuple(steps), cause, share=1.0)]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
-    return _causes_first([*found, *_least(numbers), *_trends(history), *_unused(numbers)], history)
+    found += [*_least(numbers), *_trends(history), *_unused(numbers)]
+    return _causes_first(sorted(found, key=lambda each: -each.share), history)
 
 
 def _why_left(history: History) -> str:
@@ -328,7 +342,8 @@ def _at_each(rule: Bound, history: History) -> Advisory | None:
     text = rule.says.format(share=percent(found[most]), value=f"{found[most]:.3g}")
     if len(set(found.values())) > 1:
         text = f"Up to {text} (step {most:,}).{BEYOND}{rule.limit}"
-    return Advisory(rule.name, f"{text} {where}".strip() + ".", rule.number, tuple(found))
+    share = rule.concerns(found[most], history)
+    return Advisory(rule.name, f"{text} {where}".strip() + ".", rule.number, tuple(found), share=share)
 
 
 def _bound(rule: Bound, history: History) -> Advisory | None:
@@ -352,8 +367,11 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
         window = window if rule.zero or len(recent) == 1 else f"mean of {window}"
         if whole:
             all_steps = f"over all {len(longer[rule.number]):,} steps"
-            said = percent(whole[rule.number]) if "{share}" in rule.says else f"{whole[rule.number]:.3g}"
-            window += f"; {all_steps} {said}"
+            said, all_said = (
+                percent(each) if "{share}" in rule.says else f"{each:.3g}"
+                for each in (value, whole[rule.number])
+            )
+            window += f"; {all_steps} {all_said}" if all_said != said else f", and {all_steps}"
         window = f" ({window})"
     steps = [step for step, each in judged if rule.fires(each[rule.number])]
     text = f"{rule.says.format(share=percent(value), value=f'{value:.3g}')}{window}."
@@ -367,11 +385,12 @@ def _bound(rule: Bound, history: History) -> Advisory | None:
             cause = ""  # of these steps alone
         words = {"solve_none": rule.solve_none, "solve_all": rule.solve_all}.get(cause, rule.also)
         shares = {
-            key: percent(share) + (f" ({all_steps} {percent(whole[key])})" if key in whole else "")
+            key: said + (f" ({all_steps} {all_said})" if all_said not in ("", said) else "")
             for key, share in solved.items()
+            for said, all_said in [(percent(share), percent(whole[key]) if key in whole else "")]
         }
         text += f" {words.format(**shares)}."
-    return Advisory(rule.name, text, rule.number, tuple(steps), cause)
+    return Advisory(rule.name, text, rule.number, tuple(steps), cause, share=rule.concerns(value, recent))
 
 
 def _solved_by(shares: Numbers, equal: float) -> str:
@@ -670,14 +689,16 @@ def in_python(overrides: str) -> str:
 
     Example:
         >>> in_python("pipeline=dapo pipeline.stages.overlong.cache=1024")
-        '"dapo", stages={"overlong": {"cache": 1024}}'
+        'recipe="dapo", stages={"overlong": {"cache": 1024}}'
+        >>> in_python("+criterion@pipeline.stages.filter.also=fresh")
+        'load_pipeline(recipe, "+criterion@pipeline.stages.filter.also=fresh")'
     """
     typed = overrides.split()
     if not typed:
         return ""
     if any("@" in each or each.startswith("+") for each in typed):
-        return ", ".join(f'"{each}"' for each in typed)
-    recipe = [f"'{each.partition('=')[2]}'" for each in typed if each.startswith("pipeline=")]
+        return ", ".join(["load_pipeline(recipe", *(f'"{each}"' for each in typed)]) + ")"
+    recipe = [f"recipe='{each.partition('=')[2]}'" for each in typed if each.startswith("pipeline=")]
     rest = OmegaConf.from_dotlist([each for each in typed if not each.startswith("pipeline=")])
     options: Any = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
     return ", ".join([*recipe, *(f"{name}={value!r}" for name, value in options.items())]).replace("'", '"')

@@ -249,10 +249,11 @@ def make_report(
         )
     step = run.step if step is None else step
     recipe = tuple((name, repr(stage)) for name, stage in run.stages.items())
-    if run.ledger is None or run.rows is None:
-        names = ("row", "reason", "group_id", "rollout_id")
-        nothing = {name: np.empty(0, dtype=np.int64) for name in names} | {"collected_reward": np.empty(0)}
-        return StepReport(step, recipe, nothing, ("trained",), ("trained",), options=_options(run))
+    if run.rows is None:
+        nothing = dict.fromkeys(("row", "reason", "group_id", "rollout_id"), np.empty(0, dtype=np.int64))
+        nothing |= {"collected_reward": np.empty(0)}
+        names = tuple(run.ledger.names)
+        return StepReport(step, recipe, nothing, names, names, options=_options(run), metrics=run.metrics)
     columns = {**report_columns(run), "reason": run.ledger.reason.numpy()}
     columns["row"] = np.arange(len(columns["reason"]))
     comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]

@@ -76,17 +76,17 @@ def show_advisories(
         setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`).
     """
     said = verdict or ""
-    lines, given = [], list[Remedy]()
+    lines, given = list[Text](), list[Remedy]()
     for each in advisories[:ADVISED]:
-        first = each.text.partition(BEYOND)[0]
         trend = said.startswith(each.text.removesuffix("."))
-        said = said if trend else said.replace(f" {first}", "")
+        said = said if trend else said.replace(f" {each.text.partition(BEYOND)[0]}", "")
         remedy = None if each.because else remedy_of(each, setup, given)
         given += [] if remedy is None else [remedy]
         words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
         words += f": {remedy.overrides}" if remedy is not None and remedy.overrides else ""
         parts = [part for part in ("" if trend else each.text, each.reason, words and f"→ {words}") if part]
-        lines += [Text(f"{each.name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
+        name = f"first, {each.name}" if len(advisories) > 1 and not lines else each.name
+        lines += [Text(f"{name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
     if len(advisories) > ADVISED:
         lines.append(Text(f"and {len(advisories) - ADVISED} more, on the page", style="yellow"))
     if unchecked:

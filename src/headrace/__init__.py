@@ -3,7 +3,20 @@
 :mod:`headrace.transforms` has what happens to a batch, :mod:`headrace.pipeline` how it is chained, run and
 shown, :mod:`headrace.conf` the recipes, and :mod:`headrace.adapters` how other trainers get one. The public
 names of the first two are here as well, each imported when it is first used: ``import headrace`` needs no
-torch, which takes seconds.
+torch, which takes seconds. Those to begin with:
+
+============================== =================================================================
+from a recipe to minibatches   load_pipeline, Pipeline, Run
+the same on plain columns      decide, Decider, Decision
+ids and whole groups           StampIds, RepeatSampler, GroupAssembler, assembled
+optimiser steps                optimise, weighted_loss, TokenGRPOLoss
+what happened to the rows      make_report, ReportFolder, log_report
+parts of your own              BatchTransform, Criterion, TokenTerm, Rows
+errors                         ConfigError, BatchError, MissingKeyError, IncompleteGroupsError
+============================== =================================================================
+
+Each stage of a recipe is a class, and beside it is a function of tensors, such as ``GroupRelativeAdvantage``
+and ``group_relative_advantage``.
 
 Example:
     >>> import headrace

@@ -134,6 +134,17 @@ class PlainDocstrings(griffe.Extension):
             parent = obj.parent if obj.parent is not None and obj.parent.is_class else obj
             obj.docstring.value = as_markdown(obj.docstring.value, parent.name)
 
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Spell out the keywords that a docstring explains, where the signature has a TypedDict of them."""
+        *others, last = [*func.parameters] or [None]
+        if str(last and last.annotation) != "Unpack[PipelineOptions]" or not func.docstring:
+            return
+        if f" {last.name}: " not in func.docstring.value:
+            words = func.module["PipelineOptions"].attributes.values()
+            more = {"kind": griffe.ParameterKind.keyword_only, "default": "..."}
+            keywords = (griffe.Parameter(each.name, annotation=each.annotation, **more) for each in words)
+            func.parameters = griffe.Parameters(*others, *keywords)
+
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Of a function in a file of its name griffe takes the file."""
         for path in public_paths().values() if pkg.name == "headrace" else ():

@@ -113,14 +113,15 @@ def _bounds(units: int, minibatches: int | None, size: int | None, remainder: st
         wanted = f"{minibatches} equal minibatches" if minibatches else f"minibatches of {size} units"
         raise BatchError(
             f"{units} units cannot be cut into {wanted}: {leftover} left over. Set {{remainder=uneven}} to "
-            "train them in minibatches of different sizes, 'carry' to keep them for the next batch, or 'drop'"
+            "train them in minibatches of different sizes, 'drop', or 'carry' to keep them for the next "
+            "batch, which must have other ids"
         )
     if remainder == "drop" and leftover == units:
         wanted = f"{minibatches} minibatches" if minibatches else f"a minibatch of {size} units"
         raise BatchError(
             f"{units} units are too few for {wanted}, and remainder='drop' would drop all of them: no "
             "optimiser step is left. Give the split more units, make minibatches smaller, or set "
-            "{remainder=carry} or 'uneven'"
+            "{remainder=uneven}, or 'carry' if ids are unique over batches"
         )
     if remainder in ("drop", "carry"):
         units -= leftover

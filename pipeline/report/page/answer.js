@@ -101,7 +101,7 @@ function causeOf(page, name) {
 
 const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!remedy.unless || remedy.unless !== cause);
 
-function adviceLine(page, verdict, advisory, told, at = []) {
+function adviceLine(page, verdict, advisory, told, at = [], first = "") {
   const symptom = page.symptoms.find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, at, advisory.text);
   const doing = (remedy) => remedy.overrides || remedy.text;
@@ -115,7 +115,7 @@ function adviceLine(page, verdict, advisory, told, at = []) {
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, at, said ? why(page, advisory) : advisory.text, " ", h("span", { class: "note" }, "what to do")),
+      h("summary", {}, at, said ? why(page, advisory) : advisory.text, " ", h("span", { class: "note" }, `what to do${first}`)),
       said ? null : h("h3", {}, symptom.title),
       advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
@@ -157,7 +157,8 @@ export function sayAdvice(page, step) {
   byId("verdict").textContent = step.verdict;
   byId("verdict").hidden = !step.verdict;
   const told = new Set(); // remedies, each of which is given once
-  const lines = step.advisories.map((advisory) => adviceLine(page, step.verdict, advisory, told));
+  const first = (at) => (at === 0 && step.advisories.length > 1 ? " first" : "");
+  const lines = step.advisories.map((advisory, at) => adviceLine(page, step.verdict, advisory, told, [], first(at)));
   lines.push(...laterAdvice(page, step, told));
   byId("advisories").hidden = !lines.length;
   byId("advisories").replaceChildren(...lines);
