@@ -89,5 +89,4 @@ def _compared(run: Run) -> tuple[Tensor, Tensor]:
         number = number.index_fill(0, table.carried, -1)
     stages = list(run.stages.values())
     writers = [stage for stage in stages if run.keys.found["advantage"][0] in getattr(stage, "out_keys", ())]
-    one = len(writers) == 1 and not any(getattr(stage, "several", "") == "decoupled" for stage in writers)
-    return number.long(), baseline if one else torch.full_like(baseline, torch.nan)
+    return number.long(), baseline if len(writers) == 1 else torch.full_like(baseline, torch.nan)
