@@ -150,8 +150,6 @@ def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> li
             policy_version=_oldest_version(record),
             step=step,
             in_loss=not record.flag("remove_sample", default=False),
-            expected_rollouts=reading.group_size,
-            where=record.where,
         )
     ]
 
