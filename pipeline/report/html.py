@@ -82,13 +82,7 @@ def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def plain_page(title: str, style: str, body: str) -> str:
-    """One HTML file that loads nothing and runs no script, not even one that a text within `body` has.
-
-    Args:
-        title: any text.
-        style: CSS.
-        body: HTML.
-    """
+    """One HTML file that loads nothing and runs no script, not even one within `body`."""
     rules = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -155,9 +149,6 @@ def bundle(modules: Mapping[str, str]) -> str:
 
     Modules import by ``import { a, b } from "./file.js";`` and export by ``export`` before a function, class
     or const, each on lines of its own; the tests hold them to that.
-
-    Args:
-        modules: text by file name.
 
     Raises:
         CycleError: modules import one another in a circle.

@@ -193,13 +193,7 @@ class PageTexts(NamedTuple):
 
 
 def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTexts:
-    """The prompts and responses of rows, one after the other until the room is used up.
-
-    Args:
-        report: of a step.
-        rows: in the order in which they are worth reading.
-        room: bytes that texts may take on the page.
-    """
+    """The prompts and responses of rows, one after the other until `room` bytes of the page are full."""
     found = PageTexts({}, {}, {}, {}, {})
     prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
     for row in rows:

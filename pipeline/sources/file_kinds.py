@@ -135,11 +135,6 @@ def parse_records(
     Samples get the place of their record, and `group_size` if the dump does not have it. Two records of a
     step with the same label are an error: the second one is not another segment.
 
-    Args:
-        records: of one file.
-        reading: the pass that the file belongs to.
-        parse: makes samples of a record.
-
     Raises:
         SourceError: a record is malformed or occurs twice, and records must not be skipped.
     """
@@ -178,11 +173,6 @@ def read_jsonl(
     path: Path, reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
     """Read samples from a ``.jsonl`` or ``.jsonl.gz`` file, a line at a time.
-
-    Args:
-        path: the file.
-        reading: the pass that the file belongs to.
-        parse: makes samples of a record.
 
     Raises:
         SourceError: a record is malformed, and none may be skipped.

@@ -121,10 +121,6 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
 def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict] | None:
     """The step of a Parquet file and its batch ``[N]``; None where it has no rows but carried ones.
 
-    Args:
-        path: of the file.
-        encode: from texts to token ids, for a dump that does not say how many tokens its rows have.
-
     Raises:
         SourceError: the file is damaged or of another version, or a column is missing or of another type.
     """
@@ -160,10 +156,6 @@ def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict
 
 def check_no_gaps(rows: np.ndarray, path: Path) -> None:
     """Check that the rows of a step are there, each once.
-
-    Args:
-        rows: (N,) int64 ≥ 0, their numbers, in any order.
-        path: of the file, for the message.
 
     Raises:
         SourceError: a number from 0 to the last is missing, or one is there twice.

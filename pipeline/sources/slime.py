@@ -85,10 +85,6 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
 def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
     """Advantages by the place of their sample, of the file of what was trained; None where there is none.
 
-    Args:
-        path: of the file of rollouts.
-        samples: in it.
-
     Raises:
         SourceError: the file is of another format, or its places are not those of the samples, each once.
     """
