@@ -37,7 +37,7 @@ def _settings(*, masked: bool) -> list[Setting]:
         return Setting(f"GRPOTrainer(loss_type={name}{more})", step, documented, constant, **how)
 
     bound = "the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
-    sequence = {"importance_sampling_level": "sequence"}
+    sequence: Any = {"importance_sampling_level": "sequence"}
     # Its loss is over sequences, whose log-probability is the sum over their tokens. With its default KL term
     # it would load a second model from the hub.
     rloo = trl_step("RLOOTrainer", beta=0.0, mask_truncated_completions=masked)
