@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import reduce
 from time import perf_counter
 from typing import Any, Literal, cast
 
@@ -443,7 +444,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
         are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
         if are_known and (not weights_came or self.weighs):
-            trains = trains & torch.stack(weights).any(0)
+            trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
         masked = ~trains & (table.reason == 0)
         if table.no_lengths and not bool(masked.any()):
             return  # who has no token is not known, and 0 rows would be a claim

@@ -95,6 +95,10 @@ class Page:
         styles = "[...document.querySelectorAll(arguments[0])].map((e) => getComputedStyle(e))"
         return self.driver.execute_script(f"return {styles}.map((e) => e[arguments[1]])", selector, name)
 
+    def click(self, selector):
+        """In one call, because a live page may load again between finding and clicking."""
+        self.driver.execute_script("document.querySelector(arguments[0]).click()", selector)
+
     def choose(self, control, value):
         script = "const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
         self.driver.execute_script(script + "e.dispatchEvent(new Event('change'))", control, value)

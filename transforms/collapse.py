@@ -90,7 +90,7 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
         chosen = rollouts.spread(edge) == turn
         return rollouts.spread(rollouts.max(torch.where(chosen, reward, float("-inf"))))
     if how in ("shared", "first"):
-        return rollouts.spread(reward[rollouts.first])
+        return rollouts.spread(reward.index_select(0, rollouts.first))
     if how == "last":
         return rollouts.spread(reward[rollouts.max(torch.arange(len(reward)))])
     if how == "max":

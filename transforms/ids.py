@@ -150,7 +150,7 @@ class Ids:
         if high - self.lowest < 8 * len(labels):  # a table over the range is cheaper than a sort
             slot = labels - self.lowest
             number = torch.bincount(slot).ne_(0).cumsum(0)
-            self.of, self.n = number[slot] - 1, int(number[-1])
+            self.of, self.n = number.index_select(0, slot) - 1, int(number[-1])
         else:
             found, self.of = labels.unique(return_inverse=True)
             self.n = len(found)
@@ -178,7 +178,8 @@ class Ids:
         if self.n == len(values):
             return torch.empty_like(values).scatter_(0, self.of, values)
         order = values.argsort()
-        return torch.bincount(self.of[order], weights=values[order], minlength=self.n)
+        of, values = self.of.index_select(0, order), values.index_select(0, order)
+        return torch.bincount(of, weights=values, minlength=self.n)
 
     def any(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for some row of the id."""

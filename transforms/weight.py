@@ -155,7 +155,14 @@ def weigh(
     def by_step(values: Tensor) -> Tensor:
         return torch.zeros(steps, dtype=torch.int64, device=step.device).scatter_add_(0, step, values)
 
-    total, samples = by_step(tokens)[step], by_step(in_loss.long())[step]
+    def spread(per_step: Tensor) -> Tensor:
+        return per_step.index_select(0, step)
+
+    def sum_of_step(values: Tensor) -> Tensor:  # sorted, so that the order of the rows changes no bit
+        order = values.argsort()
+        return spread(torch.bincount(step[order], values[order], minlength=steps))
+
+    total, samples = spread(by_step(tokens)), spread(by_step(in_loss.long()))
 
     def of_units(units: Ids) -> tuple[Tensor, Tensor]:
         """Per row: tokens of its unit in its step, and units of its step (a rollout in two steps is two)."""
@@ -164,14 +171,14 @@ def weigh(
         pair = units.of * steps + step
         if units.n * steps > 8 * len(pair) + 64:  # most pairs of a unit and a step have no row
             ids = Ids(pair)
-            pair, step_of = ids.of, step[ids.first]
+            pair, step_of = ids.of, step.index_select(0, ids.first)
             of_unit = torch.zeros_like(step_of).scatter_add_(0, pair, tokens)
             count = torch.bincount(step_of[of_unit > 0], minlength=steps)
         else:
             of_unit = torch.zeros(units.n * steps, dtype=torch.int64, device=step.device)
             of_unit.scatter_add_(0, pair, tokens)
             count = (of_unit > 0).view(units.n, steps).sum(0)
-        return of_unit[pair], count[step]
+        return of_unit.index_select(0, pair), spread(count)
 
     counted = {} if rollouts is None else {"rollout": of_units(rollouts)}
     if groups is not None:
@@ -184,15 +191,14 @@ def weigh(
         divisor = samples * tokens
     elif unit == "turn" and inside is not None:
         turns_in = torch.where(in_loss, inside, 0)
-        divisor = (by_step(turns_in)[step] * tokens).double() / turns_in.clamp_min(1)
+        divisor = (spread(by_step(turns_in)) * tokens).double() / turns_in.clamp_min(1)
     elif unit == "constant":
         divisor = counted["rollout"][1] * (length or 1)
     elif unit == "inverse_length":
         of_unit = counted["rollout"][0].double().clamp_min(1)
-        # Each row adds its part of its rollout's term. Sorting makes the sum independent of the row order.
+        # Each row adds its part of its rollout's term.
         parts = torch.where(in_loss, of_unit.pow(-(power or 0.0)) * tokens / of_unit, 0.0)
-        order = parts.argsort()
-        divisor = torch.bincount(step[order], parts[order], minlength=steps)[step] * of_unit.pow(power or 0.0)
+        divisor = sum_of_step(parts) * of_unit.pow(power or 0.0)
     else:
         of_unit, units = counted[unit]
         divisor = units * of_unit
@@ -200,9 +206,7 @@ def weigh(
     weight = torch.where(in_loss, divisor.double().reciprocal(), 0.0)
     step_weight = (total > 0).double() if length is None else total / divisor.double().clamp_min(1)
     if unit == "inverse_length":
-        sizes = weight * tokens
-        order = sizes.argsort()
-        step_weight = torch.bincount(step[order], sizes[order], minlength=steps)[step]
+        step_weight = sum_of_step(weight * tokens)
     nothing = None, None
     rollouts_in, groups_in = counted.get("rollout", nothing)[1], counted.get("group", nothing)[1]
     return Weighed(weight, total, samples, rollouts_in, groups_in, step_weight)

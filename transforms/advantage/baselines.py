@@ -54,11 +54,11 @@ class Grouped:
         largest = int(ids.count.max()) if ids.n else 0
         if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
             reward, by_reward = reward.sort(stable=True)
-            by_group = ids.of[by_reward].argsort(stable=True)
-            self.reward, self.order = reward[by_group], by_reward[by_group]
+            by_group = ids.of.index_select(0, by_reward).argsort(stable=True)
+            self.reward, self.order = reward.index_select(0, by_group), by_reward.index_select(0, by_group)
         else:  # a table with a row for each group
             by_group = None if ids.ascending else ids.of.argsort(stable=True)
-            reward = reward if by_group is None else reward[by_group]
+            reward = reward if by_group is None else reward.index_select(0, by_group)
             if largest * ids.n == len(reward):
                 table, order = reward.view(ids.n, largest).sort(1)
                 self.reward, order = table.view(-1), (order + self.start[:, None]).view(-1)
@@ -67,9 +67,9 @@ class Grouped:
                 table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward)
                 table, order = table.sort(dim=1, stable=True)
                 self.reward, order = table[inside], (order + self.start[:, None])[inside]
-            self.order = order if by_group is None else by_group[order]
-        self.of = ids.of if ids.ascending else ids.of[self.order]
-        self.length = None if length is None else length[self.order]
+            self.order = order if by_group is None else by_group.index_select(0, order)
+        self.of = ids.of if ids.ascending else ids.of.index_select(0, self.order)
+        self.length = None if length is None else length.index_select(0, self.order)
 
     def unsorted(self, values: Tensor) -> Tensor:
         """(V,) values in the original order of the rollouts."""
@@ -96,17 +96,17 @@ class Grouped:
     @cached_property
     def smallest(self) -> Tensor:
         """(P,) min_{j∈g} R_j."""
-        return self.reward[self.start]
+        return self.reward.index_select(0, self.start)
 
     @cached_property
     def largest(self) -> Tensor:
         """(P,) max_{j∈g} R_j."""
-        return self.reward[self.end - 1]
+        return self.reward.index_select(0, self.end - 1)
 
     @cached_property
     def equal(self) -> Tensor:
         """(P,) bool: all rewards of the group are equal."""
-        return self.reward[self.start] == self.reward[self.end - 1]
+        return self.smallest == self.largest
 
     @cached_property
     def deviation(self) -> Tensor:

@@ -258,37 +258,36 @@ class Plan:
     """(·,) int64, leftover rows: in no minibatch."""
 
     @cached_property
-    def numbers(self) -> Tensor:
-        """(3, M) int64: the minibatch, micro-batch and rank of each row in the order."""
-        places: tuple[list[int], ...] = ([], [], [])
-        counts: list[int] = []
-        for k, ranks in enumerate(self.sizes):
-            for r, passes in enumerate(ranks):
-                for m, size in enumerate(passes):
-                    for column, number in zip(places, (k, m, r), strict=True):
-                        column.append(number)
-                    counts.append(size)
-        of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-        return torch.tensor(places, dtype=torch.int64).index_select(1, of)
+    def numbers(self) -> list[Tensor]:
+        """(M,) int64 each, for the rows in the order: minibatch, micro-batch, and rank if there are more."""
+        cells = [
+            (k, m, r, size)
+            for k, ranks in enumerate(self.sizes)
+            for r, passes in enumerate(ranks)
+            for m, size in enumerate(passes)
+        ]
+        *places, sizes = torch.tensor(cells, dtype=torch.int64).view(-1, 4).unbind(1)
+        of = torch.repeat_interleave(sizes)
+        return [place.index_select(0, of) for place in places[: 3 if self.has_ranks else 2]]
 
     def passes(self, rank: int | None) -> list[list[int]]:
         """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
         chosen = slice(None) if rank is None else slice(rank, rank + 1)
         return [list(chain.from_iterable(ranks[chosen])) for ranks in self.sizes]
 
-    def of_rank(self, rank: int | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    def of_rank(self, rank: int | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """The part of one rank; None: of all ranks.
 
         Returns:
             - (M,) int64, row numbers in training order.
             - (M,) bool, True at padding; None without any.
-            - (3, M) int64: minibatch, micro-batch and rank.
+            - :attr:`numbers` of these rows.
         """
-        if rank is None:
+        if rank is None or not self.has_ranks:
             return self.order, self.padding, self.numbers
         own = (self.numbers[2] == rank).nonzero().flatten()
         padding = None if self.padding is None else self.padding.index_select(0, own)
-        return self.order.index_select(0, own), padding, self.numbers.index_select(1, own)
+        return self.order.index_select(0, own), padding, [each.index_select(0, own) for each in self.numbers]
 
     @property
     def has_ranks(self) -> bool:
@@ -400,7 +399,8 @@ def measure_plan(
         "padded": 0.0 if plan.padding is None else float(plan.padding.sum()),
     }
     if options.measures and counts:
-        k, m, r = plan.numbers
+        k, m, *ranks = plan.numbers
+        r = ranks[0] if ranks else torch.zeros_like(k)
         loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
         real = torch.tensor(1) if plan.padding is None else ~plan.padding
         tokens = lengths[plan.order]

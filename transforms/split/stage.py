@@ -488,12 +488,11 @@ def _without_carried(table: Table, rows: Tensor) -> Tensor:
 
 def _numbers_by_row(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:
     """Read the plans of all ranks for one pass into numbers by table row (:attr:`Permuted.passes`)."""
-    numbers, several = torch.full((3, rows), -1, dtype=torch.int64), False
-    for plan in plans:
-        order, found = plan.order, plan.numbers
-        several = several or plan.has_ranks
-        if plan.padding is not None:
-            order, found = order[~plan.padding], found[:, ~plan.padding]
-        numbers.index_copy_(1, order, found)
+    several = any(plan.has_ranks for plan in plans)
     names = ("minibatch", "microbatch", "rank") if several else ("minibatch", "microbatch")
-    return dict(zip(names, numbers, strict=False))
+    columns = {name: torch.full((rows,), -1, dtype=torch.int64) for name in names}
+    for plan in plans:
+        order = plan.order if plan.padding is None else plan.order[~plan.padding]
+        for column, numbers in zip(columns.values(), plan.numbers, strict=False):
+            column.scatter_(0, order, numbers if plan.padding is None else numbers[~plan.padding])
+    return columns
