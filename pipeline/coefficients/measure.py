@@ -295,11 +295,8 @@ def xray(
         batch = xray_batch(lengths, rewards, group_size, **options)
         if prepare is not None:
             prepare(batch)
-        inside, group, rollout = (
-            tokens_of(batch)[2],
-            batch["group_id"].flatten(),
-            batch["rollout_id"].flatten(),
-        )
+        inside = tokens_of(batch)[2]
+        group, rollout = batch["group_id"].flatten(), batch["rollout_id"].flatten()
         of_rank, micro = group * count // (int(group.max()) + 1), torch.empty_like(group)
         for rank in range(count):
             for number, part in enumerate((of_rank == rank).nonzero().flatten().chunk(cut)):
@@ -330,17 +327,16 @@ def xray(
         if not torch.equal(model.table.detach(), before):
             raise ValueError("the step has changed the table: remove optimizer.step(), or set its lr to 0")
 
-        # 3. What the gradient says of each token.
-        coefficient, padding = torch.zeros(inside.shape, dtype=torch.float64), 0.0  # all tokens are clipped
+        # 3. What the gradient says of each token; with a shift, all tokens may be clipped.
+        coefficient, padding = torch.zeros(inside.shape, dtype=torch.float64), 0.0
         if not shift or model.table.grad is None or bool(model.table.grad.any()):
             found = explain_gradient(model, batch)
             coefficient = torch.where(found.weights.abs() > found.exact, found.weights, 0.0)
             padding = found.padding if found.padding > found.exact else 0.0
         tokens = StepTokens(inside, rollout, group, micro, of_rank)
-        in_loss, outside = coefficient * inside, coefficient * ~inside
-        taken = advantage * inside
+        found_in, found_out, given = coefficient * inside, coefficient * ~inside, advantage * inside
         runs.append(
-            Measured(cut, side, count, shift, in_loss, outside, padding, taken, expected, tokens, close)
+            Measured(cut, side, count, shift, found_in, found_out, padding, given, expected, tokens, close)
         )
     return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), close)
 
