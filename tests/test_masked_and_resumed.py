@@ -270,6 +270,23 @@ def test_a_second_pass_in_one_process_is_trained(how):
     assert len(rows_of(restored, batch)) == 7, "the last batch is known, and none before it"
 
 
+def test_a_batch_with_several_integer_rewards_is_known_again():
+    def rows_after_a_restart(batch):
+        restored = make()
+        restored.load_state_dict(state)
+        return len([row for part in trained(restored.minibatches(batch)) for row in part])
+
+    pipeline, batch = make(), numbered(0, 30)
+    batch["next", "reward"] = torch.arange(60).view(30, 2) % 3
+    trained(pipeline.minibatches(batch))
+    state = pipeline.state_dict()
+    regraded, other = batch.clone(), numbered(1, 30)
+    regraded["next", "reward"][-1] += 1
+    other["next", "reward"] = batch["next", "reward"]
+    again = [rows_after_a_restart(each) for each in (batch, batch[torch.randperm(30)], regraded, other)]
+    assert again == [0, 0, 30, 30]
+
+
 def test_a_discarded_batch_is_not_trained_again():
     pipeline, batch = make(), numbered(0, 7)
     next(pipeline.minibatches(batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import batch_of
 from composed import composed
 from recipes import of, pipeline_of
 from tensordict import TensorDict
@@ -163,3 +164,13 @@ def test_an_advisory_counts_the_rollouts_that_train_without_a_reward(make_batch)
     (found,) = [each for each in make_report(run).advisories if each.name == "trained-without-reward"]
     assert found.text.startswith("2 rollouts per step have no reward and count in the denominator")
     assert "pipeline.stages.collapse.missing=mask" in found.text
+
+
+def test_integer_rewards_above_2_24_stay_distinct():
+    batch = batch_of([0.0, 0.0], [0, 0])
+    batch["next", "reward"] = torch.tensor([[2**24], [2**24 + 1]])
+    advantage = GroupRelativeAdvantage(missing="skip")
+    for first in ({}, {"collapse": FanOutCollapse(missing="skip")}):
+        found = Pipeline(first | {"advantage": advantage})(batch)["headrace", "reward"]
+        assert found.dtype is torch.float64
+        assert found.tolist() == [2**24, 2**24 + 1]

@@ -194,7 +194,7 @@ def advantage_of(
             f"each group needs {needs}",
             lambda row: f"group {voters.name('group', row)} (rollout {voters.name('rollout', row)})",
         )
-    require_range(voters, per_rollout, formula, rows.table.dtypes.get(rows.key("reward"), torch.float64))
+    require_range(voters, per_rollout, formula)
     tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
     advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
     grouped = partial(Grouped, per_rollout, groups, tokens)
@@ -233,8 +233,8 @@ def compared_by_reward(by_reward: Sequence[Compared], size: int) -> Tensor:
     return torch.stack([number, torch.full_like(number, torch.nan)], 1)
 
 
-def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dtype) -> None:
-    """Require rewards whose differences fit into their dtype, and whose squares fit into float64.
+def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
+    """Require rewards whose squares fit into float64, in which the statistics are.
 
     ``scale="mean"`` also requires rewards ≥ 0.
 
@@ -247,11 +247,10 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula, dtype: torch.dty
             "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
-    dtype = dtype if dtype.is_floating_point else torch.float64
     rows.require_size(
         reward,
-        min(torch.finfo(dtype).max / 2, largest_to_square(len(reward), torch.float64)),
-        f"differences of rewards must fit into {dtype}, and their squares into float64; found {{found}}",
+        largest_to_square(len(reward), torch.float64),
+        "squares of rewards must fit into float64; found {found}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
 
@@ -430,14 +429,15 @@ class GroupRelativeAdvantage(
         else:
             credit, rows.table.compared = self._among_known(rows, reward, self.formula, length)
         # 3. Write the advantage in the dtype of the collected reward.
-        dtype = rows.table.dtypes.get(
+        collected = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
-        dtype = dtype if dtype.is_floating_point else FLOAT
+        dtype = collected if collected.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
-        if self.missing == "skip":
-            rows.put(REWARD, reward, dtype=torch.promote_types(dtype, torch.float32), ndim=1)
+        if self.missing == "skip" and not rows.has(REWARD):
+            kept = collected if collected.is_floating_point else torch.float64
+            rows.put(REWARD, reward, dtype=torch.promote_types(kept, torch.float32), ndim=1)
         # 4. Record the metrics.
         for view, own, scored in rows.each_rank(credit, reward):
             view.metric("abs_mean", mean_of(own.abs()))

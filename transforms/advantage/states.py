@@ -146,7 +146,7 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
         returns = some[RETURN]
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
         some.require_rewards(returns, siblings_agree=False)
-        require_range(some, returns, self.formula, rows.dtype(RETURN))
+        require_range(some, returns, self.formula)
         steps = Grouped(returns, states)
         within = steps.unsorted(advantage_in_groups(steps, self.formula))
         if self._asks_whose:

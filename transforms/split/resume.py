@@ -59,7 +59,8 @@ class KnownBatch(NamedTuple):
             columns = {name: column.cpu() for name, column in batch.columns.items()}
             order = torch.arange(self.rows)
             for name in names:  # stable, so rows with equal ids keep their order
-                order = order[columns[name][order].argsort(stable=True)]
+                for numbers in columns[name].view(self.rows, -1).unbind(1):
+                    order = order[numbers[order].argsort(stable=True)]
             sorted_columns.append([columns[name][order] for name in sorted(columns)])
         return bool(names) and not any(map(_difference, *sorted_columns))
 
