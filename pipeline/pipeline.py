@@ -218,7 +218,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _run(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         self._last.run = None  # after a refused batch there is no last run
         try:
-            run = self._account_for(batch, epochs, whole=whole)
+            run = self._read_and_decide(batch, epochs, whole=whole)
         except Exception as err:  # the caller may be a worker whose errors nobody sees, so log it here
             log.info("a batch was refused: %s", printable(str(err), keep="\n"))
             raise
@@ -238,7 +238,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         own += [f"masked_log_prob={self.masked_log_prob!r}", f"empty={self.empty!r}"]
         return "\n".join([*own, *texts])
 
-    def _finite(self) -> Tokens:
+    def _kept_finite(self) -> Tokens:
         """The token columns that must be finite outside the mask: those named by the pipeline or a stage."""
         usual = [self.columns.get(role, COLUMNS[role].default) for role in OF_TOKENS]
         keys = [*map(nested_key, usual), *REFERENCE]
@@ -248,7 +248,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         others = [key for key in dict.fromkeys(keys) if key is not None]
         return Tokens(self.loss_mask_key, self.log_prob_key, others)
 
-    def _account_for(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
+    def _read_and_decide(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         """Read the table of a batch and run the stages on it. Rows are gathered when they are read."""
         if epochs < 1:
             raise ValueError(f"epochs must be ≥ 1; got {epochs}")
@@ -268,7 +268,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 rows = None
                 if len(flat) or ranks is not None:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
-                    rows.table.finite = None if self.masked_log_prob == "nan" else self._finite()
+                    rows.table.kept_finite = None if self.masked_log_prob == "nan" else self._kept_finite()
                 # A table without rows has `starts` if the first rank decides for rows of others.
                 if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
                     refuse_nothing(stages, flat)
@@ -295,8 +295,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if table.decides:
             if self._takes_empty_out and self._half != "second":
                 rows.seen_by(self, "pipeline").take_empty_out(self.empty)
-            for name in list(stages)[:split_index]:
-                self._stage(name, stages[name], rows)
+            for name in self.order[:split_index]:
+                self._run_stage(name, stages[name], rows)
             note_advantage(rows, keys)
         if table.ranks is not None:
             hand_out(table)
@@ -337,7 +337,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     ) -> tuple[list[Epoch], Permuted | None]:
         """Run the split, which is the first of these names, once, and the other stages on each epoch."""
         table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
-        split = cast(ShuffleSplit, stages[name])
+        split, weight_key = cast(ShuffleSplit, stages[name]), self._keys.weight
         if table.left == 0 and table.ranks is None:
             name_reasons(rows, name, split)
             return [], None
@@ -355,30 +355,28 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         for places in permuted.passes:
             table.batch, table.live, table.kept = before
             with table.restoring_columns():
-                each_epoch.append(self._run_epoch({name: stages[name] for name in later}, rows, places))
+                # 1. Write the places of this epoch into the table.
+                for key in PLACES:
+                    table.columns.pop(key, None)
+                    table.written.pop(key, None)
+                    if key[-1] in places:
+                        table.columns[key], table.written[key] = places[key[-1]], Written(torch.int64, 1)
+                # 2. Run the stages after the split.
+                for each in later:
+                    self._run_stage(each, stages[each], rows, after_split=True)
+                # 3. Keep what they wrote, and the loss weight in the precision of the loss.
+                table.load([weight_key], most=AHEAD)
+                weight_is_at = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else weight_key
+                weight = table.columns.get(weight_is_at)
+                if weight is not None and weight.ndim == 1:
+                    weight = weight.to(rows.dtype(weight_is_at)).double()
+                    places = {**places, "loss_weight": weight}
+                each_epoch.append(Epoch(places, table.written_columns(), table.late, table.batch))
         if table.ranks is not None:
-            hand_out_passes(table, each_epoch, permuted.of_ranks)
+            hand_out_passes(table, each_epoch, permuted.by_rank)
         return each_epoch, permuted
 
-    def _run_epoch(self, later: Mapping[str, nn.Module], rows: Rows, places: Mapping[str, Tensor]) -> Epoch:
-        """Write the places of one epoch into the table, and run the stages after the split on it."""
-        table = rows.table
-        for key in PLACES:
-            table.columns.pop(key, None)
-            table.written.pop(key, None)
-            if key[-1] in places:
-                table.columns[key], table.written[key] = places[key[-1]], Written(torch.int64, 1)
-        for name, stage in later.items():
-            self._stage(name, stage, rows, after_split=True)
-        found = dict(places)
-        table.load([self._keys.weight], most=AHEAD)
-        weight_key = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else self._keys.weight
-        weight = table.columns.get(weight_key)
-        if weight is not None and weight.ndim == 1:  # in the precision of the loss
-            found["loss_weight"] = weight.to(rows.dtype(weight_key)).double()
-        return Epoch(found, table.written_columns(), table.late, table.batch)
-
-    def _stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
+    def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""
         table, start = rows.table, perf_counter()
         if table.left == 0:
@@ -389,7 +387,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
             else:
-                self._foreign(name, stage, rows)
+                self._run_on_batch(name, stage, rows)
             if after_split and table.left < before:
                 raise BatchError(
                     f"a stage after the split must keep all {before} rows of the minibatches; it kept "
@@ -397,7 +395,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 )
         table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
 
-    def _foreign(self, name: str, stage: nn.Module, rows: Rows) -> None:
+    def _run_on_batch(self, name: str, stage: nn.Module, rows: Rows) -> None:
         """Run a callable on a batch that has all decisions so far, and read the table again."""
         table = rows.table
         batch = rows.seen_by(self).write()
@@ -428,7 +426,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 batch = without_rows(known, device_of(batch))
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
-        seen.leave(gone if seen.index is None else gone[seen.index], "gone")
+        seen.leave(seen.from_arrival(gone), "gone")
         if len(stays):
             table.reread(batch, numbers)
 

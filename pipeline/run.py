@@ -87,8 +87,8 @@ class Run:
                 "a pipeline's last_run holds no rows. To read them, keep the result of pipeline.run(batch)"
             )
         batch = self.rows.write()
-        if self.rows.table.finite is not None:
-            fill_out_of_loss(batch, *self.rows.table.finite)
+        if self.rows.table.kept_finite is not None:
+            fill_out_of_loss(batch, *self.rows.table.kept_finite)
         return batch
 
     def minibatches(self) -> Iterator[TensorDictBase]:

@@ -120,13 +120,16 @@ def test_a_group_whose_rollouts_have_baselines_of_their_own_has_none():
     assert report.groups["baseline"].tolist() == pytest.approx([0.0, NAN], nan_ok=True)
 
 
-def test_a_baseline_is_not_known_where_another_stage_moves_the_advantage():
-    states = {"advantage": {"several": "decoupled"}, "collapse": {"columns": 2}}
-    columns = CUT | {"reward": [[each, 0.0] for each in CUT["reward"]]}
-    stages = {"gate": None, "filter": {"also": "not_truncated", "action": "drop"}, **states}
-    found = decide(columns, "grpo", minibatches=1, stages=stages)
-    assert found.baseline.isnan().all()
-    assert found.compared.tolist() == [0, 1, 0, 3, 3, 3, 0]
+def test_a_rollout_is_compared_if_one_of_its_rewards_is_and_then_has_no_single_baseline():
+    known = {"missing": "skip"}
+    stages = {"advantage": known | {"several": "decoupled"}, "collapse": known | {"columns": 2}}
+    stages |= {"gate": None, "filter": {"also": "not_truncated", "action": "drop"}}
+    for second in (0.0, NAN):  # of rollouts 1 and 5, which have the first reward
+        rewards = [[each, second if row in (1, 5) else 0.0] for row, each in enumerate(CUT["reward"])]
+        for columns in (CUT | {"reward": rewards}, CUT | {"reward": [each[::-1] for each in rewards]}):
+            found = decide(columns, "grpo", minibatches=1, stages=stages)
+            assert found.baseline.isnan().all()
+            assert found.compared.tolist() == [0, 1, 0, 3, 3, 3, 0]
 
 
 def test_rows_that_were_never_compared_have_no_baseline():

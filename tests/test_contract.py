@@ -542,12 +542,14 @@ def test_what_a_stage_reads_is_in_its_columns(name):
 
 
 def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
-    """What a stage and its criterion read and do not declare: a role, or in `in_keys` the reward."""
-    read, key = set(), Rows.key
+    """What a stage and its criterion read and do not declare.
+
+    Stages: roles, and the reward in `in_keys`. Criteria: roles, and all columns of a batch in `in_keys`.
+    """
+    read, key = set[tuple[str, object]](), Rows.key
 
     def recorded(self: Rows, role) -> object:
-        if isinstance(role, str) and role in COLUMNS:
-            read.add((self.reader, role))
+        read.add((self.reader, role))
         return key(self, role)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -558,12 +560,15 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
             stage(batch)
     parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}
     lacking = []
-    for reader, role in sorted(read):
-        part = parts[reader]
-        if not hasattr(part, f"{role}_key"):
+    columns = set(batch.keys(True, True))
+    for reader, role in sorted(read, key=repr):
+        part, is_role = parts[reader], isinstance(role, str) and role in COLUMNS
+        if is_role and not hasattr(part, f"{role}_key"):
             lacking.append(f"{reader}: add {role!r} to its columns")
-        elif part is stage and role == "reward" and part.reward_key not in stage.in_keys:
-            lacking.append(f"{reader}: add self.reward_key to its in_keys")
+            continue
+        reads = getattr(part, f"{role}_key") if is_role else role
+        if reads in columns and reads not in part.in_keys and (part is not stage or role == "reward"):
+            lacking.append(f"{reader}: add {f'self.{role}_key' if is_role else repr(role)} to its in_keys")
     return lacking
 
 

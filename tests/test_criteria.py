@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import pytest
 import torch
 from recipes import of
 from tensordict import TensorDict
@@ -20,6 +22,7 @@ from headrace.transforms import (
     NotTruncated,
     RewardsVary,
     RewardWithin,
+    Rows,
     SampleFilter,
 )
 from headrace.transforms.schema import COUNTED, REWARD
@@ -73,15 +76,49 @@ def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
 
 
 def test_more_rows_of_a_rollout_change_no_other():
-    """Three more rows of rollout 0, without tokens in the loss."""
+    """A rollout, of any rewards, gets up to nine more rows, without tokens in the loss."""
+    draw = random.Random(0)
     for name in CRITERIA:
         with of(name):
-            fanned = torch.cat([batch(), *[batch()[:1]] * 3])
-            fanned["masks", "all_assistant_mask"][8:] = False
-            assert kept(name, fanned, 0) == kept(name, batch(), 0)
+            for _ in range(12):
+                full, row = batch(), draw.randrange(8)
+                rewards = draw.sample([1, 2, 3, 3, 3, 4, 9], 7)
+                full[REWARD] = full["next", "reward"] = torch.tensor(
+                    [rewards[i] / 16 for i in full["rollout_id"]]
+                )
+                fanned = torch.cat([full, *[full[row : row + 1]] * draw.randint(1, 9)])
+                fanned["masks", "all_assistant_mask"][8:] = False
+                rollout = int(full["rollout_id"][row])
+                assert kept(name, fanned, rollout) == kept(name, full, rollout), (
+                    "it counts rows: compute statistics over rows.voters, or over one row of each rollout"
+                )
 
 
-def test_what_a_criterion_reads_is_in_its_columns():
+def test_what_a_criterion_reads_is_in_its_columns_and_keys():
     for name, make in CRITERIA.items():
         with of(name):
-            assert not undeclared(SampleFilter(criterion=make(), action="drop"), batch())
+            lacking = undeclared(SampleFilter(criterion=make(), action="drop"), batch())
+            assert not lacking, lacking
+
+
+class RowMean(Criterion, columns=("reward", "group")):
+    """It has two faults."""
+
+    def __init__(self, **names):
+        self.name_columns(names)
+        self.in_keys = (self.group_key,)
+
+    def decide(self, rows: Rows) -> torch.Tensor:
+        groups = rows.groups
+        mean = groups.sum(rows.number("reward").nan_to_num(0.0)) / groups.count
+        return groups.spread(mean > 3.2 / 16) & (rows.number("number") >= 0)
+
+
+def test_these_laws_find_a_criterion_that_counts_rows_or_hides_what_it_reads(monkeypatch):
+    monkeypatch.setitem(globals(), "CRITERIA", {"row-mean": RowMean})
+    with pytest.raises(AssertionError, match=r"row-mean: it counts rows"):
+        test_more_rows_of_a_rollout_change_no_other()
+    with pytest.raises(
+        AssertionError, match=r"row-mean: .*'number' to its in_keys.*self.reward_key to its in_keys"
+    ):
+        test_what_a_criterion_reads_is_in_its_columns_and_keys()

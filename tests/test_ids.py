@@ -58,7 +58,7 @@ def test_sums_extremes_and_counts_are_over_the_counted_rows_of_an_id(drawn):
     assert ids.min(column.double()).tolist() == [min(each, default=lowest) for each in of.values()]
     assert ids.any(column > 0).tolist() == [any(value > 0 for value in each) for each in of.values()]
     assert ids.all(column > 0).tolist() == [all(value > 0 for value in each) for each in of.values()]
-    assert ids.everyone.count.tolist() == [labels.count(label) for label in of]
+    assert ids.with_excluded.count.tolist() == [labels.count(label) for label in of]
 
 
 @given(LABELS)

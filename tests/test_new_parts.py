@@ -11,9 +11,15 @@ from typing import get_args, get_type_hints
 
 import pytest
 from composed import composed
+from dumps import RECORDS
 from recipes import ADVANTAGES, CHAINS, NAMES
-from test_contract import NEEDED, STAGES
-from test_criteria import CRITERIA
+
+try:
+    from test_contract import NEEDED, STAGES
+    from test_criteria import CRITERIA
+except ImportError as err:  # of a part that is not in the generated list of imports
+    told = f"{err}. Run `make generate`, which lists new parts"
+    raise pytest.fail.Exception(told, pytrace=False) from None
 
 import headrace.pipeline
 import headrace.transforms
@@ -129,7 +135,7 @@ def one_of(names: list[str]) -> str:
 
 
 def lacking_readers() -> list[str]:
-    """A reader takes a Reading; modules without one help others. Each has a sound dump."""
+    """A reader takes a Reading; modules without one help others. Each has a sound dump, and tests."""
     audits = (ROOT / "tests" / "test_audit.py").read_text()  # whose import takes long
     sound = re.findall(r'^    "(\w+)": ', audits.split("\nSOUND = {")[1].split("\n}")[0], re.MULTILINE)
     helpers = {"file_kinds.py", "open.py", "__init__.py"}
@@ -145,8 +151,21 @@ def lacking_readers() -> list[str]:
         for name in sorted(READERS)
         if page.count(f"`{name}`") < 3
     ]
+    tests = (ROOT / "tests" / "test_sources.py").read_text()
+    undamaged = [
+        f"{name}: a record in RECORDS of tests/dumps.py, which the tests damage at random"
+        for name, format in READERS.items()
+        if format.files[0].endswith(".jsonl") and name not in {*RECORDS, "headrace"}
+    ]
+    untested = [
+        f"{name}: a test of its fields in tests/test_sources.py, test_{name}_..."
+        for name in READERS.keys() - {"headrace"}
+        if f"def test_{name}" not in tests
+    ]
     return (
         undescribed
+        + undamaged
+        + untested
         + [f"pipeline/sources/{name} has no FORMAT, so it is no reader" for name in names]
         + [
             f"{name}: a sound dump in SOUND of tests/test_audit.py"

@@ -183,16 +183,29 @@ class FanOutCollapse(
 
     def decide(self, rows: Rows) -> None:
         """Write the rollouts' rewards and mark their first segments."""
-        every, rows = rows, rows.statistics
+        every, rows = rows, rows.statistics  # excluded rows get 0
         rows.require_identity()
         if rows.has("done") and not rows.has(FINISHED):  # no gate has checked the ends
             require_unseen_ends(rows)
         if self.reward in ("first", "last"):
             require_edge(rows, self.reward)
-        reward = self._rewards(rows)
+        value, width = rows["reward"], self.columns
+        if width == 1 and value.ndim > 1:
+            raise BatchError(
+                f"{{reader}} needs one number per row in {{column}}, for {len(rows)} rows; found "
+                f"{tuple(value.shape)}. If these are several rewards, set columns",
+                **rows.facts("reward"),
+            )
+        if width > 1 and value.shape[1:] != (width,):
+            raise BatchError(
+                f"{{reader}} needs {width} rewards per row (columns); found {tuple(value.shape)} in "
+                f"{{column}} for {len(rows)} rows",
+                **rows.facts("reward"),
+            )
+        reward = value.double().reshape(len(rows), width)  # (M, K)
         missing = None if self.missing == "raise" else reward.isnan()
         if missing is not None:
-            of = rows.rollouts.everyone
+            of = rows.rollouts.with_excluded
             rows.require(
                 (missing[of.spread(of.first)] == missing).all(1),
                 "a missing reward (NaN) must be missing on all segments of its rollout; found {found}",
@@ -224,24 +237,7 @@ class FanOutCollapse(
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
-        for view, own, is_first in rows.of_each_rank(total, first):
+        for view, own, is_first in rows.each_rank(total, first):
             own = own[is_first]
             view.metric("rollouts", len(own))
             view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
-
-    def _rewards(self, rows: Rows) -> Tensor:
-        """(M, K) float64: the collected rewards."""
-        value = rows["reward"]
-        if self.columns == 1 and value.ndim > 1:
-            raise BatchError(
-                f"{{reader}} needs one number per row in {{column}}, for {len(rows)} rows; found "
-                f"{tuple(value.shape)}. If these are several rewards, set columns",
-                **rows.facts("reward"),
-            )
-        if self.columns > 1 and value.shape[1:] != (self.columns,):
-            raise BatchError(
-                f"{{reader}} needs {self.columns} rewards per row (columns); found {tuple(value.shape)} in "
-                f"{{column}} for {len(rows)} rows",
-                **rows.facts("reward"),
-            )
-        return value.double().reshape(len(rows), self.columns)

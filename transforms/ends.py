@@ -66,7 +66,7 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         BatchError: a rollout has too many beginnings or ends, or rows after its end; the message lists them.
     """
     done, begins, segment, expected = ends
-    rollouts = rows.rollouts.everyone
+    rollouts = rows.rollouts.with_excluded
     piece = rollouts if segment is None else rollouts.paired_with(Ids(segment))
     if begins is not None:
         begun = piece.spread(piece.sum(begins))
@@ -109,7 +109,7 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
         BatchError: a rollout has more ends; the message lists its rows.
     """
     done, _, segment, expected = ends
-    rollouts = rows.rollouts.everyone
+    rollouts = rows.rollouts.with_excluded
 
     def describe(row: int) -> str:
         return rows.segments(row, done)

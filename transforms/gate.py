@@ -64,7 +64,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         BatchError: a rollout is in two groups or has wrong ends, a status is unknown, the expected number
             differs within a group or from `group_size`, or a group has more rollouts than expected.
     """
-    rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
+    rollouts, groups = rows.rollouts.with_excluded, rows.groups.with_excluded
     rows.require_identity()
     if ends is not None:
         require_ends(rows, ends)
@@ -242,7 +242,7 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
 def shared_ids(rows: Rows, presence: Presence) -> str:
     """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share one."""
     groups, rollouts = rows.groups, rows.rollouts
-    ids = torch.bincount(groups.of[rollouts.everyone.first], minlength=groups.n)
+    ids = torch.bincount(groups.of[rollouts.with_excluded.first], minlength=groups.n)
     size = torch.bincount(groups.of, minlength=groups.n)
     suspect = groups.spread((ids < presence.expected) & (ids < size)).nonzero().flatten()
     of = rollouts.of[suspect]
@@ -383,7 +383,7 @@ class CompletenessGate(
                 **rows.facts("expected"),
             )
         presence = count_present(rows, self.group_size, ends, status)
-        rollouts, groups = rows.rollouts.everyone, rows.groups.everyone
+        rollouts, groups = rows.rollouts.with_excluded, rows.groups.with_excluded
         incomplete = presence.have < presence.expected
         without_rows = [] if self.expected_groups is None else self._groups_without_rows(rows)
 
@@ -413,7 +413,7 @@ class CompletenessGate(
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))
-        for view, own in rows.of_each_rank(groups.spread(incomplete)):
+        for view, own in rows.each_rank(groups.spread(incomplete)):
             view.metric("incomplete_rows", own.sum())
 
     def _ends(self, rows: Rows) -> Ends:
@@ -439,7 +439,7 @@ class CompletenessGate(
         Ranks with shared ids compare the groups of all ranks. Ranks with their own ids compare only theirs.
         """
         ranks = rows.table.ranks
-        own = rows.of_rank(rows.groups.labels)
+        own = rows.of_this_rank(rows.groups.labels)
         dispatched = self._dispatched(own) or ()
         if ranks is not None and ranks.shared_ids != "different":
             every = ranks.gather_objects(list(map(int, dispatched)))

@@ -183,11 +183,14 @@ class Ids:
 
     def any(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for some row of the id."""
-        return self.sum(flags) > 0
+        counted = flags if self.counts is None else flags & self.counts
+        return torch.zeros(self.n, dtype=torch.bool, device=flags.device).index_fill_(
+            0, self.of[counted], True
+        )
 
     def all(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for all rows of the id."""
-        return self.sum(~flags) == 0
+        return ~self.any(~flags)
 
     def min(self, values: Tensor) -> Tensor:
         """(n,) smallest of (M,) `values`; the largest number of the dtype if no row counts."""
@@ -230,8 +233,8 @@ class Ids:
         return self.spread(self.first) == torch.arange(len(self.labels), device=self.labels.device)
 
     @property
-    def everyone(self) -> Ids:
-        """The same ids where every row counts."""
+    def with_excluded(self) -> Ids:
+        """The same ids, where excluded rows count as well."""
         if self.counts is None:
             return self
         same = copy(self)

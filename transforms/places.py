@@ -22,7 +22,7 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
     if rows.key("turn") is not None:
         rows.require_turns(rows.integers("turn", "turn"))
         turn = everyone.integers("turn", "turn")
-    rollouts = everyone.ids("rollout", checked=False).everyone
+    rollouts = everyone.ids("rollout", checked=False).with_excluded
     whole = torch.ones(rollouts.n, dtype=torch.bool)
     if rows.has(SEGMENTS):
         whole = rollouts.max(everyone[SEGMENTS]) <= rollouts.count

@@ -9,19 +9,47 @@ A run reads the table once. Each stage reads and changes the table. Rows are gat
 
 A stage reads columns by role (``rows["reward"]``), ids (``rows.groups``, ``rows.rollouts``), one row of each
 rollout in the statistics (``rows.voters``), and numbers that were computed from tokens (``rows.measured``).
-It acts through these methods:
+It refuses the batch (``require``), takes rows out (``leave``), writes columns (``put``) and records numbers
+of the batch (``metric``). It declares the roles that it reads as `columns`, and then has their keys.
 
-- ``require`` refuses the batch and lists the row ids;
-- ``leave`` takes rows out and records the reason;
-- ``put`` writes a column;
-- ``metric`` records a number of the batch.
+>>> from tensordict import TensorDict
+>>> from headrace.transforms import BatchTransform, Criterion
+>>> class AboveMiddle(BatchTransform, columns=("reward", "group", "rollout", "advantage")):
+...     reasons = {"low": "dropped"}  # what its rows leave for
+...     def __init__(self, *, low: float = 0.0, **names):
+...         self.name_columns(names)  # sets self.reward_key, self.group_key, ...
+...         reads = [("headrace", "reward"), self.reward_key, self.group_key, self.rollout_key]
+...         super().__init__(in_keys=reads, out_keys=[self.advantage_key])
+...         self.low = low
+...     def decide(self, rows):
+...         rows.require(rows.reward.isfinite(), "rewards must be finite; found {found}")
+...         reward, groups = rows.voters.reward, rows.voters.groups
+...         middle = groups.spread(groups.max(reward) + groups.min(reward)) / 2
+...         rows.put("advantage", rows.from_voters(reward - middle), ndim=3)
+...         rows.leave(rows.reward < self.low, "low", "dropped")  # the next stage does not see them
+...         rows.metric("voters", len(rows.voters))
+>>> batch = {"group_id": [1, 1, 1], "rollout_id": [4, 5, 5], ("next", "reward"): [0.0, 2.0, 2.0]}
+>>> AboveMiddle(low=1.0)(TensorDict(batch, batch_size=[3]))["advantage"].flatten().tolist()
+[1.0, 1.0]
+
+A criterion of the filter returns the rows that stay:
+
+>>> class Short(Criterion, columns=("loss_mask",)):
+...     reason = "long"  # the name in the ledger
+...     def __init__(self, *, most: int, **names):
+...         self.name_columns(names)
+...         self.most, self.in_keys = most, (self.loss_mask_key,)
+...     def decide(self, rows):
+...         return rows.masked_tokens <= self.most  # (M,) bool
+
+A baseline is an entry of ``BASELINES`` in ``advantage/baselines.py``: R − b, from the rewards of the voters,
+sorted within each group (:class:`~headrace.transforms.advantage.baselines.Grouped`). The stage handles ids,
+fan-out, ranks and checks.
+
+>>> above_smallest = lambda g, formula: g.reward - g.spread(g.smallest)  # spread: (P,) per group to (V,)
 
 A view keeps its rows when some of them leave. The next stage gets a new view without these rows. Only the
 statistics of a view (``rows.statistics``, ``rows.voters``) lose rows that it excludes, and at once.
-
-A stage is a subclass of ``BatchTransform`` (``stage.py``) with ``decide(rows)``. A criterion is a subclass of
-``Criterion`` (``filter/criteria.py``), whose ``decide(rows)`` returns (M,) bool, True where the row stays. A
-baseline or a scale is one line in ``advantage/baselines.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +58,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from functools import cached_property
 from math import isfinite
+from operator import is_
 from typing import Any, Literal, cast
 
 import torch
@@ -88,11 +117,12 @@ class Rows:
     the N rows of the table (:attr:`on_arrival`)            :meth:`from_arrival`    :meth:`to_arrival`
     the S rows that are not excluded (:attr:`statistics`)   :meth:`from_statistics` :meth:`to_statistics`
     the V first rows of their rollouts (:attr:`voters`)     :meth:`from_voters`     :meth:`to_voters`
-    the B rows of this rank's batch, on their device        :meth:`measured`        :meth:`there`
+    the B rows of this rank's batch                         :meth:`from_batch`      :meth:`to_batch`
     ======================================================= ======================= =====================
 
-    :meth:`measured` returns numbers that were computed from tokens. :meth:`measure` and :meth:`reduce` also
-    keep them as a column of the table. :meth:`measured_when_read` is for metrics only, and may never run.
+    :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`measure` and
+    :meth:`reduce` also keep it as a column of the table. :meth:`measured_when_read` is for metrics only, and
+    may never run.
 
     Args:
         table: the table, which all views share.
@@ -125,7 +155,7 @@ class Rows:
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
         self.declared = declared
-        self.rank = 0 if table.ranks is None else table.ranks.rank  # whose rows of_rank and metric use
+        self.rank = 0 if table.ranks is None else table.ranks.rank  # `each_rank` also yields those of others
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -135,11 +165,9 @@ class Rows:
     def has(self, role: Any) -> bool:
         """Whether the table or the batch has this column. If only the batch has it, this reads the device."""
         key, table = self.key(role), self.table
-        if table.late and table.is_late(key):
+        if table.is_late(key):
             table.settle()
-        if key is None or key in table.columns:
-            return key is not None
-        if not table.lacks(key):
+        if key not in table.columns:
             table.load([key])
         return key in table.columns
 
@@ -288,15 +316,17 @@ class Rows:
             BatchError: an id is missing (-1) or not an integer.
         """
         key, table = self.key(role), self.table
-        column = table.columns.get(key) if key is None or self.has(role) else None
-        known = table.ids.get(key) if self.index is table.index else None
-        if known is not None and known[0] is column:
-            ids = known[1]
-        else:
+        if key is not None and not self.has(role):
+            raise self.missing(role)
+        # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
+        # until one of the tensors that they were made from is another one.
+        made_from = table.columns.get(key), self.index, table.counted
+        slot = key, self.index is table.index
+        before, ids = table.ids.get(slot, (made_from, None))
+        if ids is None or not all(map(is_, before, made_from)):
             labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
             ids = Ids(labels, self.counted)
-            if self.index is table.index:
-                table.ids[key] = column, ids
+            table.ids[slot] = made_from, ids
         if checked and ids.lowest < 0:
             why = "compared with one another" if role == "group" else f"taken for one {role}"
             self.require_set(ids, f"{role}_id", f"rows without an id would be {why}")
@@ -318,7 +348,8 @@ class Rows:
         Args:
             ok: one bool per row of this view.
             message: what is required, ``{found}``, and what to do. ``{count}`` is the number of bad rows,
-                ``{s}`` the plural s.
+                ``{s}`` the plural s. ``{action=drop}`` is an option of this stage to set,
+                ``{filter/action=drop}`` of another; the command shows it as an override.
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
             error: class of the error.
@@ -362,7 +393,7 @@ class Rows:
         """
         table, code = self.table, self.name_reason(reason, effect)
         if effect in ("masked", "excluded") and mask_tokens:
-            self._mask_in_loss(rows)
+            self._note_masks(rows)
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
@@ -373,18 +404,15 @@ class Rows:
         table.in_loss = table.in_loss.masked_fill(out, False)
         if effect == "excluded":
             table.counted = ~out if table.counted is None else table.counted.masked_fill(out, False)
-            for known in ("counted", "statistics", "voters"):  # computed again, from the new `table.counted`
+            for known in ("statistics", "voters"):  # computed again, from the new `table.counted`
                 self.__dict__.pop(known, None)
-            table.ids.clear()
         if effect in ("dropped", "carried"):
             table.here = table.here.masked_fill(out, False)
-            table.gone = True
             table.index = table.here.nonzero().flatten()
-            table.ids.clear()
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
-        metrics = self.table.of_others.get(self.rank, self.table.metrics)
+        metrics = self.table.metrics_of_others.get(self.rank, self.table.metrics)
         metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
     # -- one row of each rollout, other views, and values between them -------------------------------------
@@ -431,7 +459,7 @@ class Rows:
         column[self.counted] = values
         return column
 
-    @cached_property
+    @property
     def counted(self) -> Tensor | None:
         """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
         return None if self.table.counted is None else self.from_arrival(self.table.counted)
@@ -466,25 +494,25 @@ class Rows:
         index = rows if self.index is None else self.index[rows]
         return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
 
-    def of_rank(self, values: Tensor) -> Tensor:
-        """The part of (M, ...) `values` that belongs to this rank's rows. All of them without ranks."""
+    def of_this_rank(self, values: Tensor) -> Tensor:
+        """The part of (M, ...) `values` for the rows of this rank. All of them without ranks."""
         if self.table.ranks is None:
             return values
         if self.index is None:
-            return self.table.of_rank(values, self.rank)
+            return self.table.part_of_rank(values, self.rank)
         spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
         return torch.cat([values[a:b] for a, b in spans])
 
-    def of_each_rank(self, *values: Tensor) -> Iterator[Any]:
+    def each_rank(self, *values: Tensor) -> Iterator[Any]:
         """Yield this view, to record metrics, with the part of (M, ...) `values` for this rank's rows.
 
         Where one rank decides for all, also yield a view with the parts of each other rank.
         """
-        yield self, *(values if self.table.ranks is None else map(self.of_rank, values))
-        for rank in self.table.of_others:
+        yield self, *(values if self.table.ranks is None else map(self.of_this_rank, values))
+        for rank in self.table.metrics_of_others:
             view = copy(self)
             view.rank = rank
-            yield view, *map(view.of_rank, values)
+            yield view, *map(view.of_this_rank, values)
 
     # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
 
@@ -546,16 +574,15 @@ class Rows:
         if self.table.is_late(key):
             self.table.settle()
         made = Reduced(name, key)
-        if made not in self.table.columns:
-            column = column_of(self.table.batch, key)
-            if column is None:
-                raise self.missing(role, option)
-            if isinstance(column, list):
-                column = torch.cat([number(row[None]) for row in column])
-            else:
-                column = number(column)
-            return self.measure(made, column)
-        return self[made]
+        if made in self.table.columns:
+            return self[made]
+        column = column_of(self.table.batch, key)
+        if column is None:
+            raise self.missing(role, option)
+        ragged = isinstance(column, list)
+        return self.measure(
+            made, torch.cat([number(row[None]) for row in column]) if ragged else number(column)
+        )
 
     def measure(self, name: Any, values: Tensor) -> Tensor:
         """Make a table column of numbers that were computed from tokens: one device read and one exchange.
@@ -568,7 +595,7 @@ class Rows:
             (M,) for the rows of this view.
         """
         self.table.dtypes[name] = values.dtype
-        self.table.columns[name] = self.table.of_all(read_packed([values])[0])
+        self.table.columns[name] = self.table.from_batch(read_packed([values])[0])
         return self[name]
 
     def measured(self, **numbers: Tensor) -> dict[str, Tensor]:
@@ -581,7 +608,7 @@ class Rows:
             By name, (M,) or (M, K) float64 for the rows of this view. The table does not keep them.
         """
         parts = [flat_rows(values.detach().double()) for values in numbers.values()]
-        column = self.of_all_ranks(torch.cat(parts, 1))
+        column = self.from_batch(torch.cat(parts, 1))
         split = column.split([part.shape[1] for part in parts], 1)
         pairs = zip(numbers.items(), split, strict=True)
         return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
@@ -614,9 +641,9 @@ class Rows:
         versions = [column._version for column in columns]
         table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
 
-    def of_all_ranks(self, values: Tensor) -> Tensor:
-        """Map (B, ...) of this rank's batch to (M, ...) of this view, on the CPU. Ranks exchange once."""
-        return self.from_arrival(self.table.of_all(values.cpu()))
+    def from_batch(self, values: Tensor) -> Tensor:
+        """Map (B, ...) values of this rank's batch to (M, ...), on the CPU: one read and one exchange."""
+        return self.from_arrival(self.table.from_batch(values.cpu()))
 
     # -- stages that change tokens -------------------------------------------------------------------------
 
@@ -630,9 +657,9 @@ class Rows:
         self.table.compact()
         return shallow_copy(self.table.batch)
 
-    def there(self, values: Tensor) -> Tensor:
+    def to_batch(self, values: Tensor) -> Tensor:
         """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
-        return self.of_rank(values).to(device_of(self.table.batch))
+        return self.of_this_rank(values).to(device_of(self.table.batch))
 
     def accept(self, batch: TensorDictBase) -> None:
         """Take the batch that a token-level stage made from :meth:`tokens`.
@@ -741,7 +768,7 @@ class Rows:
         groups = self.groups.labels
         if rollouts.n == len(groups):
             return
-        group_of_rollout = rollouts.everyone.spread(rollouts.everyone.min(groups))
+        group_of_rollout = rollouts.with_excluded.spread(rollouts.with_excluded.min(groups))
 
         def describe(row: int) -> str:
             segments = rollouts.of == rollouts.of[row]
@@ -789,7 +816,7 @@ class Rows:
             BatchError: two segments have the same turn; the message lists the rows.
         """
         self.require(
-            self.rollouts.everyone.paired_with(Ids(turn)).is_first,
+            self.rollouts.with_excluded.paired_with(Ids(turn)).is_first,
             "the segments of a rollout must have different turns; found {found}",
             lambda row: self.segments(row, turn),
         )
@@ -811,7 +838,7 @@ class Rows:
         nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
         if bool(nothing.any()):
             if self.has("rollout"):  # else each row is a rollout
-                rollouts = self.ids("rollout", checked=False).everyone
+                rollouts = self.ids("rollout", checked=False).with_excluded
                 nothing = rollouts.spread(rollouts.all(nothing))
             nothing = nothing & self.from_arrival(table.here)
         if empty == "raise":
@@ -925,8 +952,8 @@ class Rows:
         some of its rows, ``("headrace", "segments")`` holds the number of rows that it had.
         """
         segments = None
-        if self.table.gone and self.key("rollout") is not None and self.has("rollout"):
-            rollouts = self.on_arrival.ids("rollout", checked=False).everyone
+        if self.table.index is not None and self.has("rollout"):
+            rollouts = self.on_arrival.ids("rollout", checked=False).with_excluded
             had, left = rollouts.count, rollouts.sum(self.table.here)
             if self.has(SEGMENTS):
                 had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
@@ -980,22 +1007,23 @@ class Rows:
         table, arrived, has_masked = self.table, self.table.size, self.table.masks_rows
         table.extend(carried, remainder)
         if table.masks_rows and not has_masked:  # only carried rows are out of the loss
-            self.on_arrival._mask_in_loss(~table.in_loss & (torch.arange(table.size) >= arrived))
+            self.on_arrival._note_masks(~table.in_loss & (torch.arange(table.size) >= arrived))
 
-    def _mask_in_loss(self, rows: Tensor) -> None:
-        """Mask (M,) bool `rows` that are about to leave: False in the loss mask, NaN in log-probabilities.
+    def _note_masks(self, rows: Tensor) -> None:
+        """Note for :meth:`write` which columns mask (M,) bool `rows`, and what lengths these rows have now.
 
-        Under ``masked_log_prob='keep'`` only the loss mask changes.
+        The loss mask becomes False and log-probabilities NaN, or under ``masked_log_prob='keep'`` the loss
+        mask alone.
         """
         table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
-        log_prob = self.key("log_prob") if table.finite is None else None
+        log_prob = self.key("log_prob") if table.kept_finite is None else None
         # Tokens that are stored elsewhere are masked there.
-        keys = [key for key in (loss_mask, log_prob) if key is not None]
-        to_mask = [key for key in keys if table.elsewhere or parts_of(batch, key)]
+        given = [key for key in (loss_mask, log_prob) if key is not None]
+        to_mask = [key for key in given if table.elsewhere or parts_of(batch, key)]
         table.masked_columns |= dict.fromkeys(to_mask)
         if not to_mask and bool(rows.any()):
             lacks = "neither {mask} nor {log_prob}"
-            if table.finite is not None:
+            if table.kept_finite is not None:
                 lacks = "no {mask}, the only mask under masked_log_prob='keep'"
             raise BatchError(
                 f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
@@ -1005,7 +1033,7 @@ class Rows:
                 batch=key_names(batch),
             )
         has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
-        if loss_mask in to_mask and has_counts:  # note the lengths that the rows have until now
+        if loss_mask in to_mask and has_counts:
             tokens = self.count("loss_mask")
             if self.has(LENGTH):
                 before = self[LENGTH]

@@ -147,7 +147,7 @@ class _RewardShaping(BatchTransform):
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        for view, before, after in rows.of_each_rank(reward, shaped):
+        for view, before, after in rows.each_rank(reward, shaped):
             known = ~before.isnan()  # a missing reward stays missing
             rewarded = known.double().sum().clamp_min(1)
             view.metric("reward_changed", (known & (after != before)).sum() / rewarded)
@@ -202,7 +202,7 @@ class _LengthShaping(_RewardShaping):
 
     def rollout_lengths(self, rows: Rows) -> Tensor:
         """(M,) int64: tokens of each row's rollout, over all its rows."""
-        rollouts = rows.ids("rollout", checked=False).everyone
+        rollouts = rows.ids("rollout", checked=False).with_excluded
         rows.require(
             rollouts.labels >= 0,
             "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up",
@@ -243,7 +243,7 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     def decide(self, rows: Rows) -> None:
         """Rewrite the reward, and record the number of tokens that are not punished."""
         super().decide(rows)
-        for view, _ in rows.of_each_rank(rows[REWARD]):
+        for view, _ in rows.each_rank(rows[REWARD]):
             view.metric("unpunished", self.max_length - self.cache)
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:

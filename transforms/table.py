@@ -46,6 +46,10 @@ from .tensordicts import (
 Effect = Literal["masked", "excluded", "dropped", "carried"]
 """Effect on a row: out of the loss; out of the statistics too; out of the batch; kept for the next."""
 
+Compared = Callable[[int], Tensor]
+"""A function of the number N of rows that the table then has: (N, 2) float64, how many rollouts the advantage
+compared with the row's, itself included, and the baseline ``b + δ`` or NaN."""
+
 OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns in which a batch stores the state of the table
 AHEAD = 16  # columns with more numbers per row are only read when a stage asks for them
 TRAINED = "trained"
@@ -152,23 +156,23 @@ class Table:
         reason: (N,) int64, index into `names` of the first reason of each row; 0 is trained.
         effects: effect of each reason.
         here: (N,) bool, rows that are neither dropped nor carried.
-        index: (M,) int64, table indices of the rows that are `here`; None: all.
+        index: (M,) int64, table indices of the rows that are `here`; None: all rows are.
         in_loss: (N,) bool, rows in the loss.
         masks_rows: a stage has taken rows out of the loss, so the batch must mask them.
         masked_columns: token columns in which rows must be masked.
         elsewhere: the batch has no tokens; they are masked where they are stored.
         no_lengths: the batch has no token counts either, because it was read from a dump of texts.
-        finite: token columns that stay finite at masked tokens; None: masked log-probabilities become NaN.
+        kept_finite: token columns that stay finite at masked tokens, under ``masked_log_prob="keep"``; None:
+            masked log-probabilities become NaN.
         into: (N,) int64, table index of the row that each row was merged into, or its own. None: no row was
             merged.
         counted: (N,) bool, rows that are not excluded. None: no row is excluded.
         says_who_counts: a stage may exclude rows, so the batch gets the column ``counted``.
         metrics: metrics of the stages, ``<stage>/<name>``; :meth:`read_metrics` adds those in `unread`.
-        of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
+        metrics_of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
         told: columns that the other ranks also have, if this rank decides for them.
         unread: metrics that are computed when they are read.
-        compared: computes (N, 2) float64 for N rows: how many rollouts the advantage compared with the row's,
-            itself included, and the baseline ``b + δ`` or NaN. None: not known.
+        compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
         decides: False if the first rank decides for this one, which then takes over its results.
@@ -178,7 +182,7 @@ class Table:
             to it.
         carried: (C,) int64, table indices of rows carried from earlier batches; `carried_starts` has the
             first of each rank, and the end.
-        ids: :class:`Ids` of the rows that are `here`, by column.
+        ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
 
     def __init__(self, batch: TensorDictBase | None, size: int):
@@ -189,10 +193,10 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
-        self.of_others: dict[int, dict[str, float]] = {}
+        self.metrics_of_others: dict[int, dict[str, float]] = {}
         self.told: dict[Any, Tensor] = {}
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
-        self.compared: Callable[[int], Tensor] | None = None
+        self.compared: Compared | None = None
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}
@@ -201,7 +205,7 @@ class Table:
         self.first_names: set[str] | None = None
         self.no_lengths = not self.lacks(NO_LENGTHS) and any_row_has(batch, NO_LENGTHS)
         self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
-        self.finite: Tokens | None = None
+        self.kept_finite: Tokens | None = None
         self.ranks: Any = None
         self.decides = True
         self.starts: list[int] = []
@@ -219,9 +223,8 @@ class Table:
         self.here = self.kept = self.in_loss = torch.ones(size, dtype=torch.bool)
         self.counted: Tensor | None = None
         self.into: Tensor | None = None
-        self.gone = False  # some row is not here
         self.index: Tensor | None = None
-        self.ids: dict[Any, tuple[Tensor | None, Ids]] = {}
+        self.ids: dict[Any, tuple[tuple[Tensor | None, ...], Ids]] = {}
         self.live = self.numbers_of_rank = torch.arange(own.start, own.stop)
         self.carried: Tensor | None = None
         self.carried_starts: list[int] = []
@@ -245,7 +248,7 @@ class Table:
         at = torch.full((self.size,), -1).index_copy_(0, self.live, torch.arange(len(self.live)))
         return at.index_select(0, numbers)
 
-    def of_ranks(self, chosen: Tensor) -> list[Tensor]:
+    def indices_by_rank(self, chosen: Tensor) -> list[Tensor]:
         """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order.
 
         A list with one entry if no ranks share the batch.
@@ -261,12 +264,12 @@ class Table:
         """Begin and end, in the table, of the rows of a rank: those of its batch, and those carried to it."""
         return [(starts[rank], starts[rank + 1]) for starts in (self.starts, self.carried_starts) if starts]
 
-    def of_rank(self, values: Tensor, rank: int) -> Tensor:
+    def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
         parts = [values[a:b] for a, b in self.spans(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def by_rank(self) -> Tensor:
+    def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
         rank = torch.zeros(self.size, dtype=torch.int64)
         for number in range(len(self.starts) - 1):
@@ -338,18 +341,18 @@ class Table:
             return
         for (key, column), values in zip(found.items(), read_packed(list(found.values())), strict=True):
             self.dtypes[key] = column.dtype
-            self.columns[key] = self.of_all(values)
+            self.columns[key] = self.from_batch(values)
 
     def read_counted(self, counted: Tensor) -> None:
         """Read (N,) bool from a batch that marks excluded rows."""
         self.says_who_counts = True
         self.counted = None if bool(counted.all()) else counted
 
-    def of_all(self, values: Tensor) -> Tensor:
+    def from_batch(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
         if self.ranks is None and len(values) == self.size:
             return values
-        kept = self.of_ranks(self.kept)
+        kept = self.indices_by_rank(self.kept)
         if self.ranks is not None:
             values = self.ranks.gather_rows(values, list(map(len, kept)))
         column = _unknown(values, self.size)
@@ -385,7 +388,6 @@ class Table:
         if COUNTED in self.columns:
             counted = self.columns[COUNTED] | ~self.kept
             self.read_counted(counted if self.counted is None else self.counted & counted)
-        self.ids.clear()
         for key, old in before.items():
             new = self.columns.get(key)
             if new is None:
@@ -445,7 +447,7 @@ class Table:
     def decided_between(self, some: slice) -> TensorDictBase:
         """:meth:`as_decided` for a slice of the rows of the batch."""
         part = copy(self)
-        part.batch, part.live, part.gone = rows_between(part.batch, some), part.live[some], False
+        part.batch, part.live, part.index = rows_between(part.batch, some), part.live[some], None
         return part.as_decided()
 
     def with_written(self, batch: TensorDictBase) -> TensorDictBase:
@@ -489,7 +491,7 @@ class Table:
 
     def compact(self) -> None:
         """Gather the batch so that it only has rows that have not left."""
-        if not self.gone or torch.equal(self.kept, self.here):
+        if self.index is None or torch.equal(self.kept, self.here):
             return
         kept = self.here[self.live].nonzero().flatten()
         if len(kept) < len(self.live):
@@ -520,7 +522,7 @@ class Table:
             numbers: (n,) int64, table indices.
         """
         part = copy(self)
-        part.batch, part.live, part.gone = self.take(numbers), numbers, False
+        part.batch, part.live, part.index = self.take(numbers), numbers, None
         batch = leave_out(part.as_decided(), [ROW])
         write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
         return batch
@@ -598,8 +600,7 @@ class Table:
         own = slice(0, more.size) if ranks is None else more.own
         self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
         self.size = before + more.size
-        self.index = self.here.nonzero().flatten() if self.gone else None
-        self.ids.clear()
+        self.index = None if self.index is None else self.here.nonzero().flatten()
         self.numbers_of_rank = torch.cat(
             [self.numbers_of_rank, self.live[len(self.live) - (own.stop - own.start) :]]
         )

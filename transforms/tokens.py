@@ -198,7 +198,7 @@ def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[T
     width = columns[0].shape[1]
     widest = int(rows.measured(width=torch.full((len(columns[0]),), width))["width"].max())
     wide = [nn.functional.pad(column, (0, widest - width), value=fill) for column in columns]
-    every = rows.of_all_ranks(torch.cat(wide, 1)).to(columns[0].device)
+    every = rows.from_batch(torch.cat(wide, 1)).to(columns[0].device)
     return list(every.split(widest, 1)) if widest else list(columns)
 
 
@@ -215,7 +215,7 @@ def describe_row(rows: Rows) -> Callable[[int], str]:
 def in_loss_there(rows: Rows) -> Tensor | None:
     """(B,) bool, rows in the loss, on the device of the batch; None, without a copy, if all rows are."""
     in_loss = rows.in_loss
-    return None if bool(in_loss.all()) else rows.there(in_loss).clone()
+    return None if bool(in_loss.all()) else rows.to_batch(in_loss).clone()
 
 
 def unless_all(in_loss: Tensor | None) -> Tensor | None:
@@ -265,7 +265,7 @@ def read_advantage(
         BatchError: it has another shape, is not floating-point, or differs in length from the mask.
     """
     if rows is not None and key in rows.table.written:
-        credit = rows.there(rows[key].to(rows.dtype(key)))  # rounded as it will be in the batch
+        credit = rows.to_batch(rows[key].to(rows.dtype(key)))  # rounded as it will be in the batch
     else:
         credit = _dense(batch, key, reader, "advantage_key")
         check_lengths(batch, [key], mask_key, reader=reader)

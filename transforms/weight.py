@@ -390,6 +390,7 @@ class LossWeight(
 
     def decide(self, rows: Rows) -> None:
         """Write the weights of the rows of each step."""
+        # 1. Refuse rows that have weights already, or whose weights would be wrong.
         if self.ranks == 1 and self.gradients == "mean" and rows.has(RANK):
             raise BatchError(
                 "the split assigned rows to several ranks, whose gradients are averaged "
@@ -402,11 +403,12 @@ class LossWeight(
             )
         if rows.table.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
+        # 2. What is counted in each step: tokens, and the units that have a token in the loss.
         tokens = rows.loss_tokens
         units = dict[str, Ids]()
         for unit in ("rollout", "group"):
             if unit == self._needs or rows.has(unit):
-                units[f"{unit}_id"] = rows.ids(unit, checked=False).everyone
+                units[f"{unit}_id"] = rows.ids(unit, checked=False).with_excluded
         if self.turn_key is not None:
             units["turn"] = Ids(rows.integers("turn", "turn"))
         for name, each in units.items():
@@ -421,6 +423,7 @@ class LossWeight(
         if self.gradients == "mean":
             averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
             weight, total = weight * averaged, total * averaged
+        # 3. Write the weights, or multiply the advantage by them.
         dtype = self.dtype or FLOAT
         if self.dtype is None and (credit := rows.advantage_dtype) is not None:
             dtype = torch.promote_types(credit, torch.float32)
@@ -440,10 +443,11 @@ class LossWeight(
                 rows, lambda advantage, factor: advantage * factor, at_least=torch.float32, factor=factor
             )
             rows.put(FOLDED_WEIGHT, weight, dtype=dtype, ndim=1)
+        # 4. Write and record the counts.
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        for view, own in rows.of_each_rank(tokens):
+        for view, own in rows.each_rank(tokens):
             view.metric("tokens", own.sum())
             view.metric("samples", own.count_nonzero())
 
@@ -493,7 +497,7 @@ class LossWeight(
             if rows.has(key):
                 passes = passes.paired_with(Ids(rows[key]))
         # Micro-batches of different ranks have the same indices.
-        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.by_rank())))
+        passes = passes.paired_with(Ids(rows.from_arrival(rows.table.rank_of_rows())))
         return passes.spread(passes.sum(tokens))
 
 

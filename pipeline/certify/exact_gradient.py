@@ -147,13 +147,7 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
 def rows_of_trajectories(
     task: SmallTask, prompts: Sequence[Prompt], *, turns_paid_apart: bool
 ) -> tuple[TensorDict, list[list[int]]]:
-    """Return the rows of all trajectories of all prompts, and the row indices of each trajectory.
-
-    Args:
-        task: the task.
-        prompts: all prompts of the task.
-        turns_paid_apart: see :func:`all_outcomes`.
-    """
+    """Return the rows of all trajectories of all prompts, and the row indices of each trajectory."""
     trajectories = [
         (number, trajectory) for number, prompt in enumerate(prompts) for trajectory in prompt.trajectories
     ]

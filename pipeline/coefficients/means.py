@@ -99,11 +99,9 @@ def _first_of(ids: Tensor) -> Tensor:
 
 
 def nearest_mean(weight: Tensor, tokens: StepTokens) -> tuple[TokenMean, float, float]:
-    """Find the known mean whose weights are nearest to the measured ones, up to one common factor.
+    """Find the known mean whose weights are nearest to the measured ones (N, T), up to one common factor.
 
-    Args:
-        weight: (N, T), NaN where unknown.
-        tokens: tokens of the step.
+    NaN is an unknown weight.
 
     Returns:
         The mean, the factor, and the greatest relative difference of a token's weight.
@@ -123,9 +121,7 @@ def nearest_mean(weight: Tensor, tokens: StepTokens) -> tuple[TokenMean, float, 
 def odd_part(weight: Tensor, tokens: StepTokens) -> tuple[int, float] | None:
     """Find the single micro-batch with another factor than the others. Return it and its factor, or None.
 
-    Args:
-        weight: (N, T), NaN where unknown.
-        tokens: tokens of the step.
+    `weight` (N, T) is NaN where it is unknown.
     """
     known = tokens.inside & weight.isfinite()
     for mean in known_means(tokens):

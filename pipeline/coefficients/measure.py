@@ -72,15 +72,21 @@ class Measured:
         return torch.where(known, self.coefficient / torch.where(known, self.advantage, 1.0), torch.nan)
 
     @property
+    def in_order(self) -> Tensor:
+        """The weights of the tokens in the mask, row by row, for any side of the padding."""
+        return self.weight[self.tokens.inside]
+
+    @property
     def where(self) -> str:
         """A description of the run: micro-batches, ranks, padding and shift."""
-        parts = [f"{self.cut} micro-batch{'es' * (self.cut > 1)}"]
-        parts += [f"{self.ranks} ranks"] * (self.ranks > 1) + [f"padding on the {self.pad}"] * (
-            self.pad == "left"
-        )
-        parts += ["ragged rows"] * (self.pad is None)
-        parts += [f"old log-probabilities shifted by {self.shift:g}"] * bool(self.shift)
-        return ", ".join(parts)
+        parts = {
+            f"{self.cut} micro-batch{'es' * (self.cut > 1)}": True,
+            f"{self.ranks} ranks": self.ranks > 1,
+            "padding on the left": self.pad == "left",
+            "ragged rows": self.pad is None,
+            f"old log-probabilities shifted by {self.shift:g}": self.shift != 0,
+        }
+        return ", ".join(part for part, said in parts.items() if said)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class XRay:
             elif int(run.tokens.inside.sum()) != int(first.tokens.inside.sum()):
                 ratio = torch.tensor([0.0, math.inf])
             else:
-                ratio = _in_order(run) / _in_order(first)
+                ratio = run.in_order / first.in_order
             ratio = ratio[~ratio.isnan()]  # no advantage, or no weight in both runs
             found[run.where] = (float(ratio.min()), float(ratio.max())) if len(ratio) else (1.0, 1.0)
         return found
@@ -274,7 +280,7 @@ def xray(
     for name, values in {"cuts": cuts, "ranks": ranks, "pad": pad, "shifts": shifts}.items():
         if isinstance(values, str) or values is None or len(set(values)) != len(values) or not values:
             raise ValueError(f"{name} must be a list of distinct values, such as (1, 2); got {values!r}")
-    groups = len(rewards) // at_least("group_size", group_size, 1)
+    groups, close = len(rewards) // at_least("group_size", group_size, 1), CLOSE_IN.get(dtype, 0.05)
     at_least("cuts", min(cuts), 1)
     at_least("ranks", min(ranks), 1)
     if max(ranks) > groups or max(cuts) * max(ranks) > len(lengths):
@@ -284,81 +290,55 @@ def xray(
         )
     runs = []
     for side, count, shift, cut in product(pad, ranks, shifts, cuts):
+        # 1. The batch: the micro-batch and the rank of each row, and what is expected of its tokens.
         options: Any = {"segments": segments, "holes": holes, "pad": side, "old_log_prob_shift": shift}
         batch = xray_batch(lengths, rewards, group_size, **options)
         if prepare is not None:
             prepare(batch)
-        how = gradients if max(ranks) > 1 else None
-        runs.append(_measure(step, pipeline, batch, how, dtype, cut=cut, pad=side, ranks=count, shift=shift))
-    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), CLOSE_IN.get(dtype, 0.05))
+        inside = tokens_of(batch)[2]
+        group, rollout = batch["group_id"].flatten(), batch["rollout_id"].flatten()
+        of_rank, micro = group * count // (int(group.max()) + 1), torch.empty_like(group)
+        for rank in range(count):
+            for number, part in enumerate((of_rank == rank).nonzero().flatten().chunk(cut)):
+                micro[part] = rank * cut + number
+        reward = batch["next", "reward"].sum(-1)
+        advantage, expected = group_relative_advantage(reward, group, rollout).double()[:, None], None
+        if pipeline is not None:
+            advantage, expected = declared(pipeline, batch)
+        batch["advantage"] = advantage[..., None]
 
+        # 2. The step, which may write its own advantages, mask and micro-batches if it is alone.
+        model = TokenTable.of(batch, dtype)
+        before = model.table.detach().clone()
+        if max(ranks) == 1:
+            names = ("advantage", LOSS) if side is not None else ()
+            own = {key: (batch.get(key), batch.get(key).clone()) for key in names}
+            step(model, batch, cut)
+            for key, (column, was) in own.items():
+                if batch.get(key) is column and not torch.equal(column, was):
+                    raise ValueError(
+                        f"the step has changed {key!r} of the batch in place, so the expected values are "
+                        f"lost. Change a clone; a step with its own values must set batch[{key!r}] = ..."
+                    )
+            inside, micro = tokens_of(batch)[2], batch.get(MICROBATCH, micro)
+            advantage = padded_column(batch, "advantage").double().flatten(1)
+        else:
+            model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
+        if not torch.equal(model.table.detach(), before):
+            raise ValueError("the step has changed the table: remove optimizer.step(), or set its lr to 0")
 
-def _measure(
-    step: Step,
-    pipeline: Pipeline | None,
-    batch: TensorDictBase,
-    gradients: Gradients | None,
-    dtype: torch.dtype,
-    *,
-    cut: int,
-    pad: Pad | None,
-    ranks: int,
-    shift: float,
-) -> Measured:
-    _, _, inside = tokens_of(batch)
-    group = batch["group_id"].flatten()
-    of_rank = group * ranks // (int(group.max()) + 1)
-    micro = torch.empty_like(group)
-    for rank in range(ranks):
-        own = (of_rank == rank).nonzero().flatten()
-        parts = own.chunk(cut)
-        for number, part in enumerate(parts):
-            micro[part] = rank * cut + number
-    reward, rollout = batch["next", "reward"].sum(-1), batch["rollout_id"].flatten()
-    advantage, expected = group_relative_advantage(reward, group, rollout).double()[:, None], None
-    if pipeline is not None:
-        advantage, expected = declared(pipeline, batch)
-    batch["advantage"] = advantage[..., None]
-    model = TokenTable.of(batch, dtype)
-    before = model.table.detach().clone()
-    if gradients is None:
-        own = {
-            key: (batch.get(key), batch.get(key).clone()) for key in ("advantage", LOSS) if pad is not None
-        }
-        step(model, batch, cut)
-        for key, (column, was) in own.items():
-            if batch.get(key) is column and not torch.equal(column, was):
-                raise ValueError(
-                    f"the step has changed {key!r} of the batch in place, so the expected values are lost. "
-                    f"Change a clone; a step with its own values must set batch[{key!r}] = ..."
-                )
-        inside, micro = tokens_of(batch)[2], batch.get(MICROBATCH, micro)
-        advantage = padded_column(batch, "advantage").double().flatten(1)
-    else:
-        model.table.grad = _over_ranks(step, model, batch, cut, of_rank, gradients)
-    if not torch.equal(model.table.detach(), before):
-        raise ValueError("the step has changed the table: remove optimizer.step(), or set its lr to 0")
-    if shift and model.table.grad is not None and not bool(model.table.grad.any()):
-        coefficient = torch.zeros(inside.shape, dtype=torch.float64)  # all tokens are clipped
-        padding = 0.0
-    else:
-        found = explain_gradient(model, batch)
-        coefficient, padding = found.weights, found.padding
-        coefficient = torch.where(coefficient.abs() > found.exact, coefficient, 0.0)
-        padding = padding if padding > found.exact else 0.0
-    return Measured(
-        cut,
-        pad,
-        ranks,
-        shift,
-        coefficient * inside,
-        coefficient * ~inside,
-        padding,
-        advantage * inside,
-        expected,
-        StepTokens(inside, batch["rollout_id"].flatten(), group, micro, of_rank),
-        CLOSE_IN.get(dtype, 0.05),
-    )
+        # 3. What the gradient says of each token; with a shift, all tokens may be clipped.
+        coefficient, padding = torch.zeros(inside.shape, dtype=torch.float64), 0.0
+        if not shift or model.table.grad is None or bool(model.table.grad.any()):
+            found = explain_gradient(model, batch)
+            coefficient = torch.where(found.weights.abs() > found.exact, found.weights, 0.0)
+            padding = found.padding if found.padding > found.exact else 0.0
+        tokens = StepTokens(inside, rollout, group, micro, of_rank)
+        found_in, found_out, given = coefficient * inside, coefficient * ~inside, advantage * inside
+        runs.append(
+            Measured(cut, side, count, shift, found_in, found_out, padding, given, expected, tokens, close)
+        )
+    return XRay(runs, *nearest_mean(runs[0].weight, runs[0].tokens), close)
 
 
 def declared(pipeline: Pipeline, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
@@ -432,11 +412,6 @@ def _on_rank(
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------
-
-
-def _in_order(run: Measured) -> Tensor:
-    """The weights of the tokens in the mask, row by row, for any side of the padding."""
-    return run.weight[run.tokens.inside]
 
 
 def _range(low: float, high: float) -> str:

@@ -21,33 +21,25 @@ from .setting import (
 )
 from .token_table import LOSS, TOKENS
 
-LOSSES: dict[str, tuple[str, float, str]] = {
-    "grpo": (ROWS_OF_STEP, 1.0, ""),
-    "bnpo": (TOKENS_OF_PART, 1.0, "normalised by the tokens of the micro-batch"),
-    "dr_grpo": (SUM_OF_STEP, 1 / LONGEST, "the constant is max_completion_length"),
-    "dapo": (TOKENS_OF_STEP, 1.0, ""),
-    "cispo": (
-        TOKENS_OF_STEP,
-        1.0,
-        "epsilon_high bounds the ratio; its page sets 5.0, the default is 0.2",
-    ),
-    "cispo, epsilon_high=5.0": (TOKENS_OF_STEP, 1.0, ""),
-    "sapo": (ROWS_OF_STEP, 1.0, ""),
-}
-
 
 def ms_swift_settings() -> list[Setting]:
     """Return a setting for each ``loss_type`` of its GRPOTrainer that is a mean over tokens."""
+
+    def of(
+        name: str, documented: str, constant: float = 1.0, epsilon_high: float = 0.2, **more: Any
+    ) -> Setting:
+        step = _ms_swift_step(name.partition(",")[0], epsilon_high)
+        return Setting(f"GRPOTrainer(loss_type={name})", step, documented, constant, **more)
+
+    bound = "epsilon_high bounds the ratio; its page sets 5.0, the default is 0.2"
     return [
-        Setting(
-            f"GRPOTrainer(loss_type={name})",
-            _ms_swift_step(name.partition(",")[0], 5.0 if "5.0" in name else 0.2),
-            documented,
-            constant,
-            note=note,
-            curve=name in ("grpo", "cispo, epsilon_high=5.0", "sapo"),
-        )
-        for name, (documented, constant, note) in LOSSES.items()
+        of("grpo", ROWS_OF_STEP, curve=True),
+        of("bnpo", TOKENS_OF_PART, note="normalised by the tokens of the micro-batch"),
+        of("dr_grpo", SUM_OF_STEP, 1 / LONGEST, note="the constant is max_completion_length"),
+        of("dapo", TOKENS_OF_STEP),
+        of("cispo", TOKENS_OF_STEP, note=bound),
+        of("cispo, epsilon_high=5.0", TOKENS_OF_STEP, epsilon_high=5.0, curve=True),
+        of("sapo", ROWS_OF_STEP, curve=True),
     ]
 
 

@@ -23,25 +23,22 @@ ABSENT = "flash_attn", "deepspeed"  # they need a GPU, and the losses do not use
 
 def openrlhf_settings() -> list[Setting]:
     """Return settings of PolicyLoss by token and by sequence, with its clipping, and of SFTLoss."""
-    known: dict[str, tuple[str, dict[str, Any], str]] = {
-        "PolicyLoss()": ("PolicyLoss", {}, TOKENS_OF_STEP),
-        "PolicyLoss(token_level_loss=False)": ("PolicyLoss", {"token_level_loss": False}, ROWS_OF_STEP),
-        "PolicyLoss(dual_clip=3.0)": ("PolicyLoss", {"dual_clip": 3.0}, TOKENS_OF_STEP),
-        "PolicyLoss(policy_loss_type=gspo)": ("PolicyLoss", {"policy_loss_type": "gspo"}, ROWS_OF_STEP),
-        "SFTLoss()": ("SFTLoss", {}, TOKENS_OF_STEP),
-        "SFTLoss(token_level_loss=False)": ("SFTLoss", {"token_level_loss": False}, ROWS_OF_STEP),
-    }
     with _without_their_listings("openrlhf.models", "openrlhf.utils"):
         losses: Any = import_module("openrlhf.models.loss")
-        windows: Any = import_module("openrlhf.utils.loss_utils")
+        windows: Any = import_module("openrlhf.utils.loss_utils").iter_grad_accum_global_norm
+
+    def of(kind: str, documented: str, **options: Any) -> Setting:
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        step = _openrlhf_step(getattr(losses, kind)(**options), windows)
+        return Setting(f"{kind}({words})", step, documented, curve=kind == "PolicyLoss")
+
     return [
-        Setting(
-            name,
-            _openrlhf_step(getattr(losses, kind)(**options), windows.iter_grad_accum_global_norm),
-            documented,
-            curve=kind == "PolicyLoss",
-        )
-        for name, (kind, options, documented) in known.items()
+        of("PolicyLoss", TOKENS_OF_STEP),
+        of("PolicyLoss", ROWS_OF_STEP, token_level_loss=False),
+        of("PolicyLoss", TOKENS_OF_STEP, dual_clip=3.0),
+        of("PolicyLoss", ROWS_OF_STEP, policy_loss_type="gspo"),
+        of("SFTLoss", TOKENS_OF_STEP),
+        of("SFTLoss", ROWS_OF_STEP, token_level_loss=False),
     ]
 
 

@@ -19,7 +19,6 @@ from .measure import Step
 from .setting import RECIPE, ROWS_OF_PART, SUM_OF_STEP, TOKENS_OF_PART, Setting, table_log_probs
 from .token_table import LOSS, TOKENS
 
-CLIP = {"GRPOLoss": 0.2, "DAPO": (0.2, 0.28), "CISPOLoss": (0.2, 0.28)}
 ACCUMULATED = (
     "a mean over the batch that the loss gets; TorchRL's optimisation stepper divides losses by their number"
 )
@@ -28,39 +27,25 @@ ACCUMULATED = (
 def torchrl_settings() -> list[Setting]:
     """Return settings of GRPOLoss, DAPO, CISPOLoss (MCAdvantage and recipes), SFTLoss, DistillationLoss."""
     found = []
-    for kind in (GRPOLoss, DAPO, CISPOLoss):
-        options: dict[str, Any] = {"clip_epsilon": CLIP[kind.__name__], "entropy_bonus": False}
-        options["masking_strategy"] = "generic"
+    clipped = ((GRPOLoss, 0.2, "grpo"), (DAPO, (0.2, 0.28), "dapo"), (CISPOLoss, (0.2, 0.28), "scalerl"))
+    for kind, clip, recipe in clipped:
+        options: Any = {"clip_epsilon": clip, "entropy_bonus": False, "masking_strategy": "generic"}
         for aggregation, documented in (("token_mean", TOKENS_OF_PART), ("prompt_mean", ROWS_OF_PART)):
-            found.append(
-                Setting(
-                    f"{kind.__name__}(aggregation={aggregation}), MCAdvantage",
-                    _with_mc_advantage(kind, **options, aggregation=aggregation),
-                    documented,
-                    note=ACCUMULATED,
-                    curve=aggregation == "token_mean",
-                )
-            )
-        recipe = {"GRPOLoss": "grpo", "DAPO": "dapo", "CISPOLoss": "scalerl"}[kind.__name__]
-        found.append(
-            Setting(
-                f"{kind.__name__}(aggregation=none), weighted by headrace's {recipe}",
-                _with_headrace(kind, recipe, **options),
-                RECIPE,
-                pipeline=load_pipeline(recipe, "pipeline.stages.split.minibatches=1"),
-            )
-        )
-    for normalised, reduction in ((True, "mean"), (False, "mean"), (False, "sum")):
+            name = f"{kind.__name__}(aggregation={aggregation}), MCAdvantage"
+            step = _with_mc_advantage(kind, **options, aggregation=aggregation)
+            curve = aggregation == "token_mean"
+            found.append(Setting(name, step, documented, note=ACCUMULATED, curve=curve))
+        name = f"{kind.__name__}(aggregation=none), weighted by headrace's {recipe}"
+        pipeline = load_pipeline(recipe, "pipeline.stages.split.minibatches=1")
+        found.append(Setting(name, _with_headrace(kind, recipe, **options), RECIPE, pipeline=pipeline))
+    reduced = (("mean", True, ROWS_OF_PART), ("mean", False, SUM_OF_STEP), ("sum", False, SUM_OF_STEP))
+    for reduction, normalised, documented in reduced:
         options = {"normalize_by_seq_length": normalised, "reduction": reduction}
-        words = ", ".join(f"{name}={value}" for name, value in options.items())
-        for kind in (SFTLoss, DistillationLoss):
-            documented, note = (
-                (ROWS_OF_PART if normalised else SUM_OF_STEP),
-                "" if reduction == "sum" else ACCUMULATED,
-            )
-            step = _with_a_teacher(kind, accumulated=reduction == "mean", **options)
-            constant = 1.0 if reduction == "mean" else 12.0
-            found.append(Setting(f"{kind.__name__}({words})", step, documented, constant, note=note))
+        constant, note = (1.0, ACCUMULATED) if reduction == "mean" else (12.0, "")
+        for teacher in (SFTLoss, DistillationLoss):
+            name = f"{teacher.__name__}(normalize_by_seq_length={normalised}, reduction={reduction})"
+            step = _with_a_teacher(teacher, accumulated=reduction == "mean", **options)
+            found.append(Setting(name, step, documented, constant, note=note))
     return found
 
 

@@ -19,51 +19,41 @@ from .measure import Step
 from .setting import LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_PART, TOKENS_OF_STEP, Setting
 from .token_table import LOSS, REAL, TOKENS, TokenTable
 
-CISPO = (
-    "epsilon_high bounds the ratio; the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
-)
-OPTIONS: dict[str, tuple[dict[str, Any], str, float, str]] = {
-    "dapo": ({}, TOKENS_OF_STEP, 1.0, ""),
-    "grpo": ({}, ROWS_OF_STEP, 1.0, ""),
-    "dr_grpo": ({}, SUM_OF_STEP, 1 / LONGEST, "the constant is max_completion_length"),
-    "bnpo": ({}, TOKENS_OF_PART, 1.0, "results may slightly vary depending on the local batch size"),
-    "cispo": ({}, TOKENS_OF_STEP, 1.0, CISPO),
-    "cispo, epsilon_high=5.0": ({"epsilon_high": 5.0}, TOKENS_OF_STEP, 1.0, ""),
-    "sapo": ({}, ROWS_OF_STEP, 1.0, ""),
-    "vespo": ({}, TOKENS_OF_STEP, 1.0, ""),
-    "luspo": (
-        {"importance_sampling_level": "sequence"},
-        SUM_OF_STEP,
-        1.0,
-        "each sequence's loss times its length",
-    ),
-    "grpo, importance_sampling_level=sequence": (
-        {"importance_sampling_level": "sequence"},
-        ROWS_OF_STEP,
-        1.0,
-        "",
-    ),
-}
-
 
 def trl_settings() -> list[Setting]:
     """Return settings of GRPOTrainer by `loss_type` and of RLOOTrainer; truncation masked or not."""
-    found = []
-    for masked in (False, True):
-        common: dict[str, Any] = {"mask_truncated_completions": masked}
-        more = ", mask_truncated_completions" if masked else ""
-        for name, (options, documented, constant, note) in OPTIONS.items():
-            step = trl_step("GRPOTrainer", loss_type=name.partition(",")[0], **options, **common)
-            curve = not masked and name not in ("vespo", "cispo", "dr_grpo", "bnpo")
-            settings: dict[str, Any] = {"note": note, "curve": curve, "dtype": torch.float32}
-            found.append(
-                Setting(f"GRPOTrainer(loss_type={name}{more})", step, documented, constant, **settings)
-            )
-        # Its loss is over sequences, whose log-probability is the sum over their tokens. With its default KL
-        # term it would load a second model from the hub.
-        step = trl_step("RLOOTrainer", beta=0.0, **common)
-        found.append(Setting(f"RLOOTrainer(beta=0.0{more})", step, SUM_OF_STEP, dtype=torch.float32))
-    return found
+    return [*_settings(masked=False), *_settings(masked=True)]
+
+
+def _settings(*, masked: bool) -> list[Setting]:
+    more = ", mask_truncated_completions" if masked else ""
+
+    def of(
+        name: str, documented: str, constant: float = 1.0, note: str = "", curve: bool = False, **config: Any
+    ) -> Setting:
+        config |= {"loss_type": name.partition(",")[0], "mask_truncated_completions": masked}
+        how: Any = {"note": note, "curve": curve and not masked, "dtype": torch.float32}
+        step = trl_step("GRPOTrainer", **config)
+        return Setting(f"GRPOTrainer(loss_type={name}{more})", step, documented, constant, **how)
+
+    bound = "the recommended value is 5.0, and where it is not set it is epsilon, 0.2"
+    sequence: Any = {"importance_sampling_level": "sequence"}
+    # Its loss is over sequences, whose log-probability is the sum over their tokens. With its default KL term
+    # it would load a second model from the hub.
+    rloo = trl_step("RLOOTrainer", beta=0.0, mask_truncated_completions=masked)
+    return [
+        of("dapo", TOKENS_OF_STEP, curve=True),
+        of("grpo", ROWS_OF_STEP, curve=True),
+        of("dr_grpo", SUM_OF_STEP, 1 / LONGEST, "the constant is max_completion_length"),
+        of("bnpo", TOKENS_OF_PART, note="results may slightly vary depending on the local batch size"),
+        of("cispo", TOKENS_OF_STEP, note=f"epsilon_high bounds the ratio; {bound}"),
+        of("cispo, epsilon_high=5.0", TOKENS_OF_STEP, curve=True, epsilon_high=5.0),
+        of("sapo", ROWS_OF_STEP, curve=True),
+        of("vespo", TOKENS_OF_STEP),
+        of("luspo", SUM_OF_STEP, note="each sequence's loss times its length", curve=True, **sequence),
+        of("grpo, importance_sampling_level=sequence", ROWS_OF_STEP, curve=True, **sequence),
+        Setting(f"RLOOTrainer(beta=0.0{more})", rloo, SUM_OF_STEP, dtype=torch.float32),
+    ]
 
 
 def trl_step(trainer: str | type, more: dict[str, Any] | None = None, **config: Any) -> Step:

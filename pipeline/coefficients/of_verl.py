@@ -12,49 +12,27 @@ from .setting import LENGTHS, LONGEST, ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP
 from .token_table import LOSS, REAL, TOKENS
 
 PROMPT = 2  # tokens of each prompt
-MODES = {
-    "token-mean": (TOKENS_OF_STEP, 1.0, ""),
-    "token-sum": (SUM_OF_STEP, float(len(LENGTHS)), ""),
-    "seq-mean-token-sum": (SUM_OF_STEP, 1.0, ""),
-    "seq-mean-token-mean": (ROWS_OF_STEP, 1.0, ""),
-    "seq-mean-token-sum-norm": (
-        SUM_OF_STEP,
-        1 / LONGEST,
-        "loss_scale_factor is the width of the batch where it is not set",
-    ),
-}
-LOSSES = {
-    "gspo": ("seq-mean-token-mean", ROWS_OF_STEP, ""),
-    "sapo": ("seq-mean-token-mean", ROWS_OF_STEP, ""),
-    "cispo": ("token-mean", TOKENS_OF_STEP, ""),
-    "gpg": ("token-mean", TOKENS_OF_STEP, ""),
-    "geo_mean": (
-        "token-mean",
-        ROWS_OF_STEP,
-        "loss_agg_mode is not used",
-    ),
-}
 
 
 def verl_settings() -> list[Setting]:
     """Return settings of each ``loss_agg_mode`` with the loss ``vanilla``, and of other losses."""
-    found = [
-        Setting(
-            f"vanilla, loss_agg_mode={mode}",
-            _verl_step("vanilla", mode),
-            documented,
-            constant,
-            note=note,
-            curve=mode == "token-mean",
-        )
-        for mode, (documented, constant, note) in MODES.items()
+
+    def of(loss: str, mode: str, documented: str, constant: float = 1.0, **more: Any) -> Setting:
+        return Setting(f"{loss}, loss_agg_mode={mode}", _verl_step(loss, mode), documented, constant, **more)
+
+    width = "loss_scale_factor is the width of the batch where it is not set"
+    return [
+        of("vanilla", "token-mean", TOKENS_OF_STEP, curve=True),
+        of("vanilla", "token-sum", SUM_OF_STEP, float(len(LENGTHS))),
+        of("vanilla", "seq-mean-token-sum", SUM_OF_STEP),
+        of("vanilla", "seq-mean-token-mean", ROWS_OF_STEP),
+        of("vanilla", "seq-mean-token-sum-norm", SUM_OF_STEP, 1 / LONGEST, note=width),
+        of("gspo", "seq-mean-token-mean", ROWS_OF_STEP, curve=True),
+        of("sapo", "seq-mean-token-mean", ROWS_OF_STEP, curve=True),
+        of("cispo", "token-mean", TOKENS_OF_STEP, curve=True),
+        of("gpg", "token-mean", TOKENS_OF_STEP),
+        of("geo_mean", "token-mean", ROWS_OF_STEP, note="loss_agg_mode is not used", curve=True),
     ]
-    for loss, (mode, documented, note) in LOSSES.items():
-        step = _verl_step(loss, mode)
-        found.append(
-            Setting(f"{loss}, loss_agg_mode={mode}", step, documented, note=note, curve=loss != "gpg")
-        )
-    return found
 
 
 def _verl_step(loss: str, mode: str) -> Step:

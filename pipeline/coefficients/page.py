@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from torch import Tensor
 
-from headrace.pipeline.report.html import policy
-from headrace.pipeline.wording import printable
+from headrace.pipeline.report.html import as_html, plain_page
 
 from .measure import Measured, XRay
 from .setting import MeasuredSetting
@@ -72,20 +70,13 @@ def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
             f'<div class="row curves">{curves}</div>'
         )
     settings = "".join(_setting(each) for each in found)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy(STYLE, "")}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><h1>{_text(title)}</h1>"
+    body = (
+        f"<h1>{as_html(title)}</h1>"
         "<p>Each square is a token, each line a row of the batch. Its colour is its measured weight over its "
         "weight in the documented mean over the whole step. A pale square is masked, or its "
         f"advantage is 0.</p>{_legend()}{curves}{settings}"
-        "</body></html>\n"
     )
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))
+    return plain_page(title, STYLE, body)
 
 
 def _colour(share: float) -> int:
@@ -108,8 +99,8 @@ def _setting(found: MeasuredSetting) -> str:
     note = f" ({found.note})" if found.note else ""
     panels = "".join(_panel(run, found.share(run, of_step=True)) for run in found.xray.runs if not run.shift)
     return (
-        f"<h2>{_text(found.name)}</h2><p>{_text(documented + note)}</p>"
-        f"<p>Measured: {_text(found.xray.verdict)}</p>"
+        f"<h2>{as_html(found.name)}</h2><p>{as_html(documented + note)}</p>"
+        f"<p>Measured: {as_html(found.xray.verdict)}</p>"
         f'<div class="row">{panels}</div>'
     )
 
@@ -159,5 +150,5 @@ def _curve(found: MeasuredSetting) -> str:
     axis = f'<path class="axis" d="M{EDGE} 0v{HEIGHT}h{WIDTH - EDGE}"/>'
     return (
         f'<figure><svg role="img" aria-label="coefficient by ratio" width="{WIDTH}" height="{HEIGHT + 18}">'
-        f"{axis}{ticks}{lines}</svg><figcaption>{_text(found.name)}</figcaption></figure>"
+        f"{axis}{ticks}{lines}</svg><figcaption>{as_html(found.name)}</figcaption></figure>"
     )

@@ -116,7 +116,7 @@ class MeasuredSetting:
         first = self.xray.runs[0]
         found = {}
         for run in self.xray.runs:
-            ratio = run.weight[run.tokens.inside] / first.weight[first.tokens.inside]
+            ratio = run.in_order / first.in_order
             ratio = ratio[ratio.isfinite()]
             found[run.cut] = float(ratio.min()), float(ratio.max())
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,62 +199,52 @@ class Comparison:
                     f"two recipes are compared row by row, over the same batch; one has {len(first)} rows "
                     f"and the other {len(second)}, or their {name}s differ"
                 )
-        trained = [report.columns["reason"] == 0 for report in (first, second)]
-        unknown = np.full(len(first), np.nan)
-        credit = [report.columns.get("advantage", unknown) for report in (first, second)]
-        self.steps, self.rows = self.steps + 1, self.rows + len(first)
-        self.both += int((trained[0] & trained[1]).sum())
-        self.only = [
-            n + int((a & ~b).sum()) for n, a, b in zip(self.only, trained, trained[::-1], strict=True)
-        ]
-        known = np.isfinite(credit[0]) & np.isfinite(credit[1])
-        a, b = (values[known] for values in credit)
+        pair, rows = (first, second), len(first)
+        trained = np.stack([report.columns["reason"] == 0 for report in pair])  # (2, N), as what follows
+        advantage = np.stack([report.columns.get("advantage", np.full(rows, np.nan)) for report in pair])
+        both = trained.all(0)
+        self.steps, self.rows, self.both = self.steps + 1, self.rows + rows, self.both + int(both.sum())
+        self.only = [n + int((each & ~both).sum()) for n, each in zip(self.only, trained, strict=True)]
+        a, b = advantage[:, np.isfinite(advantage).all(0)]
         differ = _differ(a, b)
         self.differ += int(differ.sum())
         self.furthest = max(self.furthest, float(np.abs(a - b)[differ].max(initial=0.0)))
         self.flips += int((differ & (a * b < 0)).sum())
-        sums = (known.sum(), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
+        sums = (len(a), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
+        if all("loss_weight" in report.columns for report in pair):
+            weights = np.stack([report.columns["loss_weight"][both] for report in pair])
+            a, b = weights[:, (weights > 0).all(0)]
+            self.weighed += int((differ := _differ(a, b)).sum())
+            self.ratio = max(self.ratio, float(np.maximum(a / b, b / a)[differ].max(initial=1.0)))
         # What is in the loss of each row; a row that is not trained, or has no advantage, has 0.
-        credit = [
-            np.where(rows & np.isfinite(each), each, 0) for rows, each in zip(trained, credit, strict=True)
-        ]
-        unknown = "no_lengths" in first.columns
-        self._add_changed(first, second, credit if unknown else None)
-        if unknown:  # what a row weighs is not known
+        credit = np.where(trained & np.isfinite(advantage), advantage, 0)
+        if "no_lengths" in first.columns:  # what a row weighs is not known
+            self._add_changed(first, second, *credit)
             self.moved = float("nan")
-            self._move(first, [np.full(len(first), np.nan)] * 2, credit)
+            self._move(first, np.full((2, rows), np.nan), credit)
             return {}
-        share = [gradient_share(report.columns) for report in (first, second)]
+        self._add_changed(first, second, *(row_weight(report.columns) for report in pair))
+        share = np.stack([gradient_share(report.columns) for report in pair])
         self.trains = [n + int(each.any()) for n, each in zip(self.trains, share, strict=True)]
+        of_step = {"gradient_moved": self._move(first, share, credit)}
         if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
             self.cosines.append(cosine)
-        of_step = {"gradient_moved": self._move(first, share, credit)}
-        if np.isfinite(cosine):
             of_step["gradient_cosine"] = cosine
         for table, labels in _labels(first).items():
             lines = self.shares.setdefault(table, {})
             distinct, index = np.unique(labels, return_inverse=True)
-            totals = [np.bincount(index.reshape(-1), weights) for weights in (*share, np.ones(len(labels)))]
+            totals = [np.bincount(index.reshape(-1), weights) for weights in (*share, np.ones(rows))]
             for label, line in zip(distinct, np.stack(totals, 1), strict=True):
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + line
         return of_step
 
-    def _add_changed(self, first: StepReport, second: StepReport, credit: list[np.ndarray] | None) -> None:
-        """Add the rows that do not weigh the same, by `credit` or by all that is known."""
-        both = (first.columns["reason"] == 0) & (second.columns["reason"] == 0)
-        if all("loss_weight" in report.columns for report in (first, second)):
-            a, b = (report.columns["loss_weight"][both] for report in (first, second))
-            known = (a > 0) & (b > 0)
-            a, b = a[known], b[known]
-            self.weighed += int((differ := _differ(a, b)).sum())
-            self.ratio = max(self.ratio, float(np.maximum(a / b, b / a)[differ].max(initial=1.0)))
-        a, b = credit or (row_weight(report.columns) for report in (first, second))
-        changed = _differ(a, b)
-        by_token = np.zeros(len(first), bool)
+    def _add_changed(self, first: StepReport, second: StepReport, a: np.ndarray, b: np.ndarray) -> None:
+        """Add the rows whose weight `a` (N,) in the first gradient is not their `b` (N,) in the second."""
+        changed, by_token = _differ(a, b), np.zeros(len(a), bool)
         for row in {*first.by_token, *second.by_token}:
-            by_token[row] = both[row] and not _same_tokens(first.by_token.get(row), second.by_token.get(row))
-        by_token &= ~changed
+            if first.columns["reason"][row] == second.columns["reason"][row] == 0 and not changed[row]:
+                by_token[row] = not _same_tokens(first.by_token.get(row), second.by_token.get(row))
         self.by_token += int(by_token.sum())
         self.changed += int((changed | by_token).sum())
         if not a.any() and not b.any():
@@ -266,8 +255,8 @@ class Comparison:
         elif not np.isnan(self.factors[0]):
             self.factors = (min(self.factors[0], factor), max(self.factors[1], factor))
 
-    def _move(self, report: StepReport, share: Sequence[np.ndarray], credit: Sequence[np.ndarray]) -> float:
-        """Add how far the shares (N,) of the two move from group to group, and which groups differ most."""
+    def _move(self, report: StepReport, share: np.ndarray, credit: np.ndarray) -> float:
+        """Add how far the shares (2, N) move from group to group, and which groups differ most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
         groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
         index = index.reshape(-1)

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from headrace.pipeline.valid_json import json_text
 from headrace.transforms.options import takes_options
 
+from .page_schema import PageLevel, shown_as
 from .step import StepReport
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     for name, texts in report.texts.items():  # half a surrogate pair, where a tokenizer cut one, becomes `?`
         encodable = [text.encode("utf-8", "replace").decode() for text in texts]
         columns[name] = pa.array(encodable, pa.string())
-    funnel = [level._asdict() | {"out": [left._asdict() for left in level.out]} for level in report.funnel]
+    funnel = [shown_as(PageLevel, level) for level in report.funnel]
     metadata = {
         "headrace.schema": str(SCHEMA_VERSION),
         "headrace.recipe": json_text(report.recipe),

@@ -104,13 +104,7 @@ def funnel(
 
 
 def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> FittedTable:
-    """What was collected, what left each stage for which reason, and what is trained.
-
-    Args:
-        head: of the column of names.
-        levels: of :func:`funnel`.
-        title: of the table.
-    """
+    """What was collected, what left each stage for which reason, and what is trained."""
     units = [unit for unit in UNITS if getattr(levels[0], unit) is not None]
     columns = [FittedColumn(head, gives="wrap"), *(FittedColumn(unit, right=True) for unit in units)]
     table = FittedTable(columns, title)
@@ -131,10 +125,6 @@ def funnel_table(head: str, levels: Sequence[Level], *, title: str = "") -> Fitt
 
 def left_numbers(levels: Sequence[Level], names: Sequence[str]) -> dict[str, float]:
     """Rollouts and groups that left, by reason: ``rollouts/out/<stage>/<reason>``, as ``out/…`` has rows.
-
-    Args:
-        levels: of :func:`funnel`.
-        names: ``stage/reason`` by code; code 0 is trained.
 
     Example:
         >>> gone = Left("failed", "dropped", rows=2, rollouts=1, groups=0, tokens=None)

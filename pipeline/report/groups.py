@@ -199,11 +199,7 @@ def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def staleness_of(columns: Columns) -> np.ndarray:
-    """(N,) versions behind the newest policy in the batch; -1 if unknown.
-
-    Args:
-        columns: (N,) by name, with `reason`.
-    """
+    """(N,) versions behind the newest policy in the batch; -1 if unknown."""
     version = columns.get("policy_version")
     if version is None or len(version) == 0:
         return np.full(len(columns["reason"]), -1)

@@ -10,9 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from graphlib import TopologicalSorter
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from headrace.pipeline.wording import printable
 
 from .dump import write_whole
 from .page_schema import PageData, check_keys
@@ -78,6 +81,22 @@ def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), lambda file: file.write_text(page, encoding="utf-8"))
 
 
+def plain_page(title: str, style: str, body: str) -> str:
+    """One HTML file that loads nothing and runs no script, not even one within `body`."""
+    rules = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{as_html(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
+    )
+
+
+def as_html(text: str) -> str:
+    """A text as HTML shows it, without characters that a terminal would act on."""
+    return escape(printable(text))
+
+
 def embed(data: Mapping[str, Any]) -> str:
     """JSON that is safe within a script element: ASCII without `<`, `>` and `&`."""
     text = json.dumps(plain(data), separators=(",", ":"), allow_nan=False)
@@ -130,9 +149,6 @@ def bundle(modules: Mapping[str, str]) -> str:
 
     Modules import by ``import { a, b } from "./file.js";`` and export by ``export`` before a function, class
     or const, each on lines of its own; the tests hold them to that.
-
-    Args:
-        modules: text by file name.
 
     Raises:
         CycleError: modules import one another in a circle.

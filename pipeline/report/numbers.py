@@ -122,9 +122,6 @@ def numbers_of(
 def logged_numbers(columns: Columns) -> dict[str, float]:
     """How far logged advantages are from ours; nothing where no row has both.
 
-    Args:
-        columns: (N,) by name, ``logged_advantage`` and ``advantage``.
-
     Returns:
         ``logged_advantage/rows`` that have both, ``max_difference``, ``mean_difference`` (absolute), and
         ``agree``, the share within 1e-4.

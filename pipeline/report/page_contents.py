@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -17,7 +17,18 @@ from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
 from .over_steps import Numbers, totals_over
-from .page_schema import Groups, PageData, PageLevel, PageText, PageTokens, ShownRows, Step
+from .page_schema import (
+    Groups,
+    PageAdvisory,
+    PageData,
+    PageLevel,
+    PageSymptom,
+    PageText,
+    PageTokens,
+    ShownRows,
+    Step,
+    shown_as,
+)
 from .step import StepReport, rows_to_read
 from .texts import TokenValues
 
@@ -84,18 +95,9 @@ def page_data(
         "recorded": len(points) if recorded is None else recorded,
         "totals": dict(totals_over(numbers for _, numbers in points) if totals is None else totals),
         "symptoms": [
-            {
-                "name": each.name,
-                "title": each.title,
-                "shows": each.shows,
-                "means": each.means,
-                "remedies": [
-                    {"text": one.text, "overrides": one.overrides, "when": one.when, "unless": one.unless}
-                    for one in (remedy.under(setup) for remedy in each.remedies)
-                    if one is not None
-                ],
-            }
+            shown_as(PageSymptom, each._replace(remedies=tuple(filter(None, remedies))))
             for each in known
+            for remedies in [[remedy.under(setup) for remedy in each.remedies]]
         ],
     }
 
@@ -115,85 +117,53 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
     texts = fitting_texts(report, rows.tolist(), room)
     return {
         "step": report.step,
-        "funnel": [  # the named tuples have the keys of the schema; `render_page` refuses others
-            cast(PageLevel, level._asdict() | {"out": [left._asdict() for left in level.out]})
-            for level in report.funnel
-        ],
+        "funnel": [shown_as(PageLevel, level) for level in report.funnel],
         "shown": {"groups": len(shown), "of": total},
         "groups": _groups(report, shown, texts),
         "rows": _rows(report, np.sort(rows), texts),
         "numbers": report.numbers,
         "verdict": printable(said.verdict),
         "advisories": [
-            {
-                "name": each.name,
-                "text": printable(each.text),
-                "cause": each.cause,
-                "because": each.because,
-                "certain": each.certain,
-            }
-            for each in said.advisories
+            shown_as(PageAdvisory, each._replace(text=printable(each.text))) for each in said.advisories
         ],
         "unchecked": [f"{symptoms()[name].title}: needs {symptoms()[name].needs}" for name in said.unchecked],
     }
 
 
 def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
-    def column(name: str) -> np.ndarray:
-        return report.groups[name][shown] if report.groups else np.empty(0)
-
-    prompts = report.texts.get("prompt")
-    return {
-        "id": _ids(report, "group", column("row").astype(int)),
-        "label": [
-            None if prompts is None else printable(asked_line(prompts[row])) for row in column("row").tolist()
-        ],
-        "asked": [texts.asked.get(row) for row in column("row").tolist()],
-        "prompt": [texts.prompts.get(row) for row in column("row").tolist()],
-        "rollouts": column("rollouts").tolist(),
-        "expected": or_none(column("expected")),
-        "compared": or_none(column("compared")),
-        "baseline": or_none(column("baseline")),
-        "reward_mean": or_none(column("reward_mean")),
-        "reward_std": or_none(column("reward_std")),
-        "zero_variance": column("zero_variance").tolist(),
-        "complete": column("complete").tolist(),
-        "staleness": or_none(column("staleness")),
+    columns = {name: column[shown] for name, column in report.groups.items()}
+    rows, prompts = columns.get("row", shown), report.texts.get("prompt")
+    found: dict[str, list] = {
+        "id": _ids(report, "group", rows),
+        "label": [None if prompts is None else printable(asked_line(prompts[row])) for row in rows.tolist()],
+        "asked": [texts.asked.get(row) for row in rows.tolist()],
+        "prompt": [texts.prompts.get(row) for row in rows.tolist()],
     }
+    others = [name for name in Groups.__annotations__ if name not in found]
+    return cast(Groups, found | {name: or_none(columns.get(name, shown)) for name in others})
 
 
 def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
-    columns: Mapping[str, np.ndarray] = report.columns
-
-    unknown: list = [None] * len(rows)
-
-    def column(name: str) -> list:
-        return or_none(columns[name][rows]) if name in columns else unknown
-
+    known = {"staleness": report.staleness, **report.columns, "share": gradient_share(report.columns)}
+    known |= {"weight": known["loss_weight"]} if "loss_weight" in known else {}
     statuses: Sequence[str | None] = report.statuses or [None] * len(report)
-    return {
+    codes = report.columns["reason"][rows].tolist()
+    unknown: list = [None] * len(rows)
+    found: dict[str, list] = {
         "row": rows.tolist(),
-        "group": _ids(report, "group", rows) if "group_id" in columns else [0] * len(rows),
-        "rollout": _ids(report, "rollout", rows) if "rollout_id" in columns else rows.tolist(),
-        "reward": column("reward"),
-        "rewards": [or_none(each) for each in columns["rewards"][rows]] if "rewards" in columns else unknown,
-        "compared": column("compared"),
-        "advantage": column("advantage"),
-        "advantage_by_row": column("advantage_by_row"),
-        "tokens": column("tokens"),
-        "weight": column("loss_weight"),
-        "share": or_none(gradient_share(columns)[rows]),
-        "other_share": column("other_share"),
+        "group": _ids(report, "group", rows) if "group_id" in known else [0] * len(rows),
+        "rollout": _ids(report, "rollout", rows) if "rollout_id" in known else rows.tolist(),
+        "rewards": [or_none(each) for each in known["rewards"][rows]] if "rewards" in known else unknown,
         "status": [statuses[row] for row in rows.tolist()],
-        "reason": ["" if code == 0 else report.names[code] for code in columns["reason"][rows].tolist()],
-        "staleness": or_none(report.staleness[rows]),
-        "minibatch": column("minibatch"),
-        "microbatch": column("microbatch"),
-        "rank": column("rank"),
+        "reason": ["" if code == 0 else report.names[code] for code in codes],
         "response": [texts.responses.get(row) for row in rows.tolist()],
         "by_token": [texts.tokens.get(row) for row in rows.tolist()],
         "beside": [texts.beside.get(row) for row in rows.tolist()],
     }
+    for name in ShownRows.__annotations__:
+        if name not in found:
+            found[name] = or_none(known[name][rows]) if name in known else unknown
+    return cast(ShownRows, {name: found[name] for name in ShownRows.__annotations__})
 
 
 def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int | str]:
@@ -223,13 +193,7 @@ class PageTexts(NamedTuple):
 
 
 def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTexts:
-    """The prompts and responses of rows, one after the other until the room is used up.
-
-    Args:
-        report: of a step.
-        rows: in the order in which they are worth reading.
-        room: bytes that texts may take on the page.
-    """
+    """The prompts and responses of rows, one after the other until `room` bytes of the page are full."""
     found = PageTexts({}, {}, {}, {}, {})
     prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
     for row in rows:
@@ -250,11 +214,8 @@ def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTex
         room -= sum(len(embed({"": text})) for texts in new for text in texts.values())
         if room < 0:
             break
-        found.asked.update(new.asked)
-        found.prompts.update(new.prompts)
-        found.responses.update(new.responses)
-        found.tokens.update(new.tokens)
-        found.beside.update(new.beside)
+        for name, texts in new._asdict().items():
+            getattr(found, name).update(texts)
     return found
 
 

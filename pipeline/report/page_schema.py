@@ -7,7 +7,9 @@ and entry i of all columns is one line. None is an unknown value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
+
+Shape = TypeVar("Shape")
 
 
 class RecipeStage(TypedDict):
@@ -219,6 +221,21 @@ class PageData(PageDataRequired, total=False):
     equal: list[str]  # numbers that are the same under both at every step
     difference: str  # how they differ, as a sentence
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
+
+
+def shown_as(schema: type[Shape], value: Any) -> Shape:
+    """The attributes of a value that a schema has as keys; so are those in its lists.
+
+    Args:
+        schema: a TypedDict of this module.
+        value: with attributes of these names, such as a NamedTuple that has others, too.
+    """
+    found = {}
+    for key, hint in get_type_hints(schema).items():
+        item = _schema_in(get_args(hint)[0]) if get_origin(hint) is list else None
+        entry = getattr(value, key)
+        found[key] = entry if item is None else [shown_as(item, each) for each in entry]
+    return cast(Shape, found)
 
 
 def check_keys(value: Mapping[str, Any], schema: type, where: str) -> None:

@@ -25,6 +25,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     def first(name: str) -> Tensor | None:
         return next((table.columns[key] for key in keys.found[name] if key in table.columns), None)
 
+    def number(name: str) -> Tensor | None:
+        column = first(name)
+        return None if column is None or column.numel() != table.size else column.double().reshape(-1)
+
     for unit, key in keys.units.items():
         if key in table.columns:
             found[f"{unit.removesuffix('s')}_id"] = table.columns[key]
@@ -48,10 +52,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         unseen = (reward.isnan() & ~table.here) | (~counted & ~left_later)
         before = found.get("reward", torch.full_like(reward, float("nan")))
         found["reward"] = torch.where(unseen, before, reward)
-    elif "reward" in found and (now := first("reward")) is not None and now.numel() == table.size:
-        found["reward"] = now.double().reshape(-1)
-    if (logged := first("logged_advantage")) is not None and logged.numel() == table.size:
-        found["logged_advantage"] = logged.double().reshape(-1)
+    elif "reward" in found and (now := number("reward")) is not None:
+        found["reward"] = now
+    if (logged := number("logged_advantage")) is not None:
+        found["logged_advantage"] = logged
     if table.no_lengths:
         found["no_lengths"] = torch.ones(table.size, dtype=torch.int64)
     if (tokens := table.columns.get("collected tokens")) is not None:
@@ -60,8 +64,8 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["trained_tokens"] = now * table.in_loss
     if OF_TOKENS in table.columns:
         found["advantage"], found["advantage_size"] = table.columns[OF_TOKENS].unbind(1)
-    elif (advantage := first("advantage")) is not None and advantage.numel() == table.size:
-        found["advantage"] = advantage.double().reshape(-1)
+    elif (advantage := number("advantage")) is not None:
+        found["advantage"] = advantage
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:
         found["peers"] = table.columns[keys.found["peers"][0]]
     if table.counted is not None and "tokens" in found:
@@ -71,9 +75,8 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     if "advantage" in found:
         found["compared"], found["baseline"] = _compared(run)
     found |= run.trained_at
-    weight = first("loss_weight")
-    if "loss_weight" not in found and weight is not None and weight.numel() == table.size:
-        found["loss_weight"] = weight.double().reshape(-1)
+    if "loss_weight" not in found and (weight := number("loss_weight")) is not None:
+        found["loss_weight"] = weight
     if table.carried is not None:
         found["carried_in"] = torch.zeros(table.size, dtype=torch.int64).index_fill_(0, table.carried, 1)
     return {name: run.of_rank(column).numpy() for name, column in found.items()}
@@ -89,5 +92,4 @@ def _compared(run: Run) -> tuple[Tensor, Tensor]:
         number = number.index_fill(0, table.carried, -1)
     stages = list(run.stages.values())
     writers = [stage for stage in stages if run.keys.found["advantage"][0] in getattr(stage, "out_keys", ())]
-    one = len(writers) == 1 and not any(getattr(stage, "several", "") == "decoupled" for stage in writers)
-    return number.long(), baseline if one else torch.full_like(baseline, torch.nan)
+    return number.long(), baseline if len(writers) == 1 else torch.full_like(baseline, torch.nan)

@@ -59,12 +59,12 @@ class Sample:
         loss_weight: weight of each token of the row in the training; NaN if the row was not trained.
         in_loss: False takes the whole sample out of the loss.
         scored: False if the row was not trained, so that it may lack a reward.
-        expected_rollouts: rollouts that the group was dispatched with.
+        expected_rollouts: rollouts that the group was dispatched with. None: the option `group_size`.
         record: label of the sample's record, in formats that have one. Two records of a step with the same
             label are an error.
         place: index of the sample in the order of arrival. Rollouts of one draw of a prompt have consecutive
             indices. None: the dump does not have that order.
-        where: ``file:line``, for messages.
+        where: ``file:line``, for messages. It is set from the record.
 
     Example:
         >>> Sample(group="a", rollout=0, reward=1.0, tokens=[5, 6, 7], response_length=2).extent()
@@ -398,17 +398,18 @@ def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | No
     values = [getattr(row, name) for row in rows]
     if all(value is None for value in values):
         return None
-    lacking = [
-        row.where
-        for row, value in zip(rows, values, strict=True)
-        if value is None and (not row.lost or name == "expected_rollouts")
-    ]
+    some = [row for row, value in zip(rows, values, strict=True) if value is None]
+    _refuse(name, [row for row in some if not row.lost or name == "expected_rollouts"], len(rows))
+    return [default if value is None else value for value in values]
+
+
+def _refuse(name: str, lacking: Sequence[Sample], rows: int) -> None:
+    """Refuse the samples that lack what others of the step have."""
     if lacking:
         raise SourceError(
-            f"{name} must be on all samples of a step or on none; {len(lacking)} of {len(rows)} have none: "
-            f"{listing(lacking)}"
+            f"{name} must be on all samples of a step or on none; {len(lacking)} of {rows} have none: "
+            f"{listing(row.where for row in lacking)}"
         )
-    return [default if value is None else value for value in values]
 
 
 def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> float:
@@ -444,13 +445,8 @@ def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
         if not all(row.in_loss for row in rows):
             batch[IN_LOSS] = torch.tensor([row.in_loss for row in rows])
         return
-    if lacking := [
-        row.where for row, extent in zip(rows, known, strict=True) if extent is None and not row.lost
-    ]:
-        raise SourceError(
-            f"a response's length must be on all samples of a step or on none; {len(lacking)} of {len(rows)} "
-            f"have none: {listing(lacking)}"
-        )
+    without = [row for row, extent in zip(rows, known, strict=True) if extent is None and not row.lost]
+    _refuse("a response's length", without, len(rows))
     extents = [extent or (0, 0) for extent in known]
     width = max(1, *(length for length, _ in extents))
     # Refuse before the memory is allocated.

@@ -132,12 +132,8 @@ def parse_records(
 ) -> Iterator[Sample]:
     """Turn records into samples; skip malformed records if that is allowed.
 
-    Two records of a step with the same label are an error: the second one is not another segment.
-
-    Args:
-        records: of one file.
-        reading: the pass that the file belongs to.
-        parse: makes samples of a record.
+    Samples get the place of their record, and `group_size` if the dump does not have it. Two records of a
+    step with the same label are an error: the second one is not another segment.
 
     Raises:
         SourceError: a record is malformed or occurs twice, and records must not be skipped.
@@ -146,8 +142,12 @@ def parse_records(
     places: dict[Label, str] = {}  # of the records of the step, by their labels
     for record in records:
         try:
-            samples = [sample.check() for sample in parse(record, reading)]
+            samples = parse(record, reading)
             for sample in samples:
+                sample.where = record.where
+                if sample.expected_rollouts is None:
+                    sample.expected_rollouts = reading.group_size
+                sample.check()
                 if sample.other_columns is None:
                     sample.other_columns = record.other_columns()
             if samples and samples[0].step != step:
@@ -173,11 +173,6 @@ def read_jsonl(
     path: Path, reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
     """Read samples from a ``.jsonl`` or ``.jsonl.gz`` file, a line at a time.
-
-    Args:
-        path: the file.
-        reading: the pass that the file belongs to.
-        parse: makes samples of a record.
 
     Raises:
         SourceError: a record is malformed, and none may be skipped.

@@ -96,38 +96,30 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
         rewards = {str(i): number for i, number in enumerate(numbers) if number is not None}
     advantage = record.number("advantage", optional=True)
     weight = record.number("loss_weight", optional=True)
+    texts = {name: record.text(name, optional=True) for name in TEXTS}
+    texts["other_columns"] = texts["other_columns"] or ""  # all of them were written there
+    counts = {name: record.whole(name, optional=True) for name in COUNTS}
     unrewarded = "rollout_reward" in record.data and record.data["rollout_reward"] is None
     return [
         Sample(
             group=record.whole("group_id"),
             rollout=record.whole("rollout_id"),
-            group_label=record.text("group_label", optional=True),
-            rollout_label=record.text("rollout_label", optional=True),
             reward=None if rewards else record.number("reward", optional=True),
             rewards=rewards,
             status=status,
-            prompt=record.text("prompt", optional=True),
-            response=record.text("response", optional=True),
-            ground_truth=record.text("ground_truth", optional=True),
-            other_columns=record.text("other_columns", optional=True) or "",
             response_length=record.whole("tokens", optional=True),
-            policy_version=record.whole("policy_version", optional=True),
             step=record.whole("step"),
             advantage=math.nan if advantage is None else advantage,
             loss_weight=math.nan if weight is None else weight,
-            expected_rollouts=record.whole("expected_rollouts", optional=True),
             scored=record.text("reason", optional=True) in (None, "trained") and not unrewarded,
-            where=record.where,
+            **texts,
+            **counts,
         )
     ]
 
 
 def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict] | None:
     """The step of a Parquet file and its batch ``[N]``; None where it has no rows but carried ones.
-
-    Args:
-        path: of the file.
-        encode: from texts to token ids, for a dump that does not say how many tokens its rows have.
 
     Raises:
         SourceError: the file is damaged or of another version, or a column is missing or of another type.
@@ -164,10 +156,6 @@ def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict
 
 def check_no_gaps(rows: np.ndarray, path: Path) -> None:
     """Check that the rows of a step are there, each once.
-
-    Args:
-        rows: (N,) int64 ≥ 0, their numbers, in any order.
-        path: of the file, for the message.
 
     Raises:
         SourceError: a number from 0 to the last is missing, or one is there twice.

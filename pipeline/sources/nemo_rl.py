@@ -76,10 +76,8 @@ def parse_row(record: Record, reading: Reading, *, step: int) -> list[Sample]:
             step=step,
             advantage=None if advantages is None else _logged(advantages, trains),
             in_loss=record.bits("sample_loss_mask") == [1],
-            expected_rollouts=reading.group_size,
             record=row.whole("idx"),
             place=row.whole("idx"),
-            where=record.where,
         )
     ]
 

@@ -280,10 +280,6 @@ class Source:
 def find_files(path: str | Path, format: Format) -> list[Path]:
     """The files of a path, in the order of the numbers in their names.
 
-    Args:
-        path: a file, a folder or a glob pattern.
-        format: whose patterns apply in a folder.
-
     Raises:
         SourceError: there are none.
     """
@@ -319,10 +315,6 @@ def find_files(path: str | Path, format: Format) -> list[Path]:
 
 def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
     """The name of the format of a file, a folder or a glob, by its suffix and the keys of its first record.
-
-    Args:
-        path: a file, a folder or a glob pattern.
-        skip_bad: whether malformed records before the first good one are skipped.
 
     Raises:
         SourceError: no format fits, or more than one.

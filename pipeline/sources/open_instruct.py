@@ -72,9 +72,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             log_probs=record.numbers("logprobs", optional=True),
             step=record.whole("step"),
             advantage=record.number("advantage"),
-            expected_rollouts=reading.group_size,
             record=record.whole("sample_idx"),
-            where=record.where,
         )
     ]
 

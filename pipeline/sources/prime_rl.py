@@ -70,9 +70,7 @@ def parse_row(record: Record, reading: Reading, *, step: int | None) -> list[Sam
         status=Status.FAILED,
         policy_version=version,
         step=next((s for s in (step, dispatched) if s is not None), reading.file),
-        expected_rollouts=reading.group_size,
         record=record.text("id"),
-        where=record.where,
     )
     if not traces:  # the episode failed before an agent began
         return [row]

@@ -85,10 +85,6 @@ def read_slime(path: Path, reading: Reading) -> Iterator[Sample]:
 def trained_advantages(path: Path, samples: int) -> dict[int, float] | None:
     """Advantages by the place of their sample, of the file of what was trained; None where there is none.
 
-    Args:
-        path: of the file of rollouts.
-        samples: in it.
-
     Raises:
         SourceError: the file is of another format, or its places are not those of the samples, each once.
     """
@@ -150,8 +146,6 @@ def parse_row(record: Record, reading: Reading, *, step: int, named: bool) -> li
             policy_version=_oldest_version(record),
             step=step,
             in_loss=not record.flag("remove_sample", default=False),
-            expected_rollouts=reading.group_size,
-            where=record.where,
         )
     ]
 

@@ -43,9 +43,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             response_length=sum(step.whole("ac_len") for step in steps),
             policy_version=record.whole("sampling_client_step", optional=True),
             step=record.whole("iteration"),
-            expected_rollouts=reading.group_size,
             record=rollout,
-            where=record.where,
         )
     ]
 

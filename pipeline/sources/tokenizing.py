@@ -20,10 +20,9 @@ FILE = "tokenizer.json"
 
 
 def load_tokenizer(path: str | Path) -> Encode:
-    """Load a function from texts to token ids. It downloads nothing, and runs no code of the folder.
+    """Load a function from texts to token ids, of a ``tokenizer.json`` or of a folder of ``transformers``.
 
-    Args:
-        path: a ``tokenizer.json``, or a folder that ``transformers`` has saved.
+    It downloads nothing, and runs no code of the folder.
 
     Raises:
         ValueError: there is no such file or folder, it cannot be read, or a package is missing.
@@ -63,10 +62,6 @@ def load_tokenizer(path: str | Path) -> Encode:
 
 def add_tokens(samples: Sequence[Sample], encode: Encode) -> None:
     """Write the tokens of samples, in place. Does nothing if a sample has tokens or a length already.
-
-    Args:
-        samples: of one step.
-        encode: function from texts to token ids (:func:`load_tokenizer`).
 
     Raises:
         SourceError: a sample has no response as text.

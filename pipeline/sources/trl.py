@@ -70,9 +70,7 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
             response_parts=read_parts(record, "completion"),
             step=record.whole("step"),
             advantage=record.number("advantage"),
-            expected_rollouts=reading.group_size,
             place=record.line,
-            where=record.where,
         )
     ]
 

@@ -57,9 +57,7 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             response_parts=read_parts(record, "completion"),
             ground_truth=read_json(record, "answer"),
             step=reading.file,
-            expected_rollouts=reading.group_size,
             record=digest,
-            where=record.where,
         )
     ]
 

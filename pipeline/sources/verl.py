@@ -52,10 +52,8 @@ def parse_row(record: Record, reading: Reading) -> list[Sample]:
             response=record.text("output"),
             ground_truth=read_json(record, "gts"),
             step=record.whole("step"),
-            expected_rollouts=reading.group_size,
             record=None if reading.group_by == "uid" else uid,
             place=record.line,
-            where=record.where,
         )
     ]
 

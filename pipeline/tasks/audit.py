@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.report.html import as_html, plain_page
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable
@@ -287,15 +287,10 @@ def _lines_below(results: dict[str, CheckResult]) -> list[str]:
 
 
 def _page(title: str, above: Sequence[str], tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
-    """Return the page as one HTML file, which loads nothing and runs no script."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    verdict, *notices = (escape(printable(line)) for line in above)
+    verdict, *notices = map(as_html, above)
     body = f"<p><strong>{verdict}</strong></p>" + "".join(f"<p>{notice}</p>" for notice in notices)
     body += "".join(table._repr_html_() for table in tables)
-    body += "".join(f"<p>{escape(printable(line))}</p>" for line in lines)
-    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-    head += f"<title>audit of {escape(printable(title))}</title>"
+    body += "".join(f"<p>{as_html(line)}</p>" for line in lines)
     style = "body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
     style += "table{margin:1.5em 0}caption{font-weight:600;padding:.3em 0}"
-    head = f"<head>{head}<style>{style}</style></head>"
-    return f'<!doctype html>\n<html lang="en">{head}<body>{body}</body></html>\n'
+    return plain_page(f"audit of {title}", style, body)

@@ -19,7 +19,7 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, shown_range, suggest
 
-from .source import print_files, write_files
+from .source import import_callable, print_files, write_files
 
 # The package of each trainer, and how to install it. Three of them require other versions of torch or TRL,
 # but their losses do not, so they are installed without dependencies.
@@ -112,16 +112,7 @@ def _own(config: DictConfig, overrides: Sequence[str]) -> tuple[str, list[Any]]:
             "xray=mine needs a step to measure: source=module:function, called as function(model, batch, "
             f"cut); got {source}"
         )
-    module, _, name = source.partition(":")
-    try:
-        step = getattr(import_module(module), name)
-    except Exception as err:  # the import of a module may raise anything
-        raise ConfigError(
-            f"source={source} cannot be imported: {err}. If the module is in this folder, put PYTHONPATH=. "
-            "before the command"
-        ) from err
-    if not callable(step):
-        raise ConfigError(f"source={source} must name a function(model, batch, cut); got {step!r}")
+    step = import_callable(source, f"source={source}", "a function(model, batch, cut)")
 
     def named(model: Any, batch: Any, cut: int) -> None:
         try:

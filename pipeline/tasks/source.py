@@ -49,7 +49,9 @@ def open_configured(config: DictConfig) -> Source:
             "a dump to read is required: source.path=FILE, FOLDER or a glob in quotes; got none"
         )
     if options.get("regrade") is not None:
-        options["regrade"] = grader_of(options["regrade"])
+        named = options["regrade"]
+        needed = "a callable, or a node with a _target_"
+        options["regrade"] = import_callable(named, f"source.regrade: {named!r}", needed)
         for name, stage in (config.pipeline.stages or {}).items():
             if OmegaConf.is_dict(stage) and stage.get("reward") == "sum":
                 raise ConfigError(
@@ -64,30 +66,32 @@ def open_configured(config: DictConfig) -> Source:
         raise ConfigError(f"source: {err}") from err
 
 
-def grader_of(node: Any) -> Callable[..., Any]:
-    """Import the grader that ``source.regrade`` names.
+def import_callable(node: Any, said: str, needed: str) -> Callable[..., Any]:
+    """Import the callable that an option names.
 
     Args:
-        node: the name of a callable, ``my.module.grade``, or a node with a ``_target_``.
+        node: its name, ``my.module.grade`` or ``my.module:grade``, or a node with a ``_target_``.
+        said: the option and its value, for messages.
+        needed: what it must name.
 
     Raises:
         ConfigError: it cannot be imported, or is not callable.
     """
     try:
         if isinstance(node, str):
-            module, _, name = node.rpartition(".")
-            grade = getattr(import_module(module), name)
+            module, _, name = node.replace(":", ".").rpartition(".")
+            found = getattr(import_module(module), name)
         else:
-            grade = instantiate(node, _convert_="all")
+            found = instantiate(node, _convert_="all")
     except Exception as err:  # what a module raises when it is imported may be anything
         cause = err.__cause__ or err
         raise ConfigError(
-            f"source.regrade: {node!r} cannot be imported: {cause}. A module in this folder is found with "
-            "PYTHONPATH=. in front of the command"
+            f"{said} cannot be imported: {cause}. A module in this folder is found with PYTHONPATH=. in "
+            "front of the command"
         ) from err
-    if not callable(grade):
-        raise ConfigError(f"source.regrade must name a callable, or a node with a _target_; got {node!r}")
-    return grade
+    if not callable(found):
+        raise ConfigError(f"{said} must name {needed}; got {found!r}")
+    return found
 
 
 def write_files(config: DictConfig, output: Path, files: Mapping[str, str]) -> None:

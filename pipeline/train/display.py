@@ -52,11 +52,7 @@ class TrainingDisplay:
         self._progress.stop()
 
     def step(self, numbers: Mapping[str, float]) -> None:
-        """Show the numbers of one step, and write them to the CSV file.
-
-        Args:
-            numbers: numbers of the step's report.
-        """
+        """Show the numbers of one step, and write them to the CSV file."""
         self.history.append(dict(numbers))
         rows, trained = numbers.get("rows/in", 0), numbers.get("rows/trained", 0)
         self._progress.update(
@@ -69,13 +65,7 @@ class TrainingDisplay:
         write_csv(self.csv_path, self.history)
 
     def close(self, title: str, *, page: Path | None = None, lines: Sequence[Text] = ()) -> None:
-        """Print the table over all steps, further lines, and the paths of the files. Without steps: nothing.
-
-        Args:
-            title: title of the table.
-            page: path of the report page, printed as a link.
-            lines: lines below the table.
-        """
+        """Print the table over all steps, further lines, and where the files are; without steps nothing."""
         if self.history:
             self.console.print(history_table(self.history, title), *lines, sep="\n")
             shown = f"written to {self.csv_path.parent}"

@@ -42,6 +42,14 @@ class Grouped:
         ids: group ids of the rollouts.
         length: (V,) int64, tokens per rollout, for ``length_weighted``.
 
+    Attributes:
+        reward: (V,) R, ascending within each group.
+        count: (P,) float64, n, the number of rollouts; `size` is the same as int64.
+        start: (P,) int64, index of the first rollout of each group; `end` is behind its last.
+        of: (V,) int64, index of each rollout's group.
+        order: (V,) int64, index of each rollout in the order that was given (:meth:`unsorted`).
+        length: (V,) int64, or None.
+
     Example:
         >>> g = Grouped(torch.tensor([5.0, 1.0, 3.0]).double(), Ids(torch.tensor([7, 2, 7])))
         >>> g.reward.tolist(), g.count.tolist(), g.unsorted(g.deviation).tolist()
@@ -49,7 +57,7 @@ class Grouped:
     """
 
     def __init__(self, reward: Tensor, ids: Ids, length: Tensor | None = None):
-        self.number, self.end = ids.count, ids.count.cumsum(0)
+        self.size, self.end = ids.count, ids.count.cumsum(0)
         self.count, self.start = ids.count.double(), self.end - ids.count
         largest = int(ids.count.max()) if ids.n else 0
         if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
@@ -86,7 +94,7 @@ class Grouped:
     @cached_property
     def alone(self) -> Tensor:
         """(V,) bool: the only rollout of its group."""
-        return self.spread(self.number == 1)
+        return self.spread(self.size == 1)
 
     @cached_property
     def place(self) -> Tensor:
@@ -132,7 +140,7 @@ class Grouped:
     @cached_property
     def median(self) -> Tensor:
         """(P,) median; for an even count the mean of the two middle rewards."""
-        low, high = (self.reward[self.start + (self.number - odd) // 2] for odd in (1, 0))
+        low, high = (self.reward[self.start + (self.size - odd) // 2] for odd in (1, 0))
         return low / 2 + high / 2
 
     @cached_property
@@ -144,7 +152,7 @@ class Grouped:
     def best_other(self) -> Tensor:
         """(V,) max_{j∈g, j≠i} R_j; R_i if the group has one rollout."""
         second = self.reward[(self.end - 2).maximum(self.start)]
-        is_last = self.place == self.spread(self.number) - 1
+        is_last = self.place == self.spread(self.size) - 1
         return torch.where(is_last, self.spread(second), self.spread(self.largest))
 
     @cached_property
@@ -155,7 +163,7 @@ class Grouped:
 
     def running(self, values: Tensor) -> Tensor:
         """(V,) cumulative sum of (V,) values within each group."""
-        table = values.new_zeros(len(self.count), int(self.number.max()))
+        table = values.new_zeros(len(self.count), int(self.size.max()))
         table[self.of, self.place] = values
         return table.cumsum(1)[self.of, self.place]
 
@@ -212,7 +220,10 @@ class Formula:
 
     def __post_init__(self) -> None:
         within("eps", self.eps, 0)
-        check_clip(self.clip)
+        low, high = self.clip if self.clip is not None and len(self.clip) == 2 else (None, None)
+        bounds = [bound for bound in (low, high) if bound is not None]
+        if self.clip is not None and (not bounds or bounds[0] > bounds[-1]):
+            raise ValueError(f"clip must be [low, high], one of which may be null; got {self.clip!r}")
         if self.scale in MAY_BE_0 and self.eps_mode != "skip":
             raise ValueError(
                 f"scale={self.scale!r} needs eps_mode='skip'; got eps_mode={self.eps_mode!r}. This scale is "
@@ -299,7 +310,7 @@ def above_others_of_k(g: Grouped, k: int) -> Tensor:
     rewards are ≤ t, that fraction is ``C(j, k − 1) / C(n − 1, k − 1)``. It is constant between neighbouring
     rewards, so the integral is a cumulative sum over the sorted rewards.
     """
-    others = g.spread(g.number) - 1
+    others = g.spread(g.size) - 1
     area = torch.where(g.place == 0, 0.0, g.reward - g.reward.roll(1))
     for taken in range(k - 1):
         area = area * (g.place - taken).clamp_min(0) / (others - taken).clamp_min(1)
@@ -334,20 +345,6 @@ def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
     divisor = g.spread((g.count - 1 - ddof).clamp_min(1))
     std = (torch.where(alone, anew, rest).clamp_min(0) / divisor).sqrt()
     return std.masked_fill(g.best_other == g.worst_other, 0.0)
-
-
-def check_clip(clip: Clip | None) -> None:
-    """Check the option `clip`.
-
-    Raises:
-        ValueError: `clip` does not have two bounds, both are None, or the first is greater than the second.
-    """
-    if clip is None:
-        return
-    low, high = clip if len(clip) == 2 else (None, None)
-    bounds = [bound for bound in (low, high) if bound is not None]
-    if not bounds or bounds[0] > bounds[-1]:
-        raise ValueError(f"clip must be [low, high], one of which may be null; got {clip!r}")
 
 
 def largest_to_square(terms: int, dtype: torch.dtype) -> float:

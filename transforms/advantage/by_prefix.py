@@ -338,7 +338,9 @@ class TreeAdvantage(
         credit = credit._replace(advantage=advantage)
         require_fit(rows, credit.largest(len(rows)), dtype)
         # 4. The rows of this rank.
-        own = torch.zeros_like(chosen).index_fill_(0, rows.of_rank(torch.arange(len(rows))), True)[credit.row]
+        own = torch.zeros_like(chosen).index_fill_(0, rows.of_this_rank(torch.arange(len(rows))), True)[
+            credit.row
+        ]
         credit = BranchAdvantage(credit.row[own], credit.tokens[own], credit.advantage[own], credit.behind)
         at_token = credit.at_tokens(present, dtype).unsqueeze(-1)
         write_tokens(batch, self.advantage_key, at_token, self.tokens_key)
@@ -369,7 +371,7 @@ class TreeAdvantage(
             BatchError: a parent is missing, is in another group than its child, or was forked from its child.
         """
         parent, row = rows.integers("parent", "parent_id"), torch.arange(len(rows))
-        rollouts = rows.ids("rollout", checked=False).everyone
+        rollouts = rows.ids("rollout", checked=False).with_excluded
         head = rollouts.spread(rollouts.max(torch.where(begins, row, -1)))
         own, home = rollouts.labels, torch.zeros_like(row)
         ranks = rows.table.ranks
@@ -377,7 +379,7 @@ class TreeAdvantage(
             # Each rank has its own ids, so the parent of a row is on the same rank.
             numbers = number_column(batch, self.rollout_key)
             both = torch.stack([numbers, torch.full_like(numbers, ranks.rank)], 1)
-            own, home = rows.of_all_ranks(both).unbind(1)
+            own, home = rows.from_batch(both).unbind(1)
         owner = Ids(torch.cat([home, home])).paired_with(Ids(torch.cat([own, parent])))
         first = owner.spread(owner.first)[len(row) :]
         is_root, found = parent < 0, first < len(row)

@@ -142,7 +142,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
         known = rows.in_loss
         if rows.has(REWARD):  # rows without a reward are excluded and have no advantage
             known = known & ~rows[REWARD].isnan()
-        trains = read_loss_mask(batch, self.loss_mask_key, rows.there(known), reader=reader)
+        trains = read_loss_mask(batch, self.loss_mask_key, rows.to_batch(known), reader=reader)
         before = read_advantage(batch, key, trains, self.loss_mask_key, reader=reader, rows=rows)
         seen = self._seen(rows.table.with_written(shallow_copy(batch)))
         if isinstance(self.term, TokenTerm):
@@ -181,7 +181,7 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             of_some = partial(how_much_changes, factor=factor, how=self.how)
             return in_blocks(of_some, term, before, trains)
 
-        own = rows.of_rank(torch.arange(len(rows)))
+        own = rows.of_this_rank(torch.arange(len(rows)))
 
         def average(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
             tokens = found["tokens"][own].sum().clamp_min(1)

@@ -20,6 +20,7 @@ from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, facto
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.table import Compared
 
 from .baselines import (
     Baseline,
@@ -147,7 +148,7 @@ def group_relative_advantage(
     if len(reward) == 0:
         return reward.to(result_dtype)
     tokens = rows["length"] if rows.has("length") else None
-    credit = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=tokens)
+    credit, _ = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=tokens)
     require_fit(rows, credit, result_dtype)
     return credit.to(result_dtype).to(reward.device)
 
@@ -159,10 +160,8 @@ def advantage_of(
     *,
     dtype: torch.dtype | None = None,
     length: Tensor | None = None,
-) -> Tensor:
-    """Check rewards and compute the advantage of each row: (M,) float64.
-
-    `rows.table.compared` remembers how to compute, for a report, what each row was compared with.
+) -> tuple[Tensor, Compared]:
+    """Check rewards and compute the advantage of each row.
 
     Args:
         rows: the rows; excluded ones get 0 and do not enter the statistics.
@@ -172,14 +171,17 @@ def advantage_of(
             formula applies (:func:`.reshape_formula.reshaped`). None: float64.
         length: (M,) int64, tokens per row, for ``length_weighted``.
 
+    Returns:
+        (M,) float64, the advantage; and what each row was compared with, which only a report computes.
+
     Raises:
         BatchError: as :func:`group_relative_advantage`.
     """
     statistics = rows.statistics
+    if len(statistics) == 0:
+        return torch.zeros_like(reward), none_compared
     statistics.require_identity()
     statistics.require_rewards(rows.to_statistics(reward), siblings_agree=True)
-    if len(statistics) == 0:
-        return torch.zeros_like(reward)
     voters, per_rollout = rows.voters, rows.to_voters(reward)
     groups = voters.groups
     if formula.least_group > 1:
@@ -194,39 +196,41 @@ def advantage_of(
         )
     require_range(voters, per_rollout, formula)
     tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
-    compared = partial(Grouped, per_rollout, groups, tokens)
-    rows.table.compared = partial(_compared_by_row, compared, rows.rollouts, rows.index, formula=formula)
     advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
+    grouped = partial(Grouped, per_rollout, groups, tokens)
     if advantage is None:
-        g = compared()
+        g = grouped()
         advantage = g.unsorted(advantage_in_groups(g, formula))
-    return rows.from_voters(advantage)
+    # Without the view of the table, which would keep the batch in memory until the report is read.
+    compared = partial(compared_by_row, grouped, rows.rollouts, rows.index, formula)
+    return rows.from_voters(advantage), compared
 
 
-def _none_compared(size: int) -> Tensor:
-    """The table of :func:`_compared_by_row` for rows that are compared with nothing."""
+def none_compared(size: int) -> Tensor:
+    """:data:`Compared` for rows that are compared with nothing."""
     return torch.tensor([0, torch.nan], dtype=torch.float64).repeat(size, 1)
 
 
-def _compared_by_row(
-    compared: Callable[[], Grouped], rollouts: Ids, index: Tensor | None, size: int, *, formula: Formula
+def compared_by_row(
+    grouped: Callable[[], Grouped], rollouts: Ids, index: Tensor | None, formula: Formula, size: int
 ) -> Tensor:
-    """Return for each row how many rollouts it was compared with, itself included, and the baseline: (N, 2).
-
-    The report calls this later, with the number N of rows that the table then has. So it takes no view of the
-    table, which would keep the batch in memory.
-    """
-    g = compared()
+    """:data:`Compared` for rows at an `index` of the table, whose rollouts voted."""
+    g = grouped()
     number = g.spread(g.count) if formula.is_relative else torch.full_like(g.reward, len(g.reward))
     level = torch.stack([g.unsorted(number), g.unsorted(baseline_in_groups(g, formula))], 1)
-    of_rollouts = torch.empty(rollouts.n, 2, dtype=torch.float64)
-    of_rollouts[:, 0], of_rollouts[:, 1] = 0, torch.nan  # rollouts that do not vote
-    of_rollouts[rollouts.of[rollouts.is_first]] = level
+    of_rollouts = none_compared(rollouts.n)
+    of_rollouts[rollouts.of[rollouts.is_first]] = level  # of those that vote
     each = rollouts.spread(of_rollouts)
     if rollouts.counts is not None:
-        each[~rollouts.counts] = torch.tensor([0, torch.nan], dtype=torch.float64)
+        each = torch.where(rollouts.counts[:, None], each, none_compared(len(each)))
     index = torch.arange(len(each)) if index is None else index
-    return _none_compared(size).index_copy_(0, index, each)
+    return none_compared(size).index_copy_(0, index, each)
+
+
+def compared_by_reward(by_reward: Sequence[Compared], size: int) -> Tensor:
+    """:data:`Compared` for rewards that are compared one by one: the largest number, and no baseline."""
+    number = torch.stack([compared(size)[:, 0] for compared in by_reward]).amax(0)
+    return torch.stack([number, torch.full_like(number, torch.nan)], 1)
 
 
 def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
@@ -412,20 +416,18 @@ class GroupRelativeAdvantage(
         if self.missing == "mask":
             statistics.require_rewards(rows.to_statistics(reward), siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
-        rows.table.compared = _none_compared  # `advantage_of` replaces it, if a rollout has a reward
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
             factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
-            credits = [
-                factor * self._among_known(rows, column, each, length)
-                for factor, column in zip(factors, rewards.unbind(1), strict=True)
-            ]
-            credit = torch.stack(credits).sum(0)
+            of_columns = [self._among_known(rows, column, each, length) for column in rewards.unbind(1)]
+            credits, by_reward = zip(*of_columns, strict=True)
+            credit = torch.stack([w * of_one for w, of_one in zip(factors, credits, strict=True)]).sum(0)
+            rows.table.compared = partial(compared_by_reward, by_reward)
             if self.clip is not None:  # rows without a reward, and excluded rows, keep 0
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit = self._among_known(rows, reward, self.formula, length)
+            credit, rows.table.compared = self._among_known(rows, reward, self.formula, length)
         # 3. Write the advantage in the dtype of the collected reward.
         collected = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
@@ -437,23 +439,24 @@ class GroupRelativeAdvantage(
             kept = collected if collected.is_floating_point else torch.float64
             rows.put(REWARD, reward, dtype=torch.promote_types(kept, torch.float32), ndim=1)
         # 4. Record the metrics.
-        for view, own, scored in rows.of_each_rank(credit, reward):
+        for view, own, scored in rows.each_rank(credit, reward):
             view.metric("abs_mean", mean_of(own.abs()))
             view.metric("zero", mean_of(own == 0))
             if self.missing == "skip":
                 view.metric("unscorable", scored.isnan().sum())
 
-    def _among_known(self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None) -> Tensor:
-        """(M,) the advantage of (M,) rewards. Unless ``raise``, missing rewards are excluded and get 0."""
+    def _among_known(
+        self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None
+    ) -> tuple[Tensor, Compared]:
+        """:func:`advantage_of`. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
             return advantage_of(rows, reward, formula, dtype=self.dtype, length=length)
-        some = rows.where(known)
-        credit = torch.zeros_like(reward)
-        if len(some):
-            tokens = None if length is None else length[known]
-            credit[known] = advantage_of(some, reward[known], formula, dtype=self.dtype, length=tokens)
-        return credit
+        tokens = None if length is None else length[known]
+        found, compared = advantage_of(
+            rows.where(known), reward[known], formula, dtype=self.dtype, length=tokens
+        )
+        return torch.zeros_like(reward).masked_scatter_(known, found), compared
 
     def _require_weighed(self, rows: Rows, reward: Tensor, rewards: Tensor) -> None:
         """Require that each rollout's reward is exactly the weighted sum of its rewards.
@@ -489,7 +492,7 @@ class GroupRelativeAdvantage(
         # If only some rows have no id, the batch is invalid and is refused later.
         if rows.has("group") and bool((rows["group"] >= 0).any()):
             return
-        rollouts = rows.on_arrival.ids("rollout", checked=False).everyone
+        rollouts = rows.on_arrival.ids("rollout", checked=False).with_excluded
         size = self.group_size or 1
         number = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # in order of first rows
         if self.without_ids == "rigid_or_global" and rollouts.n != size * (self.groups_per_batch or 1):
@@ -511,6 +514,6 @@ class GroupRelativeAdvantage(
         singleton: Singleton = "zero" if self.singleton == "raise" else self.singleton
         rows = Rows.of(reward=reward, group=group_id, rollout=None)
         try:
-            return advantage_of(rows, rows["reward"], replace(self.formula, singleton=singleton))
+            return advantage_of(rows, rows["reward"], replace(self.formula, singleton=singleton))[0]
         except BatchError:
             return None

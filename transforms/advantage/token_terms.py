@@ -331,7 +331,7 @@ class TopShare(TokenTerm, columns=("value",)):
         """(N, T), 0 or 1. The fraction is of the tokens of all ranks, which exchange them."""
         values = self._tokens(batch, trains, "value_key")
         everyone, train = tokens_of_all_ranks(rows, values.double(), trains.double())
-        return rows.of_rank(top_share(everyone, train > 0, self.share))[:, : trains.shape[1]].float()
+        return rows.of_this_rank(top_share(everyone, train > 0, self.share))[:, : trains.shape[1]].float()
 
 
 class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
@@ -364,4 +364,4 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
         values = self._tokens(batch, trains, "value_key")
         every = tokens_of_all_ranks(rows, values.double(), trains.double(), credit.double())
         share = share_at_place(every[0], every[1] > 0, rows.groups.labels, every[2], floor=self.floor)
-        return rows.of_rank(share)[:, : trains.shape[1]]
+        return rows.of_this_rank(share)[:, : trains.shape[1]]

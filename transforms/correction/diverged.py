@@ -207,7 +207,7 @@ class Diverged(
             batch: TensorDict ``[B]``, this rank's rows that have not left.
         """
         out = self._outside(rows, batch)
-        return ~(out if out.ndim == 2 else rows.there(out).unsqueeze(-1))
+        return ~(out if out.ndim == 2 else rows.to_batch(out).unsqueeze(-1))
 
     def __call__(self, batch: TensorDictBase) -> Tensor:
         """(N,) bool, True where the row stays; with ``level="token"`` (N, T) bool."""
@@ -234,7 +234,7 @@ class Diverged(
         out = made.pop("out", torch.empty(0))
         found = rows.measured(**counted, **made)
         policies.require_known(rows, found)
-        rollouts = rows.rollouts.everyone if self.unit == "rollout" else None
+        rollouts = rows.rollouts.with_excluded if self.unit == "rollout" else None
         rows.measured_when_read(
             lambda: counted | policies.each_row(Ratios.of_rows),
             lambda found: distance(found, rollouts),
@@ -255,7 +255,7 @@ class Diverged(
         if self.judges == "negative":
             keys, reader = (self.advantage_key, self.loss_mask_key), type(self).__name__
             credit = read_advantage(batch, keys[0], policies.mask, keys[1], reader=reader, rows=rows)
-            out = (out if by_token else rows.there(out).unsqueeze(-1)) & (credit < 0)
+            out = (out if by_token else rows.to_batch(out).unsqueeze(-1)) & (credit < 0)
         return out
 
 

@@ -116,7 +116,11 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         before = rows[LENGTH] if rows.has(LENGTH) else torch.full((len(rows),), -1)
         shorter = (before < 0) & (found["out"] > 0)
         rows.put(LENGTH, torch.where(shorter, found["tokens"].long(), before), ndim=1, fill=-1)
-        if rows.table.finite is None and self.log_prob_key is not None and has_key(batch, self.log_prob_key):
+        if (
+            rows.table.kept_finite is None
+            and self.log_prob_key is not None
+            and has_key(batch, self.log_prob_key)
+        ):
             log_prob = read_tokens(batch, self.log_prob_key, reader=reader, option="log_prob_key")
             write_tokens(batch, self.log_prob_key, nan_inside(log_prob, out), like)
         # Rows out of the loss are only masked when they are gathered, so keep their mask here.

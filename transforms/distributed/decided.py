@@ -15,7 +15,7 @@ from headrace.transforms.schema import ROW
 
 # The attributes of a table that are sent, besides its metrics. Each rank has its batch already.
 DECIDED = (
-    *("columns", "written", "dtypes", "names", "effects", "reason", "here", "gone", "in_loss", "counted"),
+    *("columns", "written", "dtypes", "names", "effects", "reason", "here", "in_loss", "counted"),
     *("masks_rows", "masked_columns", "says_who_counts"),
 )
 
@@ -43,8 +43,10 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
         written = _Pickled(table.told | {ROW: table.columns[ROW]}, (decided, more))
         messages = []
         for rank, own in enumerate(of_ranks or [None] * ranks.size):
-            columns = [table.of_rank(column, rank).numpy() for column in written.columns]
-            messages.append((written.text, columns, table.metrics | table.of_others.get(rank, {}), own))
+            columns = [table.part_of_rank(column, rank).numpy() for column in written.columns]
+            messages.append(
+                (written.text, columns, table.metrics | table.metrics_of_others.get(rank, {}), own)
+            )
     text, columns, metrics, own = ranks.scatter_objects(messages)
     if ranks.decides:
         table.told = dict(table.columns)
@@ -53,8 +55,7 @@ def hand_out(table: Any, more: Any = None, of_ranks: Sequence[Any] | None = None
     for name, value in decided.items():
         setattr(table, name, value)
     table.metrics = metrics
-    table.index = table.here.nonzero().flatten() if table.gone else None
-    table.ids.clear()
+    table.index = None if bool(table.here.all()) else table.here.nonzero().flatten()
     return more, own
 
 

@@ -115,7 +115,7 @@ class Ranks:
         if self.decides:
             if self.one_decides:
                 table.told = dict(table.columns)
-                table.of_others = {rank: {} for rank in range(1, self.size)}
+                table.metrics_of_others = {rank: {} for rank in range(1, self.size)}
             rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
             for key, name in self.id_keys.items():
                 if key in table.columns:

@@ -61,10 +61,6 @@ class Criterion(TakesColumns):
             raise NotImplementedError(f"{type(self).__name__} must implement decide(rows) or __call__(batch)")
         return rows.ask(self)
 
-    def judge(self, rows: Rows) -> Tensor:
-        """:meth:`decide` in a filter, whose columns may have other names than those of this criterion."""
-        return self.decide(rows.seen_by(self, rows.stage))
-
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
         """Token counts that this criterion reads, as those of a stage."""
@@ -89,7 +85,7 @@ class _FunctionCriterion(Criterion):
         for name in ("unit", "in_keys", "before_baseline", "within_groups", "reads_tokens"):
             setattr(self, name, getattr(function, name, getattr(Criterion, name)))
 
-    def judge(self, rows: Rows) -> Tensor:
+    def decide(self, rows: Rows) -> Tensor:
         decide = getattr(self.function, "decide", None)
         return rows.ask(self.function) if decide is None else decide(rows.seen_by(self.function, rows.stage))
 

@@ -17,7 +17,7 @@ from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import Effect
 
-from .criteria import Criterion, as_criterion
+from .criteria import as_criterion
 
 Action = Literal["mask", "exclude", "drop"]
 EFFECTS: dict[str, Effect] = {"mask": "masked", "exclude": "excluded", "drop": "dropped"}
@@ -123,37 +123,34 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
 
     def decide(self, rows: Rows) -> None:
         """Apply the criteria to all rows, call `on_batch`, and take out the rows that fail."""
-        kept = [
-            _kept_by(criterion, unit, rows)
-            for criterion, unit in zip(self._criteria, self._units, strict=True)
-        ]
-        keep = torch.stack(kept).all(0)
+        # 1. The rows that each criterion keeps, by whole units.
+        kept = list[Tensor]()
+        for criterion, unit in zip(self._criteria, self._units, strict=True):
+            keep = criterion.decide(rows.seen_by(criterion, rows.stage))
+            if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
+                is_tensor = isinstance(keep, Tensor)
+                found = f"{keep.dtype} {tuple(keep.shape)}" if is_tensor else type(keep).__name__
+                raise BatchError(
+                    f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
+                    f"{{criterion}} returned {found}",
+                    criterion=repr(criterion),
+                )
+            keep = keep.flatten()
+            if rows.counted is not None:
+                keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
+            if unit != "sample":
+                ids = rows.ids(unit).with_excluded
+                keep = ids.spread(ids.all(keep))
+            kept.append(keep)
+        keep = kept[0] if len(kept) == 1 else kept[0] & kept[1]
+        # 2. Show and count them, and take the others out.
         if self.on_batch is not None:
             batch = rows.write()
             if len(batch):  # a rank may have no rows
-                self.on_batch(batch, rows.there(keep))
-        for view, own in rows.of_each_rank(keep):
+                self.on_batch(batch, rows.to_batch(keep))
+        for view, own in rows.each_rank(keep):
             count = int(own.sum())
             view.metric("kept", count)
             view.metric("fraction_kept", count / max(len(own), 1))
         for stays, reason in zip(kept, self._reasons, strict=True):
             rows.leave(~stays, reason, EFFECTS[self.action])
-
-
-def _kept_by(criterion: Criterion, unit: Unit, rows: Rows) -> Tensor:
-    """(M,) bool: the rows that a criterion keeps, by whole units."""
-    keep = criterion.judge(rows)
-    if not isinstance(keep, Tensor) or keep.dtype is not torch.bool or keep.numel() != len(rows):
-        found = f"{keep.dtype} {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
-        raise BatchError(
-            f"a criterion must return one bool per row, ({len(rows)},), True where the row stays; "
-            f"{{criterion}} returned {found}",
-            criterion=repr(criterion),
-        )
-    keep = keep.flatten()
-    if rows.counted is not None:
-        keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
-    if unit != "sample":
-        ids = rows.ids(unit).everyone
-        keep = ids.spread(ids.all(keep))
-    return keep

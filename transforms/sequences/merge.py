@@ -236,9 +236,9 @@ class MergeTurns(
         into, broken, source, to = merge_turns(
             tokens,
             trains,
-            rows.of_rank(rollout),
-            None if turn is None else rows.of_rank(turn),
-            None if in_loss is None else ~rows.of_rank(rows.in_loss),
+            rows.of_this_rank(rollout),
+            None if turn is None else rows.of_this_rank(turn),
+            None if in_loss is None else ~rows.of_this_rank(rows.in_loss),
             there,
         )
 
@@ -287,9 +287,9 @@ class MergeTurns(
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = rows.of_rank(target) == rows.table.live
+        stays = rows.of_this_rank(target) == rows.table.live
         rows.metric("merged", (~stays).sum())
-        rows.metric("broken", rows.of_rank(found["broken"]).sum())
+        rows.metric("broken", rows.of_this_rank(found["broken"]).sum())
         leave_merged(rows, target)
 
         # 4. Move token columns to the rows that are kept.

@@ -199,7 +199,7 @@ class ScoreRows(
             )
 
         # 2. Run the actor on rows of similar lengths.
-        sizes = rows.of_rank(lengths).tolist()
+        sizes = rows.of_this_rank(lengths).tolist()
         passes = passes_of(sizes, max_rows=self.max_rows, max_tokens=self.max_tokens)
         order = torch.tensor(list(chain(*passes)), dtype=torch.int64, device=tokens.device)
         seen = TensorDict(dict(leaves_of(batch)), batch_size=[len(batch)], device=batch.device)

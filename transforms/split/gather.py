@@ -96,7 +96,7 @@ class OptimiserSteps:
         in_order: bool = False,
     ):
         self.table, self.passes, self.rank, self.loss_columns = table, list(passes), rank, loss_columns
-        if table.finite is not None:
+        if table.kept_finite is not None:
             self.loss_columns = loss_columns._replace(log_prob=None)
         self.progress, self.resumed_after = progress, progress.taken
         progress.minibatches = 0
@@ -230,7 +230,12 @@ class GatheredRows:
         for key in (RANK, PADDING):  # written by an earlier split
             if any_row_has(batch, key):
                 batch = batch.exclude(key)
-        self.batch, self.late, self.sizes, self.finite = batch, list(late), list(sizes), steps.table.finite
+        self.batch, self.late, self.sizes, self.kept_finite = (
+            batch,
+            list(late),
+            list(sizes),
+            steps.table.kept_finite,
+        )
         self.masks: tuple[list[NestedKey], Tokens | None] | None = None
         """For tokens that are stored elsewhere: the columns to mask there, and those to make finite."""
         if steps.table.elsewhere:
@@ -241,7 +246,7 @@ class GatheredRows:
                     "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
                 )
             keys = dict.fromkeys([*steps.table.masked_columns, *steps.loss_columns[:2]])
-            self.masks = [key for key in keys if key is not None], self.finite
+            self.masks = [key for key in keys if key is not None], self.kept_finite
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, numbers = plan.of_rank(steps.rank)  # `order` has rows of the table
         in_batch = order if steps.batch_rows is None else steps.batch_rows.index_select(0, order)
@@ -316,8 +321,8 @@ class GatheredRows:
         for late, of_late in zip(self.late, self.of_late, strict=True):
             late.change(rows, {name: pieces[number] for name, pieces in of_late.items()})
         self._mask(rows, self.spans[number])
-        if self.finite is not None:
-            fill_out_of_loss(rows, *self.finite)
+        if self.kept_finite is not None:
+            fill_out_of_loss(rows, *self.kept_finite)
         if self.masks is not None:
             rows.set(MASKS, as_data(self.masks, [size], self.device))
         return rows

@@ -45,7 +45,7 @@ class Permuted:
         passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
             the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
-        of_ranks: the plans of all ranks, if this rank permuted for all of them.
+        by_rank: the plans of all ranks, if this rank permuted for all of them.
         state: the split's state after the batch.
         progress: counts the minibatches of this batch that were taken.
     """
@@ -56,7 +56,7 @@ class Permuted:
     plans: list[Plan]
     state: SplitState
     progress: Progress
-    of_ranks: Sequence[list[Plan]] = ()
+    by_rank: Sequence[list[Plan]] = ()
 
     def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
         """Make the optimiser steps. They gather their rows one minibatch at a time.
@@ -242,12 +242,12 @@ class ShuffleSplit(
         """
         options, table = self.options, rows.table
         # 1. If a batch was interrupted, check that this is the same one.
-        of_ranks = table.of_ranks(table.here)  # table indices
-        own = of_ranks[rows.rank]
+        rows_of_ranks = table.indices_by_rank(table.here)
+        own = rows_of_ranks[rows.rank]
         progress = self._progress_of(table, own, epochs)
 
         # 2. Read what the permutations depend on: units, lengths and trees.
-        labels, units = self._units(rows, of_ranks)
+        labels, units = self._units(rows, rows_of_ranks)
         if table.carried is not None and options.remainder == "carry":
             self._refuse_again(rows.on_arrival)
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
@@ -256,13 +256,13 @@ class ShuffleSplit(
             if self.length_key in table.masked_columns:  # masked tokens cost nothing
                 lengths = lengths * table.in_loss
             if options.max_tokens is not None and options.oversized == "raise":
-                self._refuse_oversized(table, lengths, torch.cat(of_ranks))
+                self._refuse_oversized(table, lengths, torch.cat(rows_of_ranks))
         if options.tree != "none":
-            forest = self._forest(rows.on_arrival, of_ranks, lengths)
+            forest = self._forest(rows.on_arrival, rows_of_ranks, lengths)
 
         # 3. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
         by_rank = draw_plans(
-            list(zip(of_ranks, units, strict=True)),
+            list(zip(rows_of_ranks, units, strict=True)),
             labels,
             lengths,
             options,
@@ -279,13 +279,12 @@ class ShuffleSplit(
         if any(len(plan.left) for plans in by_rank for plan in plans):
             trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
             kept = self._rows_to_carry(table, own[~trained[own]])
-            out = ~trained if rows.index is None else ~trained[rows.index]
             reason = "carried" if carries else "remainder"
-            rows.leave(out, reason, self.reasons[reason])
+            rows.leave(rows.from_arrival(~trained), reason, self.reasons[reason])
 
         # 5. Record the metrics of this rank's rows.
-        for (view,) in rows.of_each_rank():
-            numbers, last = of_ranks[view.rank], by_rank[view.rank][-1]
+        for (view,) in rows.each_rank():
+            numbers, last = rows_of_ranks[view.rank], by_rank[view.rank][-1]
             measured = measure_plan(last, lengths, options, forest)
             measured["left"] = 0.0 if trained is None else float((~trained[numbers]).sum())
             if options.max_tokens is not None and len(last.sizes):
@@ -343,15 +342,14 @@ class ShuffleSplit(
         trained, table = self.trained_before, rows.table
         if trained is None:
             return False
-        rank = 0 if table.ranks is None else table.ranks.rank
-        own = table.of_ranks(table.here)[rank]
+        own = table.indices_by_rank(table.here)[rows.rank]
         came = KnownBatch(len(own), identifying_columns(table, own, self.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
-        of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
-        votes = [vote for votes in of_ranks for vote in votes]
+        votes_of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
+        votes = [vote for votes in votes_of_ranks for vote in votes]
         if len(set(votes)) > 1:
-            again = [rank for rank, votes in enumerate(of_ranks) if True in votes]
+            again = [rank for rank, votes in enumerate(votes_of_ranks) if True in votes]
             raise BatchError(
                 f"ranks {again} hold rows that were trained before the state was saved, and the other ranks "
                 "hold other rows: give all ranks the rows of the same batch, that one or the next"
@@ -395,7 +393,9 @@ class ShuffleSplit(
             self.state_after(rows)
         return out
 
-    def _units(self, rows: Rows, of_ranks: Sequence[Tensor]) -> tuple[Tensor | None, list[Ids] | list[None]]:
+    def _units(
+        self, rows: Rows, rows_of_ranks: Sequence[Tensor]
+    ) -> tuple[Tensor | None, list[Ids] | list[None]]:
         """The (N,) labels of the units, and the units of each rank's rows.
 
         Raises:
@@ -403,9 +403,9 @@ class ShuffleSplit(
                 minibatches.
         """
         if self.unit == "sample":
-            return None, [None] * len(of_ranks)
+            return None, [None] * len(rows_of_ranks)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
-        known = rows.ids(self.unit, checked=False).everyone
+        known = rows.ids(self.unit, checked=False).with_excluded
         if known.lowest < 0:  # also an id of an excluded row
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)
@@ -413,7 +413,7 @@ class ShuffleSplit(
         if ranks is None:
             return labels, [known]
         if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):
-            rank = rows.from_arrival(rows.table.by_rank())
+            rank = rows.from_arrival(rows.table.rank_of_rows())
             on_several = (known.min(rank) != known.max(rank)).nonzero().flatten()
             if len(on_several):
                 found = known.labels[known.first[on_several]].tolist()
@@ -422,7 +422,7 @@ class ShuffleSplit(
                     "cuts its own minibatches, so these rows would be in several optimiser steps. Keep the "
                     f"rows of a {self.unit} on one rank, or set {{minibatches=1}}"
                 )
-        return labels, [Ids(labels.index_select(0, own)) for own in of_ranks]
+        return labels, [Ids(labels.index_select(0, own)) for own in rows_of_ranks]
 
     def _refuse_again(self, rows: Rows) -> None:
         """Refuse a batch that has ids of carried rows again; `rows` are all rows of the table.
@@ -462,7 +462,7 @@ class ShuffleSplit(
                 f"oversized='alone'{note}"
             )
 
-    def _forest(self, on_arrival: Rows, of_ranks: Sequence[Tensor], lengths: Tensor) -> Forest:
+    def _forest(self, on_arrival: Rows, rows_of_ranks: Sequence[Tensor], lengths: Tensor) -> Forest:
         """The prefix trees of the rows; only rows of one rollout or group share a prefix."""
         table, reader = on_arrival.table, type(self).__name__
         table.settle()
@@ -477,7 +477,7 @@ class ShuffleSplit(
         by_row[order] = torch.stack([rank, shared], 1)
         by_row = on_arrival.measure(Reduced("prefixes", self.tokens_key), by_row)  # of all ranks
         rank, shared = by_row.unbind(1)
-        order = torch.cat([own[rank[own].argsort()] for own in of_ranks])
+        order = torch.cat([own[rank[own].argsort()] for own in rows_of_ranks])
         return Forest(order, shared[order], lengths)
 
 
