@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from fractions import Fraction
 from typing import get_args, get_type_hints
 
 import pytest
@@ -336,6 +337,19 @@ def test_an_outlier_is_scaled_by_the_std_of_the_others(order, outlier):
         reward, [0] * 4, baseline="leave_one_out", scale="leave_one_out", eps_mode="skip", eps=0.0
     )
     assert float(found[order.index(0)]) == pytest.approx((outlier - 0.02) / 0.01, rel=1e-6)
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=12), st.sampled_from([0.0, -7.0, 1e3, 1e6, 1e12]))
+def test_rewards_far_from_0_lose_no_digits(tenths, level):
+    """The mean of 1,000,000.1 and 1,000,000.2 has ten digits fewer behind the point than their difference."""
+    rewards = [level + tenth / 10 for tenth in tenths]
+    exact = [Fraction(reward) - sum(map(Fraction, rewards)) / len(rewards) for reward in rewards]
+    groups = torch.zeros(len(rewards), dtype=torch.int64)
+    found = group_relative_advantage(torch.tensor(rewards, dtype=torch.float64), groups, scale="none")
+    most = 4 * math.ulp(max(abs(float(each)) for each in exact))
+    assert [float(Fraction(one) - other) for one, other in zip(found.tolist(), exact, strict=True)] == (
+        pytest.approx([0.0] * len(exact), abs=most)
+    )
 
 
 def test_integer_rewards_above_2_24_stay_distinct():

@@ -124,6 +124,7 @@ def test_a_plan_breaks_no_word(width):
     seen = GroupsSeen(
         equal=rewards.min(1) == rewards.max(1),
         prompt=np.arange(1500) // 2,
+        label=np.array([f"What is {number // 2} + 1?" for number in range(1500)]),
         step=np.arange(1500) % 2,
         group=np.repeat(np.arange(1500), 8),
         rewards=rewards.ravel(),

@@ -118,15 +118,17 @@ class Grouped:
 
     @cached_property
     def deviation(self) -> Tensor:
-        """(V,) R_i − mean_{j∈g} R_j; exactly 0 if all rewards are equal, despite rounding."""
-        deviation = self.reward - self.spread(self.sum(self.reward) / self.count)
-        return deviation.masked_fill_(self.spread(self.equal), 0.0)
+        """(V,) R_i − mean_{j∈g} R_j, exactly 0 if all rewards are equal. Computed from R − min R, which loses
+        no digits if rewards are far from 0 and close to one another.
+        """
+        above = self.reward - self.spread(self.smallest)
+        return above - self.spread(self.sum(above) / self.count)
 
     @cached_property
     def batch_deviation(self) -> Tensor:
         """(V,) R_i − mean over all rollouts; exactly 0 if all rewards are equal."""
-        deviation = self.reward - add_up(self.reward) / len(self.reward)
-        return deviation.masked_fill((self.reward == self.reward[:1]).all(), 0.0)
+        above = self.reward - (self.reward.amin() if len(self.reward) else 0.0)
+        return above - add_up(above) / len(above)
 
     def std(self, ddof: int) -> Tensor:
         """(P,) std of each group. It is computed from the deviations, because Σ R² − n·mean² would cancel."""
