@@ -9,18 +9,22 @@ CONSTRAINTS ?= --constraint constraints.txt
 # Each process that tests start would compile all that it imports anew, a sixth of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check quick slow long lint types bench generate certificates docs dist clean
+.PHONY: demo test all-tests check quick slow long lint types bench generate certificates docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
 
-# All tests, in some minutes on two cores.
-test: lint types
+# All tests, in some minutes on two cores. Types are checked meanwhile.
+test: lint
+	$(MAKE) --no-print-directory -j2 types all-tests
+
+all-tests: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 # What batches become, in under a minute: laws, golden numbers, the contract, the house. A file whose `pytestmark` is
 # `slow` is not even imported.
-check: lint types quick
+check: lint
+	$(MAKE) --no-print-directory -j2 types quick
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
