@@ -357,7 +357,10 @@ class Decider:
         unread = []
         for name, values in columns.items():
             if name in COUNTS:
-                counts = _as_numbers(values, name, f"{MEANS[name]}: of a mask (N, T), give mask.sum(1)")
+                if not isinstance(values, Tensor) and any(isinstance(each, str) for each in values):
+                    raise BatchError(f"{name} must be integers; found texts. {name!r} is {MEANS[name]}")
+                of_mask = ": of a mask (N, T), give mask.sum(1)" if np.ndim(values) > 1 else ""
+                counts = _as_numbers(values, name, MEANS[name] + of_mask)
                 if len(counts) and int(counts.min()) < 0:
                     raise BatchError(
                         f"{name} must be ≥ 0; found {int(counts.min())} at row {counts.argmin()}"
@@ -435,7 +438,7 @@ def refuse_other_arguments(*given: Any) -> None:
     Raises:
         ValueError: they look like something else; the message says like what, in their order.
     """
-    kinds = [(Mapping, TensorDictBase), (str, Pipeline)]
+    kinds: list[Any] = [(Mapping, TensorDictBase), str]
     if all(isinstance(each, kind) for each, kind in zip(given, kinds, strict=False)):
         return
 

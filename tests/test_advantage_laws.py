@@ -352,6 +352,15 @@ def test_rewards_far_from_0_lose_no_digits(tenths, level):
     )
 
 
+def test_rewards_far_from_0_have_the_same_std_of_the_others():
+    rewards = torch.tensor([0, 0.0625, 0.25, 0.3125, 3], dtype=torch.float64)
+    near, far = (
+        group_relative_advantage(each, [0] * 5, scale="leave_one_out", eps_mode="skip")
+        for each in (rewards, rewards + 2**48)
+    )
+    assert far.tolist() == pytest.approx(near.tolist(), rel=1e-12)
+
+
 def test_integer_rewards_above_2_24_stay_distinct():
     for rewards in ([2**24, 2**24 + 1], torch.tensor([2**24, 2**24 + 1])):
         found = group_relative_advantage(rewards, [0, 0], scale="none")

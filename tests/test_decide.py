@@ -241,6 +241,7 @@ def test_a_running_baseline_resumes_from_a_state():
         ({}, {"clip": 2}, r"^there is no keyword 'clip'; set it as stages={'advantage': {'clip': 2}}"),
         ({"group_id": [1.0, 0.0]}, {}, "integers, got .*float32. 'group_id' is one id for each row, an int"),
         ({"tokens": torch.ones(2, 3) > 0}, {}, r"integers, got .*'tokens' is the number .* give mask.sum\(1"),
+        ({"tokens": ["12", "7"]}, {}, "tokens must be integers; found texts. 'tokens' is the number"),
         ({"group_id": [0, 1], "rollout_id": [5, 5]}, {}, "Are group ids and rollout ids swapped"),
         ({"group_id": [0, 0]}, {"minibatches": 3}, "'carry' .* next batch, which must have other ids"),
         ({}, {"stages": {"split": {"remainder": "carry"}}}, "Decider.* ids must be unique over batches"),
@@ -265,6 +266,7 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
         ),
         (["grpo", {"reward": [1.0]}], "'grpo', then columns"),
         ([{"reward": [1.0]}, [0]], "columns, then numbers like ids"),
+        ([{"reward": [1.0]}, Pipeline({})], "columns, then a Pipeline"),
     ],
 )
 def test_arguments_in_another_order_are_named_by_what_they_look_like(arguments, found):
@@ -315,3 +317,13 @@ def test_groups_of_different_sizes_ask_for_the_column_of_their_sizes():
     # By hand: 1 less the mean of the others, 1/4, and 0 less theirs, 2/4; 1 less 0 of 3.
     found = decide(columns | {"expected_rollouts": [5] * 5 + [4] * 4}, "rloo", minibatches=1)
     assert found.advantage[[0, 1, 6]].tolist() == [0.75, -0.5, 1.0]
+
+
+def test_rows_without_rollout_ids_are_carried_as_rollouts_of_their_own():
+    options = {"unit": "sample", "minibatch_size": 4, "minibatches": None, "remainder": "carry"}
+    stages = {"filter": None, "gate": None, "split": options}
+    decider = Decider("grpo", rollout_key=None, loss_unit="rollout", stages=stages)
+    for first, sizes in ((0, [4]), (6, [4, 4])):
+        ids = [first, first, first, first + 3, first + 3, first + 3]
+        found = decider.decide({"group_id": ids, "reward": [1.0, 0.0, 0.5] * 2, "tokens": [2] * 6})
+        assert [len(rows) for rows in found.steps] == sizes

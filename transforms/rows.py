@@ -319,8 +319,8 @@ class Rows:
         if key is not None and not self.has(role):
             raise self.missing(role)
         # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
-        # until one of the tensors that they were made from is another one.
-        made_from = table.columns.get(key), self.index, table.counted
+        # until something that they were made from is another object.
+        made_from = table.columns.get(key), self.index, table.counted, table.size
         slot = key, self.index is table.index
         before, ids = table.ids.get(slot, (made_from, None))
         if ids is None or not all(map(is_, before, made_from)):

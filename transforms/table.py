@@ -224,7 +224,7 @@ class Table:
         self.counted: Tensor | None = None
         self.into: Tensor | None = None
         self.index: Tensor | None = None
-        self.ids: dict[Any, tuple[tuple[Tensor | None, ...], Ids]] = {}
+        self.ids: dict[Any, tuple[tuple[Any, ...], Ids]] = {}
         self.live = self.numbers_of_rank = torch.arange(own.start, own.stop)
         self.carried: Tensor | None = None
         self.carried_starts: list[int] = []

@@ -154,9 +154,12 @@ def _of_any_recipe(override: str) -> list[str]:
     Example:
         >>> _of_any_recipe("pipeline.stages.overlong.cache=4"), _of_any_recipe("seed=1")
         (['++pipeline.stages.overlong.cache=4'], ['seed=1'])
+        >>> _of_any_recipe("~pipeline.stages.advantage.scale=group")[0]
+        '++pipeline.stages.advantage.scale=group'
     """
     if override.startswith("~pipeline.stages."):
-        return [f"++{override[1:]}=0", override]  # Hydra deletes no null
+        key, _, value = override[1:].partition("=")
+        return [f"++{key}={value or 0}", override]  # Hydra deletes no null
     return [f"++{override}"] if override.startswith("pipeline.stages.") else [override]
 
 

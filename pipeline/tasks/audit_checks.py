@@ -541,16 +541,22 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
     findings = []
     for prompt, rollouts in by_prompt.items():
         first, n = rollouts[0][0], len(rollouts)
-        draws = len({int(step.groups.of[rows[0]]) for rows in rollouts})
-        if step.expected_rollouts is not None:
-            draws = n // max(int(step.expected_rollouts[first]), 1)
-        if draws < 2 or n % draws:
+        group = [int(step.groups.of[rows[0]]) for rows in rollouts]
+        of_group = [[k for k in range(n) if group[k] == each] for each in dict.fromkeys(group)]
+        size = n // len(of_group)
+        if len(of_group) == 1 and step.expected_rollouts is not None:
+            size = max(int(step.expected_rollouts[first]), 1)
+        if size == n or n % size or any(len(draw) % size for draw in of_group):
             continue
-        said = [tuple((step.responses[row], rewards[row]) for row in rows) for rows in rollouts]
-        size = n // draws
-        one_after_another = [range(start, start + size) for start in range(0, n, size)]
-        side_by_side = [range(start, n, draws) for start in range(draws)]
-        for cut in (one_after_another, side_by_side):
+        draws, said = (
+            n // size,
+            [tuple((step.responses[row], rewards[row]) for row in rows) for rows in rollouts],
+        )
+        cuts: list[Sequence[Sequence[int]]] = [of_group]
+        if group == sorted(group, key=group.index):  # one group after the other, as a reader makes them
+            one_after_another = [range(start, start + size) for start in range(0, n, size)]
+            cuts = [one_after_another, [range(start, n, draws) for start in range(draws)]]
+        for cut in cuts:
             alike = {tuple(said[k] for k in draw) for draw in cut}
             if len(alike) > 1 or _orders(alike.pop()) < ORDERS:
                 continue

@@ -117,12 +117,14 @@ class Grouped:
         return self.smallest == self.largest
 
     @cached_property
+    def above(self) -> Tensor:
+        """(V,) R_i − min_{j∈g} R_j: its sums lose no digits if rewards are far from 0."""
+        return self.reward - self.spread(self.smallest)
+
+    @cached_property
     def deviation(self) -> Tensor:
-        """(V,) R_i − mean_{j∈g} R_j, exactly 0 if all rewards are equal. Computed from R − min R, which loses
-        no digits if rewards are far from 0 and close to one another.
-        """
-        above = self.reward - self.spread(self.smallest)
-        return above - self.spread(self.sum(above) / self.count)
+        """(V,) R_i − mean_{j∈g} R_j, exactly 0 if all rewards are equal."""
+        return self.above - self.spread(self.sum(self.above) / self.count)
 
     @cached_property
     def batch_deviation(self) -> Tensor:
@@ -341,8 +343,7 @@ def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:
     rest = g.spread(g.sum(squares)) - squares * g.spread(g.count / others)
     furthest = squares == g.spread(torch.maximum(squares[g.start], squares[g.end - 1]))
     alone = furthest & g.spread(g.sum(furthest.double()) == 1)
-    without = g.reward.masked_fill(alone, 0.0)
-    without = g.reward - g.spread(g.sum(without) / others)
+    without = g.above - g.spread(g.sum(g.above.masked_fill(alone, 0.0)) / others)
     anew = g.spread(g.sum(without.square().masked_fill(alone, 0.0)))
     divisor = g.spread((g.count - 1 - ddof).clamp_min(1))
     std = (torch.where(alone, anew, rest).clamp_min(0) / divisor).sqrt()

@@ -272,7 +272,7 @@ class Plan:
 
     def passes(self, rank: int | None) -> list[list[int]]:
         """Number of rows of each micro-batch, by minibatch, for one rank; None: for all ranks."""
-        chosen = slice(None) if rank is None else slice(rank, rank + 1)
+        chosen = slice(None) if rank is None or not self.has_ranks else slice(rank, rank + 1)
         return [list(chain.from_iterable(ranks[chosen])) for ranks in self.sizes]
 
     def of_rank(self, rank: int | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
