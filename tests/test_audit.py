@@ -226,6 +226,17 @@ def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
     assert checks["counted_twice"]["state"] == "not checked"
 
 
+def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
+    """Its advantages were not checked, and nothing else may be wrong."""
+    columns = trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4))
+    columns["accuracy"] = [value - 5 for value in columns["accuracy"]]
+    path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **columns)
+    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")  # which needs rewards of at least 0
+    assert not found(audited(path, tmp_path, *words)[1])
+    with pytest.raises(AuditFailed, match="0 findings, and the recipe refused 1 of 1 steps"):
+        audited(path, tmp_path, *words, "audit.strict=true")
+
+
 # -- sound dumps ---------------------------------------------------------------------------------------------
 
 

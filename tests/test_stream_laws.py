@@ -303,6 +303,7 @@ class Workers:
 def test_paced_and_informative_continue_for_any_share_and_limit(
     seed, share, max_staleness, groups, draw_size, concurrent, fails
 ):
+    """No batch is too stale. A group that later ones overtake may become so, and is dropped and counted."""
     assembler = GroupAssembler(
         groups=groups, max_staleness=max_staleness, max_concurrent_rollouts=concurrent, max_idle=10**6
     )
@@ -322,7 +323,6 @@ def test_paced_and_informative_continue_for_any_share_and_limit(
         assembler.version += 1
     else:
         assert assembler.version == 4
-    assert assembler.counts["stale"] == 0
     assert workers.most <= (concurrent or 10**6)
 
 

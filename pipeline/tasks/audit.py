@@ -41,7 +41,7 @@ SHARE = (
 
 
 class AuditFailed(RuntimeError):
-    """The audit has findings and ``audit.strict=true``: the command exits with status 1."""
+    """With ``audit.strict=true``: the audit has findings, or the recipe refused a step. Exit status 1."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ def audit(
         ConfigError: ``source.path`` is missing, a stage or option is unknown, or most groups have another
             size than the one that is set.
         SourceError: a file cannot be read.
-        AuditFailed: there are findings, and ``audit.strict`` is true.
+        AuditFailed: there are findings or refused steps, and ``audit.strict`` is true.
         StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
     """
     console = console or Console()
@@ -115,7 +115,7 @@ def audit(
     source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
     source.keeps_oversized = True
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
-    steps, rows, unlike = 0, 0, list[LoggedRows]()
+    steps, rows, refused, unlike = 0, 0, 0, list[LoggedRows]()
     sizes: Counter[int] = Counter()
     lengths, unit = Counter[int](), ""  # of responses of which nothing says how they ended
 
@@ -128,6 +128,7 @@ def audit(
     for batch, step, outcomes in read.results(checked):
         if size is not None and "expected_rollouts" not in batch.keys():
             sizes.update(step.sizes)
+        refused += step.has_advantages and bool(step.refusal)
         lengths.update(step.unended_lengths)
         unit = "characters" if step.tokens is None else "tokens"
         before = len(results["advantages"].findings)
@@ -169,8 +170,10 @@ def audit(
     for line in cut:
         console.print(Text(line), soft_wrap=True)
     print_files(console, output)
-    if found and config.audit.strict:
-        raise AuditFailed(f"the audit has {found:,} finding{'s' * (found > 1)}")
+    if config.audit.strict and (found or refused):
+        why = f"the audit has {found:,} finding{'s' * (found != 1)}"
+        why += f", and the recipe refused {refused:,} of {steps:,} steps" * bool(refused)
+        raise AuditFailed(why)
     read.end()
     return found
 
