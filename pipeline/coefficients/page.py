@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from headrace.pipeline.report.html import as_html, plain_page
+from headrace.pipeline.report.html import as_html, plain_page, policy
 
 from .measure import Measured, XRay
 from .setting import MeasuredSetting
@@ -76,7 +76,7 @@ def xray_page(title: str, found: XRay | Sequence[MeasuredSetting]) -> str:
         "weight in the documented mean over the whole step. A pale square is masked, or its "
         f"advantage is 0.</p>{_legend()}{curves}{settings}"
     )
-    return plain_page(title, STYLE, body)
+    return plain_page(title, STYLE, body, policy(STYLE, ""))
 
 
 def _colour(share: float) -> int:

@@ -81,9 +81,8 @@ def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), lambda file: file.write_text(page, encoding="utf-8"))
 
 
-def plain_page(title: str, style: str, body: str) -> str:
-    """One HTML file that loads nothing and runs no script, not even one within `body`."""
-    rules = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+def plain_page(title: str, style: str, body: str, rules: str) -> str:
+    """One HTML file; its content security policy has the `rules` for what `body` may load and run."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{rules}">'

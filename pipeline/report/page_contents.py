@@ -131,8 +131,10 @@ def _step(report: StepReport, room: int, said: Advice) -> Step:
 
 
 def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
-    columns = {name: column[shown] for name, column in report.groups.items()}
-    rows, prompts = columns.get("row", shown), report.texts.get("prompt")
+    def column(name: str) -> np.ndarray:
+        return report.groups[name][shown] if report.groups else shown  # without groups none is shown
+
+    rows, prompts = column("row"), report.texts.get("prompt")
     found: dict[str, list] = {
         "id": _ids(report, "group", rows),
         "label": [None if prompts is None else printable(asked_line(prompts[row])) for row in rows.tolist()],
@@ -140,7 +142,7 @@ def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
         "prompt": [texts.prompts.get(row) for row in rows.tolist()],
     }
     others = [name for name in Groups.__annotations__ if name not in found]
-    return cast(Groups, found | {name: or_none(columns.get(name, shown)) for name in others})
+    return cast(Groups, found | {name: or_none(column(name)) for name in others})
 
 
 def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:

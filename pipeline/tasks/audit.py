@@ -117,7 +117,8 @@ def audit(
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, refused, unlike = 0, 0, 0, list[LoggedRows]()
     sizes: Counter[int] = Counter()
-    lengths, unit = Counter[int](), ""  # of responses of which nothing says how they ended
+    # By unit, the lengths of responses of which nothing says how they ended.
+    lengths = {"tokens": Counter[int](), "characters": Counter[int]()}
 
     def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
@@ -129,8 +130,7 @@ def audit(
         if size is not None and "expected_rollouts" not in batch.keys():
             sizes.update(step.sizes)
         refused += step.has_advantages and bool(step.refusal)
-        lengths.update(step.unended_lengths)
-        unit = "characters" if step.tokens is None else "tokens"
+        lengths["characters" if step.tokens is None else "tokens"].update(step.unended_lengths)
         before = len(results["advantages"].findings)
         for result, outcome in zip(results.values(), outcomes, strict=True):
             result.add(outcome)
@@ -149,7 +149,7 @@ def audit(
         "steps": steps,
         "rows": rows,
     }
-    cut = said_of_cut(lengths, unit)
+    cut = [line for unit, each in lengths.items() for line in said_of_cut(each, unit)]
     notices, failed = read.said + cut, [each._asdict() for each in read.failed]
     verdict = verdict_of(results, source.format)
     report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
@@ -296,4 +296,5 @@ def _page(title: str, above: Sequence[str], tables: Sequence[FittedTable], lines
     body += "".join(f"<p>{as_html(line)}</p>" for line in lines)
     style = "body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
     style += "table{margin:1.5em 0}caption{font-weight:600;padding:.3em 0}"
-    return plain_page(f"audit of {title}", style, body)
+    inline = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return plain_page(f"audit of {title}", style, body, inline)  # cells have styles of their own

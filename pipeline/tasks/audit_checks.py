@@ -532,6 +532,7 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
     if step.prompts is None or step.responses is None:
         return CheckOutcome([], "the dump has no prompts, or no responses")
     rewards = [str(each) for each in step.rewards.tolist()]  # in which NaN equals itself
+    groups = step.groups.of.tolist()
     rows_of: dict[int, list[int]] = {}
     for row, rollout in enumerate(step.rollouts.of.tolist()):
         rows_of.setdefault(rollout, []).append(row)
@@ -541,19 +542,18 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
     findings = []
     for prompt, rollouts in by_prompt.items():
         first, n = rollouts[0][0], len(rollouts)
-        group = [int(step.groups.of[rows[0]]) for rows in rollouts]
-        of_group = [[k for k in range(n) if group[k] == each] for each in dict.fromkeys(group)]
+        of_group: dict[int, list[int]] = {}
+        for k, rows in enumerate(rollouts):
+            of_group.setdefault(groups[rows[0]], []).append(k)
         size = n // len(of_group)
         if len(of_group) == 1 and step.expected_rollouts is not None:
             size = max(int(step.expected_rollouts[first]), 1)
-        if size == n or n % size or any(len(draw) % size for draw in of_group):
+        if size == n or any(len(draw) % size for draw in of_group.values()):
             continue
-        draws, said = (
-            n // size,
-            [tuple((step.responses[row], rewards[row]) for row in rows) for rows in rollouts],
-        )
-        cuts: list[Sequence[Sequence[int]]] = [of_group]
-        if group == sorted(group, key=group.index):  # one group after the other, as a reader makes them
+        draws = n // size
+        said = [tuple((step.responses[row], rewards[row]) for row in rows) for rows in rollouts]
+        cuts: list[Sequence[Sequence[int]]] = [list(of_group.values())]
+        if [k for draw in of_group.values() for k in draw] == list(range(n)):  # as a reader makes groups
             one_after_another = [range(start, start + size) for start in range(0, n, size)]
             cuts = [one_after_another, [range(start, n, draws) for start in range(draws)]]
         for cut in cuts:

@@ -29,7 +29,14 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.pipeline.wording import printable, suggest
 
-from .source import print_files, recipe_nodes, said_of_overrides, sizes_of_groups, write_files
+from .source import (
+    overrides_by_recipe,
+    print_files,
+    recipe_nodes,
+    said_of_overrides,
+    sizes_of_groups,
+    write_files,
+)
 
 Found = Certificate | Refused
 RATIO = FittedColumn("ratio to the true gradient", gives="wrap")
@@ -68,8 +75,10 @@ def certify(
     tasks, sizes = small_tasks(config), sizes_of_groups(config, "certify.group_sizes")
     named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     nodes = {named[-1] if named else "grpo": config.pipeline}
+    lacking: list[str] = []
     if config.pipelines:
-        nodes = recipe_nodes(config.pipelines, overrides)
+        by_recipe = overrides_by_recipe(config.pipelines, overrides)
+        nodes, lacking = recipe_nodes(by_recipe), said_of_overrides(by_recipe)
     for size, task in product(sizes, tasks):
         with suppress(GroupSizeError):  # the table reports it
             count_outcomes(tasks[task], task, size, config.certify.most)  # refuse large tasks first
@@ -89,7 +98,7 @@ def certify(
         files["report.html"] = render_page(page | {"certificates": [on_page(each) for each in found]})
     write_files(config, output, files)
     show_certificates(found, console)
-    for sentence in said_of_overrides(config.pipelines, overrides) if config.pipelines else []:
+    for sentence in lacking:
         console.print(Text(sentence))
     print_files(console, output)
     return max(each.advantage.relative_bias or 0.0 for each in certificates)

@@ -30,7 +30,14 @@ from headrace.pipeline.wording import beginning, printable
 from headrace.transforms import BatchError
 
 from .dump_steps import DumpSteps
-from .source import open_configured, print_files, recipe_nodes, said_of_overrides, write_files
+from .source import (
+    open_configured,
+    overrides_by_recipe,
+    print_files,
+    recipe_nodes,
+    said_of_overrides,
+    write_files,
+)
 
 LINES = 8  # lines of a table of shares: those that differ most
 PROMPT = 40  # characters of a prompt at most
@@ -73,7 +80,8 @@ def compare(
     names = list(config.pipelines)
     if len({*names}) != 2 or len(names) != 2:
         raise ConfigError(f"pipelines must name two recipes, such as pipelines=[as/verl,grpo]; got {names}")
-    nodes, lacking = list(recipe_nodes(names, overrides).values()), said_of_overrides(names, overrides)
+    by_recipe = overrides_by_recipe(names, overrides)
+    nodes, lacking = list(recipe_nodes(by_recipe).values()), said_of_overrides(by_recipe)
     pipelines = [build_pipeline(node) for node in nodes]
     source = open_configured(config)
     comparison = Comparison((names[0], names[1]))

@@ -246,7 +246,7 @@ def _asked_by_stages(
 ) -> Iterator[tuple[str, str]]:
     """What the stages ask for at the first steps, one after the other: the sentence, and the override."""
     if config.task == "compare":
-        nodes = list(recipe_nodes(config.pipelines, overrides).values())
+        nodes = list(recipe_nodes(overrides_by_recipe(config.pipelines, overrides)).values())
     else:
         nodes = [copy.deepcopy(config.pipeline)]
         for path, _, value in (each.lstrip("+").partition("=") for each in overrides):
@@ -307,8 +307,22 @@ def sizes_of_groups(config: DictConfig, path: str) -> list[int]:
     return sizes
 
 
-def recipe_nodes(names: Iterable[str], overrides: Sequence[str]) -> dict[str, DictConfig]:
+def recipe_nodes(by_recipe: Mapping[str, Sequence[str]]) -> dict[str, DictConfig]:
     """The composed ``pipeline`` node of each recipe, by name.
+
+    Args:
+        by_recipe: the overrides of each recipe, by its name (:func:`overrides_by_recipe`).
+
+    Raises:
+        ConfigError: an unknown recipe or option, or no recipe has a stage.
+    """
+    return {
+        name: compose_config("load", f"pipeline={name}", *own).pipeline for name, own in by_recipe.items()
+    }
+
+
+def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The overrides that apply to each recipe.
 
     Args:
         names: names of recipes.
@@ -316,21 +330,15 @@ def recipe_nodes(names: Iterable[str], overrides: Sequence[str]) -> dict[str, Di
             recipe; those of a stage to each recipe that has the stage.
 
     Raises:
-        ConfigError: an unknown recipe or option, or no recipe has a stage.
+        ConfigError: an unknown recipe.
 
     Example:
-        >>> nodes = recipe_nodes(["grpo", "dapo"], ["task=compare", "pipeline.stages.overlong.cache=512"])
-        >>> [node.stages.get("overlong", {}).get("cache") for node in nodes.values()]
-        [None, 512]
+        >>> found = overrides_by_recipe(["grpo", "dapo"], ["seed=1", "pipeline.stages.overlong.cache=512"])
+        >>> found
+        {'grpo': [], 'dapo': ['pipeline.stages.overlong.cache=512']}
+        >>> recipe_nodes(found)["dapo"].stages.overlong.cache
+        512
     """
-    by_recipe = overrides_by_recipe(names, overrides)
-    return {
-        name: compose_config("load", f"pipeline={name}", *own).pipeline for name, own in by_recipe.items()
-    }
-
-
-def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[str, list[str]]:
-    """The overrides that apply to each recipe (:func:`recipe_nodes`)."""
     shared = [each for each in overrides if each.lstrip("+~").startswith(STARTS) or "@pipeline." in each]
     of_stage = {each: found for each in shared if (found := OF_STAGE.match(each))}
     others = [each for each in shared if each.startswith("hydra.")]
@@ -351,14 +359,13 @@ def overrides_by_recipe(names: Iterable[str], overrides: Sequence[str]) -> dict[
     return by_recipe
 
 
-def said_of_overrides(names: Iterable[str], overrides: Sequence[str]) -> list[str]:
+def said_of_overrides(by_recipe: Mapping[str, Sequence[str]]) -> list[str]:
     """A sentence for each stage that has overrides, and that some of the recipes lack.
 
     Example:
-        >>> said_of_overrides(["grpo", "dapo"], ["pipeline.stages.overlong.cache=512"])
+        >>> said_of_overrides({"grpo": [], "dapo": ["pipeline.stages.overlong.cache=512"]})
         ["The overrides of the stage 'overlong' do not apply to grpo, which does not have it."]
     """
-    by_recipe = overrides_by_recipe(names, overrides)
     lack = dict[str, list[str]]()
     for each in dict.fromkeys(each for own in by_recipe.values() for each in own):
         if found := OF_STAGE.match(each):
