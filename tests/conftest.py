@@ -19,6 +19,7 @@ from zlib import crc32
 
 import pytest
 from hypothesis import settings
+from ready_python import ready_python, ready_ray
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -55,6 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """One more than there are cores, where slow tests wait for processes that are silent."""
     return None if is_quick(config) else (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    for spec in specs:
+        spec.python = ready_python()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -222,6 +229,7 @@ def cluster() -> Iterator[None]:
         there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
         patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
+        patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", ready_ray())
         # More CPUs than there are: actors count those that they might take.
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield

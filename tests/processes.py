@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch.multiprocessing
-
-IMPORTED = [
-    "headrace.pipeline",
-    "headrace.pipeline.main",
-    "headrace.pipeline.reverse",
-    "headrace.pipeline.tasks.perform",
-    "torchrl.collectors",
-    "torchrl.objectives.llm",
-    "pyarrow.compute",
-    *filter(find_spec, ["pandas"]),  # pyarrow imports it with the first array, where it is
-]
+from ready_python import ready_python
 
 
 def process_context():
     """A clean start without the imports, which would take longer than all that is tried."""
-    for name in IMPORTED:
-        assert find_spec(name), f"there is no {name}, of which that process would not say a word"
     context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_executable(ready_python())
     return context
 
 
