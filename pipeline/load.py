@@ -195,13 +195,13 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     """
     config = name_parts(config)
     try:
-        masked = config.get("masked_log_prob")
-        if masked != masked:  # Hydra parses the word nan as a number
-            config.masked_log_prob = "nan"
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as err:
         raise ConfigError(f"the pipeline is not complete: {explain_composition(err)}") from err
-    stages = plain.get("stages") or {} if isinstance(plain, dict) else {}
+    plain = plain if isinstance(plain, dict) else {}
+    if (masked := plain.get("masked_log_prob")) != masked:  # Hydra parses the word nan as a number
+        plain["masked_log_prob"] = "nan"
+    stages = plain.get("stages") or {}
     if not isinstance(stages, dict):
         raise ConfigError(f"pipeline.stages must map names to nodes with a _target_; got {stages!r}")
     for name, node in stages.items():

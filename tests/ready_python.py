@@ -46,7 +46,7 @@ def ready_python() -> str:
     if not command.exists():
         start(str(folder / "socket"), os.getpid())
         words = [sys.executable, "-IS", __file__, "run", str(folder / "socket")]
-        command.write_text(f"#!/bin/sh\nexec {' '.join(map(repr, words))} \"$@\"\n")
+        command.write_text(f'#!/bin/sh\nexec {" ".join(map(repr, words))} "$@"\n')
         command.chmod(0o755)
     return str(command)
 

@@ -36,7 +36,6 @@ PATIENCE = 5.0  # seconds
 BOUND = 45.0  # seconds that a cell may take, where processes start slowly
 AFTER = PATIENCE + 10  # seconds in which an error may follow a warning: a batch may take some of them
 ALONE = PATIENCE + 2  # seconds without an error where none may follow
-AT_ONCE = 4  # cells
 
 
 class Found(NamedTuple):
@@ -368,9 +367,9 @@ def look_at_ray(trouble: str) -> Found:
 
 
 def look_at_all(place: str) -> dict[str, Found]:
-    """What is reported of each trouble, some of them side by side."""
+    """What is reported of each trouble, side by side."""
     if place == "Ray":  # whose threads are one process's: warnings are of all of them
         return {trouble: look_at_ray(trouble) for trouble in TROUBLES}
     look = functools.partial(look_at, place)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(len(TROUBLES)) as pool:
         return dict(zip(TROUBLES, pool.map(look, TROUBLES), strict=True))

@@ -67,21 +67,29 @@ PARTS = {"criterion": "criterion", "also": "criterion", "term": "term"}
 
 
 def name_parts(pipeline: Any) -> Any:
-    """A copy of a ``pipeline`` node where names such as ``criterion: not_truncated`` are the nodes they name.
+    """A ``pipeline`` node where names such as ``criterion: not_truncated`` are the nodes they name.
+
+    It is a copy, if there are any.
 
     Raises:
         ConfigError: there is no criterion, or no term, of this name.
     """
     if not isinstance(pipeline, DictConfig) or not isinstance(pipeline.get("stages"), DictConfig):
         return pipeline
-    parent, pipeline = pipeline._get_parent(), deepcopy(pipeline)
-    pipeline._set_parent(parent)
-    for name, stage in pipeline.stages.items():
-        for option in PARTS.keys() & set(stage if isinstance(stage, DictConfig) else ()):
-            if isinstance(part := stage._get_node(option)._value(), str) and part.isidentifier():
-                where = f"pipeline.stages.{name}.{option}"
-                with open_dict(pipeline):
-                    stage[option] = _node_named(part, PARTS[option], where)
+    named = [
+        (name, option, part)
+        for name, stage in pipeline.stages.items()
+        for option in PARTS.keys() & set(stage if isinstance(stage, DictConfig) else ())
+        if isinstance(part := stage._get_node(option)._value(), str) and part.isidentifier()
+    ]
+    if named:
+        parent, pipeline = pipeline._get_parent(), deepcopy(pipeline)
+        pipeline._set_parent(parent)
+    for name, option, part in named:
+        with open_dict(pipeline):
+            pipeline.stages[name][option] = _node_named(
+                part, PARTS[option], f"pipeline.stages.{name}.{option}"
+            )
     return pipeline
 
 
