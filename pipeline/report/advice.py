@@ -690,18 +690,18 @@ def in_python(overrides: str) -> str:
     Example:
         >>> in_python("pipeline=dapo pipeline.stages.overlong.cache=1024")
         'recipe="dapo", stages={"overlong": {"cache": 1024}}'
-        >>> in_python("+criterion@pipeline.stages.filter.also=fresh")
-        'load_pipeline(recipe, "+criterion@pipeline.stages.filter.also=fresh")'
+        >>> in_python("pipeline=tis +criterion@pipeline.stages.filter.also=fresh")
+        'load_pipeline("tis", "+criterion@pipeline.stages.filter.also=fresh")'
     """
-    typed = overrides.split()
-    if not typed:
-        return ""
+    recipe = [f'"{each[9:]}"' for each in overrides.split() if each.startswith("pipeline=")]
+    typed = [each for each in overrides.split() if not each.startswith("pipeline=")]
     if any("@" in each or each.startswith("+") for each in typed):
-        return ", ".join(["load_pipeline(recipe", *(f'"{each}"' for each in typed)]) + ")"
-    recipe = [f"recipe='{each.partition('=')[2]}'" for each in typed if each.startswith("pipeline=")]
-    rest = OmegaConf.from_dotlist([each for each in typed if not each.startswith("pipeline=")])
+        given = [*(recipe or ["recipe"]), *(f'"{each}"' for each in typed)]
+        return f"load_pipeline({', '.join(given)})"
+    rest = OmegaConf.from_dotlist(typed)
     options: Any = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
-    return ", ".join([*recipe, *(f"{name}={value!r}" for name, value in options.items())]).replace("'", '"')
+    given = [f"{name}={value!r}".replace("'", '"') for name, value in options.items()]
+    return ", ".join([*(f"recipe={name}" for name in recipe), *given])
 
 
 def follows(config: DictConfig, overrides: str) -> bool:
