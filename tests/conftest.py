@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from copy import copy, deepcopy
 from functools import cache, lru_cache
 from io import TextIOBase
 from pathlib import Path
@@ -129,15 +128,8 @@ def texts_are_parsed_once() -> Iterator[None]:
             stream.seek(0)
             return load(stream, Loader)
 
-    def copied(metadata: Any, memo: dict[int, Any]) -> Any:  # of each value of a tree; most have no more
-        new = copy(metadata)
-        new.flags = metadata.flags and dict(metadata.flags)
-        new.resolver_cache = deepcopy(metadata.resolver_cache, memo)
-        return new
-
     trees = lru_cache(4096)(omegaconf.base.parse)  # which nobody writes to
     with (
-        patch.object(omegaconf.base.Metadata, "__deepcopy__", copied, create=True),
         patch("yaml.load", loaded),
         patch("omegaconf.base.parse", trees),
         patch("omegaconf._utils.get_yaml_loader", loader),
