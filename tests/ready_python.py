@@ -17,7 +17,6 @@ import socket
 import sys
 import types
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -54,7 +53,7 @@ def ready_python() -> str:
 def ready_ray() -> str:
     """The path of a file to be the ``setup_worker.py`` of Ray.
 
-    When Ray is imported it reads of which raylet and job a process is, so each of them has a process.
+    When Ray is imported, it reads of which raylet a process is: each has a process of its own to fork.
     """
     file = Path(os.environ["HEADRACE_KEPT"], "ray.py")
     file.write_text(f"import runpy\nrunpy.run_path({__file__!r}, run_name='ray')\n")
@@ -165,8 +164,11 @@ if __name__ == "ray":
 if __name__ == "__main__":
     if sys.argv[1] == "run":
         sys.exit(run(sys.argv[2], sys.argv[3:]))
-    for name in [*IMPORTED, *filter(find_spec, OPTIONAL)]:
+    for name in IMPORTED:
         importlib.import_module(name)
+    for name in OPTIONAL:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     begin(*forked(socket.socket(socket.AF_UNIX, fileno=int(sys.argv[2])), int(sys.argv[3])))
