@@ -122,7 +122,8 @@ def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, st
             connection.send(os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
             os._exit(0)
         connection.close()
-        os.setpgrp()  # with a process, Ray kills all of its group
+        if "RAY_RAYLET_PID" in environment:
+            os.setpgrp()  # Ray kills the group of a process that ends
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for place, fd in enumerate(fds, FREE):
             os.dup2(fd, place)
