@@ -119,7 +119,8 @@ def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, st
             for fd in fds:
                 os.close(fd)
             _, status = os.waitpid(process, 0)
-            connection.send(os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+                connection.send(os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
             os._exit(0)
         connection.close()
         if "RAY_RAYLET_PID" in environment:
