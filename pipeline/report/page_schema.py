@@ -116,9 +116,6 @@ class PageAdvisory(TypedDict):
 
     name: str  # of its symptom
     text: str  # a sentence, with the number
-    cause: str  # of it, `solve_none` or `solve_all`; empty: not known
-    because: str  # the symptom that causes it; empty: none of those of the step
-    certain: bool  # whether that leaves no gradient at any step; else it is probably one cause of several
 
 
 class PageRemedy(TypedDict):
@@ -126,8 +123,6 @@ class PageRemedy(TypedDict):
 
     text: str  # what
     overrides: str  # to type; empty: none
-    when: str  # the cause that it is against; empty: any
-    unless: str  # the cause that it does not help against; empty: none
 
 
 class PageSymptom(TypedDict):

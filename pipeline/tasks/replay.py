@@ -23,7 +23,7 @@ from headrace.pipeline.report import (
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.train import history_table
 
-from .dump_steps import NAMED_DRAWS, DumpSteps
+from .dump_steps import DumpSteps
 from .logged import LoggedAdvantages
 from .source import open_configured, print_files, write_files
 
@@ -66,7 +66,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
             history.append(dict(report.numbers))
             logged.add(report)
             folder.unsaid = report.unsaid
-            folder.add(report, keep=report.step in list(source.draws)[:NAMED_DRAWS])
+            folder.add(report)
         folder.notices += said_of_dump(folder, source.format)
     folder.close()
     if report is not None and len(history) == 1:

@@ -2,9 +2,9 @@
 // page_schema.py has the same lists with the meaning of each field; a test compares the two.
 const FIELDS = {
   PageData: ["title", "recipe", "steps", "curve_steps", "curves", "versus", "equal", "difference", "certificates", "symptoms", "failed", "notices", "unsaid", "rows_kept", "recorded", "totals", "run"],
-  PageAdvisory: ["name", "text", "cause", "because", "certain"],
+  PageAdvisory: ["name", "text"],
   PageFailed: ["said", "reasons"],
-  PageRemedy: ["text", "overrides", "when", "unless"],
+  PageRemedy: ["text", "overrides"],
   PageSymptom: ["name", "title", "shows", "means", "remedies"],
   PageRun: ["began", "written", "live", "versions", "overrides", "config"],
   RecipeStage: ["name", "text"],
