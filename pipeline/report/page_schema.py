@@ -1,7 +1,7 @@
 """The data of the page: every key, its type and its meaning.
 
-`page_data` makes it, `render_page` checks it, and `page/data.js` reads it. A table is columns of one length,
-and entry i of all columns is one line. None is an unknown value.
+`page_data` makes it, `render_page` checks it, and the modules of `page/` read it. A table is columns of one
+length, and entry i of all columns is one line. None is an unknown value.
 """
 
 from __future__ import annotations

@@ -148,23 +148,19 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     console.print(Text(f"\n{comparison.said}", style="bold"))
     if unknown:
         console.print(Text(NO_SHARES))
-    if comparison.aligned:
+    if not comparison.changed:
         return
     first, second = map(printable, comparison.names)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
     if comparison.movers:
         named = "prompt" if any(mover.prompt for mover in comparison.movers) else "group"
-        shares = [] if unknown else recipes
         columns = [FittedColumn("step", right=True), FittedColumn(named, gives="cut", right=named == "group")]
-        last = FittedColumn("advantages apart by", gives="wrap", right=True, leaves=1)
-        what = "advantages differ" if unknown else "share of their step's gradient differs"
-        movers = FittedTable([*columns, *shares, last], f"\ngroups whose {what} most")
+        movers = FittedTable(
+            [*columns, *recipes], "\ngroups whose share of their step's gradient differs most"
+        )
         for mover in comparison.movers:
             called = asked_line(mover.prompt, PROMPT) if mover.prompt else short_id(mover.group)
-            pair = [mover.first, mover.second]
-            digits = ".1%" if f"{pair[0]:.1%}" != f"{pair[1]:.1%}" else ".4%"
-            moved = [] if unknown else [format(share, digits) for share in pair]
-            movers.add(f"{mover.step:,}", called, *moved, f"{mover.apart:.3g}" if mover.apart else "same")
+            movers.add(f"{mover.step:,}", called, f"{mover.first:.1%}", f"{mover.second:.1%}")
         console.print(movers)
     labels = {
         "rows": "rows",

@@ -81,7 +81,7 @@ export function drawTiles(kinds, { page, step, width }) {
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
 function adviceLine(page, verdict, advisory, first) {
-  const symptom = page.symptoms.find((each) => each.name === advisory.name);
+  const symptom = (page.symptoms ?? []).find((each) => each.name === advisory.name);
   if (!symptom) return h("li", {}, advisory.text);
   // What the verdict has said already is not said again.
   const said = verdict.startsWith(advisory.text.replace(/\.$/, ""));
