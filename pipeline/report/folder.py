@@ -64,7 +64,6 @@ class ReportFolder:
     Attributes:
         notices: sentences about what the page lacks. You may set this, and the next two.
         difference: how two recipes differ, as a sentence.
-        equal: names of the numbers that two recipes have in common at every step.
         failed: the failed steps, from :meth:`fail`.
         unsaid: names of numbers that the dump of a replay cannot have. You may set it.
         setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
@@ -110,7 +109,6 @@ class ReportFolder:
         self.every, self.config, self.versus = every, config, versus
         self.notices: list[str] = []
         self.difference = ""
-        self.equal: list[str] = []
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
         self.setup: Setup | None = None
@@ -287,7 +285,7 @@ class ReportFolder:
             said, *reasons = map(printable, said_of_failed(self.failed, len(self._read)))
             data["failed"] = {"said": said, "reasons": reasons}
         if self.versus is not None:
-            data["versus"], data["equal"] = list(self.versus), self.equal
+            data["versus"] = list(self.versus)
             data["difference"] = printable(self.difference)
         path = self.folder / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)

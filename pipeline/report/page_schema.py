@@ -213,7 +213,6 @@ class PageData(PageDataRequired, total=False):
     totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
-    equal: list[str]  # numbers that are the same under both at every step
     difference: str  # how they differ, as a sentence
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 

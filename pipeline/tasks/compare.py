@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import (
     Comparison,
@@ -117,9 +116,6 @@ def compare(
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
-            pair = first.numbers, second.numbers
-            known = dict.fromkeys(folder.equal if comparison.steps > 1 else pair[0])
-            folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
             folder.difference = comparison.said
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
         folder.notices += [*lacking, *[SAME_STEPS] * bool(steps.failed)]

@@ -1,8 +1,8 @@
-"""Explain logged advantages: which framework's recipe computes them, and how they differ from ours."""
+"""Explain logged advantages: which framework's recipe computes them, or which convention is nearest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Literal, NamedTuple
@@ -68,7 +68,7 @@ class LoggedAdvantages:
 
 
 def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
-    """Describe logged advantages in clauses: the matching recipes or convention, and the relation to ours."""
+    """Describe logged advantages in clauses: the matching recipes, or the nearest convention."""
     logged = np.concatenate([step.logged for step in steps])
     close = tolerance(logged)
     names, least = nearest(
@@ -77,13 +77,13 @@ def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
     )
     if least <= close:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        found = [f"they are those of {', '.join(names[:SHOWN])}{more}, within {least:.1g}"]
-    else:
-        convention, apart = nearest_convention(steps)
-        told = "are those of" if apart <= close else f"are nearest, within {apart:.2g}, to those of"
-        found = [f"they match no framework's recipe ({names[0]} differs by {least:.2g})"]
-        found.append(f"they {told} {convention}")
-    return [*found, *filter(None, [relation(steps)])]
+        return [f"they are those of {', '.join(names[:SHOWN])}{more}, within {least:.1g}"]
+    convention, apart = nearest_convention(steps)
+    told = "are those of" if apart <= close else f"are nearest, within {apart:.2g}, to those of"
+    return [
+        f"they match no framework's recipe ({names[0]} differs by {least:.2g})",
+        f"they {told} {convention}",
+    ]
 
 
 def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
@@ -278,128 +278,3 @@ def nearest_convention(steps: Sequence[LoggedRows]) -> tuple[Convention, float]:
         if best.scale != "none" and (apart := difference(steps, best._replace(eps=eps).advantage)) < least:
             best, least = best._replace(eps=eps), apart
     return best, least
-
-
-# -- the relation of logged advantages to ours -------------------------------------------------------------
-
-
-def relation(steps: Sequence[LoggedRows]) -> str:
-    """Describe how the logged advantages follow from ours; empty if no relation is found.
-
-    It tries one factor; a factor for each group; an offset for each group; and one factor and offset for all
-    rows of a step, as whitening gives. If a factor belongs to a known convention, that is named. If the
-    groups are so similar that several conventions have this factor, all of them are named.
-
-    Example:
-        >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
-        >>> ours = np.array([-0.5, 0.5, -1.5, 1.5])
-        >>> relation([LoggedRows(2 * ours, ours, reward, reward, group, np.arange(4), group)])
-        'they are yours × 2 = n/(n − 1): their baseline leaves the rollout out'
-    """
-    both = []  # rows with both advantages
-    for rows in steps:
-        known = np.isfinite(rows.ours)
-        both += [LoggedRows(*(None if each is None else each[known] for each in rows))] if known.any() else []
-    if not both:
-        return ""
-    groups = [_by_group(rows) for rows in both]
-    if all(_fits(rows, at.factor[at.index] * rows.ours) for rows, at in zip(both, groups, strict=True)):
-        return _named_factor(groups)
-    if all(_fits(rows, rows.ours + at.offset[at.index]) for rows, at in zip(both, groups, strict=True)):
-        return "they are yours plus an offset for each group: another baseline"
-    lines = []  # least-squares line from ours to the logged ones
-    for rows in both:
-        about = rows.ours - rows.ours.mean()
-        slope = (about * rows.logged).sum() / max(float((about**2).sum()), np.finfo(float).tiny)
-        lines.append(rows.logged.mean() + slope * about)
-    several = all(len(np.unique(rows.ours)) > 2 for rows in both)  # any two points are on a line
-    if several and all(_fits(rows, line) for rows, line in zip(both, lines, strict=True)):
-        return (
-            "they are yours × a factor + an offset, the same for a whole step: as if whitened over the batch"
-        )
-    return ""
-
-
-class _InGroups(NamedTuple):
-    """The groups of a step."""
-
-    index: np.ndarray  # (N,) the group of each row
-    factor: np.ndarray  # (G,) least-squares factor from ours; NaN if ours are all 0
-    offset: np.ndarray  # (G,) mean difference from ours
-    size: np.ndarray  # (G,) rollouts
-    std: np.ndarray  # (G,) of their rewards, with divisor n
-
-
-def _by_group(rows: LoggedRows) -> _InGroups:
-    _, index = np.unique(rows.group, return_inverse=True)
-    index = index.reshape(-1)
-    rollouts = np.unique(rows.rollout, return_index=True)[1]
-    size = np.bincount(index[rollouts])
-    mean = np.bincount(index[rollouts], rows.reward[rollouts]) / size
-    squares = np.bincount(index[rollouts], (rows.reward[rollouts] - mean[index[rollouts]]) ** 2)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        factor = np.bincount(index, rows.logged * rows.ours) / np.bincount(index, rows.ours**2)
-    offset = np.bincount(index, rows.logged - rows.ours) / np.bincount(index)
-    return _InGroups(index, factor, offset, size, np.sqrt(squares / size))
-
-
-def _fits(rows: LoggedRows, found: np.ndarray) -> bool:
-    bound = np.minimum(AGREE * np.maximum(1, np.abs(rows.logged)), tolerance(rows.logged))
-    return bool((np.abs(rows.logged - np.nan_to_num(found)) <= bound).all())
-
-
-def _named_factor(groups: Sequence[_InGroups]) -> str:
-    factor, size, std = (
-        np.concatenate([getattr(each, name) for each in groups]) for name in ("factor", "size", "std")
-    )
-    known = np.isfinite(factor) & (size > 1)
-    factor, size, std = factor[known], size[known], std[known]
-    if not len(factor) or np.allclose(factor, 1, rtol=AGREE):
-        return ""
-    one = np.allclose(factor, factor[0], rtol=AGREE)
-    value = f"{factor[0]:.4g}" if one else "a factor for each group"
-    fitting = [
-        (parts, f"{name}: {words}")
-        for parts, name, words, expected in _factors(size, std)
-        if np.allclose(factor, expected, rtol=10 * AGREE)
-    ]
-    if not fitting:
-        return f"they are yours × {value}" + ("" if one else ", of no known convention")
-    named = [words for parts, words in fitting if parts == fitting[0][0]]
-    if len(fitting) == 1:
-        return f"they are yours × {value} = {named[0]}"
-    return (
-        f"they are yours × {value}, which may be {'; or '.join(named)}; or another convention: these groups "
-        "are too similar to tell"
-    )
-
-
-def _factors(size: np.ndarray, std: np.ndarray) -> Iterator[tuple[int, str, str, np.ndarray]]:
-    """Factors between conventions: the number of parts, a name, its meaning, and (G,) values."""
-    n = size.astype(float)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        baselines = [
-            ("", "", np.ones(len(n))),
-            ("n/(n − 1)", "their baseline leaves the rollout out", n / (n - 1)),
-            ("(n − 1)/n", "your baseline leaves the rollout out", (n - 1) / n),
-        ]
-        unbiased = std * np.sqrt(n / (n - 1))
-        scales = [
-            ("", "", np.ones(len(n))),
-            ("√(n/(n − 1))", "their std has ddof 0, yours ddof 1", np.sqrt(n / (n - 1))),
-            ("√((n − 1)/n)", "their std has ddof 1, yours ddof 0", np.sqrt((n - 1) / n)),
-            ("std", "yours are divided by the group's std (ddof 1), theirs are not", unbiased),
-            ("std", "yours are divided by the group's std (ddof 0), theirs are not", std),
-            ("1/std", "theirs are divided by the group's std (ddof 1), yours are not", 1 / unbiased),
-            ("1/std", "theirs are divided by the group's std (ddof 0), yours are not", 1 / std),
-        ]
-    pairs = sorted(product(baselines, scales), key=lambda pair: bool(pair[0][0]) + bool(pair[1][0]))
-    for (name, words, factor), (more, meaning, other) in pairs[1:]:
-        if name and more.startswith("√") and more != f"√({name})":
-            continue  # n/(n − 1) · √((n − 1)/n) is √(n/(n − 1)), and likewise for the inverses
-        yield (
-            bool(name) + bool(more),
-            " × ".join(filter(None, (name, more))),
-            "; ".join(filter(None, (words, meaning))),
-            factor * other,
-        )

@@ -21,10 +21,9 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl
 
 from headrace.pipeline.composing import ConfigError
-from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.wording import printable
 
-from .stored_run import StoredRun, StoredStep, UnreadableRows
+from .stored_run import SAME, StoredRun, StoredStep, UnreadableRows
 
 HERE, SHARED = Path(__file__).parent / "page", Path(__file__).parents[1] / "report" / "page"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -253,15 +252,11 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "folder": printable(str(run.folder)),
                 "problems": run.problems(),
                 "failed": run.failed(),
-                "same": run.same_by(),
                 "metrics": [printable(str(name)) for name in last.numbers] if last else [],
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
         )
-    first, second = runs[0].steps(), runs[-1].steps()
-    both = ((first[step].numbers, second[step].numbers) for step in first if step in second)
-    equal = names_of_equal(both) if len(runs) > 1 else []
-    return {"runs": found, "equal": [printable(str(name)) for name in equal]}
+    return {"runs": found, "same": same_of(runs)}
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:
@@ -319,14 +314,12 @@ def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 def answer_rows(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """Some rows of a step."""
     run, step = query.run(runs), query.number("step")
-    other = next((each for each in runs if each is not run), None)
     how: dict[str, Any] = {name: query.text(name) for name in ("sort", "reason", "group", "text", "prompt")}
-    same = query.one_of("same", run.same_by() or ["prompt"])
     descending = query.one_of("order", ("ascending", "descending")) == "descending"
     offset, count = query.number("offset", 0), min(query.number("count", 50), MOST)
     query.end()
-    how |= {"same": same, "descending": descending, "offset": offset, "count": count}
-    return run.rows(step, **how, other=other)
+    how |= {"same": same_of(runs), "descending": descending, "offset": offset, "count": count}
+    return run.rows(step, **how)
 
 
 def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
@@ -340,14 +333,13 @@ def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 def answer_key(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """The key of the prompt of one row."""
     run, step, place = query.run(runs), query.number("step"), query.number("place")
-    same = query.one_of("same", same_of(runs))
     query.end()
-    return {"key": run.key_at(step, place, same)}
+    return {"key": run.key_at(step, place, same_of(runs))}
 
 
 def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """The prompts of all runs, each with its mean reward in the first and the last step that has it."""
-    same, text = query.one_of("same", same_of(runs)), query.text("text")
+    same, text = same_of(runs), query.text("text")
     order = query.one_of("order", ORDERS)
     offset, count = query.number("offset", 0), min(query.number("count", 50), MOST)
     query.end()
@@ -388,7 +380,7 @@ def prompt_summary(steps: Any) -> dict[str, Any]:
 
 def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """One prompt over all steps of all runs."""
-    same, key = query.one_of("same", same_of(runs)), query.text("key")
+    same, key = same_of(runs), query.text("key")
     query.end()
     of_runs = [run.prompts(same).get(key, {}) for run in runs]
     texts = (run.prompt_text(key, same) for run in runs)
@@ -402,10 +394,10 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     return {"text": text, "runs": steps}
 
 
-def same_of(runs: Sequence[StoredRun]) -> list[str]:
-    """The columns by which prompts can be known again in all of the runs."""
-    first, *others = (run.same_by() for run in runs)
-    return [name for name in first if all(name in other for other in others)]
+def same_of(runs: Sequence[StoredRun]) -> str:
+    """The column by which prompts are known again in all of the runs; empty: there is none."""
+    kinds = [run.kinds() for run in runs]
+    return next((name for name in SAME if all(name in of for of in kinds)), "")
 
 
 ANSWERS: dict[str, Callable[[Sequence[StoredRun], Query], dict[str, Any]]] = {

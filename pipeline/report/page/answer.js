@@ -48,15 +48,10 @@ const APART = [
   { metric: /^versus\/gradient_moved$/, label: "gradient that moves", unit: "to other groups", text: inPercent },
   { metric: /^versus\/gradient_cosine$/, label: "cosine of the gradient shares", unit: "1: equal", text: short },
 ];
-const isEqual = (page) => ({ metric }) => (page.equal ?? []).some((name) => metric.test(name));
 
 export function drawAnswer(view) {
   const { page } = view;
-  if (!page.versus) return drawTiles(TILES, view);
-  const equal = TILES.filter(isEqual(page)).map(({ label }) => label);
-  const said = `Equal under both, at every step: ${andList(equal)}.`;
-  const apart = TILES.filter((tile) => !isEqual(page)(tile));
-  return [...drawTiles([...APART, ...apart], view), equal.length ? h("p", { class: "note" }, said) : null];
+  return drawTiles(page.versus ? [...APART, ...TILES] : TILES, view);
 }
 
 // A tile for each number that the page has, at the step shown, with its curve over the steps.
