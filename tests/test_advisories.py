@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace import decide
 from headrace.pipeline import Pipeline, build_pipeline, make_report
 from headrace.pipeline.composing import compose_config
 from headrace.pipeline.report import (
@@ -24,6 +26,7 @@ from headrace.pipeline.report import (
     verdict,
 )
 from headrace.pipeline.report.advice import Setup
+from headrace.pipeline.report.folder import Thinned
 from headrace.pipeline.tasks.group_sizes import groups_seen
 from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
 
@@ -101,10 +104,11 @@ def test_a_symptom_is_checked_or_names_its_missing_data():
     text = (ROOT / "pipeline/report/symptoms.yaml").read_text()
     bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
     judged_by = {name: bound["number"] for name, bound in bounds.items()}
-    full |= dict.fromkeys(judged_by.values(), 0.01)
+    full |= dict.fromkeys([*judged_by.values(), "response_length/max"], 0.01)
     judged_by |= {"reward-flat": "reward/all/mean", "stalled": "reward/all/mean"}
     judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
-    judged_by |= {"nothing-trains": "rows/trained"}
+    judged_by |= {"nothing-trains": "rows/trained", "penalty-unused": "response_length/max"}
+    judged_by |= {"divisor-unused": "response_length/max"}
     assert set(judged_by) == set(symptoms())
     assert unchecked([(step, full) for step in range(12)]) == []
     assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]
@@ -347,6 +351,24 @@ def test_what_a_run_has_already_is_not_advised():
     assert not any(each and each.overrides == "pipeline.stages.weight.unit=token" for each in advised)
 
 
+# -- some of many ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 9), st.integers(1, 200))
+def test_thinning_keeps_both_ends_and_even_spacing(most, number):
+    some = Thinned(most)
+    for item in range(number):
+        some.add(item)
+        kept = some.all()
+        assert (kept[0], kept[-1]) == (0, item)
+        assert len(kept) <= most
+        gaps = {b - a for a, b in pairwise(kept[:-1])}
+        assert len(gaps) <= 1
+
+
+# -- in the terminal -----------------------------------------------------------------------------------------
+
+
 def test_the_terminal_has_few_lines_of_advice():
     """The first three advisories; what the verdict says, once; what nobody can tell, in one line."""
     said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
@@ -368,6 +390,28 @@ def test_rollouts_without_a_reward_are_counted(make_batch):
     batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
     numbers = make_report(Pipeline({}).run(batch)).numbers
     assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)
+
+
+def test_a_penalty_that_no_response_reaches_is_said():
+    columns = {"group_id": [0] * 4, "rollout_id": range(4), "reward": [0.0, 1.0, 1.0, 0.0]}
+    for longest, max_length, said in ((6, 20480, True), (6, 14, True), (6, 12, False), (9, 12, False)):
+        options = {"overlong": {"max_length": max_length, "cache": 2 if max_length < 99 else 4096}}
+        tokens = {"tokens": [longest, 2, 3, 4]}
+        decision = decide(columns | tokens, "dapo", group_size=4, minibatches=1, stages=options)
+        found = [each for each in make_report(decision).advisories if each.name == "penalty-unused"]
+        assert bool(found) == said, (longest, max_length)
+        if max_length == 20480:
+            words = "overlong changed 0 rewards: the longest response has 6 tokens"
+            assert found[0].text == f"{words}, and it punishes those above 16,384."
+
+
+def test_a_divisor_that_no_response_reaches_is_said():
+    columns = {"group_id": [0] * 2, "rollout_id": range(2), "reward": [0.0, 1.0], "tokens": [5, 2]}
+    words = "weight divides the loss of a rollout by 3,000 tokens, and the longest response has 5."
+    for length, said in ((3000, [words]), (50, [])):
+        decision = decide(columns, "dr_grpo", group_size=2, stages={"weight": {"length": length}})
+        advisories = make_report(decision).advisories
+        assert [each.text for each in advisories if each.name == "divisor-unused"] == said
 
 
 def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():

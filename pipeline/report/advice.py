@@ -20,6 +20,8 @@ REWARD, LENGTH = "reward/all/mean", "response_length/mean"
 ABSENT = object()
 LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of them
 LENGTHS = 2.0  # times as long as in the beginning is too long
+LONGEST = "response_length/max"
+DIVISOR = 10  # times as long as the longest response is too long
 SMALL = 0.02  # of the range: less is no move
 ROUNDED = 1e-9  # of the greatest: means of the same rewards differ by their rounding
 AT_THE_TOP = 0.1  # of the range below the greatest: there is little left to rise
@@ -105,6 +107,10 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
                               `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
+    `penalty-unused`          a stage that punishes length changed no reward, and the longest response is at
+                              most half as long as what it punishes
+    `divisor-unused`          the longest response has less than a tenth of the tokens by which `LossWeight`
+                              divides (``constant``)
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
     `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
                               than twice that of the first
@@ -130,7 +136,7 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
             text += f" Most rows left at {shown_reason(stage, reason)}."
         found = [Advisory("nothing-trains", text, "rows/trained", tuple(steps))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
-    return [*found, *_least(numbers), *_trends(history)]
+    return [*found, *_least(numbers), *_unused(numbers), *_trends(history)]
 
 
 def unchecked(history: History) -> list[str]:
@@ -152,6 +158,8 @@ def unchecked(history: History) -> list[str]:
     judged |= {
         "nothing-trains": "rows/trained" in last,
         "off-policy": any("/least_" in name for name in last),
+        "penalty-unused": LONGEST in last,
+        "divisor-unused": LONGEST in last,
     }
     return [name for name in symptoms() if not judged[name]]
 
@@ -223,6 +231,24 @@ def _least(numbers: Numbers) -> list[Advisory]:
             if key.startswith(f"{stage}/{option}_") and value < least:
                 words = f"{stage}: {key.removeprefix(f'{stage}/')} is {value:.3g}, below {least:g}"
                 found.append(Advisory("off-policy", f"{words} (least_{option}).", key, ()))
+    return found
+
+
+def _unused(numbers: Numbers) -> list[Advisory]:
+    """A penalty of length begins far above the longest response; or a fixed divisor of the loss is."""
+    found = []
+    longest = numbers.get(LONGEST, math.inf)
+    for name, free in numbers.items():
+        stage, _, last = name.rpartition("/")
+        if last == "unpunished" and numbers.get(f"{stage}/reward_changed") == 0 and 2 * longest <= free:
+            words = f"{stage} changed 0 rewards: the longest response has {longest:,.0f} tokens"
+            words += f", and it punishes those above {free:,.0f}."
+            found.append(Advisory("penalty-unused", words, name, ()))
+        if last == "divisor" and DIVISOR * longest < free:
+            words = (
+                f"{stage} divides the loss of a rollout by {free:,.0f} tokens, and the longest response has"
+            )
+            found.append(Advisory("divisor-unused", f"{words} {longest:,.0f}.", name, ()))
     return found
 
 

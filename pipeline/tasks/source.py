@@ -21,7 +21,7 @@ from headrace.pipeline.sources import Source, SourceError, open_source
 from headrace.pipeline.wording import printable
 
 STARTS = ("pipeline.", "hydra.searchpath=")
-OF_STAGE = re.compile(r"(?P<plus>\+?)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
+OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
 
 
 def open_configured(config: DictConfig) -> Source:
