@@ -203,10 +203,11 @@ def test_metrics_of_a_step_equal_those_of_the_page(client):
         name: rows for name, rows in line["left"].items() if name != "filter/zero_variance"
     }
     assert sum(line["left"].values()) == 9 - line["trained"]
-    numbers = client.ask("step", run=0, step=2)["numbers"]
-    assert numbers == {
-        name: value for name, value in page["numbers"].items() if not name.startswith("time/")
-    } | {name: numbers[name] for name in numbers if name.startswith("time/")}
+    metrics = {name: client.ask("metric", name=name)["runs"][0][2][1] for name in runs[0]["metrics"]}
+    timed = {name for name in metrics if name.startswith("time/")}
+    assert {name: metrics[name] for name in metrics if name not in timed} == {
+        name: value for name, value in page["numbers"].items() if name not in timed
+    }
 
 
 def test_a_long_text_is_whole_on_request(tmp_path):
@@ -368,7 +369,7 @@ def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path)
         answer = client.ask("rows", run=0, step=1, sort="row")
         assert "evil" not in dict(answer["columns"])
         assert shown(answer) == without_step(plain.to_pylist())
-        assert client.ask("step", run=0, step=1) == {"numbers": {}, "recipe": []}
+        assert client.ask("metric", name="rows/in")["runs"][0][1] == [1, None]
         (rows / "step_00000001.parquet").write_bytes(b"gone")
         assert "cannot be read as Parquet" in client.ask("rows", status=422, run=0, step=1)["error"]
     assert not canary.exists()

@@ -288,15 +288,6 @@ def a_number(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def answer_step(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """All numbers of a step, and the stages of its recipe."""
-    stored = query.run(runs).step(query.number("step"))
-    query.end()
-    numbers = {printable(str(name)): a_number(value) for name, value in stored.numbers.items()}
-    recipe = [[printable(str(part)) for part in stage] for stage in stored.recipe if isinstance(stage, list)]
-    return {"numbers": numbers, "recipe": recipe}
-
-
 def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """A number of each step of all runs, as [step, value] pairs."""
     name = query.text("name")
@@ -402,7 +393,6 @@ def same_of(runs: Sequence[StoredRun]) -> str:
 
 ANSWERS: dict[str, Callable[[Sequence[StoredRun], Query], dict[str, Any]]] = {
     "api/runs": answer_runs,
-    "api/step": answer_step,
     "api/metric": answer_metric,
     "api/rows": answer_rows,
     "api/text": answer_text,

@@ -65,7 +65,6 @@ class StoredStep:
         stamp: time and size of the file when it was read.
         rows: how many it has.
         kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
-        recipe: (name, text) of each stage.
         funnel: of the step, as the page has it.
         numbers: of the step, likewise.
         prompts: by the column that tells prompts apart, what became of each; filled when it is asked for.
@@ -76,7 +75,6 @@ class StoredStep:
     stamp: tuple[int, int]
     rows: int
     kinds: Mapping[str, str]
-    recipe: Sequence[Sequence[str]]
     funnel: Sequence[Mapping[str, Any]]
     numbers: Mapping[str, float | None]
     prompts: dict[str, dict[str, PromptInStep]] = field(default_factory=dict)
@@ -425,12 +423,11 @@ def read_footer(path: Path, number: int) -> StoredStep:
                 f"a step has at most {MAX_STEP_ROWS:,} rows and {MAX_STEP_BYTES:,} bytes; found "
                 f"{metadata.num_rows:,} rows and {size:,} bytes"
             )
-        said = {key: plain_json(metadata.metadata or {}, key) for key in ("headrace.step", "headrace.recipe")}
+        of_step = plain_json(metadata.metadata or {}, "headrace.step")
     kinds = {field.name: kind for field in schema if (kind := kind_of(field.type)) is not None}
     kinds.pop("step", None)  # which is the file's name
-    of_step = said["headrace.step"] if isinstance(said["headrace.step"], dict) else {}
-    recipe = said["headrace.recipe"] if isinstance(said["headrace.recipe"], list) else []
-    described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {}), "recipe": recipe}
+    of_step = of_step if isinstance(of_step, dict) else {}
+    described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {})}
     return StoredStep(number, path, stamp, metadata.num_rows, kinds, **described)
 
 

@@ -1,6 +1,6 @@
 // The state of the viewer, which is its address, and the parts that draw it.
 import { byId, h } from "./dom.js";
-import { count, number } from "./numbers.js";
+import { count } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
 import { drawPrompt, drawPrompts, keyOfRow, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
@@ -104,9 +104,6 @@ function drawRows(state) {
   const jump = (i) => h("button", { type: "button", class: "link jump", on: { click: () => panels[1 - i].scrollIntoView() } }, `the rows of ${runs[1 - i].name} are ${i ? "above" : "below"}`);
   if (panels.length > 1) for (const [i, panel] of panels.entries()) panel.querySelector("h3").after(jump(i));
   byId("rows").querySelector(".runs").replaceChildren(...panels);
-  const numbers = byId("numbers");
-  numbers.querySelector(".body").replaceChildren();
-  if (numbers.open) drawNumbers();
 }
 
 // The numbers that any run has, the mean reward first. Behind are times, and what one run lacks.
@@ -119,23 +116,6 @@ function metrics() {
 const metricName = (name) => (name === REWARD ? "mean reward" : name);
 
 const SORTS = ["", "advantage", "loss_weight", "tokens", "row"];
-
-async function drawNumbers() {
-  const { number: step } = readState();
-  const body = byId("numbers").querySelector(".body");
-  if (body.childElementCount) return;
-  try {
-    const found = await Promise.all(runs.map((_, run) => (lines[run].has(step) ? ask("step", { run, step }) : { numbers: {} })));
-    const names = [...new Set(found.flatMap(({ numbers }) => Object.keys(numbers)))];
-    const head = h("tr", {}, h("th", { scope: "col" }, "number"), runs.map((run) => h("th", { scope: "col" }, run.name)));
-    const table = names.map((name) =>
-      h("tr", {}, h("th", { scope: "row" }, name), found.map(({ numbers }) => h("td", {}, number(numbers[name])))),
-    );
-    body.replaceChildren(h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "All numbers" }, h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, table))));
-  } catch (error) {
-    body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
-  }
-}
 
 function listen() {
   let timer = 0;
@@ -156,7 +136,6 @@ function listen() {
     byId("group").value = "";
     go({ group: "" });
   });
-  byId("numbers").addEventListener("toggle", () => byId("numbers").open && drawNumbers());
   window.addEventListener("hashchange", draw);
   let wide = document.documentElement.clientWidth;
   window.addEventListener("resize", () => {
