@@ -129,7 +129,7 @@ def audit(
             unlike += _logged_rows(step, batch)
         steps, rows = steps + 1, rows + len(batch)
     if unlike:
-        results["advantages"].hint = "; ".join(explain_logged(unlike))
+        results["advantages"].hint = explain_logged(unlike)
     named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
     head = {

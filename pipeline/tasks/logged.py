@@ -1,11 +1,10 @@
-"""Explain logged advantages: which framework's recipe computes them, or which convention is nearest."""
+"""Explain logged advantages: which framework's recipe computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +15,12 @@ from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.report import StepReport
 from headrace.pipeline.report.numbers import AGREE
-from headrace.transforms import BatchError, group_relative_advantage, whiten
+from headrace.transforms import BatchError
 from headrace.transforms.schema import MINIBATCH, NO_LENGTHS
 
 MOST = 2**14  # rows that are compared: those of whole steps, from the first one on
 SHOWN = 4  # matching recipes that are named
 CLOSE = 1e-6  # recipes within this distance match equally well, for advantages of about 1
-EPSILONS = (1e-6, 1e-4, 1e-5, 1e-8, 1e-9)
 
 
 class LoggedAdvantages:
@@ -64,26 +62,22 @@ class LoggedAdvantages:
             return f"{head}."
         seen = len(self.steps)
         steps = f"at the first {seen:,} of {self.taken:,} steps " if seen < self.taken else ""
-        return f"{head}; {steps}{'; '.join(explain_logged(self.steps))}."
+        return f"{head}; {steps}{explain_logged(self.steps)}."
 
 
-def explain_logged(steps: Sequence[LoggedRows]) -> list[str]:
-    """Describe logged advantages in clauses: the matching recipes, or the nearest convention."""
+def explain_logged(steps: Sequence[LoggedRows]) -> str:
+    """Name the recipes of frameworks whose advantages these are, or the nearest."""
     logged = np.concatenate([step.logged for step in steps])
     close = tolerance(logged)
     names, least = nearest(
         {name: distance_from_recipe(steps, name) for name in recipes() if name.startswith("as/")},
         close / AGREE,
     )
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    named = ", ".join(names[:SHOWN]) + more
     if least <= close:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        return [f"they are those of {', '.join(names[:SHOWN])}{more}, within {least:.1g}"]
-    convention, apart = nearest_convention(steps)
-    told = "are those of" if apart <= close else f"are nearest, within {apart:.2g}, to those of"
-    return [
-        f"they match no framework's recipe ({names[0]} differs by {least:.2g})",
-        f"they {told} {convention}",
-    ]
+        return f"they are those of {named}, within {least:.1g}"
+    return f"they match no framework's recipe; the nearest, {named}, differs by {least:.2g}"
 
 
 def distance_from_recipe(steps: Sequence[LoggedRows], name: str) -> float:
@@ -154,45 +148,6 @@ class LoggedRows(NamedTuple):
     """(N,) int64, number of tokens in the loss; None where the dump has no lengths."""
 
 
-class Convention(NamedTuple):
-    """A way to compute advantages, in the options of GroupRelativeAdvantage and BatchWhitening."""
-
-    baseline: Literal["mean", "leave_one_out", "batch"] = "mean"
-    scale: Literal["group", "batch", "none"] = "group"
-    ddof: int = 1
-    votes: Literal["rollouts", "rows"] = "rollouts"
-    whitened: Literal["", "token", "sample"] = ""
-    rewards: Literal["shaped", "collected"] = "shaped"
-    eps: float = 1e-6
-
-    def advantage(self, rows: LoggedRows) -> np.ndarray:
-        """Compute the (N,) advantages by this convention.
-
-        Raises:
-            BatchError: segments of a rollout have different rewards; lengths are needed and not known.
-        """
-        reward = torch.from_numpy(rows.reward if self.rewards == "shaped" else rows.collected)
-        group, rollout = torch.from_numpy(rows.group), torch.from_numpy(rows.rollout)
-        voters = rollout if self.votes == "rollouts" else None
-        how = {"baseline": self.baseline, "scale": self.scale, "ddof": self.ddof, "eps": self.eps}
-        credit = group_relative_advantage(reward, group, voters, **how)  # type: ignore[arg-type]
-        if self.whitened == "token" and rows.tokens is None:
-            raise BatchError("advantages that are whitened by token need the lengths of responses")
-        if self.whitened:
-            each = torch.ones_like(credit)
-            if self.whitened == "token" and rows.tokens is not None:
-                each = torch.from_numpy(rows.tokens)
-            credit = whiten(credit, each)
-        return credit.numpy()
-
-    def __str__(self) -> str:
-        words = [f"baseline={self.baseline}", f"scale={self.scale}"]
-        words += [f"ddof={self.ddof}", f"eps={self.eps:g}"] if self.scale != "none" else []
-        words += [f"whitened by {self.whitened}"] if self.whitened else []
-        words += ["each row counts"] if self.votes == "rows" else []
-        return ", ".join(words + (["of the rewards as collected"] if self.rewards == "collected" else []))
-
-
 def logged_rows(report: StepReport) -> LoggedRows | None:
     """The rows of a report that have a logged advantage and a reward; None if there are none."""
     columns, unknown = report.columns, np.full(len(report), np.nan)
@@ -245,36 +200,3 @@ def nearest(differences: Mapping[str, float], size: float = 1.0) -> tuple[list[s
     """
     best = min(differences.values())
     return [name for name, value in differences.items() if value <= max(2 * best, CLOSE * size)], best
-
-
-def nearest_convention(steps: Sequence[LoggedRows]) -> tuple[Convention, float]:
-    """Find the convention whose advantages are nearest to the logged ones.
-
-    Args:
-        steps: rows by step. Batch statistics are those of a step.
-
-    Returns:
-        The convention, and the greatest remaining difference.
-
-    Example:
-        >>> reward, group = np.array([0.0, 1.0, 2.0, 5.0]), np.array([0, 0, 1, 1])
-        >>> rows = LoggedRows(np.array([-1.0, 1, -3, 3]), reward, reward, reward, group, np.arange(4), group)
-        >>> str(nearest_convention([rows])[0])
-        'baseline=leave_one_out, scale=none'
-    """
-    fanned = any(len(np.unique(rows.rollout)) < len(rows.rollout) for rows in steps)
-    shaped = any(not np.array_equal(rows.reward, rows.collected) for rows in steps)
-    votes = ("rollouts", "rows") if fanned else ("rollouts",)
-    rewards = ("shaped", "collected") if shaped else ("shaped",)
-    scales = (("group", 1), ("group", 0), ("none", 1), ("batch", 1), ("batch", 0))
-    best, least = Convention(), float("inf")
-    for reward, vote, white, base, (scale, ddof) in product(
-        rewards, votes, ("", "token", "sample"), ("mean", "leave_one_out", "batch"), scales
-    ):
-        tried = Convention(base, scale, ddof, vote, white, reward)  # type: ignore[arg-type]
-        if (apart := difference(steps, tried.advantage)) < least - 1e-12:
-            best, least = tried, apart
-    for eps in EPSILONS:
-        if best.scale != "none" and (apart := difference(steps, best._replace(eps=eps).advantage)) < least:
-            best, least = best._replace(eps=eps), apart
-    return best, least
