@@ -13,7 +13,7 @@ import pytest
 from busy import busy_batch, stages
 from command import QUICK, headrace_here, told
 from composed import configure
-from dumps import slime_dump, slime_sample, verl_row, write_lines
+from dumps import slime_dump, slime_sample, write_lines
 from pages import data_of
 from rich.console import Console
 
@@ -120,7 +120,6 @@ def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
     assert found["numbers"]["gradient_moved"] == pytest.approx(0.25)
     assert found["numbers"]["gradient_cosine"] == pytest.approx(2 / 5**0.5)
     assert re.search(r"0 +prompt 5 +50\.0% +25\.0%", text)
-    assert "The same under both: shares by segments, by tokens." in text
 
 
 @pytest.mark.parametrize(("factor", "said"), [(1.0, "the same gradient"), (2.0, "the same direction.")])
@@ -169,14 +168,6 @@ def dump_of_lines(folder, *steps):
         ]
         write_lines(folder / f"step_{step:08d}.jsonl", rows)
     return folder
-
-
-def test_a_replay_says_how_the_trainer_of_the_dump_takes_its_advice(tmp_path):
-    path = write_lines(tmp_path / "dump" / "7.jsonl", [verl_row(f"a_{k}_0", 0.0) for k in range(4)])
-    words = ["pipeline.stages.gate.group_size=4", "source.format=verl"]
-    _, text = told(replay, configured("replay", path, *words), tmp_path / "out")
-    for said in (text, (tmp_path / "out" / "report.html").read_text()):
-        assert "In verl, pipeline=dapo is `export HEADRACE_RECIPE=dapo`" in said
 
 
 def test_overrides_of_a_stage_apply_to_the_recipes_that_have_it(tmp_path):

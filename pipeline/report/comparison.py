@@ -53,7 +53,7 @@ class Comparison:
         cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
         trains: steps at which the first recipe has a gradient, and the second.
         movers: the groups whose share differs most, of all steps.
-        shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, (3,): the
+        shares: by table (``segments`` of the rollout, ``tokens`` of the row), by line, (3,): the
             two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
 
@@ -226,6 +226,4 @@ def _labels(report: StepReport) -> dict[str, np.ndarray]:
         labels["segments"] = segments[rollout.reshape(-1)]
     if "tokens" in report.columns:
         labels["tokens"] = 2 ** np.ceil(np.log2(np.maximum(report.columns["tokens"], 1))).astype(int)
-    if "prompt" in report.texts:
-        labels["prompt"] = np.array(report.texts["prompt"], dtype=object)
     return labels

@@ -45,7 +45,7 @@ FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
     "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
-    "all rows."
+    "all rows. Tables have means over the steps at which the recipe has a gradient."
 )
 SAME_STEPS = "A step counts only if both recipes accept it, so both are compared on the same steps."
 NO_SHARES = (
@@ -135,11 +135,7 @@ def compare(
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print whether the recipes differ, and where; what is the same under both is named once."""
-
-    def by_label(line: tuple[str, list[float]]) -> tuple[int, str]:
-        return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
-
+    """Print whether the recipes differ, and where."""
     unknown = math.isnan(comparison.moved)
     console.print(Text(f"\n{comparison.said}", style="bold"))
     if unknown:
@@ -184,25 +180,15 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         name: [line for line in lines.items() if f"{line[1][0]:.1%}" != f"{line[1][1]:.1%}"]
         for name, lines in comparison.mean_shares().items()
     }
-    if any(steps < comparison.steps for steps in comparison.trains) and any(means.values()):
-        of = (f"{steps:,} of {name}" for name, steps in zip((first, second), comparison.trains, strict=True))
-        console.print(Text(f"\nBelow are means over the steps that have a gradient: {', '.join(of)}."))
     for name, lines in means.items():
         if not lines:
             continue
-        label = FittedColumn(LABELS.get(name, name), gives="cut")
+        label = FittedColumn(LABELS[name], gives="cut")
         table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
         most = sorted(lines, key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
-        for text, (one, other, count) in sorted(most, key=by_label):
-            table.add(
-                asked_line(text, PROMPT) if name == "prompt" else text,
-                f"{one:.1%}",
-                f"{other:.1%}",
-                f"{count:,.0f}",
-            )
+        for text, (one, other, count) in sorted(most, key=lambda line: int(line[0])):
+            table.add(text, f"{one:.1%}", f"{other:.1%}", f"{count:,.0f}")
         console.print(table)
-    if same := [name for name, lines in means.items() if not lines]:
-        console.print(Text(f"\nThe same under both: shares by {', by '.join(same)}."))
     console.print(Text(f"\n{SHARE}"))
 
 

@@ -379,8 +379,7 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     if text is None:
         raise UnreadableRows("no step of these runs has this prompt")
     steps = [
-        [[step, seen.groups, seen.rollouts, seen.reward, seen.advantages] for step, seen in found.items()]
-        for found in of_runs
+        [[step, seen.groups, seen.rollouts, seen.reward] for step, seen in found.items()] for found in of_runs
     ]
     return {"text": text, "runs": steps}
 

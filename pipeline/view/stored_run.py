@@ -52,7 +52,6 @@ class PromptInStep(NamedTuple):
     rollouts: int
     reward: float | None  # mean over its rollouts with a reward
     scored: int  # rollouts with a reward
-    advantages: tuple[float, float] | None  # the lowest and the highest of its rows
 
 
 @dataclass(frozen=True)
@@ -335,7 +334,6 @@ class StoredRun:
 
     def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
         numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
-        numbers += ["advantage"] * (stored.kinds.get("advantage") == "number")
         with opened(stored.path, texts=[same] if stored.kinds[same] == "text" else []) as file:
             table = file.read(list({same, *numbers}))
         codes, values = as_codes(table[same])
@@ -349,18 +347,12 @@ class StoredRun:
         total = np.bincount(code[known], reward[known], minlength=len(values))
         rollouts = np.bincount(code, minlength=len(values))
         groups = np.bincount(np.unique(np.stack([code, group]), axis=1)[0], minlength=len(values))
-        low, high = np.full(len(values), np.inf), np.full(len(values), -np.inf)
-        if "advantage" in of:
-            has = np.isfinite(of["advantage"])
-            np.minimum.at(low, codes[has], of["advantage"][has])
-            np.maximum.at(high, codes[has], of["advantage"][has])
         found = {}
         for at, value in enumerate(values):
             key = key_of(value)
             self.labels.setdefault(key, prompt_label(value))
             mean = float(total[at] / count[at]) if count[at] else None
-            ends = (float(low[at]), float(high[at])) if low[at] <= high[at] else None
-            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]), ends)
+            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
         return found
 
 

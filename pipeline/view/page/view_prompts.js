@@ -1,6 +1,6 @@
 // Prompts: a list of all, and one of them over the steps of a run, or of two.
 import { byId, h, message } from "./dom.js";
-import { NONE, count, isNumber, isOne, number, plural } from "./numbers.js";
+import { NONE, count, isNumber, number, plural } from "./numbers.js";
 import { ask, columnName, link, rangeOf } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
 import { rowsPanel } from "./view_rows.js";
@@ -125,8 +125,7 @@ export async function drawPrompt(runs, state, same) {
 function lineOf(runs, run, line) {
   const where = runs.length > 1 ? `${run.name}: ` : "";
   if (!line) return `${where}not drawn`;
-  const [, groups, rollouts, reward, ends] = line;
+  const [, groups, rollouts, reward] = line;
   const mean = isNumber(reward) ? number(reward) : NONE;
-  const advantages = ends ? (isOne(ends) ? `, all advantages ${number(ends[0])}` : `, advantages ${number(ends[0])} to ${number(ends[1])}`) : "";
-  return `${where}mean reward ${mean}${advantages}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
+  return `${where}mean reward ${mean}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
 }
