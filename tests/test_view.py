@@ -145,9 +145,9 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, o
     means = [np.mean([each["reward"] for each in line["runs"]]) for line in listed["prompts"]]
     assert means == sorted(means)
     assert [line["label"] for line in client.ask("prompts", text="żółw")["prompts"]] == ["Żółw?"]
-    [row] = [each for each in client.ask("rows", run=1, step=2)["rows"] if each[0] == 0]
-    key = client.ask("key", run=1, step=2, place=row[0])["key"]
-    assert client.ask("prompt", key=key)["text"] == "What is 1 + 1?"
+    answer = client.ask("rows", run=1, step=2, sort="row")
+    texts = [client.ask("prompt", key=key)["text"] for key in answer["keys"]]
+    assert texts == [row["prompt"] for row in shown(answer)]
 
 
 def write_rows(folder, steps):

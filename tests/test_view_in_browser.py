@@ -13,6 +13,7 @@ from busy import stages
 from stored_runs import report_of_step, served, step_batch, write_run
 
 from headrace.pipeline import Pipeline, ReportFolder, make_report, write_dump
+from headrace.pipeline.view.stored_run import key_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -211,7 +212,7 @@ def test_a_reward_that_never_changes_is_the_one_label_of_its_axis(driver, tmp_pa
 
 
 def test_another_width_keeps_what_is_open(open_view):
-    page = open_view("#view=prompt&run=0&step=2&place=0")
+    page = open_view(f"#view=prompt&prompt={key_of('What is 1 + 1?')}")
     until(lambda: page.count("details.one-step"), 4)
     page.open("details.one-step[data-step='2']")
     until(lambda: page.count("details.one-step[open] tr.line"), 6)
@@ -253,7 +254,7 @@ def test_prompts_are_listed_lowest_reward_first_and_searched(open_view):
 
 
 @pytest.mark.parametrize(
-    "address", ["#view=steps&step=2", "#view=prompts", "#view=prompt&run=0&step=2&place=0"]
+    "address", ["#view=steps&step=2", "#view=prompts", f"#view=prompt&prompt={key_of('What is 1 + 1?')}"]
 )
 def test_it_is_readable_on_narrow_and_wide_screens_in_light_and_dark(open_view, address):
     for width in (390, 1280):

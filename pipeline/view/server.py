@@ -50,7 +50,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MOST = 200  # rows, or prompts, of one answer
-ORDERS = ("lowest", "highest", "steps", "apart")
+ORDERS = ("lowest", "highest")
 
 
 def view(words: Sequence[str]) -> int:
@@ -321,13 +321,6 @@ def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     return {"text": run.text(step, place, column)}
 
 
-def answer_key(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """The key of the prompt of one row."""
-    run, step, place = query.run(runs), query.number("step"), query.number("place")
-    query.end()
-    return {"key": run.key_at(step, place, same_of(runs))}
-
-
 def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """The prompts of all runs, each with its mean reward in the first and the last step that has it."""
     same, text = same_of(runs), query.text("text")
@@ -344,11 +337,8 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     def place(line: dict[str, Any]) -> tuple[float, str]:
         rewards = [each and each["reward"] for each in line["runs"]]
         known = [reward for reward in rewards if reward is not None]
-        steps = sum(each["steps"] for each in line["runs"] if each)
         mean = sum(known) / len(known) if known else float("inf")
-        apart = -abs(known[0] - known[1]) if len(known) == 2 else 1.0
-        least = {"lowest": mean, "highest": -mean if known else mean, "steps": -steps, "apart": apart}
-        return least[order], line["label"]
+        return -mean if order == "highest" and known else mean, line["label"]
 
     lines.sort(key=place)
     return {"prompts": lines[offset : offset + count], "found": len(lines)}
@@ -395,7 +385,6 @@ ANSWERS: dict[str, Callable[[Sequence[StoredRun], Query], dict[str, Any]]] = {
     "api/metric": answer_metric,
     "api/rows": answer_rows,
     "api/text": answer_text,
-    "api/key": answer_key,
     "api/prompts": answer_prompts,
     "api/prompt": answer_prompt,
 }

@@ -206,8 +206,9 @@ class StoredRun:
 
         Returns:
             ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``asked``: by row, what the
-            user asked, if its group was made from the prompt (else None), ``found``: rows that match, ``of``:
-            rows of the step. A text is ``{"start", "characters"}``, and a long one has its ``end``.
+            user asked, if its group was made from the prompt (else None), ``keys``: of their prompts (empty:
+            unknown), ``found``: rows that match, ``of``: rows of the step. A text is ``{"start",
+            "characters"}``, and a long one has its ``end``.
 
         Raises:
             UnreadableRows: no such step or column, or a file that cannot be read.
@@ -225,8 +226,10 @@ class StoredRun:
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)
             asked = _asked(file, names, chosen)
+            keys = [key_of(value) for [value] in values_at(file, [same], chosen)] if same in names else []
         columns = [[printable(name), stored.kinds[name]] for name in names]
-        return {"columns": columns, "rows": rows, "asked": asked, "found": len(order), "of": stored.rows}
+        found = {"columns": columns, "rows": rows, "asked": asked, "keys": keys}
+        return found | {"found": len(order), "of": stored.rows}
 
     def text(self, number: int, place: int, column: str) -> str:
         """A text of one row, whole.
@@ -309,19 +312,6 @@ class StoredRun:
                 for key in keys:
                     found.setdefault(key, {})[number] = stored.prompts[same][key]
         return found
-
-    def key_at(self, number: int, place: int, same: str) -> str:
-        """The key of the prompt of one row.
-
-        Raises:
-            UnreadableRows: no such step, row or column.
-        """
-        stored = self.step(number)
-        if same not in stored.kinds or not 0 <= place < stored.rows:
-            raise UnreadableRows(f"step {number} has no {same!r} of a row {place}")
-        with opened(stored.path) as file:
-            [[value]] = values_at(file, [same], np.array([place]))
-        return key_of(value)
 
     def prompt_text(self, key: str, same: str) -> str | None:
         """The whole prompt of a key; None: no row of the run has it."""

@@ -2,11 +2,11 @@
 import { byId, h } from "./dom.js";
 import { count } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
-import { drawPrompt, drawPrompts, keyOfRow, resizePrompt } from "./view_prompts.js";
+import { drawPrompt, drawPrompts, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
 import { REWARD, drawSteps, linesOf, markStep } from "./view_steps.js";
 
-const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "search", "by", "run", "place"];
+const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "search", "by"];
 const CONTROLS = { steps: ["metric", "sort", "order", "reason", "group", "text"], prompts: ["search", "by"] };
 const DEFAULTS = { view: "steps", order: "ascending", by: "lowest" };
 const WAIT = 250; // milliseconds after the last letter that is typed
@@ -52,20 +52,10 @@ async function draw() {
     if (byId(name).tagName === "INPUT" && byId(name) !== document.activeElement) byId(name).value = state[name];
   if (state.view === "prompts") {
     byId("by").value = state.by;
-    byId("by").querySelector("[value=apart]").hidden = runs.length < 2;
     drawPrompts(runs, state, same);
   } else if (state.view === "prompt") {
-    if (!state.prompt && state.place !== "") return goToPromptOf(state);
     drawPrompt(runs, state, same);
   } else drawRows(state);
-}
-
-async function goToPromptOf(state) {
-  try {
-    window.location.replace(link({ view: "prompt", prompt: await keyOfRow(state) }));
-  } catch (error) {
-    byId("prompt").querySelector(".body").replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
-  }
 }
 
 let drawn = null; // the rows that are shown, so that another control that changes nothing asks nothing

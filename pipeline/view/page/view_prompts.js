@@ -62,12 +62,6 @@ export async function drawPrompts(runs, state, same, offset = 0) {
   body.replaceChildren(h("div", { class: "panel" }, pager, box));
 }
 
-// The prompt of a row, if the address says the row and not the prompt.
-export async function keyOfRow({ run, step, place }) {
-  const { key } = await ask("key", { run, step, place });
-  return key;
-}
-
 // Draws the chart of the prompt that is shown at the width of now.
 export let resizePrompt = () => {};
 
