@@ -95,7 +95,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
       button.setAttribute("aria-expanded", String(!detail.hidden));
       button.textContent = detail.hidden ? "▸" : "▾";
       if (!detail.firstChild.childElementCount)
-        detail.firstChild.append(...opened({ run, step, cells, key: answer.keys[k], columns: answer.columns, value, has, state }));
+        detail.firstChild.append(...opened({ run, step, cells, key: answer.keys[answer.rows.indexOf(cells)], columns: answer.columns, value, has, state }));
     };
     button.addEventListener("click", toggle);
     const line = h(
