@@ -150,6 +150,19 @@ def test_rollouts_that_are_in_the_dump_twice_are_a_finding(order, tmp_path):
         audited(path, tmp_path, *words, "audit.strict=true")
 
 
+@pytest.mark.parametrize("order", ["aaaabbbb", "abababab", "abbabaab"])
+def test_copies_under_ids_of_their_own_are_a_finding_however_they_mix(order, tmp_path):
+    rollout = [order[:at].count(group) for at, group in enumerate(order)]
+    rows = [dumps.verl_row(f"{group}_{k}_0", float(k)) for group, k in zip(order, rollout, strict=True)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    words = ("source.group_size=4", "source.format=verl", "pipeline=as/verl")
+    copies = [at for at, group in enumerate(order) if group == "b"]
+    assert [each["rows"] for each in audited(path, tmp_path, *words)[1]["copies"]["findings"]] == [copies]
+    rows[-1]["score"] = 9.0  # two draws of other rewards
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    assert audited(path, tmp_path, *words)[1]["copies"]["findings"] == []
+
+
 def test_many_responses_of_the_greatest_length_are_told_as_cut_off(tmp_path):
     rows = [dumps.verl_row(f"{k // 4}_{k % 4}_0", float(k % 4)) for k in range(64)]
     for k, row in enumerate(rows):
