@@ -142,8 +142,8 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
     if part := re.search(r"Could not override '([\w/]+@[\w.]+)'", message):
         typed = next((each for each in overrides if each.startswith(f"{part[1]}=")), part[1])
-        others = re.findall(r"[\w/]+@[\w.]+", message.replace(part[1], ""))
-        near = difflib.get_close_matches(part[1], others, n=1, cutoff=0.9)
+        parts = re.findall(r"[\w/]+@[\w.]+", message.replace(part[1], ""))
+        near = difflib.get_close_matches(part[1], parts, n=1, cutoff=0.9)
         meant = typed.replace(part[1], near[0]) if near else f"+{typed}, which adds it"
         return f"{typed}: the recipe names no file there (did you mean {meant}?)"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
