@@ -432,7 +432,13 @@ class Decider:
         return {"pipeline": self.pipeline.state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`."""
+        """Restore a state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is the state of something else.
+        """
+        if not {"pipeline", "rows"} <= state.keys():
+            raise ValueError(f"the state must be that of a Decider's state_dict(); it has {listing(state)}")
         self.pipeline.load_state_dict(state["pipeline"])
         self.rows = int(state["rows"])
 

@@ -310,6 +310,13 @@ def test_an_environment_is_refused(name):
         TransformedEnv(CountingEnv(), Compose(STAGES[name]()))
 
 
+def test_an_unknown_option_is_answered_with_all_options():
+    with pytest.raises(
+        TypeError, match=r"no option 'epsilon'; its options are baseline, .*, eps, .*, reward_key"
+    ):
+        GroupRelativeAdvantage(epsilon=1)
+
+
 @every
 def test_an_input_that_is_no_batch_is_refused(name):
     with pytest.raises(TypeError, match=r"takes a TensorDict of rows, got dict.*decide"):

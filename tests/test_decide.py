@@ -205,6 +205,8 @@ def test_a_running_baseline_resumes_from_a_state():
     later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
     assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
     assert not torch.equal(first.advantage, one.decide(later).advantage)
+    with pytest.raises(ValueError, match=r"that of a Decider's state_dict\(\); it has stages"):
+        other.load_state_dict(one.pipeline.state_dict())
 
 
 @pytest.mark.parametrize(

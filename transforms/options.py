@@ -109,8 +109,8 @@ def fits(value: Any, hint: Any) -> bool:
     """
     origin, inner = get_origin(hint), get_args(hint)
     is_union = origin in (Union, types.UnionType)
-    if hint is torch.Tensor or (is_union and torch.Tensor in inner):  # data
-        return True
+    if not isinstance(value, str) and (hint is torch.Tensor or (is_union and torch.Tensor in inner)):
+        return True  # data
     if isinstance(value, Mapping) and "_target_" in value:
         return True
     if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch

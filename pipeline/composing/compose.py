@@ -146,7 +146,7 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         near = difflib.get_close_matches(part[1], parts, n=1, cutoff=0.9)
         meant = typed.replace(part[1], near[0]) if near else f"+{typed}, which adds it"
         return f"{typed}: the recipe names no file there (did you mean {meant}?)"
-    path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
+    path = re.search(r"is not in struct\n\s*full_key: ([\w.-]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
     if path:
@@ -180,6 +180,8 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         return None
     sign = "~" if f"~{typed}" in overrides else ""
     found = options_meant(typed, base)
+    if "-" in typed and OmegaConf.select(base, typed.replace("-", "_"), default=ABSENT) is not ABSENT:
+        found = [typed.replace("-", "_")]
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
     of_stage = re.match(r"(?:pipeline\.)?(?:stages\.)?(\w+)(\.[\w.]+)?", typed)
     if of_stage and of_stage[1] not in base:  # the name of a stage, perhaps misspelled
