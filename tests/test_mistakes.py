@@ -44,6 +44,7 @@ MISTAKES = {
     # -- names of options
     "sed=1": "unknown option 'sed' (did you mean seed=1?)",
     "seed 1": "did you mean seed=1?",
+    "train.max-grad-norm=3": "did you mean train.max_grad_norm=3?",
     "train.step=3": "unknown option 'train.step' (did you mean train.steps=3?)",
     "output=x": "did you mean hydra.run.dir=x?",
     "hydra.run.dri=x": "did you mean 'hydra.run.dir'",
@@ -96,6 +97,7 @@ MISTAKES = {
     "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",
     "pipeline=3": "pipeline=3 must be the name of a file, as in pipeline=grpo",
     "policy.width=30": "policy.width must be a multiple of heads; got 30 and 4",
+    "optimizer.lr=fast": "optimizer.lr must be a finite number or a node with a _target_; got 'fast'",
     "optimizer.lr=-1": "optimizer.lr=-1: Invalid learning rate: -1",
     "'train.transform={_target_: no.where}'": "_target_ 'no.where' cannot be imported: No module named 'no'",
     "train.transform=trees": "train.transform must be one of 'pack', 'tree'",

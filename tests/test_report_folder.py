@@ -10,7 +10,7 @@ from busy import reported
 from omegaconf import OmegaConf
 from pages import data_of
 
-from headrace.pipeline import ReportFolder
+from headrace.pipeline import Pipeline, ReportFolder, make_report
 from headrace.pipeline.report import folder as folders
 
 pytestmark = pytest.mark.slow
@@ -152,6 +152,14 @@ def test_the_page_has_the_start_and_command_of_the_run(make_batch, tmp_path):
     assert run["began"] <= run["written"]
     assert run["began"].endswith("+00:00")
     assert not [value for value in os.environ.values() if len(value) > 12 and value in json.dumps(run)]
+
+
+def test_what_is_no_run_and_no_report_is_refused(tmp_path, make_batch):
+    run = Pipeline({}).run(make_batch([1.0], [0]))
+    with pytest.raises(TypeError, match="make_report takes a run, a decision or a pipeline; got TensorDict"):
+        make_report(run.batch)
+    with pytest.raises(TypeError, match=r"add takes make_report\(run, step=...\); got Run"):
+        ReportFolder(tmp_path).add(run)
 
 
 def test_negative_seconds_are_refused(tmp_path):

@@ -185,8 +185,11 @@ class ReportFolder:
         """Take the report of the next step; write its rows, and the page where that is due.
 
         Raises:
+            TypeError: it is no report.
             ValueError: the rows of a step of this number were written before.
         """
+        if not isinstance(report, StepReport):
+            raise TypeError(f"add takes make_report(run, step=...); got {type(report).__name__}")
         if self.dump is not None:
             self._write_rows(report)
         self._closed = False

@@ -228,6 +228,7 @@ def make_report(
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
+        TypeError: `processed` is something else.
         ValueError: a value of `numbers` is no number, or its name is that of another number of the report; a
             name in `texts` is unknown, or it has not one text for each row.
 
@@ -245,6 +246,8 @@ def make_report(
             "there is no batch to report on: run the pipeline over one; one that was refused has none, and "
             "what a copy of the pipeline has run, in a worker process say, is known to that copy"
         )
+    if not hasattr(run, "ledger"):
+        raise TypeError(f"make_report takes a run, a decision or a pipeline; got {type(processed).__name__}")
     step = run.step if step is None else step
     recipe = tuple((name, repr(stage)) for name, stage in run.stages.items())
     if run.rows is None:
