@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from headrace.pipeline.installed import import_extra
 from headrace.transforms import BatchError, StalledError
+from headrace.transforms.assembler.pieces import RowPiece, gather
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
 from headrace.transforms.options import at_least, takes_options
@@ -52,7 +53,6 @@ from .thin_rows import ColumnsRead, pack_thin, unpack_thin
 SEPARATOR = "."
 END = "end"  # the key of an entry that ends the stream of a producer or of steps
 TABLE = "table"  # the field of a sample that holds a table of rows
-AGAIN = ("headrace", "again")  # True at rows that their rank gets again in a later step
 
 
 def _queue() -> Any:
@@ -418,7 +418,13 @@ class StepQueue:
             StalledError: a rank has taken no step in time.
         """
         before, patience = self.steps, check_patience(patience)
-        for minibatch in self._numbered(minibatches):
+        for minibatch in minibatches:
+            elsewhere = len(minibatch) > 0 and has_key(minibatch, ELSEWHERE)
+            if elsewhere and self.rollouts is None:
+                raise BatchError(
+                    "the tokens of these rows are stored elsewhere: set StepQueue(rollouts=…) to the "
+                    "partition of their RolloutQueue, or call RolloutQueue.fetch before the pipeline"
+                )
             # Check everything before sending, so that an error cannot give a step to only some ranks.
             parts = rows_by_rank(minibatch, self.ranks)
             for rank in range(self.ranks):
@@ -428,9 +434,9 @@ class StepQueue:
             for rank, rows in enumerate(parts):
                 tag: dict[str, Any] = {}
                 name, table = f"{self.partition}/{rank}", None
-                if len(rows) and has_key(rows, ELSEWHERE):
+                if len(rows) and elsewhere:
                     masked, finite = minibatch[MASKS]
-                    table, tag = _as_table(rows.exclude(MASKS)), {"masked": _paths(masked)}
+                    table, tag = _as_table(rows.exclude(MASKS)), {"masked": _paths(masked), "put": before}
                     tag["finite"] = None if finite is None else [_paths(finite[:2]), _paths(finite[2])]
                     self._sent[rank, self.steps] = rows[ELSEWHERE]
                 elif len(rows):
@@ -441,26 +447,6 @@ class StepQueue:
                 _queue().kv_batch_put([f"{self.steps}"], name, fields=table, tags=tags)
             self.steps += 1
         return self.steps - before
-
-    def _numbered(self, minibatches: Iterable[TensorDictBase]) -> Iterator[TensorDictBase]:
-        """Write the column AGAIN to rows whose tokens are stored elsewhere."""
-        steps = iter(minibatches)
-        for first in steps:
-            if not len(first) or not has_key(first, ELSEWHERE):
-                yield first
-                continue
-            if self.rollouts is None:
-                raise BatchError(
-                    "the tokens of these rows are stored elsewhere: set StepQueue(rollouts=…) to the "
-                    "partition of their RolloutQueue, or call RolloutQueue.fetch before the pipeline"
-                )
-            found, later = [first, *steps], set[tuple[int, ...]]()
-            for step in reversed(found):
-                ranks = step[RANK].tolist() if has_key(step, RANK) else [0] * len(step)
-                keys = [(rank, *key) for rank, key in zip(ranks, step[ELSEWHERE].tolist(), strict=True)]
-                step[AGAIN] = torch.tensor([key in later for key in keys])
-                later.update(keys)
-            yield from found
 
     def under_way(self) -> Tensor:
         """(n, 3) int64: the locations of rows that were put and that a rank has not fetched yet."""
@@ -557,49 +543,34 @@ class RankTokens:
     """
 
     def __init__(self, partition: str | None):
-        self.partition = partition
-        self.rows: TensorDictBase | None = None
-        """Fetched rows that later steps need again."""
-        self.at: dict[str, int] = {}
-        """The index of each of these rows, by key."""
+        self.partition, self.put = partition, -1
+        self.rows: dict[str, tuple[RowPiece, int]] = {}
+        """The rows of this put that were fetched, by key."""
 
     def of_step(self, thin: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBase:
         """The rows of a step with their tokens, masked as the pipeline would mask them.
 
         Args:
             thin: TensorDict ``[N]``, N ≥ 1: the rows without tokens, with the written columns.
-            tag: of the step, with the token columns to mask.
+            tag: of the step, with the number of its put, and the token columns to mask.
 
         Raises:
             BatchError: as :func:`fetch_stored`; or rows are out of the loss and there is no column to mask.
         """
-        keys = _keys(thin[ELSEWHERE])
-        missing = torch.tensor([key not in self.at for key in keys])
-        if bool(missing.any()):
-            new = list(dict.fromkeys(key for key in keys if key not in self.at))
-            stored = dict(zip(keys, thin[ELSEWHERE], strict=True))
+        if tag["put"] != self.put:
+            self.put, self.rows = tag["put"], {}
+        stored = dict(zip(_keys(thin[ELSEWHERE]), thin[ELSEWHERE], strict=True))
+        if new := [key for key in stored if key not in self.rows]:
             fetched = fetch_stored(self.partition or "", torch.stack([stored[key] for key in new]))
-            start = 0 if self.rows is None else len(self.rows)
-            self.at |= {key: start + number for number, key in enumerate(new)}
-            self.rows = fetched if self.rows is None else join_rows([self.rows, fetched], "rows of a rank")
-        at = torch.tensor([self.at[key] for key in keys])
-        rows = with_tokens(thin, take_rows(cast(TensorDictBase, self.rows), at))
-        again = list(dict.fromkeys(key for key, flag in zip(keys, thin[AGAIN].tolist(), strict=True) if flag))
-        self._let_go(set(keys) - set(again))
+            piece = RowPiece(fetched, range(len(new)))
+            self.rows |= {key: (piece, row) for row, key in enumerate(new)}
+        rows = with_tokens(thin, gather([self.rows[key] for key in _keys(thin[ELSEWHERE])], {}))
         mask_rows(rows, thin, map(_key_at, tag["masked"]))
         if tag["finite"] is not None:
             (mask, *log_prob), others = tag["finite"]
             own = _key_at(log_prob[0]) if log_prob else None
             fill_out_of_loss(rows, _key_at(mask), own, map(_key_at, others))
         return rows
-
-    def _let_go(self, keys: set[str]) -> None:
-        kept = [key for key in self.at if key not in keys]
-        if not kept:
-            self.rows = None
-        elif keys and self.rows is not None:
-            self.rows = take_rows(self.rows, torch.tensor([self.at[key] for key in kept]))
-        self.at = {key: number for number, key in enumerate(kept)}
 
 
 def mask_rows(rows: TensorDictBase, thin: TensorDictBase, keys: Iterable[Any]) -> None:
@@ -639,7 +610,7 @@ def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         rows: TensorDict ``[N]``, the same rows with their tokens; is changed.
     """
     for key in thin.keys(include_nested=True, leaves_only=True):
-        if key not in (ELSEWHERE, AGAIN) and key[:2] != number_of("")[:2]:
+        if key != ELSEWHERE and key[:2] != number_of("")[:2]:
             write_column(rows, key, thin.get(key))
     return rows
 
