@@ -19,9 +19,9 @@ from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import GroupAssembler
+from headrace.transforms.options import above_zero
 from headrace.transforms.tensordicts import join_rows
 
-from .assembling import check_patience
 from .workers import WorkerWatch
 
 COPY = "a copy of it in a worker process"
@@ -45,9 +45,8 @@ class AssembleOnWrite(Transform):
     Args:
         assembler: makes groups of the rows, `groups` of them at a time. It must have no `partition_key`,
             because group ids of different partitions would collide in the buffer.
-        patience: seconds after which a silent worker raises while another one writes, as for
-            :func:`assembled`. This is checked when the buffer is sampled.
-        worker_patience: a fixed number of seconds for the same check, as for :func:`assembled`.
+        worker_patience: seconds after which a silent worker raises while another one writes, as for
+            :func:`assembled`. This is checked when the buffer is sampled. None: never.
 
     Raises:
         ValueError: the assembler has a `partition_key`; or an option has an invalid value.
@@ -78,10 +77,8 @@ class AssembleOnWrite(Transform):
         self,
         assembler: GroupAssembler,
         *,
-        patience: float | None = None,
         worker_patience: float | None = None,
     ):
-        check_patience(patience, worker_patience)
         if assembler.partition_key is not None:
             raise ValueError(
                 "AssembleOnWrite needs an assembler without partition_key, because the ids of different "
@@ -91,7 +88,7 @@ class AssembleOnWrite(Transform):
         self.assembler, self._process = assembler, os.getpid()
         self.error: Exception | None = None
         """The error of the last refused rows since the buffer was sampled."""
-        self._watch = WorkerWatch(patience, worker_patience)
+        self._watch = WorkerWatch(None, above_zero("worker_patience", worker_patience))
 
     def _call(self, rows: TensorDictBase | None) -> TensorDictBase | None:
         if os.getpid() != self._process:
@@ -150,7 +147,6 @@ class AssembleOnWrite(Transform):
 def groups_on_write(
     *recipe: str,
     assembler: Mapping[str, Any] | None = None,
-    patience: float | None = None,
     worker_patience: float | None = None,
     **options: Any,
 ) -> Transform:
@@ -163,7 +159,6 @@ def groups_on_write(
     Args:
         recipe: the name and overrides of a recipe, as for :func:`load_pipeline`.
         assembler: options of :class:`GroupAssembler`.
-        patience: as for :class:`AssembleOnWrite`.
         worker_patience: as for :class:`AssembleOnWrite`.
         options: keywords of :func:`load_pipeline`.
 
@@ -190,8 +185,8 @@ def groups_on_write(
         2.0
     """
     first, _ = load_pipeline(*recipe, **options).halves()
-    silence = {"patience": patience, "worker_patience": worker_patience}
-    return _InvertTransform(Compose(AssembleOnWrite(GroupAssembler(**(assembler or {})), **silence), first))
+    on_write = AssembleOnWrite(GroupAssembler(**(assembler or {})), worker_patience=worker_patience)
+    return _InvertTransform(Compose(on_write, first))
 
 
 @dataclass(frozen=True)

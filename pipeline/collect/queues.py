@@ -55,7 +55,8 @@ END = "end"  # the key of an entry that ends the stream of a producer or of step
 TABLE = "table"  # the field of a sample that holds a table of rows
 
 
-def _queue() -> Any:
+def tq() -> Any:
+    """The module of the extra `tq`."""
     return import_extra("transfer_queue", "tq", "a queue of TransferQueue")
 
 
@@ -113,7 +114,7 @@ class RolloutQueue:
         max_rows: int = 1024,
         decided_by: Sequence[Any] | None = None,
     ):
-        _queue()
+        tq()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
         self.clear = clear
         self.max_rows = at_least("max_rows", max_rows, 1)
@@ -148,13 +149,13 @@ class RolloutQueue:
             tag["table"] = 1
         first, self._sent = self._sent, self._sent + len(columns)
         keys = [self._key(row) for row in range(first, self._sent)]
-        _queue().kv_batch_put(keys, self.partition, fields=columns)
+        tq().kv_batch_put(keys, self.partition, fields=columns)
         # Written after the data, so that the reader sees only complete puts.
-        _queue().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
+        tq().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
 
     def end(self) -> None:
         """Tell the reader that this producer sends no more rows."""
-        _queue().kv_batch_put([self._key(END)], self._pieces, tags=[{END: self._sent}])
+        tq().kv_batch_put([self._key(END)], self._pieces, tags=[{END: self._sent}])
 
     @property
     def _pieces(self) -> str:
@@ -202,7 +203,7 @@ class RolloutQueue:
         """The rows of puts with the same columns; with `decided_by` only the columns that are read."""
         tag = pieces[0][1]
         if self.reads is None:
-            return fetch_rows(_queue(), keys, self.partition, tag)
+            return fetch_rows(tq(), keys, self.partition, tag)
         if odd := [key for key, tag in pieces if "table" not in tag]:
             raise BatchError(
                 "all producers of partition {partition} must use decided_by; puts {found} did "
@@ -237,16 +238,16 @@ class RolloutQueue:
 
     def _tags(self) -> Mapping[str, Mapping[str, Any]]:
         """The tags of all puts in the queue, by key."""
-        return _queue().kv_list(self._pieces).get(self._pieces, {})
+        return tq().kv_list(self._pieces).get(self._pieces, {})
 
     def _forget(self, count: int) -> None:
         """Delete the first `count` puts of `_used`; with `decided_by` their rows stay in the queue."""
         used = self._used[:count]
         keys = [key for first, rows in used for key in _keys_of(first, rows)]
         if keys and self.reads is None:
-            _queue().kv_clear(keys, self.partition)
+            tq().kv_clear(keys, self.partition)
         if used:
-            _queue().kv_clear([first for first, _ in used], self._pieces)
+            tq().kv_clear([first for first, _ in used], self._pieces)
         self._used, self._saved = self._used[count:], max(0, self._saved - count)
 
     def fetch(self, rows: TensorDictBase) -> TensorDictBase:
@@ -287,7 +288,7 @@ class RolloutQueue:
         free = self._stored - held
         gone = sorted(free & self._free if self.clear == "saved" else free)
         if gone:
-            _queue().kv_clear(gone, self.partition)
+            tq().kv_clear(gone, self.partition)
         self._stored.difference_update(gone)
         self._free = free.difference(gone)
         return len(gone)
@@ -311,7 +312,7 @@ class RolloutQueue:
         self._used = read
         self._saved = len(self._used)
         if self.reads is not None:
-            keys = _queue().kv_list(self.partition).get(self.partition, {})
+            keys = tq().kv_list(self.partition).get(self.partition, {})
             rows = [(key, *key.partition("/")[::2]) for key in keys]
             self._stored = {key for key, name, number in rows if int(number) < self._read.get(name, 0)}
 
@@ -327,7 +328,7 @@ def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
     Raises:
         BatchError: the queue has lost a table.
     """
-    found = _queue().kv_batch_get(list(keys), partition)
+    found = tq().kv_batch_get(list(keys), partition)
     if TABLE not in found.keys() or found.batch_size[0] != len(keys):
         raise BatchError(
             "TransferQueue must return all tables that were put into partition {partition}; some of "
@@ -394,7 +395,7 @@ class StepQueue:
     def __init__(
         self, partition: str, *, ranks: int, max_steps: int | None = None, rollouts: str | None = None
     ):
-        _queue()
+        tq()
         self.partition, self.ranks = partition, at_least("ranks", ranks, 1)
         self.max_steps = at_least("max_steps", max_steps, 1)
         self.rollouts = rollouts
@@ -442,9 +443,9 @@ class StepQueue:
                 elif len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]
-                    _queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
+                    tq().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
                 tags = [tag | {"rows": len(rows)}]
-                _queue().kv_batch_put([f"{self.steps}"], name, fields=table, tags=tags)
+                tq().kv_batch_put([f"{self.steps}"], name, fields=table, tags=tags)
             self.steps += 1
         return self.steps - before
 
@@ -462,13 +463,13 @@ class StepQueue:
     def _tags(self, rank: int) -> dict[str, Any]:
         """The tags of the steps that a rank has not taken, by number."""
         name = f"{self.partition}/{rank}"
-        tags = _queue().kv_list(name).get(name, {})
+        tags = tq().kv_list(name).get(name, {})
         return {key: tag for key, tag in tags.items() if "/" not in key and tag}
 
     def end(self) -> None:
         """Tell all ranks that there are no more steps."""
         for rank in range(self.ranks):
-            _queue().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
+            tq().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
 
     def minibatches(
         self, rank: int, *, first: int = 0, patience: float | None = None
@@ -496,12 +497,12 @@ class StepQueue:
                 if "masked" in tag:
                     rows = tokens.of_step(_tables([f"{step}"], name)[0], tag)
                 else:
-                    rows = fetch_rows(_queue(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
-                _queue().kv_clear([*keys, f"{step}"], name)
+                    rows = fetch_rows(tq(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
+                tq().kv_clear([*keys, f"{step}"], name)
                 yield rows
                 step, asked = step + 1, time.monotonic()
             elif END in tags and tags[END][END] == step:
-                _queue().kv_clear([END], name)
+                tq().kv_clear([END], name)
                 return
             elif patience is not None and time.monotonic() - asked >= patience:
                 raise StalledError(f"rank {rank} has waited {patience:g} s for optimiser step {step}")
@@ -629,7 +630,7 @@ def fetch_stored(partition: str, stored: Tensor) -> TensorDictBase:
     for kind in stored[:, 2].unique().tolist():
         at = (stored[:, 2] == kind).nonzero().flatten()
         distinct, index = stored[at].unique(dim=0, return_inverse=True)
-        rows = fetch_rows(_queue(), _keys(distinct), partition, {"columns": kind >> 1, "lazy": kind & 1})
+        rows = fetch_rows(tq(), _keys(distinct), partition, {"columns": kind >> 1, "lazy": kind & 1})
         parts.append(take_rows(rows, index))
         positions.append(at)
     rows = parts[0] if len(parts) == 1 else join_rows(parts, "rows of a batch")

@@ -50,7 +50,7 @@ SCHEMA = pyarrow.schema(
 )
 MARK = re.compile(rb"(?=\xff\xff\xff\xff)")  # the first bytes of an Arrow message
 DAMAGED = (pyarrow.lib.ArrowException, OSError, ValueError, EOFError)  # raised by Arrow for damaged bytes
-FEW = 16  # a file with fewer entries is not rewritten
+SMALL = 2**14  # a file of fewer bytes is not rewritten
 
 
 class Journal:
@@ -68,8 +68,7 @@ class Journal:
         self._seconds, self._since = 0.0, time.monotonic()
         self._close: Callable[[], Any] | None = None  # closes the file
         self._descriptor = -1
-        self._end = 0
-        self._entries = 0  # number of rows and events in the file
+        self._end = self._begun = 0  # bytes of the file, now and when it was last rewritten
         self._taken: list[Group] = []  # in a replay: groups taken since the last commit
         self._rejected = 0  # in a replay: groups rejected since the last commit
 
@@ -88,15 +87,8 @@ class Journal:
             BatchError: a detail is no text, number, list, tuple, dict, tensor or None.
             RuntimeError: another assembler has opened the file.
             OSError: the event could not be written.
-            ValueError: in a replay, the event differs from the recorded one.
         """
         if self.replaying is not None:
-            for name in ("groups", "stays"):
-                if name in details and details[name] != self.replaying[name]:
-                    raise ValueError(
-                        f"the {name} are {details[name]}, and the journal has {self.replaying[name]}: "
-                        "on_surplus must select the same rollouts for the same rewards"
-                    )
             return
         record = _record(event, {"version": version, "clock": now, **details})
         self._check_alone()
@@ -108,17 +100,10 @@ class Journal:
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += record.size
-        self._entries += 1
-
-    def put(self, rows: dict[str, Any] | None, count: int, version: int, now: float, stays: Any) -> None:
-        """Write a put; `rows` are from ``to_plain``, None without rows."""
-        self.write("put", version, now, rows=rows, stays=stays)
-        self._entries += count
 
     def take(self, groups: Sequence[Group], version: int, now: float, **how: int | None) -> None:
         """Write that groups are taken. In a replay, keep a copy of them."""
-        keys = [group.key for group in groups]
-        self.write("take", version, now, groups=keys, **how)
+        self.write("take", version, now, **how)
         if self.replaying is not None:
             rows = [row for group in groups for row in group.rows()]
             arrivals = sorted(row.arrival for row in rows)
@@ -134,7 +119,7 @@ class Journal:
 
     def commit(self, assembler: Any) -> None:
         """Write that all taken groups are trained, and sync the file to disk."""
-        if self._entries > FEW + 2 * assembler.held:
+        if self._end > SMALL + 2 * self._begun:
             self.begin_anew(assembler)
         else:
             self.write("commit", assembler.version, self.now())
@@ -146,7 +131,7 @@ class Journal:
         state = assembler._state(0.0)
         details = {"version": assembler.version, "clock": self.now(), "options": self._options}
         self._begin("state", details | {"state": state})
-        self._entries = assembler.held
+        self._begun = self._end
 
     def _check_alone(self) -> None:
         found = os.fstat(self._descriptor)
@@ -219,13 +204,11 @@ class Journal:
 
     def _do(self, event: str, details: dict[str, Any], assembler: Any) -> None:
         """Replay an event."""
-        self._entries += 1
         if "options" in details:
             self._check_options(details["options"])
         if event == "put":
             rows = from_plain(details["rows"])
             assembler.put(TensorDict({}, batch_size=[0]) if rows is None else rows)
-            self._entries += 0 if rows is None else len(rows)
         elif event == "announce":
             assembler.announce(from_plain(details["draws"]))
         elif event == "expire":
@@ -239,7 +222,6 @@ class Journal:
         elif event == "state":
             piece = RowPiece.from_plain(details["state"]["rows"])
             assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
-            self._entries = assembler.held
         elif event == "open":
             self._take_back(assembler)
         elif event != "commit":
