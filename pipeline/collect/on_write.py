@@ -19,9 +19,9 @@ from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import GroupAssembler
-from headrace.transforms.options import above_zero
 from headrace.transforms.tensordicts import join_rows
 
+from .assembling import check_patience
 from .workers import WorkerWatch
 
 COPY = "a copy of it in a worker process"
@@ -79,6 +79,7 @@ class AssembleOnWrite(Transform):
         *,
         worker_patience: float | None = None,
     ):
+        check_patience(None, worker_patience)
         if assembler.partition_key is not None:
             raise ValueError(
                 "AssembleOnWrite needs an assembler without partition_key, because the ids of different "
@@ -88,7 +89,7 @@ class AssembleOnWrite(Transform):
         self.assembler, self._process = assembler, os.getpid()
         self.error: Exception | None = None
         """The error of the last refused rows since the buffer was sampled."""
-        self._watch = WorkerWatch(None, above_zero("worker_patience", worker_patience))
+        self._watch = WorkerWatch(None, worker_patience)
 
     def _call(self, rows: TensorDictBase | None) -> TensorDictBase | None:
         if os.getpid() != self._process:
