@@ -277,6 +277,9 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     nan = mine.clone()
     nan["next", "reward"][0] = float("nan") if wrong else 0.0
     columns = mine.exclude("group_id") if wrong else mine
+    wide = mine.clone()
+    if wrong:  # its rewards would be rounded elsewhere than those of the others
+        wide["next", "reward"] = wide["next", "reward"].double()
     broken = mine.clone().set("broken", torch.full((len(mine),), wrong))
     unset = mine.clone()
     unset["group_id"][0] = -1 if wrong else 0
@@ -293,7 +296,8 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
         told.append((name, found, time.monotonic() - start))
 
     attempt("well", mine)
-    for name, batch in (("gate", lacking), ("rule", nan), ("column", columns), ("stage", broken)):
+    odd = {"gate": lacking, "rule": nan, "column": columns, "dtype": wide, "stage": broken}
+    for name, batch in odd.items():
         attempt(name, batch)
         attempt(f"after {name}", mine)
     attempt("last rule", unset, judging)

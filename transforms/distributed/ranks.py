@@ -100,7 +100,10 @@ class Ranks:
             BatchError: on all ranks, if columns differ, or if ranks have the same id under ``raise``.
         """
         own = len(table.live)
-        kinds = {key: (column.dtype, tuple(column.shape[1:])) for key, column in table.columns.items()}
+        kinds = {
+            key: (column.dtype, table.dtypes.get(key), tuple(column.shape[1:]))
+            for key, column in table.columns.items()
+        }
         self.meet(about)
         # 1. Exchange the number of rows and a hash of the columns, so that equal columns need no message.
         counts, hashes = self._all_gather(torch.tensor([own, _hashed(repr(kinds))])).T.tolist()
@@ -126,11 +129,11 @@ class Ranks:
         table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
-        """The columns to exchange, with their dtype and shape per row.
+        """The columns to exchange, with their dtypes and shape per row.
 
         Args:
             table: that of :meth:`share`; without rows it gets empty columns.
-            kinds: dtype and shape per row of this rank's columns.
+            kinds: of this rank's columns, dtype in the table and in the batch, and shape per row.
             counts: number of rows, by rank.
 
         Raises:
@@ -138,19 +141,19 @@ class Ranks:
         """
         own = counts[self.rank]
         described = (describe_columns(table.batch), device_of(table.batch).type) if own else None
-        every = self.gather_objects((kinds, table.dtypes, described))
+        every = self.gather_objects((kinds, described))
         known = {rank: each for rank, each in enumerate(every) if counts[rank]}  # ranks with rows
         # 1. A narrow column of tokens looks like numbers. So columns with different widths are not exchanged.
-        in_batch = [{key for key, *_ in of_row[0]} for _, _, of_row in known.values()]
-        for key in {key for theirs, *_ in known.values() for key in theirs}:
-            shapes = {theirs.get(key, (None, None))[1] for theirs, *_ in known.values()}
+        in_batch = [{key for key, *_ in of_row[0]} for _, of_row in known.values()]
+        for key in {key for theirs, _ in known.values() for key in theirs}:
+            shapes = {theirs.get(key, (None,))[-1] for theirs, _ in known.values()}
             if len(shapes) > 1 and all(key in there for there in in_batch):
-                for theirs, *_ in known.values():
+                for theirs, _ in known.values():
                     theirs.pop(key, None)
         # 2. All other columns must be equal. A rank without rows takes those of the first rank with rows.
-        kinds, dtypes, of_first = next(iter(known.values()))
-        every_key = {key for theirs, *_ in known.values() for key in theirs}
-        for rank, (theirs, *_) in known.items():
+        kinds, of_first = next(iter(known.values()))
+        every_key = {key for theirs, _ in known.values() for key in theirs}
+        for rank, (theirs, _) in known.items():
             if theirs != kinds:
                 lacks = sorted(str(key) for key in every_key - theirs.keys())
                 odd = sorted(str(key) for key in theirs if theirs[key] != kinds.get(key))
@@ -160,9 +163,9 @@ class Ranks:
                 )
         if not own:
             table.columns = {
-                key: torch.zeros(0, *shape, dtype=dtype) for key, (dtype, shape) in kinds.items()
+                key: torch.zeros(0, *shape, dtype=dtype) for key, (dtype, _, shape) in kinds.items()
             }
-            table.dtypes = dict(dtypes)
+            table.dtypes = {key: came for key, (_, came, _) in kinds.items() if came is not None}
             if table.batch is None or not len(table.batch):
                 table.batch = without_rows(of_first[0], torch.device(of_first[1]))
         return kinds
