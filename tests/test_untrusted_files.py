@@ -147,7 +147,7 @@ def test_a_skipped_line_leaves_a_recorded_gap(dump):
     assert [len(batch) for _, batch in source] == [4]
     assert source.skipped == 1
     path.write_text("\n".join([lines[0], lines[1].replace('"step": 0', '"step": 1')]))
-    assert_refused(r"jsonl:2: a file is one step; found \[0, 1\]", path)
+    assert_refused(r"jsonl: a file is one step.*found 0, 1", path)
 
 
 # -- files together ----------------------------------------------------------------------------------
@@ -542,12 +542,12 @@ def test_each_of_several_rewards_in_a_line_is_checked(dump):
     lines = path.read_text().splitlines()
     for values in ("[1, 1e999]", f"[1, {10**400}]", "[1, true]", "[1]", "[null, null]", '["1", 2]'):
         path.write_text("\n".join(line[:-1] + f', "rewards": {values}}}' for line in lines))
-        assert_refused(r"jsonl:1: .*reward", path)
+        assert_refused(r"jsonl: .*reward", path)
 
 
 def test_an_empty_status_is_refused(dump):
     path = dump(format="jsonl")
     path.write_text(path.read_text().replace("{", '{"status": "", ', 1))
-    assert_refused(r"jsonl:1: 'status' must be one of completed.*found ''", path)
+    assert_refused(r"jsonl: 'status' must be one of completed.*found ''", path)
     path.write_text(path.read_text().replace('"status": ""', '"status": null', 1))
     assert "status" not in read(path)[0][1].keys()
