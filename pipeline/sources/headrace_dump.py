@@ -60,7 +60,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         records = [record.data for record in islice(read_lines(path, reading), MAX_ROWS)]
         if not records:
             return
-        table = table_of(records, path)
+        table = table_of_lines(records, path)
         found = pc.unique(table["schema"]).to_pylist() if "schema" in table.column_names else [int(VERSION)]
         version = ", ".join(map(str, found))
     if version != VERSION:
@@ -93,7 +93,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
     yield steps[0], batch
 
 
-def table_of(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
+def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
     """The records of a JSONL file as the table of a Parquet file.
 
     Raises:
