@@ -37,8 +37,6 @@ class Sample:
     Args:
         group: label of the group, unique within its step.
         rollout: label of the rollout, unique within its step; its segments share it.
-        group_label: the original label as text, if `group` is a number that was made from it.
-        rollout_label: the same for the rollout.
         reward: None if there is none.
         rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
         status: how the rollout ended; None if the dump does not have it.
@@ -56,9 +54,7 @@ class Sample:
         policy_version: version of the policy that acted; the oldest one if it was updated meanwhile.
         step: the training step.
         advantage: as the framework computed it; NaN if it is not one number.
-        loss_weight: weight of each token of the row in the training; NaN if the row was not trained.
         in_loss: False takes the whole sample out of the loss.
-        scored: False if the row was not trained, so that it may lack a reward.
         expected_rollouts: rollouts that the group was dispatched with. None: the option `group_size`.
         record: label of the sample's record, in formats that have one. Two records of a step with the same
             label are an error.
@@ -88,12 +84,8 @@ class Sample:
     policy_version: int | None = None
     step: int | None = None
     advantage: float | None = None
-    loss_weight: float | None = None
     in_loss: bool = True
     expected_rollouts: int | None = None
-    scored: bool = True
-    group_label: str | None = None
-    rollout_label: str | None = None
     record: Label | None = None
     place: int | None = None
     where: str = "a sample"
@@ -139,7 +131,7 @@ class Sample:
         has_reward = self.reward is not None
         if self.rewards is not None:
             has_reward = any(value == value for value in self.rewards.values())
-        if self.scored and not has_reward and not self.lost:
+        if not has_reward and not self.lost:
             raise self._fail(
                 "a rollout that neither failed nor was aborted needs a reward",
                 "none" if self.status is None else f"none, with the status {self.status.name.lower()}",
@@ -153,9 +145,8 @@ class Sample:
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column must be on all rows or on none. There are two exceptions. A lost row, whose rollout failed or was
-    aborted, may lack any value: it gets NaN, −1, no tokens or an empty text. A row that was not trained may
-    lack a reward. Tokens are padded on the left, to the length T of the longest row.
+    A column must be on all rows or on none, except that a lost row, whose rollout failed or was aborted, may lack
+    any value: it gets NaN, −1, no tokens or an empty text. Tokens are padded on the left, to the length T of the longest row.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where
@@ -175,7 +166,6 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``("next", "policy_version")``          (N,) int64        rows have it
     ``expected_rollouts``                   (N,) int64        rows have it
     ``logged_advantage``                    (N,) float32      rows have it
-    ``logged_weight``                       (N,) float64      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
     ``ground_truth``                        N strings         all rows have it
     ``other_columns``                       N strings         a row has any: a JSON object, or empty
@@ -223,8 +213,6 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
-    if (weight := column(rows, "loss_weight", default=math.nan)) is not None:
-        batch["logged_weight"] = torch.tensor(weight, dtype=torch.float64)
     # Labels and texts come last: they take longer than all else, and a row that is refused need not wait.
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
     if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
@@ -232,8 +220,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     if any(row.other_columns for row in rows):
         texts["other_columns"] = [row.other_columns or "" for row in rows]
     for name in ("group", "rollout"):
-        given = [(getattr(row, name), getattr(row, f"{name}_label")) for row in rows]
-        texts[f"{name}_label"] = [label_text(label) if text is None else text for label, text in given]
+        texts[f"{name}_label"] = [label_text(getattr(row, name)) for row in rows]
     for key, text in texts.items():
         if text is not None:
             batch[key] = as_texts(text)

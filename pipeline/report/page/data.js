@@ -9,7 +9,7 @@ const FIELDS = {
   PageRun: ["began", "written", "live", "versions", "overrides", "config"],
   RecipeStage: ["name", "text"],
   PageJudgement: ["ratio", "relative_bias", "cosine", "variance", "scale"],
-  PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "why_zero", "advantage", "loss"],
+  PageCertificate: ["recipe", "task", "group_size", "outcomes", "refused", "advantage", "loss"],
   Step: ["step", "funnel", "shown", "groups", "rows", "numbers", "verdict", "advisories", "unchecked"],
   PageLevel: ["name", "rows", "rollouts", "groups", "tokens", "out"],
   PageLeft: [
