@@ -145,8 +145,9 @@ class Sample:
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column must be on all rows or on none, except that a lost row, whose rollout failed or was aborted, may lack
-    any value: it gets NaN, −1, no tokens or an empty text. Tokens are padded on the left, to the length T of the longest row.
+    A column must be on all rows or on none, except that a lost row, whose rollout failed or was aborted, may
+    lack any value: it gets NaN, −1, no tokens or an empty text. Tokens are padded on the left, to the length
+    T of the longest row.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where
