@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
-from .command.arguments import answer, hydra_arguments
+from .command.arguments import OF_ANY_RECIPE, answer, hydra_arguments
 from .command.sweep import record_job
 from .composing import ConfigError, explain_composition
 from .paths import missing_path
@@ -44,7 +44,7 @@ def run_task(config: DictConfig) -> float:
     typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
     overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
     if config.get("pipelines"):  # for each of which Hydra composed overrides of stages with a ++
-        overrides = [re.sub(r"^\+\+(?=pipeline\.stages\.)", "", each) for each in overrides]
+        overrides = [re.sub(rf"^\+\+(?={OF_ANY_RECIPE})", "", each) for each in overrides]
     output, began = Path(hydra_config.runtime.output_dir), time.time()
     failure, number = "", float("nan")
     try:

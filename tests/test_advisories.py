@@ -112,6 +112,7 @@ def test_a_symptom_is_checked_or_names_its_missing_data():
     judged_by |= {"reward-flat": "reward/all/mean", "stalled": "reward/all/mean"}
     judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
     judged_by |= {"nothing-trains": "rows/trained", "penalty-unused": "response_length/max"}
+    judged_by |= {"divisor-unused": "response_length/max"}
     assert set(judged_by) == set(symptoms())
     assert unchecked([(step, full) for step in range(12)]) == []
     assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]
@@ -595,6 +596,15 @@ def test_a_penalty_that_no_response_reaches_is_said():
         if max_length == 20480:
             words = "overlong changed 0 rewards: the longest response has 6 tokens"
             assert found[0].text == f"{words}, and it punishes those above 16,384."
+
+
+def test_a_divisor_that_no_response_reaches_is_said():
+    columns = {"group_id": [0] * 2, "rollout_id": range(2), "reward": [0.0, 1.0], "tokens": [5, 2]}
+    words = "weight divides the loss of a rollout by 3,000 tokens, and the longest response has 5."
+    for length, said in ((3000, [words]), (50, [])):
+        decision = decide(columns, "dr_grpo", group_size=2, stages={"weight": {"length": length}})
+        advisories = make_report(decision).advisories
+        assert [each.text for each in advisories if each.name == "divisor-unused"] == said
 
 
 def test_a_verdict_has_the_graded_reward_beside_the_one_after_a_penalty():

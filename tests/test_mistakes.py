@@ -50,6 +50,9 @@ MISTAKES = {
     "task=replay train.steps=3": "unknown option 'train.steps' here: it is an option of task=train",
     f"{REPLAY} group_by=prompt": "did you mean source.group_by=prompt?",
     "gate.group_size=8": "did you mean pipeline.stages.gate.group_size=8?",
+    "gaet.group_size=8": "did you mean pipeline.stages.gate.group_size=8?)",
+    "filter.criterion=fresh": "did you mean pipeline.stages.filter.criterion=fresh?",
+    "overlnog.max_length=8": "pipeline=grpo has no stage 'overlong'; it has gate, collapse",
     "seed=1 doctor": "headrace doctor is a command of its own",
     "task=replay group_size=3": "here: it is an option of task=train; for a dump set source.group_size=3\n",
     f"{REPLAY} pipeline=as/verl pipeline.stages.filter.action=drop": (
@@ -63,6 +66,8 @@ MISTAKES = {
     "~pipeline.stages.fliter": "did you mean pipeline.stages.filter=null?",
     "stages gaet": "unknown stage 'gaet' (did you mean 'gate'?)",
     "criterion@pipeline.stages.filter.criterion=rewards_varry": "unknown criterion 'rewards_varry' (did",
+    "criterion@pipeline.stages.filter.also=fresh": "you mean +criterion@pipeline.stages.filter.also=fresh",
+    "criterion@pipeline.stages.fliter.criterion=fresh": "n criterion@pipeline.stages.filter.criterion=fre",
     "+pipeline.stages.filter.criterion=not_truncated": "criterion@pipeline.stages.filter.criterion=not_tr",
     "pipeline.stages.advantage.scael=none": "(did you mean pipeline.stages.advantage.scale=none?",
     "+pipeline.stages.advantage.scael=none": "no option 'scael' (did you mean 'scale'",
@@ -83,6 +88,9 @@ MISTAKES = {
     "task=compare source.path=dump pipelines=[grpo,grpo]": "must name two recipes, such as",
     "task=compare source.path=dump pipelines=[rloo,grpo] pipeline.stages.overlong.cache=3": (
         "'pipeline.stages.overlong.cache': pipeline=rloo has no stage 'overlong'; it has gate, collapse"
+    ),
+    "task=compare source.path=dump pipelines=[rloo,grpo] '++pipeline.stages.mine={_target_: no.where}'": (
+        "pipeline.stages.mine: _target_ 'no.where' cannot be imported"  # it is added to each recipe
     ),
     "pipeline.stages.gate.group_size=${nope}": "group_size: it refers to ${nope}, which is unknown",
     "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",

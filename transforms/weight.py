@@ -450,6 +450,8 @@ class LossWeight(
         for view, own in rows.each_rank(tokens):
             view.metric("tokens", own.sum())
             view.metric("samples", own.count_nonzero())
+            if self.length is not None:
+                view.metric("divisor", self.length)
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
         """(M,) int64: turns with a token in the loss of each row.

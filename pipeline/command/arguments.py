@@ -42,6 +42,7 @@ DUMPS = (
     ".json",
 )  # suffixes of files that may be meant by an argument alone
 SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
+OF_ANY_RECIPE = r"pipeline\.stages\.\w+(\.|=null$)"  # composed with a ++, as the usual recipe may lack it
 INSTEAD = {  # what to use here instead of flags of other commands
     "list": "headrace recipes",
     "verbose": "hydra.verbose=true",
@@ -160,7 +161,7 @@ def _of_any_recipe(override: str) -> list[str]:
     if override.startswith("~pipeline.stages."):
         key, _, value = override[1:].partition("=")
         return [f"++{key}={value or 0}", override]  # Hydra deletes no null
-    return [f"++{override}"] if override.startswith("pipeline.stages.") else [override]
+    return [re.sub(f"^{OF_ANY_RECIPE}", r"++\g<0>", override)]
 
 
 def _has_several_values(argument: str) -> bool:

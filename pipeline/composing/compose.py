@@ -17,7 +17,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from headrace.pipeline.wording import suggest
+from headrace.pipeline.wording import closest, suggest
 
 TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
@@ -140,6 +140,12 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         value = next((each.partition("=")[2] for each in overrides if each.startswith(f"+{there[1]}=")), "")
         choice = f" or {there[1].rpartition('.')[2]}@{there[1]}={value}, which names a file" if value else ""
         return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
+    if part := re.search(r"Could not override '([\w/]+@[\w.]+)'", message):
+        typed = next((each for each in overrides if each.startswith(f"{part[1]}=")), part[1])
+        others = re.findall(r"[\w/]+@[\w.]+", message.replace(part[1], ""))
+        near = difflib.get_close_matches(part[1], others, n=1, cutoff=0.9)
+        meant = typed.replace(part[1], near[0]) if near else f"+{typed}, which adds it"
+        return f"{typed}: the recipe names no file there (did you mean {meant}?)"
     path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
@@ -174,11 +180,17 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         return None
     sign = "~" if f"~{typed}" in overrides else ""
     found = options_meant(typed, base)
-    stage = re.match(r"pipeline\.stages\.(\w+)", typed)
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
-    if stage and stage[1] not in stages and stage[1] in known_stages():
-        recipe = next((each for each in groups if each.startswith("pipeline=")), "pipeline=grpo")
-        return f"unknown option {typed!r}: {recipe} has no stage {stage[1]!r}; it has {', '.join(stages)}"
+    of_stage = re.match(r"(?:pipeline\.)?(?:stages\.)?(\w+)(\.[\w.]+)?", typed)
+    if of_stage and of_stage[1] not in base:  # the name of a stage, perhaps misspelled
+        for stage in closest(of_stage[1], dict.fromkeys([*stages, *known_stages()]), 1, 0.75):
+            if stage not in stages:
+                recipe = next((each for each in groups if each.startswith("pipeline=")), "pipeline=grpo")
+                return (
+                    f"unknown option {typed!r}: {recipe} has no stage {stage!r}; it has {', '.join(stages)}"
+                )
+            path = f"pipeline.stages.{stage}{of_stage[2] or ''}"
+            found = [path] if OmegaConf.select(base, path, default=ABSENT) is not ABSENT else found
     if config_name == "config":
         others = [each for each in groups if not each.startswith("task=")]
         having = [task for task in TASKS if _has_option(typed, [*others, f"task={task}"])]

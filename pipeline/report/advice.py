@@ -22,6 +22,7 @@ LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a
 LENGTHS = 2.0  # times as long as in the beginning is too long
 NAMED = 6  # steps that a sentence names
 LONGEST = "response_length/max"
+DIVISOR = 10  # times as long as the longest response is too long
 PYTHON = "In Python"  # begins a remedy for who has a loop of their own
 LEFT = {  # why most rows left, where none was trained: by the number that counts them
     "out/gate/incomplete": "incomplete",
@@ -166,6 +167,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
     `penalty-unused`          a stage that punishes length changed no reward, and the longest response is at
                               most half as long as what it punishes
+    `divisor-unused`          the longest response has less than a tenth of the tokens by which `LossWeight`
+                              divides (``constant``)
     `reward-flat`, `stalled`  the reward does not move (:func:`trend_of`)
     each step                 the number is above its bound at this step or at one before: `rewards-missing`
     `lengths-explode`         over at least 12 steps: the mean response length of their last quarter is more
@@ -253,6 +256,7 @@ def unchecked(history: History) -> list[str]:
         "nothing-trains": "rows/trained" in last,
         "off-policy": any("/least_" in name for name in last),
         "penalty-unused": LONGEST in last,
+        "divisor-unused": LONGEST in last,
     }
     return [name for name in symptoms() if not judged[name]]
 
@@ -413,7 +417,7 @@ def _least(numbers: Numbers) -> list[Advisory]:
 
 
 def _unused(numbers: Numbers) -> list[Advisory]:
-    """A penalty of length begins far above the longest response."""
+    """A penalty of length begins far above the longest response; or a fixed divisor of the loss is."""
     found = []
     longest = numbers.get(LONGEST, math.inf)
     for name, free in numbers.items():
@@ -422,6 +426,11 @@ def _unused(numbers: Numbers) -> list[Advisory]:
             words = f"{stage} changed 0 rewards: the longest response has {longest:,.0f} tokens"
             words += f", and it punishes those above {free:,.0f}."
             found.append(Advisory("penalty-unused", words, name, ()))
+        if last == "divisor" and DIVISOR * longest < free:
+            words = (
+                f"{stage} divides the loss of a rollout by {free:,.0f} tokens, and the longest response has"
+            )
+            found.append(Advisory("divisor-unused", f"{words} {longest:,.0f}.", name, ()))
     return found
 
 
@@ -690,18 +699,18 @@ def in_python(overrides: str) -> str:
     Example:
         >>> in_python("pipeline=dapo pipeline.stages.overlong.cache=1024")
         'recipe="dapo", stages={"overlong": {"cache": 1024}}'
-        >>> in_python("+criterion@pipeline.stages.filter.also=fresh")
-        'load_pipeline(recipe, "+criterion@pipeline.stages.filter.also=fresh")'
+        >>> in_python("pipeline=tis +criterion@pipeline.stages.filter.also=fresh")
+        'load_pipeline("tis", "+criterion@pipeline.stages.filter.also=fresh")'
     """
-    typed = overrides.split()
-    if not typed:
-        return ""
+    recipe = [f'"{each[9:]}"' for each in overrides.split() if each.startswith("pipeline=")]
+    typed = [each for each in overrides.split() if not each.startswith("pipeline=")]
     if any("@" in each or each.startswith("+") for each in typed):
-        return ", ".join(["load_pipeline(recipe", *(f'"{each}"' for each in typed)]) + ")"
-    recipe = [f"recipe='{each.partition('=')[2]}'" for each in typed if each.startswith("pipeline=")]
-    rest = OmegaConf.from_dotlist([each for each in typed if not each.startswith("pipeline=")])
+        given = [*(recipe or ["recipe"]), *(f'"{each}"' for each in typed)]
+        return f"load_pipeline({', '.join(given)})"
+    rest = OmegaConf.from_dotlist(typed)
     options: Any = OmegaConf.to_container(rest.get("pipeline", OmegaConf.create({})))
-    return ", ".join([*recipe, *(f"{name}={value!r}" for name, value in options.items())]).replace("'", '"')
+    given = [f"{name}={value!r}".replace("'", '"') for name, value in options.items()]
+    return ", ".join([*(f"recipe={name}" for name in recipe), *given])
 
 
 def follows(config: DictConfig, overrides: str) -> bool:

@@ -31,7 +31,7 @@ from headrace.pipeline.wording import printable
 from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
-OF_STAGE = re.compile(r"(?P<plus>\+?)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
+OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
 TRIED = 20  # steps that are run to learn which options the dump needs
 MOST_ASKED = 4  # options that stages ask for
 

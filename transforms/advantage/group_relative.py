@@ -247,10 +247,12 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
             "scale='mean' divides by the group's mean, which needs rewards ≥ 0; found {found}",
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
+    largest = largest_to_square(len(reward), torch.float64)
     rows.require_size(
         reward,
-        largest_to_square(len(reward), torch.float64),
-        "squares of rewards must fit into float64; found {found}",
+        largest,
+        f"rewards must be at most {largest:.2g}, so that the sum of their squares fits into float64; found "
+        "{found}",
         lambda row: f"{float(reward[row]):.3g} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
     )
 
