@@ -511,15 +511,6 @@ def rows_on_disk(folder):
         batch["rollout_id"].tolist(), batch["next", "reward"].flatten().tolist(), strict=True)]  # fmt: skip
 
 
-def test_a_group_that_was_made_from_a_prompt_is_shown_with_the_prompt(tmp_path):
-    raw = write_lines(
-        tmp_path / "7.jsonl", [verl_row(None, i, prompt="user\n2+2?\nassistant\n") for i in (0, 1)]
-    )
-    [(step, batch)] = open_source(raw, format="verl", group_by="prompt", group_size=2)
-    write_dump(make_report(Pipeline({}).run(batch), step=step), tmp_path / "rollouts")
-    assert stored_run.StoredRun(tmp_path).rows(step)["asked"] == ["2+2?"] * 2
-
-
 def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
     write_run(tmp_path / "run", steps=3)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["report.html", "rollouts"]

@@ -11,7 +11,6 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-from headrace.pipeline.prompt_groups import MADE, group_called, prompt_called
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FLOAT, IN_LOSS, NO_LENGTHS
@@ -278,14 +277,14 @@ def check_groups(rows: Sequence[Sample]) -> None:
         if first.group != row.group:
             raise SourceError(
                 f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in the "
-                f"group {_group_called(row)}, and at {first.where} in the group {_group_called(first)}"
+                f"group {quote(row.group)}, and at {first.where} in the group {quote(first.group)}"
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
         rollouts = members[row.group]
         if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
             raise SourceError(
-                f"{row.where}: the group {_group_called(row)} was dispatched with {row.expected_rollouts} "
+                f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected_rollouts} "
                 f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?",
                 lacks="group_size",
@@ -317,7 +316,7 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         >>> [row.group for row in found]
         [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
         >>> draws
-        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('the prompt at a sample', 4),), copies=0)
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('q', 4),))
     """
     groups: dict[Label, list[Sample]] = {}
     for sample in samples:
@@ -330,11 +329,9 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
     if not excess or len(excess) == len(groups):
         return list(samples), Draws()
     drawn: dict[int, Label] = {}  # the new groups of samples, by identity
-    copies = 0
     for label, size in excess.items():
         members = groups[label]
         places = sorted((member.place, id(member)) for member in members if member.place is not None)
-        texts = {id(member): (member.response, member.reward) for member in members}
         runs = [places[start : start + size] for start in range(0, len(places), size)]
         if len(places) == len(members) and all(
             len(run) == size and run[-1][0] - run[0][0] == size - 1 for run in runs
@@ -342,24 +339,15 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
             parts = label if isinstance(label, tuple) else (label,)
             for number, run in enumerate(runs, start=1):
                 drawn |= {who: label if number == 1 else (*parts, number) for _, who in run}
-            each = {tuple(texts[who] for _, who in run) for run in runs}
-            copies += len(each) == 1 and len({response for response, _ in each.pop()}) > 1
     stay = [
         replace(sample, group=drawn.get(id(sample), sample.group))
         for sample in samples
         if not leave_out or sample.group not in excess or id(sample) in drawn
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
-    asked = [(groups[label][0], len(groups[label])) for label in excess]
-    drawn_again = tuple((prompt_called(row.prompt, row.where), rollouts) for row, rollouts in asked)
+    drawn_again = tuple((label_text(label), len(groups[label])) for label in excess)
     split, rows_left_out = len(excess) - len(left), len(samples) - len(stay)
-    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again, copies)
-
-
-def _group_called(row: Sample) -> str:
-    """The group of a row as sentences call it."""
-    label = label_text(row.group)
-    return group_called(label, row.prompt, row.where) if MADE.fullmatch(label) else quote(row.group)
+    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again)
 
 
 class Draws(NamedTuple):
@@ -372,9 +360,7 @@ class Draws(NamedTuple):
     rows_left_out: int = 0
     """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """For each of these groups its prompt as sentences call it, and its rollouts."""
-    copies: int = 0
-    """Number of split groups whose draws have the same responses and rewards in the same order."""
+    """The label of each of these groups, and its rollouts."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:

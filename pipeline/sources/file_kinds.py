@@ -24,6 +24,8 @@ import pyarrow.parquet as pq
 import torch
 from tensordict import TensorDictBase
 
+from headrace.pipeline.user_turn import asked_line
+
 from .batch import MAX_ROWS, Label, Sample
 from .record import Record, Skipped, SourceError, as_whole, first_line, quote
 
@@ -76,13 +78,14 @@ class Reading:
         skipped = Skipped(allowed=self.skipped.allowed, deferred=self.skipped.deferred)
         return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
 
-    def group_of_prompt(self, prompt: Any, where: str) -> Label:
-        """Make the label of a group from its prompt, for formats without ids of groups.
+    def group_of_prompt(self, prompt: Any, where: str, text: str | None = None) -> Label:
+        """Make the label of a group from its prompt: what the user asked, and a hash of the whole prompt.
 
         Args:
             prompt: as the dump has it: text, token ids or messages. Messages are compared as JSON, because
                 two messages may have the same text as one message.
             where: ``file:line``.
+            text: the text of messages.
 
         Raises:
             SourceError: `group_by` is not ``prompt``.
@@ -94,8 +97,9 @@ class Reading:
                 "(group_by='prompt' in Python), best with source.group_size, which is then checked",
                 lacks="group_by",
             )
-        text = json.dumps(prompt, sort_keys=True, default=repr)
-        return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        whole = json.dumps(prompt, sort_keys=True, default=repr)
+        asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
+        return f"{asked} #{hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
 from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.prompt_groups import group_called
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
 from headrace.transforms import BatchError, Ids, Status, loss_weight
@@ -406,9 +405,7 @@ class AuditedStep:
         found = []
         for group in dict.fromkeys(self.groups.of[rows].tolist()):
             own = rows & (self.groups.of == group)
-            row = int(own.nonzero()[0])
-            prompt = None if self.prompts is None else self.prompts[row]
-            found.append((group_called(self.group_names[row], prompt, f"row {row}"), own))
+            found.append((self.group_names[int(own.nonzero()[0])], own))
         return found
 
 
@@ -540,7 +537,7 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
     for rows in rows_of.values():
         by_prompt.setdefault(step.prompts[rows[0]], []).append(rows)
     findings = []
-    for prompt, rollouts in by_prompt.items():
+    for rollouts in by_prompt.values():
         first, n = rollouts[0][0], len(rollouts)
         of_group: dict[int, list[int]] = {}
         for k, rows in enumerate(rollouts):
@@ -562,10 +559,10 @@ def copied_rows(step: AuditedStep) -> CheckOutcome:
                 continue
             copied = torch.zeros(step.size, dtype=torch.bool)
             copied[[row for draw in cut[1:] for k in draw for row in rollouts[k]]] = True
-            called = group_called(step.group_names[first], prompt, f"row {first}")
             text = (
-                f"group {called}: {size} rollouts are in the dump {draws} times, with the same responses and "
-                f"rewards in the same order. Remove the copies: {listing(step.names_of(copied))}"
+                f"group {step.group_names[first]}: {size} rollouts are in the dump {draws} times, with the "
+                "same responses and rewards in the same order. Remove the copies: "
+                f"{listing(step.names_of(copied))}"
             )
             findings.append(step.finding(copied, text, [size], [n]))
             break

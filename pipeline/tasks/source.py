@@ -24,7 +24,6 @@ from headrace.pipeline.composing import compose_config
 from headrace.pipeline.error_overrides import override_to_set, text_with_overrides
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.report.dump import write_whole
 from headrace.pipeline.sources import READERS, Source, SourceError, open_source
 from headrace.pipeline.wording import printable
@@ -287,9 +286,8 @@ def _refused(
     """The steps whose batch a pipeline refuses, each with the first error."""
     for step, batch in steps:
         try:
-            with prompts_in_errors(batch):
-                for pipeline in pipelines:
-                    pipeline.run(batch)
+            for pipeline in pipelines:
+                pipeline.run(batch)
         except BatchError as err:
             yield step, err
 

@@ -231,9 +231,8 @@ class StoredRun:
             count: most rows to return.
 
         Returns:
-            ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``asked``: by row, what the
-            user asked, if its group was made from the prompt (else None), ``found``: rows that match, ``of``:
-            rows of the step. A text is ``{"start", "characters"}``, and a long one has its ``end``.
+            ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``found``: rows that match,
+            ``of``: rows of the step. A text is ``{"start", "characters"}``, and a long one has its ``end``.
 
         Raises:
             UnreadableRows: no such step or column, or a file that cannot be read.
@@ -251,9 +250,8 @@ class StoredRun:
             chosen = order[offset : offset + count]
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)
-            asked = _asked(file, names, chosen)
         columns = [[printable(name), stored.kinds[name]] for name in names]
-        return {"columns": columns, "rows": rows, "asked": asked, "found": len(order), "of": stored.rows}
+        return {"columns": columns, "rows": rows, "found": len(order), "of": stored.rows}
 
     def _apart(self, stored: StoredStep, other: StoredRun) -> pa.ChunkedArray:
         """(N,) how far each advantage is from that of the same row of the same rollout in another run."""
@@ -553,14 +551,6 @@ def values_at(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) ->
             found |= dict(zip(here.tolist(), map(list, zip(*columns, strict=True)), strict=True))
         start += size
     return [found[place] for place in places.tolist()]
-
-
-def _asked(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) -> list[str | None]:
-    """By row the prompt that its group was made from: of that, the group's label is a hash."""
-    if not {"group_label", "prompt"} <= set(names):
-        return [None] * len(places)
-    pairs = values_at(file, ["group_label", "prompt"], places)
-    return [prompt_label(prompt) if str(label).startswith("prompt/") else None for label, prompt in pairs]
 
 
 def cells_at(
