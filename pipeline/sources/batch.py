@@ -233,8 +233,8 @@ def label_text(label: Label) -> str:
     >>> label_text("a/b"), label_text(("math", 7)), label_text(("a/b", "c")) == label_text(("a", "b/c"))
     ('a/b', 'math/7', False)
     """
-    if not isinstance(label, tuple):
-        return str(label)
+    if not isinstance(label, tuple) or len(label) == 1:
+        return str(label[0] if isinstance(label, tuple) else label)
     return "/".join(str(part).replace("\\", r"\\").replace("/", r"\/") for part in label)
 
 
@@ -275,17 +275,18 @@ def check_groups(rows: Sequence[Sample]) -> None:
     for row in rows:
         first = first_rows.setdefault(row.rollout, row)
         if first.group != row.group:
+            here, there = (quote(label_text(each.group)) for each in (row, first))
             raise SourceError(
                 f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in the "
-                f"group {quote(row.group)}, and at {first.where} in the group {quote(first.group)}"
+                f"group {here}, and at {first.where} in the group {there}"
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
         rollouts = members[row.group]
         if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
             raise SourceError(
-                f"{row.where}: the group {quote(row.group)} was dispatched with {row.expected_rollouts} "
-                f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
+                f"{row.where}: the group {quote(label_text(row.group))} was dispatched with "
+                f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?",
                 lacks="group_size",
             )

@@ -99,7 +99,8 @@ class Reading:
             )
         whole = json.dumps(prompt, sort_keys=True, default=repr)
         asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
-        return f"{asked} #{hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()}"
+        digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+        return (f"{asked} #{digest}",)  # a tuple, which no id of a dump is
 
 
 @dataclass(frozen=True, slots=True)
