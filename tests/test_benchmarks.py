@@ -70,7 +70,8 @@ def test_stored_results_belong_to_existing_benchmarks(quick):
         kept = RESULTS[name]
         assert not kept["quick"], name
         assert shape(result) == shape(kept), f"{name} has changed: run `make bench`"
-        assert [table["note"] for table in result["tables"]] == [table["note"] for table in kept["tables"]], name
+        notes = [[table["note"] for table in each["tables"]] for each in (result, kept)]
+        assert notes[0] == notes[1], name
         assert {key for key, value in kept["machine"].items() if value == ""} <= {"gpu"}, name
 
 

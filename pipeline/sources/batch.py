@@ -284,9 +284,10 @@ def check_groups(rows: Sequence[Sample]) -> None:
     for row in rows:
         rollouts = members[row.group]
         if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
+            places = listing([other.where for other in rollouts.values()])
             raise SourceError(
                 f"{row.where}: the group {quote(label_text(row.group))} was dispatched with "
-                f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
+                f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {places}. "
                 "Was its prompt drawn twice, or is source.group_size wrong?",
                 lacks="group_size",
             )
