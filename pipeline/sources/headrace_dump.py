@@ -52,7 +52,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         SourceError: the file is damaged or of another version, a column is missing or of another type, or an
             id or a reward is null.
     """
-    skipped = reading.skipped.count
+    skipped = reading.skipped
     if path.suffix == ".parquet":
         table = read_table(path)
         version = (table.schema.metadata or {}).get(b"headrace.schema", b"").decode(errors="replace")
@@ -72,7 +72,7 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
             f"{path}: the columns {lacking} are required; found {quote_some(table.column_names)}"
         )
     try:
-        if reading.skipped.count == skipped:  # else it is known that rows are missing
+        if reading.skipped == skipped:  # else it is known that rows are missing
             check_no_gaps(_integers(table, "row", path), path)
         whole = len(table)
         if "carried_in" in table.column_names:

@@ -92,10 +92,6 @@ class DumpSteps:
             why, err.step = text_with_overrides(err), step
             if self.folder is not None and self.folder.dump is not None:
                 rows = refused_report(found, step, err)
-            if self.source.skips and self.source.skipped_beside:  # its groups may lack their rollouts
-                more = len(self.source.skipped_beside) - 1
-                also = f" (and {more:,} more)" * (more > 0)
-                why += f". A malformed record was skipped here: {self.source.skipped_beside[0]}{also}"
         self.failed.append(FailedStep(step, why))
         if self.folder is not None:
             self.folder.fail(step, why, rows)
