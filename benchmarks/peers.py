@@ -4,7 +4,7 @@
 
 The implementations of TRL and verl are our own, from their documentation, with the containers
 that they use. No code is copied. Their other work (tokens, masks, metrics, device copies) is left out,
-which makes them faster. MCAdvantage is TorchRL's own. The sources are:
+which makes them faster. The sources are:
 
 - TRL, `trl/trainer/grpo_trainer.py` at d2b69d769dab6f77acbfd33252bcd7d22765571b;
 - verl, its estimator `grpo_vectorized` in `verl/trainer/ppo/core_algos.py` and `verl/utils/groupwise.py` at
@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from results import main
 from tables import Cell, Row, Table
-from tensordict import TensorDict
 from timing import measure, median_ms, ratio
 from torch import Tensor
-from torchrl.objectives.llm import MCAdvantage
 
 from headrace.transforms import group_relative_advantage
 
@@ -34,10 +32,8 @@ fast. The rows are shuffled, one for each rollout, in groups of 8. All lines giv
 
 - TRL: a reshape. The rows must be in the order of their groups, and all groups of one size.
 - verl, vectorised: sums for each uid, which is verl's id of a group. verl's own trainer uses texts as uids.
-- MCAdvantage: a transform of TorchRL, which also waits until groups are whole.
 
-MCAdvantage is TorchRL's own code. We wrote the other lines from the documentation of each framework, and
-they check nothing."""
+We wrote the other lines from the documentation of each framework, and they check nothing."""
 
 
 def trl(rewards: Tensor) -> Tensor:
@@ -94,37 +90,16 @@ def check(functions: dict[str, Callable[[], object]]) -> None:
         )
 
 
-def torchrl(rows: int) -> Callable[[], None]:
-    """MCAdvantage, of rows as collectors yield them, by group."""
-    number = torch.arange(rows).unsqueeze(-1)
-    columns = {
-        "group_id": number // GROUP_SIZE,
-        ("next", "reward"): torch.rand(rows, 1),
-        ("next", "done"): torch.ones(rows, 1, dtype=torch.bool),
-        ("tokens", "full"): torch.zeros(rows, 16, dtype=torch.int64),
-    }
-    batch = TensorDict(columns, batch_size=[rows])
-
-    def run() -> None:
-        out = MCAdvantage(grpo_size=GROUP_SIZE, prompt_key="group_id").inv(batch.clone(recurse=False))
-        if len(out) != rows:
-            raise RuntimeError(f"{rows} rows went in, and {len(out)} came out")
-
-    return run
-
-
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The one table."""
     sizes, times = (64, 128) if options.quick else (8_192, 131_072), []
     for size in sizes:
         functions = candidates(size)
         check(functions)
-        waited = {"MCAdvantage": torchrl(size)} if size == sizes[0] else {}
-        times.append(measure(functions | waited, options.rounds))
+        times.append(measure(functions, options.rounds))
     rows = [Row("headrace, ms", [Cell(median_ms(each, "headrace")) for each in times])]
     for name in list(times[0])[1:]:
-        ratios = [ratio(each, name, "headrace") if name in each else None for each in times]
-        rows.append(Row(name, [Cell(each, ",.2f" if (each or 0) < 10 else ",.0f") for each in ratios]))
+        rows.append(Row(name, [Cell(ratio(each, name, "headrace"), ",.2f") for each in times]))
     yield Table(
         "Advantages of other frameworks, over headrace",
         NOTE,

@@ -55,9 +55,8 @@ def test_every_benchmark_measures_every_cell(quick):
     assert "these numbers mean nothing" in page
     for name, result in results.items():
         for place, cell in cells(result).items():
-            given_up = place[1] == "MCAdvantage" and place[2] == result["tables"][0]["head"][-1]
             if name != "tokens" or place[2] != "formula, ms":  # which some measures have not
-                assert (cell["value"] is None) == given_up, (name, place)
+                assert cell["value"] is not None, (name, place)
             assert place[0] in page
             assert place[1] in page
 
