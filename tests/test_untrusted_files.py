@@ -280,6 +280,8 @@ def test_rows_are_counted_before_they_are_read(dump, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(f"headrace.pipeline.sources.file_kinds.{name}", most)
             assert "found 5 rows, with" in refusal(path)
+    monkeypatch.setattr("headrace.pipeline.sources.headrace_dump.MAX_ROWS", 4)
+    assert_refused("jsonl: a step has at most 4 rows; found more", dump(format="jsonl"))
     monkeypatch.setattr("headrace.pipeline.sources.open.MAX_ROWS", 1)
     assert_refused(
         "a step has at most 1 rows; step 4 has more", trl_dump(tmp_path / "trl" / "c.parquet"), **PROMPT

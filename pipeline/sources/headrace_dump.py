@@ -57,9 +57,11 @@ def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, Tens
         table = read_table(path)
         version = (table.schema.metadata or {}).get(b"headrace.schema", b"").decode(errors="replace")
     else:
-        records = [record.data for record in islice(read_lines(path, reading), MAX_ROWS)]
+        records = [record.data for record in islice(read_lines(path, reading), MAX_ROWS + 1)]
         if not records:
             return
+        if len(records) > MAX_ROWS:
+            raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; found more")
         table = table_of_lines(records, path)
         found = pc.unique(table["schema"]).to_pylist() if "schema" in table.column_names else [int(VERSION)]
         version = ", ".join(map(str, found))
