@@ -18,7 +18,6 @@ import pytest
 import torch
 from busy import stages
 from command import headrace_here
-from dumps import verl_row, write_lines
 from stored_runs import LARGE, report_of_step, served, started, step_batch, write_run
 
 from headrace.pipeline import Pipeline, ReportFolder, make_report, page_data, write_dump
@@ -455,15 +454,6 @@ def test_it_serves_until_ctrl_c_and_exits_quietly_without_torch(run):
 def rows_on_disk(folder):
     return [(step, *row) for step, batch in open_source(folder) for row in zip(
         batch["rollout_id"].tolist(), batch["next", "reward"].flatten().tolist(), strict=True)]  # fmt: skip
-
-
-def test_a_group_that_was_made_from_a_prompt_is_shown_with_the_prompt(tmp_path):
-    raw = write_lines(
-        tmp_path / "7.jsonl", [verl_row(None, i, prompt="user\n2+2?\nassistant\n") for i in (0, 1)]
-    )
-    [(step, batch)] = open_source(raw, format="verl", group_by="prompt", group_size=2)
-    write_dump(make_report(Pipeline({}).run(batch), step=step), tmp_path / "rollouts")
-    assert stored_run.StoredRun(tmp_path).rows(step)["asked"] == ["2+2?"] * 2
 
 
 def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):

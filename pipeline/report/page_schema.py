@@ -178,7 +178,6 @@ class PageCertificate(TypedDict):
     group_size: int  # rollouts of a group
     outcomes: int  # of a group, all of which were gone through
     refused: str  # why there are no numbers; empty: there are
-    why_zero: str  # why the advantage has no gradient; empty: it has one
     advantage: PageJudgement  # of the advantage alone
     loss: PageJudgement  # with the recipe's own loss weights
 

@@ -25,7 +25,6 @@ from headrace.pipeline.conversations import strings
 from headrace.pipeline.halves import part_of
 from headrace.pipeline.order import index_of_split
 from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.prompt_groups import group_called
 from headrace.pipeline.report.numbers import AGREE
 from headrace.pipeline.report.row_columns import report_columns
 from headrace.transforms import BatchError, Ids, Status, loss_weight
@@ -386,9 +385,7 @@ class AuditedStep:
         found = []
         for group in dict.fromkeys(self.groups.of[rows].tolist()):
             own = rows & (self.groups.of == group)
-            row = int(own.nonzero()[0])
-            prompt = None if self.prompts is None else self.prompts[row]
-            found.append((group_called(self.group_names[row], prompt, f"row {row}"), own))
+            found.append((self.group_names[int(own.nonzero()[0])], own))
         return found
 
 

@@ -205,10 +205,9 @@ class StoredRun:
             count: most rows to return.
 
         Returns:
-            ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``asked``: by row, what the
-            user asked, if its group was made from the prompt (else None), ``keys``: of their prompts (empty:
-            unknown), ``found``: rows that match, ``of``: rows of the step. A text is ``{"start",
-            "characters"}``, and a long one has its ``end``.
+            ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``keys``: of their
+            prompts (empty: unknown), ``found``: rows that match, ``of``: rows of the step. A text is
+            ``{"start", "characters"}``, and a long one has its ``end``.
 
         Raises:
             UnreadableRows: no such step or column, or a file that cannot be read.
@@ -225,11 +224,9 @@ class StoredRun:
             chosen = order[offset : offset + count]
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)
-            asked = _asked(file, names, chosen)
             keys = [key_of(value) for [value] in values_at(file, [same], chosen)] if same in names else []
         columns = [[printable(name), stored.kinds[name]] for name in names]
-        found = {"columns": columns, "rows": rows, "asked": asked, "keys": keys}
-        return found | {"found": len(order), "of": stored.rows}
+        return {"columns": columns, "rows": rows, "keys": keys, "found": len(order), "of": stored.rows}
 
     def text(self, number: int, place: int, column: str) -> str:
         """A text of one row, whole.
@@ -450,14 +447,6 @@ def values_at(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) ->
             found |= dict(zip(here.tolist(), map(list, zip(*columns, strict=True)), strict=True))
         start += size
     return [found[place] for place in places.tolist()]
-
-
-def _asked(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) -> list[str | None]:
-    """By row the prompt that its group was made from: of that, the group's label is a hash."""
-    if not {"group_label", "prompt"} <= set(names):
-        return [None] * len(places)
-    pairs = values_at(file, ["group_label", "prompt"], places)
-    return [prompt_label(prompt) if str(label).startswith("prompt/") else None for label, prompt in pairs]
 
 
 def cells_at(

@@ -73,10 +73,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
   const has = (column) => names.includes(column);
   const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
   const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
-  // Groups that were made from the prompt are called by it, and once.
-  const groups = new Set(answer.rows.map((cells) => value(cells, "group_id")));
-  const byPrompt = answer.asked.every((asked) => asked !== null) && (texts.includes("prompt") || groups.size === 1);
-  const shown = SHOWN.filter((column) => has(column) && !(byPrompt && column === "group_id"));
+  const shown = SHOWN.filter(has);
   if (!has("rollout_reward") && has("reward")) shown.splice(shown.indexOf("rollout_id") + 1, 0, "reward");
   if (has(sort) && !shown.includes(sort)) shown.splice(shown.indexOf("reason"), 0, sort);
   const width = shown.length + texts.length + 1;
@@ -86,7 +83,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
     h("th", { scope: "col" }, h("span", { class: "unseen" }, "open")),
     [...shown, ...texts].map((column) => h("th", { scope: "col", class: column }, columnName(column))),
   );
-  const body = answer.rows.flatMap((cells, k) => {
+  const body = answer.rows.flatMap((cells) => {
     const id = value(cells, "row") ?? cells[0];
     const detail = h("tr", { class: "detail", hidden: true }, h("td", { colspan: width }));
     const button = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Open row ${id}` }, "▸");
@@ -109,7 +106,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);
       }),
-      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, byPrompt && column === "prompt" ? answer.asked[k] : shownValue(column, value(cells, column))))),
+      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, shownValue(column, value(cells, column))))),
     );
     line.addEventListener("click", (e) => {
       if (e.target !== button && !window.getSelection().toString()) toggle();
