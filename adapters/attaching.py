@@ -11,7 +11,7 @@ from headrace.pipeline import Pipeline, Run
 from headrace.pipeline.decision import pipeline_of
 from headrace.pipeline.load import PipelineOptions, shows_options
 
-from .before_rollouts import require_columns, scale_overrides
+from .environment import scale_overrides
 
 OBJECTS = {"swift": "as/trl", "trl": "as/trl"}  # packages of trainers, a subclass in front of its base
 
@@ -56,7 +56,6 @@ def attach(
         TypeError: a trainer that has no such hook; docs/coming-from/ has the way for others.
         ValueError: the trainer has a recipe already, weighs rewards itself, or a pipeline comes with options.
         ConfigError: as :func:`load_pipeline`.
-        MissingKeyError: the recipe reads a column that the trainer does not have.
 
     Example:
         >>> try:
@@ -94,9 +93,7 @@ def attach(
             f"'pipeline.stages.collapse.columns={rewards}', 'pipeline.stages.collapse.weights={weights}'"
         )
     adapter = import_module(f"headrace.adapters.{found[0]}")
-    require_columns(pipeline, adapter.COLUMNS, found[0], rewards=rewards, of_tokens=adapter.OF_TOKENS)
-    mixin = adapter.RecipeAdvantages
-    trainer.__class__ = type(type(trainer).__name__, (mixin, type(trainer)), {})
+    trainer.__class__ = type(type(trainer).__name__, (adapter.RecipeAdvantages, type(trainer)), {})
     trainer.pipeline = pipeline  # type: ignore[attr-defined]
     return trainer
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
@@ -18,9 +19,8 @@ from headrace.pipeline.decision import refuse_state
 from headrace.pipeline.halves import before_the_split, part_of
 from headrace.transforms import MissingKeyError, TokenAdvantage
 
-from .before_rollouts import require_columns, scale_overrides
-
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"
+SETS_SCALE = re.compile(r"[+~]*(\S*@)?pipeline\.stages\.advantage(\.scale)?(=.*)?")
 Part = Literal["advantages", "rows", "whole"]
 
 
@@ -48,29 +48,29 @@ def recipe_of_environment(default: str, *words: str) -> Pipeline:
     return _decider(default, words).pipeline
 
 
-def check_recipe(
-    default: str,
-    hook: str,
-    columns: Sequence[str],
-    *,
-    of_tokens: bool = False,
-    part: Part = "advantages",
-) -> None:
-    """Refuse, before any rollout, a recipe of the environment variables that is unknown or does not fit.
+def scale_overrides(
+    trainers: Any, recipe: str | None, default: str, overrides: Iterable[str]
+) -> tuple[str, ...]:
+    """The override that gives the default recipe the scale that the trainer is set to.
+
+    Empty if you name another recipe, or the scale.
 
     Args:
-        default: see :func:`recipe_of_environment`.
-        hook: name of the trainer, for the message.
-        columns: those that the hook has, see :func:`require_columns`.
-        of_tokens: see :func:`require_columns`.
-        part: see :func:`decide_here`.
+        trainers: the trainer's setting: ``group`` (or True), ``batch`` or ``none`` (or False).
+        recipe: the recipe that you name; None: the default one.
+        default: name of the adapter's default recipe.
+        overrides: your overrides.
 
-    Raises:
-        ConfigError, ValueError: see :func:`recipe_of_environment`.
-        MissingKeyError: the recipe reads another column.
+    Example:
+        >>> scale_overrides(False, None, "as/verl", ["pipeline.stages.gate.group_size=8"])
+        ('pipeline.stages.advantage.scale=none',)
+        >>> scale_overrides(False, None, "as/verl", ["pipeline.stages.advantage.scale=batch"])
+        ()
     """
-    with options_are_words():
-        require_columns(_decider(default, (), part).pipeline, columns, hook, of_tokens=of_tokens)
+    if recipe not in (None, default) or any(SETS_SCALE.fullmatch(word) for word in overrides):
+        return ()
+    scale = {"True": "group", "False": "none"}.get(str(trainers), str(trainers))
+    return (f"pipeline.stages.advantage.scale={scale}",)
 
 
 def scale_here(default: str, trainers: Any) -> tuple[str, ...]:
@@ -115,20 +115,19 @@ def advantages_by_uid(
 
 @contextmanager
 def options_are_words() -> Iterator[None]:
-    """Say of a column that is not there where the options are that an error names.
+    """Let the error for a missing column say where the options are that it names.
 
     Raises:
-        MissingKeyError: the same, with the variables.
+        MissingKeyError: the same.
     """
     try:
         yield
     except MissingKeyError as err:
-        raise MissingKeyError(
-            "{why}. Options are overrides of the recipe {recipe}, in the environment of every process: "
-            f'{OVERRIDES}="pipeline.stages.gate.group_size=8"',
-            why=str(err),
-            recipe=os.environ.get(RECIPE) or "by default",
-        ) from err
+        err.more += (
+            ". Options are overrides of the recipe, in the environment of every process: "
+            f'{OVERRIDES}="pipeline.stages.gate.group_size=8"'
+        )
+        raise
 
 
 def token_stages(pipeline: Pipeline) -> dict[str, TokenAdvantage]:

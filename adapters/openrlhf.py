@@ -13,16 +13,14 @@ import torch
 
 from headrace.transforms import Status
 
-from .environment import check_recipe, decide_here
-
-COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "reward", "tokens", "status")
+from .environment import decide_here, recipe_of_environment
 
 
 def replace_advantages() -> None:
     """Let OpenRLHF's experience maker take its advantages from the recipe of the environment variables."""
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
-    check_recipe("as/openrlhf", "OpenRLHF", COLUMNS)
+    recipe_of_environment("as/openrlhf")  # raises here if it is unknown
     RemoteExperienceMaker.compute_advantages_and_returns = compute_advantages_and_returns
 
 

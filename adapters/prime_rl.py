@@ -15,10 +15,9 @@ from tensordict import TensorDict
 
 from headrace.pipeline import advantages_of
 
-from .environment import check_recipe, recipe_of_environment
+from .environment import recipe_of_environment
 
-COLUMNS = ("group_id", "rollout_id", "episode_id", "role", "reward", "tokens")
-check_recipe("as/prime_rl", "prime-rl", COLUMNS, of_tokens=True)
+recipe_of_environment("as/prime_rl")  # raises here if it is unknown
 
 
 class RecipeAlgorithm(Algorithm):

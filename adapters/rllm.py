@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from rllm.trainer.algorithms.advantage import register_rllm_adv_estimator
 
-from .environment import check_recipe, decide_here
+from .environment import decide_here, recipe_of_environment
 
-check_recipe("as/rllm", "rLLM", ["group_id", "rollout_id", "role", "reward", "tokens"])
+recipe_of_environment("as/rllm")  # raises here if it is unknown
 
 
 @register_rllm_adv_estimator("headrace")

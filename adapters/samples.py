@@ -16,7 +16,6 @@ from headrace.transforms import BatchError, Status
 
 from .environment import Part, decide_here, scale_here
 
-COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "status", "reward", "tokens", "length")
 Rewards = tuple[list[float], list[float]]
 """Those of the samples, and what the trainer takes for advantages."""
 

@@ -14,9 +14,9 @@ from typing import Any
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_advantage_estimator
 from torch import Tensor
 
-from .environment import advantages_by_uid, check_recipe, scale_here
+from .environment import advantages_by_uid, recipe_of_environment, scale_here
 
-check_recipe("as/skyrl", "SkyRL", ["group_id", "rollout_id", "reward", "tokens"], of_tokens=True)
+recipe_of_environment("as/skyrl")  # raises here if it is unknown
 
 
 @register_advantage_estimator("headrace")

@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headrace.transforms import BatchError
 
-from .environment import check_recipe, recipe_of_environment, token_stages
-from .samples import COLUMNS, Rewards, decide_samples, weigh_samples
+from .environment import recipe_of_environment, token_stages
+from .samples import Rewards, decide_samples, weigh_samples
 
-check_recipe("as/slime", "slime", COLUMNS, part="rows")  # compute_advantages has the columns of tokens
+recipe_of_environment("as/slime")  # raises here if it is unknown
 BY_TOKEN = "headrace.adapters.slime.compute_advantages"
 
 

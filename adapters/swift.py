@@ -17,9 +17,6 @@ from headrace.transforms import Status
 
 from .attaching import log_run
 
-COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "status", "reward")
-OF_TOKENS = False
-
 
 class RecipeAdvantages:
     """What a trainer of ms-swift does otherwise with a recipe attached."""

@@ -13,9 +13,9 @@ from torchtitan.config import Configurable
 
 from headrace.transforms import Status
 
-from .environment import check_recipe, decide_here, scale_here
+from .environment import decide_here, recipe_of_environment, scale_here
 
-check_recipe("as/tinker", "torchtitan", ["group_id", "rollout_id", "status", "reward", "tokens"])
+recipe_of_environment("as/tinker")  # raises here if it is unknown
 LIKE_TORCHTITAN = ("pipeline.stages.advantage.ddof=0", "pipeline.stages.advantage.eps=1e-6")
 
 

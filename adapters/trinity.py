@@ -14,10 +14,9 @@ from trinity.buffer.operators import ExperienceOperatorV1
 
 from headrace.transforms import Status
 
-from .environment import check_recipe, decide_here
+from .environment import decide_here, recipe_of_environment
 
-COLUMNS = ("group_id", "rollout_id", "turn", "status", "reward", "tokens", "length")
-check_recipe("as/verl", "Trinity-RFT", COLUMNS)
+recipe_of_environment("as/verl")  # raises here if it is unknown
 
 
 class RecipeOperator(ExperienceOperatorV1):

@@ -16,9 +16,6 @@ from headrace.transforms import Status
 
 from .attaching import log_run
 
-COLUMNS = ("group_id", "rollout_id", "expected_rollouts", "status", "reward", "tokens")
-OF_TOKENS = True
-
 
 class RecipeAdvantages:
     """What a trainer of TRL does otherwise with a recipe attached."""

@@ -18,17 +18,14 @@ from verl.trainer.ppo.core_algos import register_adv_est
 
 from headrace.pipeline import advantages_of
 
-from .environment import advantages_by_uid, check_recipe, recipe_of_environment, scale_here
+from .environment import advantages_by_uid, recipe_of_environment, scale_here
 
 try:
     from verl.trainer.ppo.v1 import trainer_base
 except ImportError:  # it needs TransferQueue, which the older trainer does without
     trainer_base = None
 
-# Only the v1 trainer has `expected_rollouts`.
-check_recipe(
-    "as/verl", "verl", ["group_id", "rollout_id", "expected_rollouts", "reward", "tokens"], of_tokens=True
-)
+recipe_of_environment("as/verl")  # raises here if it is unknown
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
 
 

@@ -8,12 +8,13 @@ The grpo recipe on ranks that each have their own rows. With more ranks than cor
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ SIZES, TOKENS = (1024, 8192), 16  # rows of a rank, tokens of each
 TARGET = 1.5  # of the smallest
 NOTE = f"""The time, in ms, of the loop over the {MINIBATCHES} minibatches of the grpo recipe: on a rank,
 and in one process, which has the rows of all ranks. "2 × 1,024" is two ranks with 1,024 rows each. The
-ratio is that of the CPU times."""
+ratio is that of the CPU times. A collective is an exchange between the ranks; the last column counts
+those of a rank for a batch."""
 # What a process group is asked for; those that this version has.
 COLLECTIVES = """allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced allreduce
 allreduce_coalesced alltoall alltoall_base barrier monitored_barrier broadcast gather scatter reduce
@@ -61,7 +63,7 @@ def seconds(function: Callable[[], object]) -> tuple[float, float]:
 
 
 def run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, port: int, results: Any) -> None:
-    """What each process does; the first puts its times by round into `results`: as a rank, and alone."""
+    """What each process does; the first puts its times by round into `results`, as a rank and alone."""
     join_ranks(rank, ranks, port)
     for rows in sizes:
         shared, single = loops(rank, ranks, rows, TOKENS)
@@ -69,25 +71,17 @@ def run_rank(rank: int, ranks: int, sizes: list[int], rounds: int, port: int, re
         for _ in range(rounds + 1):
             dist.barrier()
             times.append((seconds(shared), seconds(single) if rank == 0 else ()))
+        collectives = count_collectives(shared)
         if rank == 0:
-            results.put(times[1:])
+            results.put((times[1:], collectives))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def count_collectives(rows: int, tokens: int) -> int:
-    """How often one of two ranks, each with `rows`, calls the process group for one batch.
-
-    The second rank is a fork of this process, so that nothing is imported again.
-    """
-    port = free_port()
-    child = os.fork()
-    rank, done = (1, 1) if child == 0 else (0, 0)
-    try:
-        join_ranks(rank, 2, port)
-        shared, _ = loops(rank, 2, rows, tokens)
-        shared()
-        count = 0
+def count_collectives(function: Callable[[], object]) -> int:
+    """How often a function calls the process group."""
+    count = 0
+    with ExitStack() as patches:
         for name in COLLECTIVES.split():
             if (method := getattr(dist.ProcessGroup, name, None)) is not None:
 
@@ -96,17 +90,9 @@ def count_collectives(rows: int, tokens: int) -> int:
                     count += 1
                     return _method(*args, **options)
 
-                setattr(dist.ProcessGroup, name, counted)
-        shared()
-        done, found = 0, count
-        dist.barrier()
-        dist.destroy_process_group()
-    finally:
-        if child == 0:
-            os._exit(done)
-    if os.waitpid(child, 0)[1] != 0:
-        raise RuntimeError("the second rank failed")
-    return found
+                patches.enter_context(mock.patch.object(dist.ProcessGroup, name, counted))
+        function()
+    return count
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
@@ -117,15 +103,17 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     torch.multiprocessing.start_processes(run_rank, arguments, options.ranks, start_method="fork")
     lines = []
     for rows in sizes:
-        times = results.get()
+        times, collectives = results.get()
         (cpu, wall), (single, single_wall) = (
             [[each[who][clock] for each in times] for clock in (0, 1)] for who in (0, 1)
         )
         ratio = statistics.median(a / b for a, b in zip(cpu, single, strict=True))
         middle = [Cell(1e3 * statistics.median(each), ".1f") for each in (cpu, single, wall, single_wall)]
         target = TARGET if rows == sizes[0] else None
-        lines.append(Row(f"{options.ranks} × {rows:,}", [*middle, Cell(ratio, target=target)]))
+        last = Cell(ratio, target=target), Cell(collectives, "d", 3)
+        lines.append(Row(f"{options.ranks} × {rows:,}", [*middle, *last]))
     head = ["ranks × rows", "a rank, CPU", "one process, CPU", "a rank, wall", "one process, wall", "ratio"]
+    head.append("collectives")
     yield Table("A rank over one process", NOTE, head, lines)
 
 

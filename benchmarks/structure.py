@@ -18,7 +18,6 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from batches import MINIBATCHES, collected, grpo_loop
-from ranks import count_collectives
 from results import main
 from tables import Cell, Row, Table
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +31,7 @@ SMALL, ONE_PIECE = (64, 100), (512, 100)  # rows, tokens of each
 ASKED_BY_TORCHRL = {"requires_shared_write_state"}
 NOTE_RUN = f"""Counts for the loop over the minibatches of the grpo recipe: {SMALL[0]} rows in
 {MINIBATCHES} minibatches, if the line does not say otherwise. Files and functions are those of headrace. On
-a GPU each operator call is a kernel launch. A collective is an exchange between two ranks."""
+a GPU each operator call is a kernel launch."""
 NOTE_READ = """Lines of code without docstrings, comments and empty lines. A trait is a public attribute of
 BatchTransform by which a stage describes itself."""
 
@@ -121,7 +120,6 @@ def spanned(node: ast.expr | ast.stmt) -> set[int]:
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """What runs, and what there is to read."""
-    collectives = count_collectives(*SMALL)  # first: it forks, which is safe while there are no threads
     small = grpo_loop(collected(*SMALL), MINIBATCHES)
     found = entered(small)
     numbers = {
@@ -133,7 +131,6 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
             operator_calls(grpo_loop(collected(*ONE_PIECE), 1)),
             160,
         ),
-        "collectives of a rank": (collectives, 3),
     }
     lines = [Row(name, [Cell(count, ",d", goal)]) for name, (count, goal) in numbers.items()]
     yield Table("Code that a GRPO batch runs through", NOTE_RUN, ["what", "number"], lines)

@@ -21,15 +21,13 @@ from tensordict import TensorDict
 from timing import measure, median_ms, ratio
 from torch import Tensor, nn
 
-from headrace.transforms import pack, tree_mask, unpack
+from headrace.transforms import pack, tree_mask
 
 VOCABULARY = 32_000
 WIDTH = 512
 NOTE = f"""In a prefix tree, a token that several rows share is one node, and is computed once. "Times
 fewer" is tokens divided by nodes. The next columns are wall times of a forward and a backward pass of a
 transformer with 4 layers of width {WIDTH}: for padded rows, for packed rows, and for the tree."""
-FINDING = """The wall time to pack and to unpack, for each token of the rows. The time to pack as a tree
-includes the search for shared tokens."""
 Rows = list[list[int]]
 
 
@@ -129,22 +127,8 @@ def saved(name: str, rows: Rows, target: float, options: argparse.Namespace) -> 
     )
 
 
-def finding(rows: int, tokens: int, rounds: int) -> Row:
-    """A line of the table of what it costs to find what is shared: groups of eight share half of a row."""
-    batch = batch_of(answers(rows // 8, tokens // 2, 8, tokens // 2))
-    packed = pack(batch, tree=True)
-    calls = {
-        "plain": lambda: pack(batch),
-        "tree": lambda: pack(batch, tree=True),
-        "unpack": lambda: unpack(packed),
-    }
-    times = measure(calls, rounds, time.perf_counter)
-    each = [Cell(1e6 * median_ms(times, name) / (rows * tokens), ".0f") for name in calls]
-    return Row(f"{rows:,} × {tokens:,}", [Cell(rows * tokens, ",d"), *each])
-
-
 def tables(options: argparse.Namespace) -> Iterator[Table]:
-    """What is saved, and what it costs to find it."""
+    """What is saved."""
     torch.manual_seed(0)
     scenes = {
         "4 prompts of 64 tokens, 8 answers of 32": (answers(4, 64, 8, 32), 2.4),
@@ -154,11 +138,6 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     head = ["rows", "tokens", "nodes", "times fewer", "padded, ms", "packed, ms", "tree, ms", "packed / tree"]
     lines = [saved(name, rows, target, options) for name, (rows, target) in scenes.items()]
     yield Table("Shared tokens computed once", NOTE, head, lines)
-    shapes = [(16, 64), (8, 32), (32, 16)] if options.quick else [(64, 16384), (512, 2048), (4096, 256)]
-    head = ["rows × tokens", "tokens", "pack, ns", "pack as a tree, ns", "unpack, ns"]
-    yield Table(
-        "Packing a million tokens", FINDING, head, [finding(*shape, options.rounds) for shape in shapes]
-    )
 
 
 if __name__ == "__main__":

@@ -112,9 +112,9 @@ def _modules() -> dict[str, str]:
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        from .wording import suggest
+        from headrace import hint  # here: it is imported while `headrace` is
 
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest(name, __all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint(name)}")
     globals()[name] = value = getattr(import_module(f".{_modules()[name]}", __name__), name)
     return value
 

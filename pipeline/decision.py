@@ -347,7 +347,11 @@ class Decider:
             raise BatchError(
                 "columns must not be None; found {found}. Leave them out", found=listing(lacking)
             )
-        lengths = {name: len(values) for name, values in columns.items()}
+        try:
+            lengths = {name: len(values) for name, values in columns.items()}
+        except TypeError as err:  # a number, or a generator
+            kinds = listing(f"{name} ({type(values).__name__})" for name, values in columns.items())
+            raise BatchError("columns must be lists, arrays or tensors; found {kinds}", kinds=kinds) from err
         if len(set(lengths.values())) != 1:
             raise BatchError(
                 "columns must have one entry for each row; got {found}", found=lengths or "no columns"
@@ -359,7 +363,7 @@ class Decider:
             if name in COUNTS:
                 if not isinstance(values, Tensor) and any(isinstance(each, str) for each in values):
                     raise BatchError(f"{name} must be integers; found texts. {name!r} is {MEANS[name]}")
-                of_mask = ": of a mask (N, T), give mask.sum(1)" if np.ndim(values) > 1 else ""
+                of_mask = ": of a mask (N, T), give mask.sum(1)" if getattr(values, "ndim", 1) > 1 else ""
                 counts = _as_numbers(values, name, MEANS[name] + of_mask)
                 if len(counts) and int(counts.min()) < 0:
                     raise BatchError(
@@ -393,8 +397,12 @@ class Decider:
                 batch[key] = torch.tensor([Status[value.upper()] for value in values])
             else:
                 try:
-                    found = np.asarray(values, dtype=float if name == "reward" else None)
-                except ValueError as err:
+                    found = np.asarray(values)
+                    if name == "reward":
+                        if any(isinstance(each, str) for each in found.flat if found.dtype.kind in "OU"):
+                            raise ValueError("found texts")
+                        found = np.asarray(values, dtype=float)
+                except (TypeError, ValueError) as err:
                     message, why = (
                         "{column_name} must be one number for each row, or K of them: {why}",
                         str(err),
@@ -424,7 +432,13 @@ class Decider:
         return {"pipeline": self.pipeline.state_dict(), "rows": self.rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`."""
+        """Restore a state of :meth:`state_dict`.
+
+        Raises:
+            ValueError: it is the state of something else.
+        """
+        if not {"pipeline", "rows"} <= state.keys():
+            raise ValueError(f"the state must be that of a Decider's state_dict(); it has {listing(state)}")
         self.pipeline.load_state_dict(state["pipeline"])
         self.rows = int(state["rows"])
 
@@ -455,9 +469,10 @@ def refuse_other_arguments(*given: Any) -> None:
             kind, f"a {type(each).__name__}"
         )
 
+    found = [given[0], *(each for each in given[1:] if not isinstance(each, str))]  # no name by default
     raise ValueError(
         f"columns must be one mapping of names, such as {EXAMPLE}, or a TensorDict; the name of a recipe "
-        f"comes behind it. Found {', then '.join(map(looks, given))}"
+        f"comes behind it. Found {', then '.join(looks(each) for each in found)}"
     )
 
 

@@ -167,11 +167,14 @@ def load_pipeline(
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
     """Return the recipe, `rows` and the overrides as one list of overrides."""
     if not isinstance(recipe, str):
-        raise ConfigError(f"a recipe is a name, such as 'grpo'; got {recipe!r}. Give options by keyword")
+        raise ConfigError(
+            f"a recipe is a name, such as 'grpo'; got a {type(recipe).__name__}. Give options by "
+            "keyword, and columns to headrace.decide"
+        )
     if bare := [each for each in overrides if not (isinstance(each, str) and _is_override(each))]:
         raise ConfigError(
-            f"an override must be KEY=VALUE; got {bare[0]!r}. Give options by keyword, such as group_size=8, "
-            f"and one recipe, here {recipe!r}"
+            f"an override must be KEY=VALUE; got {bare[0]!r:.200}. Give options by keyword, such as "
+            f"group_size=8, and one recipe, here {recipe!r}"
         )
     chosen = [] if _is_override(recipe) else [f"pipeline={recipe}"]
     others = [recipe, *overrides] if not chosen else list(overrides)
@@ -246,13 +249,13 @@ def settings_of(
         {'stages.advantage.scale': 'none', 'stages.gate.group_size': 8, 'stages.filter': None}
     """
     if not isinstance(stages, Mapping):
-        raise ConfigError(f"stages must be a mapping such as {{'filter': None}}; got {stages!r}")
+        raise ConfigError(f"stages must be a mapping such as {{'filter': None}}; got {stages!r:.200}")
     found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
         if not (options is None or isinstance(options, Mapping) or callable(options)):
             raise ConfigError(
                 f"stages[{name!r}] must be a mapping of options, a whole stage (an object, or a mapping with "
-                f"'_target_'), or None; got {options!r}"
+                f"'_target_'), or None; got {options!r:.200}"
             )
         by_option = options if isinstance(options, Mapping) and "_target_" not in options else {"": options}
         for key, value in by_option.items():
@@ -302,9 +305,9 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                 if whole:
                     OmegaConf.update(pipeline, key, value)
         except OmegaConfBaseException as err:
-            raise ConfigError(
-                f"pipeline.{key} must be a value that YAML has, or a callable; got {value!r}: {err}"
-            ) from err
+            by_name = OmegaConf.is_dict(OmegaConf.select(pipeline, key))
+            needed = "names and values in braces" if by_name else "a value that YAML has, or a callable"
+            raise ConfigError(f"pipeline.{key} must be {needed}; got {value!r:.200}") from err
 
 
 def objects_in(value: Any) -> Iterator[Any]:

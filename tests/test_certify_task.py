@@ -75,14 +75,6 @@ def test_a_recipe_that_refuses_a_task_is_named_with_the_reason(tmp_path):
         certified(tmp_path, "pipeline=gigpo", ONLY)
 
 
-def test_a_certificate_without_a_gradient_names_the_stage_that_took_the_rows_out(tmp_path):
-    """The ratio of the stale sampler is out of the bounds of `mis` for each rollout."""
-    _, text, (found,) = certified(tmp_path, "pipeline=mis", "certify.only=[stale_sampler]")
-    assert found["advantage"]["ratio"] == [0.0, 0.0]
-    assert found["why_zero"] == "no row trains. Removed by stage/reason: reject/diverged 324 of 324 rows"
-    assert f"mis: {found['why_zero']}" in text
-
-
 def test_a_user_task_is_certified(tmp_path, monkeypatch):
     (tmp_path / "coins.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)

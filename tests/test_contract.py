@@ -310,9 +310,16 @@ def test_an_environment_is_refused(name):
         TransformedEnv(CountingEnv(), Compose(STAGES[name]()))
 
 
+def test_an_unknown_option_is_answered_with_all_options():
+    with pytest.raises(
+        TypeError, match=r"no option 'epsilon'; its options are baseline, .*, eps, .*, reward_key"
+    ):
+        GroupRelativeAdvantage(epsilon=1)
+
+
 @every
 def test_an_input_that_is_no_batch_is_refused(name):
-    with pytest.raises(TypeError, match="takes a TensorDict of rows, got dict"):
+    with pytest.raises(TypeError, match=r"takes a TensorDict of rows, got dict.*decide"):
         STAGES[name]()({"reward": 1})
     with pytest.raises(BatchError, match=r"batch size \[\]"):
         STAGES[name]()(rows()[0])

@@ -205,6 +205,8 @@ def test_a_running_baseline_resumes_from_a_state():
     later = columns | {"rollout_id": [1000 + rollout for rollout in columns["rollout_id"]]}
     assert torch.equal(one.decide(later).advantage, other.decide(later).advantage)
     assert not torch.equal(first.advantage, one.decide(later).advantage)
+    with pytest.raises(ValueError, match=r"that of a Decider's state_dict\(\); it has stages"):
+        other.load_state_dict(one.pipeline.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,10 @@ def test_a_running_baseline_resumes_from_a_state():
             {},
             r"needs one number per row in 'reward', for 2 rows; found \(2, 2\)",
         ),
-        ({"reward": ["a", "b"]}, {}, "reward must be one number for each row"),
+        ({"reward": ["1.0", "b"]}, {}, "reward must be one number for each row, or K of them: found texts"),
+        ({"reward": [1.0, {}]}, {}, "reward must be one number for each row, or K of them: float"),
+        ({"reward": 1.0}, {}, r"columns must be lists, arrays or tensors; found .* reward \(float\), tokens"),
+        ({"tokens": [[3, 4], [5]]}, {}, "'tokens' is the number of tokens of each row in the loss"),
         ({"tokens": [3, -1]}, {}, "tokens must be ≥ 0; found -1 at row 1"),
         ({}, {"recipe": "roles"}, r"needs the column 'role'; the columns are group_id"),
         (
@@ -265,6 +270,7 @@ def test_errors_name_the_columns_and_keywords_of_the_caller(columns, options, sa
             "numbers like rewards, then texts like ids, then numbers like ids",
         ),
         (["grpo", {"reward": [1.0]}], "'grpo', then columns"),
+        (["grpo"], "'grpo'"),
         ([{"reward": [1.0]}, [0]], "columns, then numbers like ids"),
         ([{"reward": [1.0]}, Pipeline({})], "columns, then a Pipeline"),
     ],

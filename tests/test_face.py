@@ -78,9 +78,10 @@ def test_importing_a_stage_does_not_import_hydra():
     ],
 )
 def test_an_unknown_name_is_refused_with_its_module_or_nearest_name(name, hint):
-    with pytest.raises(AttributeError) as refused:
-        getattr(headrace, name)
-    assert str(refused.value) == f"module 'headrace' has no attribute {name!r}{hint}"
+    for module in (headrace, headrace.pipeline):
+        with pytest.raises(AttributeError) as refused:
+            getattr(module, name)
+        assert str(refused.value) == f"module {module.__name__!r} has no attribute {name!r}{hint}"
 
 
 def test_each_hinted_module_has_the_name():

@@ -173,24 +173,35 @@ def says(rows) -> bool | None:
     return each or (once and max(pieces) in ended and (not with_begins or min(pieces) in started))
 
 
-rollout_rows = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 2)), min_size=1, max_size=4)
+@st.composite
+def rollouts_of_pieces(draw, apart):
+    """Rows of finished rollouts, whose pieces are interleaved; up to three bools or numbers are wrong."""
+    rollouts = []
+    for _ in range(draw(st.integers(1, 3))):
+        lengths = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3 if apart else 1))
+        order = draw(st.permutations([piece for piece, length in enumerate(lengths) for _ in range(length)]))
+        rows = [
+            [piece not in order[at + 1 :], piece not in order[:at], piece, len(lengths)]
+            for at, piece in enumerate(order)
+        ]
+        for field in draw(st.lists(st.integers(0, 3), max_size=3)):
+            for row in rows if field == 3 else [draw(st.sampled_from(rows))]:
+                row[field] = not row[field] if field < 2 else row[field] + 1
+        rollouts.append(rows)
+    return rollouts
 
 
-@given(
-    st.lists(st.tuples(rollout_rows, st.integers(1, 3)), min_size=1, max_size=4),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
-    st.randoms(use_true_random=False),
-)
-def test_finished_rollouts_are_those_of_a_loop(rollouts, with_begins, with_segments, with_expected, random):
+@given(st.data(), *[st.booleans()] * 3)
+def test_finished_rollouts_are_those_of_a_loop(data, with_begins, with_segments, with_expected):
+    rollouts = data.draw(rollouts_of_pieces(with_segments or with_expected))
+    turns = [number for number, rows in enumerate(rollouts) for _ in rows]
+    of = [iter(rows) for rows in rollouts]
     rows = [
         (number, done, begins if with_begins else None, segment if with_segments else None,
          expected if with_expected else None)
-        for number, (segments, expected) in enumerate(rollouts)
-        for done, begins, segment in segments
+        for number in data.draw(st.permutations(turns))
+        for done, begins, segment, expected in [next(of[number])]
     ]  # fmt: skip
-    random.shuffle(rows)
     by_rollout = defaultdict(list)
     for number, *row in rows:
         by_rollout[number].append(row)

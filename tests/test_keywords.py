@@ -130,7 +130,9 @@ def test_rows_is_a_keyword():
         (["grpo", 8], {}, "KEY=VALUE; got 8. Give options by keyword, such as group_size=8"),
         (["grpo"], {"clip": 8}, r"no keyword 'clip'; set it as stages={'advantage': {'clip': 8}}"),
         (["grpo"], {"reward_key": "score"}, r"'reward_key'; set it as columns={'reward': 'score'}"),
-        ([{"gate": {}}], {}, r"a recipe is a name, such as 'grpo'; got {'gate': {}}"),
+        ([{"gate": {}}], {}, r"a recipe is a name, such as 'grpo'; got a dict.* columns to headrace.decide"),
+        (["grpo"], {"columns": ["uid"]}, r"columns must be names and values in braces; got \['uid'\]$"),
+        (["grpo"], {"stages": [0] * 4000}, r"^stages must be a mapping .{0,300}$"),
         (
             ["grpo"],
             {"stages": {"advantge": {"clip": None}}},

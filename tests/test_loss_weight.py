@@ -271,6 +271,8 @@ def test_weights_need_terms_per_token():
     batch = LossWeight()(batch_of(NINE))
     with pytest.raises(BatchError, match=r"'loss_kl_to_ref' is \(\).*aggregation='none'.*TokenGRPOLoss"):
         weighted_loss(TensorDict({"loss_kl_to_ref": torch.zeros(())}), batch)
+    with pytest.raises(BatchError, match=r"must return a TensorDict with entries loss_.*; got a Tensor"):
+        weighted_loss(torch.zeros(3, 3), batch)
     with pytest.raises(BatchError, match=r"entries named loss_\*; found \['objective'\]"):
         weighted_loss(TensorDict({"objective": torch.zeros(3, 3)}), batch)
     with pytest.raises(MissingKeyError, match="loss_weight"):

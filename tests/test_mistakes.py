@@ -44,6 +44,7 @@ MISTAKES = {
     # -- names of options
     "sed=1": "unknown option 'sed' (did you mean seed=1?)",
     "seed 1": "did you mean seed=1?",
+    "train.max-grad-norm=3": "did you mean train.max_grad_norm=3?",
     "train.step=3": "unknown option 'train.step' (did you mean train.steps=3?)",
     "output=x": "did you mean hydra.run.dir=x?",
     "hydra.run.dri=x": "did you mean 'hydra.run.dir'",
@@ -96,6 +97,7 @@ MISTAKES = {
     "task=compare source.path=dump pipelines=abc": "pipelines must be a list (each a word); got 'abc'",
     "pipeline=3": "pipeline=3 must be the name of a file, as in pipeline=grpo",
     "policy.width=30": "policy.width must be a multiple of heads; got 30 and 4",
+    "optimizer.lr=fast": "optimizer.lr must be a finite number or a node with a _target_; got 'fast'",
     "optimizer.lr=-1": "optimizer.lr=-1: Invalid learning rate: -1",
     "'train.transform={_target_: no.where}'": "_target_ 'no.where' cannot be imported: No module named 'no'",
     "train.transform=trees": "train.transform must be one of 'pack', 'tree'",
@@ -125,9 +127,8 @@ MISTAKES = {
     "task=replay dump/*.json": "did you mean 'source.path=dump/*.json'?). But dump/*.json: no file matches",
     "--path dump": "did you mean task=replay source.path=dump?",
     "task=replay --file dump": "did you mean source.path=dump?",
-    REPLAY: f":\nheadrace {REPLAY} {OF_PROMPT}\n",
-    f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
-    f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
+    REPLAY: "set source.group_by=prompt",
+    f"{REPLAY} source.group_by=prompt": "set pipeline.stages.gate.group_size",
     f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: this is a file",
     "hydra.run.dir=": "hydra.run.dir=: an output folder is required",
 }

@@ -197,10 +197,9 @@ def test_a_page_of_certificates_shows_only_them(look):
     def judged(ratio, **numbers):
         return {"ratio": ratio, "relative_bias": 0.099, "cosine": 0.9952, "variance": 0.0733} | numbers
 
-    where = {"task": "stop_or_continue", "group_size": 4, "outcomes": 256, "refused": "", "why_zero": ""}
+    where = {"task": "stop_or_continue", "group_size": 4, "outcomes": 256, "refused": ""}
     nothing = dict.fromkeys(("relative_bias", "cosine", "variance", "scale")) | {"ratio": []}
     held = where | {"recipe": "grpo", "advantage": judged([1.0225, -0.5], scale=0.98), "loss": nothing}
-    held["why_zero"] = "no row trains. Removed by stage/reason: gate/failed 9 of 9 rows"
     lost = where | {"recipe": "<b>gigpo", "refused": "needs <i>'state_id'", "outcomes": 0}
     lost |= {"advantage": nothing, "loss": nothing}
     page = look(pages.run_of() | {"certificates": [held, lost]})
@@ -208,10 +207,6 @@ def test_a_page_of_certificates_shows_only_them(look):
     cells = [cell.text for cell in page.all("#certificates tbody tr:first-child td")]
     assert cells[:6] == ["grpo", "1.0225 −0.5000", "9.9 %", "0.9952", "0.0733", "0.98"]
     assert cells[6:] == ["grpo", "", "–", "–", "–", "–"]
-    assert (
-        "grpo: no row trains. Removed by stage/reason: gate/failed 9 of 9 rows"
-        in page.one("#certificates").text
-    )
     assert "without <b>gigpo: needs <i>'state_id'" in page.one("#certificates").text
     assert [
         section.get_attribute("id") for section in page.all("main section") if section.is_displayed()

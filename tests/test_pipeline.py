@@ -146,7 +146,7 @@ def test_a_failing_stage_is_named_with_its_options(make_batch):
 
 def test_minibatches_are_checked_at_once_and_belong_to_their_batch(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2)})
-    with pytest.raises(ValueError, match="epochs must be ≥ 1; got 0"):
+    with pytest.raises(ValueError, match="epochs must be an integer ≥ 1; got 0"):
         pipeline.minibatches(make_batch([0.0] * 4, [0] * 4), epochs=0)
     with pytest.raises(BatchError, match="3 units cannot be cut into 2"):
         pipeline.minibatches(make_batch([0.0] * 3, [0] * 3))

@@ -143,6 +143,13 @@ def test_invalid_grades_are_refused_with_their_rollouts(given, message):
         regrade(batch_of("a", "b"), lambda prompts, responses: given)
 
 
+def test_a_grader_of_other_arguments_is_refused():
+    with pytest.raises(
+        SourceError, match="takes two lists, of prompts and of responses: too many positional"
+    ):
+        regrade(batch_of("a", "b"), lambda response: [0.0, 1.0])
+
+
 def test_a_dump_without_texts_is_refused(tmp_path):
     path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, i, 1.0) for i in range(2)])
     with pytest.raises(SourceError, match=r"step 6: to grade again takes the texts of the responses"):

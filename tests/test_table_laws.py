@@ -81,6 +81,15 @@ def test_writing_to_some_rows_leaves_the_others_unchanged(values):
     assert Some()(batch_of([1.5, 2, 3], [0, 0, 0]))["next", "reward"].flatten().tolist() == [1.5, 2, 0]
 
 
+def test_a_column_as_an_attribute_is_answered_with_its_name():
+    class Attribute(Low):
+        def decide(self, rows):
+            rows.advantage  # noqa: B018
+
+    with pytest.raises(AttributeError, match=r"there is no rows.advantage; a column is rows\['advantage'\]"):
+        Attribute()(batch_of([1.0, 2, 3], [0, 0, 0]))
+
+
 def test_each_stage_that_needs_an_id_checks_it():
     batch = batch_of([1.0, 2, 3, 4], [-1, -1, -1, -1], [0, -1, 2, 3])
     with pytest.raises(BatchError, match=r"rollout_id ≥ 0; found -1 at row 1"):

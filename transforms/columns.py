@@ -209,9 +209,8 @@ class TakesColumns:
         """
         owner, options = type(self).__name__, [f"{role}_key" for role in self._columns]
         if unknown := sorted(names.keys() - set(options)):
-            raise TypeError(
-                f"{owner} has no option {unknown[0]!r}; its options for columns are {', '.join(options)}"
-            )
+            known = ", ".join(inspect.signature(type(self)).parameters)
+            raise TypeError(f"{owner} has no option {unknown[0]!r}; its options are {known}")
         for option, (role, column) in zip(options, self._columns.items(), strict=True):
             key = nested_key(names.get(option, column.default))
             if key is None and not column.optional:

@@ -5,7 +5,7 @@ The text is kept in a label column, and errors show it in place of the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -45,7 +45,8 @@ def enter_rows(batch: TensorDictBase, id_keys: Sequence[NestedKey], *, reader: s
         ProcessedTwiceError: a pipeline has already processed this batch.
     """
     if not isinstance(batch, TensorDictBase):
-        raise TypeError(f"{reader} takes a TensorDict of rows, got {type(batch).__name__}")
+        plain = ". headrace.decide takes columns without a TensorDict" * isinstance(batch, Mapping)
+        raise TypeError(f"{reader} takes a TensorDict of rows, got {type(batch).__name__}{plain}")
     if batch.batch_dims == 0:
         raise BatchError(f"{reader} takes a batch of rows, got a TensorDict of batch size []")
     rows = batch.shape.numel()

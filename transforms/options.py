@@ -64,7 +64,7 @@ def takes_options(thing: T) -> T:
         hints = annotations_of(thing)
         for name, value in given.items():
             if not fits(value, hints.get(name, Any)):
-                raise ValueError(f"{name} must be {described(hints[name])}; got {value!r}")
+                raise ValueError(f"{name} must be {described(hints[name])}; got {value!r:.200}")
         return thing(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -109,8 +109,8 @@ def fits(value: Any, hint: Any) -> bool:
     """
     origin, inner = get_origin(hint), get_args(hint)
     is_union = origin in (Union, types.UnionType)
-    if hint is torch.Tensor or (is_union and torch.Tensor in inner):  # data
-        return True
+    if not isinstance(value, str) and (hint is torch.Tensor or (is_union and torch.Tensor in inner)):
+        return True  # data
     if isinstance(value, Mapping) and "_target_" in value:
         return True
     if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
@@ -201,7 +201,7 @@ def at_least(option: str, value: Any, low: int) -> Any:
         ValueError: it is not.
     """
     if value is not None and value < low:
-        raise ValueError(f"{option} must be an integer ≥ {low}; got {value!r}")
+        raise ValueError(f"{option} must be an integer ≥ {low}; got {value!r:.200}")
     return value
 
 
@@ -213,7 +213,7 @@ def within(option: str, value: Any, low: float, high: float = INF) -> Any:
     """
     if value is not None and not low <= value <= high:
         range_ = f"in [{low:g}, {high:g}]" if high < INF else f"finite and ≥ {low:g}"
-        raise ValueError(f"{option} must be {range_}; got {value!r}")
+        raise ValueError(f"{option} must be {range_}; got {value!r:.200}")
     return value
 
 
@@ -225,7 +225,7 @@ def above_zero(option: str, value: Any, high: float = INF) -> Any:
     """
     if value is not None and not 0 < value <= high:
         range_ = f"in (0, {high:g}]" if high < INF else "finite and > 0"
-        raise ValueError(f"{option} must be {range_}; got {value!r}")
+        raise ValueError(f"{option} must be {range_}; got {value!r:.200}")
     return value
 
 

@@ -59,7 +59,7 @@ from copy import copy
 from functools import cached_property
 from math import isfinite
 from operator import is_
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
@@ -180,6 +180,13 @@ class Rows:
         if not self.has(role):
             raise self.missing(role)
         return self.from_arrival(self.table.columns[self.key(role)])
+
+    if not TYPE_CHECKING:  # a type checker would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property, which says itself what it lacks
+                return object.__getattribute__(self, name)
+            raise AttributeError(f"there is no rows.{name}; a column is rows[{name!r}]")
 
     def number(self, role: Any) -> Tensor:
         """(M,): a column of one number per row.

@@ -554,6 +554,9 @@ def weighted_loss(
                 "(rows=llm), or use optimise(..., transform=pack)"
             )
         weight = weight.reshape(len(batch), -1) * of_token
+    if not hasattr(terms, "items"):
+        kind = type(terms).__name__
+        raise BatchError(f"a loss must return a TensorDict with entries loss_* per token; got a {kind}")
     losses = {
         key: value for key, value in terms.items() if key.startswith("loss_") and isinstance(value, Tensor)
     }

@@ -51,7 +51,6 @@ class Certificate:
         advantage: the gradient of the advantage alone, with the weight 1/n for each rollout.
         loss: the gradient with the recipe's loss weights, for one group in each step; None if the recipe
             writes no weights.
-        why_zero: the reason why the advantage has no gradient in any outcome; empty if it has one.
     """
 
     recipe: str
@@ -60,14 +59,11 @@ class Certificate:
     outcomes: int
     advantage: Judgement
     loss: Judgement | None
-    why_zero: str = ""
 
     def plain(self) -> dict[str, Any]:
         """Return the data for ``certificate.json``."""
         found = asdict(self)
         del found["advantage"]["scale"]
-        if not self.why_zero:
-            del found["why_zero"]
         return found
 
 
@@ -181,5 +177,4 @@ def certify_recipe(
         outcomes,
         judge_gradient(probability, found.advantage, true),
         None if found.loss is None else judge_gradient(probability, found.loss, true),
-        found.why_zero,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
@@ -24,7 +23,6 @@ from headrace.transforms import CompletenessGate, ShuffleSplit
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import stage_parts
 from headrace.transforms.schema import MINIBATCH, TOKEN_WEIGHT, has_key
-from headrace.transforms.table import TRAINED
 
 from .small_task import Prompt, SmallTask
 
@@ -211,8 +209,6 @@ class Gradients(NamedTuple):
     """Σ A ∇log π over the tokens in the loss of the group, divided by its number of rollouts."""
     loss: Tensor | None
     """Σ w A ∇log π with the recipe's loss weights; None if it writes none."""
-    why_zero: str = ""
-    """The reason why the advantage has no gradient in any outcome, with the stage; empty if it has one."""
 
 
 def gradients_of(
@@ -251,13 +247,10 @@ def gradients_of(
     batches = [batch] if together else batch.split(rows_of_outcomes)
     fresh = copy.deepcopy(pipeline) if remembers else pipeline
     advantage, loss = score.new_zeros(2, outcomes, score.shape[1])
-    reasons = Counter[str]()
     for rows in batches:
         if remembers:
             pipeline = copy.deepcopy(fresh)
-        run = pipeline.run(rows)
-        trained = run.batch
-        reasons.update(run.ledger.counts())
+        trained = pipeline(rows)
         if len(trained) == 0:
             continue
         credit = trained[keys.get("advantage", "advantage")].reshape(len(trained), -1)  # (N, 1) or (N, T)
@@ -273,18 +266,7 @@ def gradients_of(
             if has_key(trained, TOKEN_WEIGHT):
                 each = torch.einsum("nt,ntp->np", credit * trained[TOKEN_WEIGHT], scores)
             loss.index_add_(0, trained[OUTCOME], each * weight)
-    why_zero = "" if bool(advantage.any()) else _why_zero(reasons)
-    return Gradients(advantage, loss if pipeline.weighs else None, why_zero)
-
-
-def _why_zero(reasons: Counter[str]) -> str:
-    """Why all gradients are 0: the stages that took rows out, or an advantage of 0."""
-    total, trained = reasons.total(), reasons.pop(TRAINED, 0)
-    out = ", ".join(f"{name} {count} of {total} rows" for name, count in reasons.items() if count)
-    if not trained:
-        return f"no row trains. Removed by stage/reason: {out}"
-    zero = "the advantage of every token in the loss is 0"
-    return f"{zero}. Removed by stage/reason: {out}" if out else zero
+    return Gradients(advantage, loss if pipeline.weighs else None)
 
 
 def _keep_within(stages: list[nn.Module]) -> bool:

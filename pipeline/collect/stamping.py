@@ -12,7 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Compose, Transform
 
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.options import describe_options, nested_key, takes_options
+from headrace.transforms.options import at_least, describe_options, nested_key, takes_options
 from headrace.transforms.schema import ORIGIN, Origin, require
 
 PROMPTS: tuple[NestedKey, ...] = (
@@ -42,12 +42,14 @@ def stamp_ids(
         TensorDict ``[N]`` of int64: ``prompt``, ``group_id``, ``rollout_id``, ``expected_rollouts``.
 
     Raises:
-        ValueError: a prompt is not repeated `group_size` times in a row. The message names the row.
+        ValueError: `group_size` is below 1; or a prompt is not repeated `group_size` times in a row. The
+            message names the row.
 
     Example:
         >>> stamp_ids([7, 7, 3, 3], group_size=2, first_rollout=10)["group_id"].tolist()
         [5, 5, 6, 6]
     """
+    at_least("group_size", group_size, 1)
     prompts = torch.as_tensor(prompts, dtype=torch.int64)
     rows = torch.arange(len(prompts))
     broken = prompts != prompts[rows - rows % group_size]

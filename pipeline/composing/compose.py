@@ -142,11 +142,11 @@ def explain_composition(error: Exception, overrides: Sequence[str] = (), config_
         return f"{there[1]} is there already, and needs no + (did you mean {there[1]}={value}{choice}?)"
     if part := re.search(r"Could not override '([\w/]+@[\w.]+)'", message):
         typed = next((each for each in overrides if each.startswith(f"{part[1]}=")), part[1])
-        others = re.findall(r"[\w/]+@[\w.]+", message.replace(part[1], ""))
-        near = difflib.get_close_matches(part[1], others, n=1, cutoff=0.9)
+        parts = re.findall(r"[\w/]+@[\w.]+", message.replace(part[1], ""))
+        near = difflib.get_close_matches(part[1], parts, n=1, cutoff=0.9)
         meant = typed.replace(part[1], near[0]) if near else f"+{typed}, which adds it"
         return f"{typed}: the recipe names no file there (did you mean {meant}?)"
-    path = re.search(r"is not in struct\n\s*full_key: ([\w.]+)", message)
+    path = re.search(r"is not in struct\n\s*full_key: ([\w.-]+)", message)
     path = path or re.search(r"delete from config. '([\w.]+)' does not exist", message)
     path = path or re.search(r"Could not override '([\w.]+)'", message)
     if path:
@@ -180,6 +180,8 @@ def _unknown_option(path: str, overrides: Sequence[str], config_name: str) -> st
         return None
     sign = "~" if f"~{typed}" in overrides else ""
     found = options_meant(typed, base)
+    if "-" in typed and OmegaConf.select(base, typed.replace("-", "_"), default=ABSENT) is not ABSENT:
+        found = [typed.replace("-", "_")]
     stages = [name for name, node in (OmegaConf.select(base, "pipeline.stages") or {}).items() if node]
     of_stage = re.match(r"(?:pipeline\.)?(?:stages\.)?(\w+)(\.[\w.]+)?", typed)
     if of_stage and of_stage[1] not in base:  # the name of a stage, perhaps misspelled

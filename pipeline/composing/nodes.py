@@ -180,9 +180,9 @@ def misfit(value: Any, hint: Any) -> str | None:
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as YAML writes it, such as null for None."""
+    """Return the beginning of a value as YAML writes it, such as null for None."""
     return (
         {None: "null", True: "true", False: "false"}[value]
         if value is None or isinstance(value, bool)
-        else repr(value)
+        else f"{value!r:.200}"
     )

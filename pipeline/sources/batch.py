@@ -11,7 +11,6 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-from headrace.pipeline.prompt_groups import MADE, group_called, prompt_called
 from headrace.transforms import Status, number_labels
 from headrace.transforms.errors import listing
 from headrace.transforms.schema import FLOAT, IN_LOSS, NO_LENGTHS
@@ -37,8 +36,6 @@ class Sample:
     Args:
         group: label of the group, unique within its step.
         rollout: label of the rollout, unique within its step; its segments share it.
-        group_label: the original label as text, if `group` is a number that was made from it.
-        rollout_label: the same for the rollout.
         reward: None if there is none.
         rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
         status: how the rollout ended; None if the dump does not have it.
@@ -56,9 +53,7 @@ class Sample:
         policy_version: version of the policy that acted; the oldest one if it was updated meanwhile.
         step: the training step.
         advantage: as the framework computed it; NaN if it is not one number.
-        loss_weight: weight of each token of the row in the training; NaN if the row was not trained.
         in_loss: False takes the whole sample out of the loss.
-        scored: False if the row was not trained, so that it may lack a reward.
         expected_rollouts: rollouts that the group was dispatched with. None: the option `group_size`.
         record: label of the sample's record, in formats that have one. Two records of a step with the same
             label are an error.
@@ -88,12 +83,8 @@ class Sample:
     policy_version: int | None = None
     step: int | None = None
     advantage: float | None = None
-    loss_weight: float | None = None
     in_loss: bool = True
     expected_rollouts: int | None = None
-    scored: bool = True
-    group_label: str | None = None
-    rollout_label: str | None = None
     record: Label | None = None
     place: int | None = None
     where: str = "a sample"
@@ -139,7 +130,7 @@ class Sample:
         has_reward = self.reward is not None
         if self.rewards is not None:
             has_reward = any(value == value for value in self.rewards.values())
-        if self.scored and not has_reward and not self.lost:
+        if not has_reward and not self.lost:
             raise self._fail(
                 "a rollout that neither failed nor was aborted needs a reward",
                 "none" if self.status is None else f"none, with the status {self.status.name.lower()}",
@@ -153,9 +144,9 @@ class Sample:
 def to_batch(samples: Iterable[Sample]) -> TensorDict:
     """Make a dense batch of the samples of one step.
 
-    A column must be on all rows or on none. There are two exceptions. A lost row, whose rollout failed or was
-    aborted, may lack any value: it gets NaN, −1, no tokens or an empty text. A row that was not trained may
-    lack a reward. Tokens are padded on the left, to the length T of the longest row.
+    A column must be on all rows or on none, except that a lost row, whose rollout failed or was aborted, may
+    lack any value: it gets NaN, −1, no tokens or an empty text. Tokens are padded on the left, to the length
+    T of the longest row.
 
     ====================================== ================= =============================================
     column                                  shape, dtype      where
@@ -175,7 +166,6 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     ``("next", "policy_version")``          (N,) int64        rows have it
     ``expected_rollouts``                   (N,) int64        rows have it
     ``logged_advantage``                    (N,) float32      rows have it
-    ``logged_weight``                       (N,) float64      rows have it
     ``prompt_text``, ``response_text``      N strings         rows have them
     ``ground_truth``                        N strings         all rows have it
     ``other_columns``                       N strings         a row has any: a JSON object, or empty
@@ -223,8 +213,6 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
         batch["expected_rollouts"] = torch.tensor(expected)
     if (advantage := column(rows, "advantage", default=math.nan)) is not None:
         batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
-    if (weight := column(rows, "loss_weight", default=math.nan)) is not None:
-        batch["logged_weight"] = torch.tensor(weight, dtype=torch.float64)
     # Labels and texts come last: they take longer than all else, and a row that is refused need not wait.
     texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
     if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
@@ -232,8 +220,7 @@ def to_batch(samples: Iterable[Sample]) -> TensorDict:
     if any(row.other_columns for row in rows):
         texts["other_columns"] = [row.other_columns or "" for row in rows]
     for name in ("group", "rollout"):
-        given = [(getattr(row, name), getattr(row, f"{name}_label")) for row in rows]
-        texts[f"{name}_label"] = [label_text(label) if text is None else text for label, text in given]
+        texts[f"{name}_label"] = [label_text(getattr(row, name)) for row in rows]
     for key, text in texts.items():
         if text is not None:
             batch[key] = as_texts(text)
@@ -246,8 +233,8 @@ def label_text(label: Label) -> str:
     >>> label_text("a/b"), label_text(("math", 7)), label_text(("a/b", "c")) == label_text(("a", "b/c"))
     ('a/b', 'math/7', False)
     """
-    if not isinstance(label, tuple):
-        return str(label)
+    if not isinstance(label, tuple) or len(label) == 1:
+        return str(label[0] if isinstance(label, tuple) else label)
     return "/".join(str(part).replace("\\", r"\\").replace("/", r"\/") for part in label)
 
 
@@ -288,19 +275,20 @@ def check_groups(rows: Sequence[Sample]) -> None:
     for row in rows:
         first = first_rows.setdefault(row.rollout, row)
         if first.group != row.group:
+            here, there = (quote(label_text(each.group)) for each in (row, first))
             raise SourceError(
                 f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in the "
-                f"group {_group_called(row)}, and at {first.where} in the group {_group_called(first)}"
+                f"group {here}, and at {first.where} in the group {there}"
             )
         members.setdefault(row.group, {})[row.rollout] = row
     for row in rows:
         rollouts = members[row.group]
         if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
+            places = listing([other.where for other in rollouts.values()])
             raise SourceError(
-                f"{row.where}: the group {_group_called(row)} was dispatched with {row.expected_rollouts} "
-                f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
-                "Was its prompt drawn twice, or is source.group_size wrong?",
-                lacks="group_size",
+                f"{row.where}: the group {quote(label_text(row.group))} was dispatched with "
+                f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {places}. "
+                "Was its prompt drawn twice, or is source.group_size wrong?"
             )
 
 
@@ -329,7 +317,7 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
         >>> [row.group for row in found]
         [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
         >>> draws
-        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('the prompt at a sample', 4),), copies=0)
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('q', 4),))
     """
     groups: dict[Label, list[Sample]] = {}
     for sample in samples:
@@ -342,11 +330,9 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
     if not excess or len(excess) == len(groups):
         return list(samples), Draws()
     drawn: dict[int, Label] = {}  # the new groups of samples, by identity
-    copies = 0
     for label, size in excess.items():
         members = groups[label]
         places = sorted((member.place, id(member)) for member in members if member.place is not None)
-        texts = {id(member): (member.response, member.reward) for member in members}
         runs = [places[start : start + size] for start in range(0, len(places), size)]
         if len(places) == len(members) and all(
             len(run) == size and run[-1][0] - run[0][0] == size - 1 for run in runs
@@ -354,24 +340,15 @@ def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tupl
             parts = label if isinstance(label, tuple) else (label,)
             for number, run in enumerate(runs, start=1):
                 drawn |= {who: label if number == 1 else (*parts, number) for _, who in run}
-            each = {tuple(texts[who] for _, who in run) for run in runs}
-            copies += len(each) == 1 and len({response for response, _ in each.pop()}) > 1
     stay = [
         replace(sample, group=drawn.get(id(sample), sample.group))
         for sample in samples
         if not leave_out or sample.group not in excess or id(sample) in drawn
     ]
     left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
-    asked = [(groups[label][0], len(groups[label])) for label in excess]
-    drawn_again = tuple((prompt_called(row.prompt, row.where), rollouts) for row, rollouts in asked)
+    drawn_again = tuple((label_text(label), len(groups[label])) for label in excess)
     split, rows_left_out = len(excess) - len(left), len(samples) - len(stay)
-    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again, copies)
-
-
-def _group_called(row: Sample) -> str:
-    """The group of a row as sentences call it."""
-    label = label_text(row.group)
-    return group_called(label, row.prompt, row.where) if MADE.fullmatch(label) else quote(row.group)
+    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again)
 
 
 class Draws(NamedTuple):
@@ -384,9 +361,7 @@ class Draws(NamedTuple):
     rows_left_out: int = 0
     """Number of rows of the latter."""
     drawn: tuple[tuple[str, int], ...] = ()
-    """For each of these groups its prompt as sentences call it, and its rollouts."""
-    copies: int = 0
-    """Number of split groups whose draws have the same responses and rewards in the same order."""
+    """The label of each of these groups, and its rollouts."""
 
 
 def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:

@@ -24,11 +24,15 @@ import pyarrow.parquet as pq
 import torch
 from tensordict import TensorDictBase
 
+from headrace.pipeline.user_turn import asked_line
+
 from .batch import MAX_ROWS, Label, Sample
-from .record import Record, Skipped, SourceError, as_whole, first_line, quote
+from .record import Record, SourceError, as_whole, first_line, quote
 
 MAX_LINE = 2**28  # bytes; one line is in memory at a time
 ROWS = 256  # of a Parquet file, in memory at a time
+MESSAGES_KEPT = 8
+STEPS_KEPT = 4096  # whose first error is kept until their step is read
 MAX_VALUES = 2**28  # of a table that is read as a whole
 # The calls that plain data and tensors need in a pickle. torch allows more calls, and with some of them a
 # small file can claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
@@ -51,20 +55,26 @@ class Reading:
         group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
         group_size: rollouts that each group was dispatched with.
         encode: function from texts to token ids, for dumps without lengths in tokens.
-        skipped: handles malformed records.
+        skip_bad: skip malformed records. False: keep their errors for :meth:`take`.
         file: number of the file that is being read, from 0.
         done_bytes: size of the files that have been read.
         position: bytes read of this file.
+        skipped: number of malformed records.
+        messages: the errors of the first few of them.
+        kept: the first error of each step since the last :meth:`take`.
     """
 
     reward_keys: tuple[str, ...] = ()
     group_by: str | None = None
     group_size: int | None = None
     encode: Callable[[list[str]], list[list[int]]] | None = None
-    skipped: Skipped = field(default_factory=lambda: Skipped(allowed=False))
+    skip_bad: bool = False
     file: int = 0
     done_bytes: int = 0
     position: int = 0
+    skipped: int = 0
+    messages: list[str] = field(default_factory=list)
+    kept: dict[int | None, SourceError] = field(default_factory=dict)
 
     @property
     def reward_key(self) -> str | None:
@@ -73,16 +83,42 @@ class Reading:
 
     def restarted(self) -> Reading:
         """A new pass with the same options."""
-        skipped = Skipped(allowed=self.skipped.allowed, deferred=self.skipped.deferred)
-        return replace(self, skipped=skipped, file=0, done_bytes=0, position=0)
+        return replace(self, file=0, done_bytes=0, position=0, skipped=0, messages=[], kept={})
 
-    def group_of_prompt(self, prompt: Any, where: str) -> Label:
-        """Make the label of a group from its prompt, for formats without ids of groups.
+    def note(self, error: SourceError, step: int | None = None) -> None:
+        """Count the error of a record or a file; `step` is the step that the record names, if it is known."""
+        self.skipped += 1
+        if not self.skip_bad and len(self.kept) < STEPS_KEPT:
+            self.kept.setdefault(step, error)
+        if len(self.messages) < MESSAGES_KEPT:
+            self.messages.append(str(error))
+
+    def take(self, last: int | None, following: int | None) -> list[tuple[int | None, SourceError]]:
+        """The first error of each step since the last call, with the step that its record names.
+
+        A record that names no step may belong to the step before it or to the step after it. So its error is
+        returned for both.
+
+        Args:
+            last: step of the previous good record; None: there is none.
+            following: step of the next good record; None: there is none.
+        """
+        kept, self.kept = self.kept, {}
+        unnamed = kept.pop(None, None)
+        if unnamed is None:
+            return list(kept.items())
+        before = [(last, unnamed)] if last is not None or following is None else []
+        after = [(following, unnamed)] if following not in (None, last) else []
+        return [*before, *kept.items(), *after]  # the faults of a step lie beside its other records
+
+    def group_of_prompt(self, prompt: Any, where: str, text: str | None = None) -> Label:
+        """Make the label of a group from its prompt: what the user asked, and a hash of the whole prompt.
 
         Args:
             prompt: as the dump has it: text, token ids or messages. Messages are compared as JSON, because
                 two messages may have the same text as one message.
             where: ``file:line``.
+            text: the text of messages.
 
         Raises:
             SourceError: `group_by` is not ``prompt``.
@@ -91,11 +127,12 @@ class Reading:
             raise SourceError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
                 "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
-                "(group_by='prompt' in Python), best with source.group_size, which is then checked",
-                lacks="group_by",
+                "(group_by='prompt' in Python), best with source.group_size, which is then checked"
             )
-        text = json.dumps(prompt, sort_keys=True, default=repr)
-        return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        whole = json.dumps(prompt, sort_keys=True, default=repr)
+        asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
+        digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+        return (f"{asked} #{digest}",)  # a tuple, which no id of a dump is
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +167,10 @@ class Format:
 def parse_records(
     records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
-    """Turn records into samples; skip malformed records if that is allowed.
+    """Turn records into samples; note malformed records.
 
     Samples get the place of their record, and `group_size` if the dump does not have it. Two records of a
     step with the same label are an error: the second one is not another segment.
-
-    Raises:
-        SourceError: a record is malformed or occurs twice, and records must not be skipped.
     """
     step: int | None = None
     places: dict[Label, str] = {}  # of the records of the step, by their labels
@@ -161,7 +195,7 @@ def parse_records(
                 places[label] = samples[0].where
         except SourceError as err:
             named = (as_whole(record.data.get(key)) for key in ("step", "iteration"))
-            reading.skipped.note(err, next((number for number in named if number is not None), None))
+            reading.note(err, next((number for number in named if number is not None), None))
         else:
             yield from samples
 
@@ -172,19 +206,14 @@ def parse_records(
 def read_jsonl(
     path: Path, reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
 ) -> Iterator[Sample]:
-    """Read samples from a ``.jsonl`` or ``.jsonl.gz`` file, a line at a time.
-
-    Raises:
-        SourceError: a record is malformed, and none may be skipped.
-    """
+    """Read samples from a ``.jsonl`` or ``.jsonl.gz`` file, a line at a time."""
     return parse_records(read_lines(path, reading), reading, parse)
 
 
 def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
     """The records of a file; blank lines are skipped.
 
-    Raises:
-        SourceError: a line that is no JSON object, or a file that is cut off or has no records.
+    It notes a line that is no JSON object, and a file that is cut off or has no records.
     """
     count = 0
     try:
@@ -198,14 +227,14 @@ def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
                 try:
                     record = Record(decode(line, where), where, number)
                 except SourceError as err:
-                    reading.skipped.note(err)
+                    reading.note(err)
                 else:
                     yield record
     except (OSError, EOFError, zlib.error) as err:
-        reading.skipped.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
+        reading.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
         return
     if not count:
-        reading.skipped.note(SourceError(f"{path}: the file is empty; a dump has at least one record"))
+        reading.note(SourceError(f"{path}: the file is empty; a dump has at least one record"))
 
 
 def decode(line: bytes, where: str) -> dict[str, Any]:

@@ -10,15 +10,16 @@ Schema: :func:`headrace.pipeline.report.report_table`, version 1.
 - A null status, or no column of statuses, means that the status is not known.
 - The advantage and the weight with which a row was trained become ``logged_advantage`` and
   ``logged_weight``.
-- In a Parquet file, the minibatch of a row becomes ``logged_minibatch``. It is −1 for a row in no minibatch.
-  It is −1 for all rows of a step with carried rows, because some rows of its minibatches are not read.
+- The minibatch of a row becomes ``logged_minibatch``. It is −1 for a row in no minibatch. It is −1 for all
+  rows of a step with carried rows, because some rows of its minibatches are not read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,9 +30,9 @@ from tensordict import TensorDict
 from headrace.transforms import Status
 from headrace.transforms.tensordicts import as_texts
 
-from .batch import MAX_CELLS, MAX_TOKENS, Sample, put_tokens
-from .file_kinds import Format, Reading, read_jsonl, read_table
-from .record import Record, SourceError, as_number_or_gap, as_text, first_line, quote_some
+from .batch import MAX_CELLS, MAX_ROWS, MAX_TOKENS, Sample, put_tokens
+from .file_kinds import Format, Reading, read_lines, read_table
+from .record import SourceError, as_text, first_line, quote, quote_some
 from .tokenizing import Encode, add_tokens
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
@@ -44,88 +45,26 @@ VERSION = "1"
 UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
 
 
-def read_headrace_dump(path: Path, reading: Reading) -> Iterator[Sample | tuple[int, TensorDict]]:
-    """The step of one file: a batch of a Parquet file, samples of a JSONL file.
+def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, TensorDict]]:
+    """The step of one file and its batch ``[N]``; nothing if the file only has rows that were carried in.
 
     Raises:
-        SourceError: a file that is damaged or of another version, a column that is missing or of another
-            type, an id or a reward that is null.
+        SourceError: the file is damaged or of another version, a column is missing or of another type, or an
+            id or a reward is null.
     """
+    skipped = reading.skipped
     if path.suffix == ".parquet":
-        if (step := read_step(path, reading.encode)) is not None:
-            yield step
-        return
-    places: dict[int, str] = {}
-    steps: set[int] = set()
-    skipped = reading.skipped.count
-
-    def parse(record: Record, reading: Reading) -> list[Sample]:
-        row = record.whole("row")
-        if row in places:
-            raise record.fail(f"a row's number is there once; it is at {places[row]} already. 'row'", row)
-        samples = parse_row(record, reading)
-        steps.add(record.whole("step"))
-        if len(steps) > 1:
-            raise record.fail("a file is one step", sorted(steps))
-        places[row] = record.where
-        return samples
-
-    yield from read_jsonl(path, reading, parse)
-    if places and reading.skipped.count == skipped:  # else it is known that rows are missing
-        check_no_gaps(np.fromiter(places, np.int64), path)
-
-
-def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one line of a JSONL dump; none for a row that was carried in.
-
-    Raises:
-        SourceError: it is not as documented.
-    """
-    if record.whole("carried_in", optional=True):
-        return []
-    status = None if record.get("status", optional=True) is None else record.choice("status", STATUSES)
-    if (record.text("reason", optional=True) or "").endswith(UNFINISHED):
-        status = Status.ABORTED
-    if record.whole("schema", optional=True) not in (None, int(VERSION)):
-        raise record.fail(f"'schema' must be {VERSION}, the one that is known", record.get("schema"))
-    rewards: dict[str, float] | None = None  # by the index of each; NaN where one is null
-    if (values := record.get("rewards", optional=True)) is not None:
-        numbers = [as_number_or_gap(value) for value in values] if isinstance(values, list) else []
-        if len(numbers) < 2 or None in numbers:
-            raise record.fail("'rewards' must be a list of two or more finite numbers or nulls", values)
-        rewards = {str(i): number for i, number in enumerate(numbers) if number is not None}
-    advantage = record.number("advantage", optional=True)
-    weight = record.number("loss_weight", optional=True)
-    texts = {name: record.text(name, optional=True) for name in TEXTS}
-    texts["other_columns"] = texts["other_columns"] or ""  # all of them were written there
-    counts = {name: record.whole(name, optional=True) for name in COUNTS}
-    unrewarded = "rollout_reward" in record.data and record.data["rollout_reward"] is None
-    return [
-        Sample(
-            group=record.whole("group_id"),
-            rollout=record.whole("rollout_id"),
-            reward=None if rewards else record.number("reward", optional=True),
-            rewards=rewards,
-            status=status,
-            response_length=record.whole("tokens", optional=True),
-            step=record.whole("step"),
-            advantage=math.nan if advantage is None else advantage,
-            loss_weight=math.nan if weight is None else weight,
-            scored=record.text("reason", optional=True) in (None, "trained") and not unrewarded,
-            **texts,
-            **counts,
-        )
-    ]
-
-
-def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict] | None:
-    """The step of a Parquet file and its batch ``[N]``; None where it has no rows but carried ones.
-
-    Raises:
-        SourceError: the file is damaged or of another version, or a column is missing or of another type.
-    """
-    table = read_table(path)
-    version = (table.schema.metadata or {}).get(b"headrace.schema", b"").decode(errors="replace")
+        table = read_table(path)
+        version = (table.schema.metadata or {}).get(b"headrace.schema", b"").decode(errors="replace")
+    else:
+        records = [record.data for record in islice(read_lines(path, reading), MAX_ROWS + 1)]
+        if not records:
+            return
+        if len(records) > MAX_ROWS:
+            raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; found more")
+        table = table_of_lines(records, path)
+        found = pc.unique(table["schema"]).to_pylist() if "schema" in table.column_names else [int(VERSION)]
+        version = ", ".join(map(str, found))
     if version != VERSION:
         raise SourceError(
             f"{path}: headrace.schema must be {VERSION}, the one that is known; found {version!r}"
@@ -135,7 +74,8 @@ def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict
             f"{path}: the columns {lacking} are required; found {quote_some(table.column_names)}"
         )
     try:
-        check_no_gaps(_integers(table, "row", path), path)
+        if reading.skipped == skipped:  # else it is known that rows are missing
+            check_no_gaps(_integers(table, "row", path), path)
         whole = len(table)
         if "carried_in" in table.column_names:
             table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
@@ -143,15 +83,39 @@ def read_step(path: Path, encode: Encode | None = None) -> tuple[int, TensorDict
             place = table.column_names.index("minibatch")
             table = table.set_column(place, "minibatch", pa.nulls(len(table), pa.int64()))
         if not len(table):
-            return None
+            return
         steps = pc.unique(table["step"]).to_pylist()
         if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
             raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {quote_some(steps, most=5)}")
-        return steps[0], _batch(table, path, encode)
+        batch = _batch(table, path, reading.encode)
     except SourceError:
         raise
     except Exception as err:  # a column of an unexpected type makes the conversion raise anything
         raise SourceError(f"{path}: columns must be as documented; found {first_line(err)}") from None
+    yield steps[0], batch
+
+
+def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
+    """The records of a JSONL file as the table of a Parquet file.
+
+    Raises:
+        SourceError: the values of a key have different types.
+    """
+    columns = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        try:
+            kind = pa.array(values).type
+            if pa.types.is_null(kind):  # no row has a reward
+                kind = pa.float64()
+            if pa.types.is_list(kind):
+                kind = pa.list_(kind.value_type, len(values[0] or ()))
+            columns[name] = pa.array(values, kind)
+        except Exception as err:  # Arrow raises many types, and a value may have no length
+            raise SourceError(
+                f"{path}: all values of {quote(name)} must be of one type; found {first_line(err)}"
+            ) from None
+    return pa.table(columns)
 
 
 def check_no_gaps(rows: np.ndarray, path: Path) -> None:

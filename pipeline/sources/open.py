@@ -20,7 +20,7 @@ from headrace.transforms.options import at_least, takes_options
 
 from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
 from .file_kinds import Format, Reading, read_lines, read_schema
-from .record import Skipped, SourceError, quote_some
+from .record import SourceError, quote_some
 from .regrading import Grade, Regraded, regrade
 from .tokenizing import add_tokens, load_tokenizer
 
@@ -111,7 +111,7 @@ def open_source(
         group_by=group_by,
         group_size=group_size,
         encode=None if tokenizer is None else load_tokenizer(tokenizer),
-        skipped=Skipped(allowed=skip_bad, deferred=True),
+        skip_bad=skip_bad,
     )
     return Source(name, find_files(path, kind), options, regrade)
 
@@ -128,7 +128,6 @@ class Source:
         keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
             left out or refused. The audit keeps and reports them.
         skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
-        skipped_beside: errors of skipped records in or beside the last step, in its file.
     """
 
     def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
@@ -137,7 +136,6 @@ class Source:
         self.draws: dict[int, Draws] = {}
         self.keeps_oversized = False
         self.skipped_steps: list[tuple[int | None, str]] = []
-        self.skipped_beside: list[str] = []
         self.total_bytes = sum(file.stat().st_size for file in files)
         self._pass = options
 
@@ -155,17 +153,17 @@ class Source:
     @property
     def skipped(self) -> int:
         """Malformed records that were skipped in this pass."""
-        return self._pass.skipped.count if self.skips else 0
+        return self._pass.skipped if self.skips else 0
 
     @property
     def skips(self) -> bool:
         """Whether malformed records, and steps that cannot be read, are skipped."""
-        return self._options.skipped.allowed
+        return self._options.skip_bad
 
     @property
     def messages(self) -> list[str]:
         """The errors of the first few skipped records."""
-        return list(self._pass.skipped.messages)
+        return list(self._pass.messages)
 
     def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield ``(step, batch)``, steps ascending, one step in memory.
@@ -196,7 +194,7 @@ class Source:
         self.regraded = None if self._grade is None else Regraded()
         self._pass, self.draws = self._options.restarted(), {}
         self.skipped_steps = []
-        last, file, bad, noted = -1, self.files[0], False, [0, 0]  # messages before the last two steps
+        last, file, bad = -1, self.files[0], False
         for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
             rows: list[Any] = []  # samples, or the batch that a file is
             fault: SourceError | None = None
@@ -223,9 +221,6 @@ class Source:
                     fault = err
             rows = []
             bad = bad or fault is not None
-            messages = self._pass.skipped.messages
-            self.skipped_beside = [each for each in messages[noted.pop(0) :] if each.startswith(f"{file}:")]
-            noted.append(len(messages))
             yield step, found if fault is None else fault
             last = last if step is None else max(step, last)
         if last < 0 and not bad:
@@ -242,15 +237,15 @@ class Source:
             try:
                 for item in READERS[self.format].read(path, reading):
                     step, item = item if isinstance(item, tuple) else (item.step or 0, item)
-                    for named, fault in reading.skipped.take(last, step):
+                    for named, fault in reading.take(last, step):
                         yield named, fault, path
                     yield step, item, path
                     last, greatest = step, max(step, greatest)
             except SourceError as err:  # of the file, and not of one of its records
-                reading.skipped.note(err)
+                reading.note(err)
             name = path.name.partition(".")[0]  # 41.jsonl is of step 41, also where it has no record
             of_name = int(name) if last is None and re.fullmatch(r"\d{1,18}", name, re.ASCII) else -1
-            for named, fault in reading.skipped.take(last, of_name if of_name > greatest else None):
+            for named, fault in reading.take(last, of_name if of_name > greatest else None):
                 yield named, fault, path
             reading.done_bytes += path.stat().st_size
             reading.position = 0
@@ -336,8 +331,10 @@ def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
             if suffix == ".parquet":
                 keys_of[first] = set(read_schema(first).names)
             else:
-                records = read_lines(first, Reading(skipped=Skipped(allowed=skip_bad)))
-                keys_of[first] = next((set(record.data) for record in records), set())
+                reading = Reading(skip_bad=skip_bad)
+                keys_of[first] = next((set(record.data) for record in read_lines(first, reading)), set())
+                for _, fault in reading.take(None, None):
+                    raise fault
             seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
         if not format.keys or format.keys <= keys_of[first]:
             fitting.append(name)

@@ -14,8 +14,6 @@ import torch
 
 from headrace.pipeline.wording import printable
 
-MESSAGES_KEPT = 8
-STEPS_KEPT = 4096  # whose first error is kept until their step is read
 MAX_MESSAGE = 2000  # characters, of four bytes at most
 
 
@@ -27,7 +25,6 @@ class SourceError(ValueError):
     is not escaped.
 
     Attributes:
-        lacks: the option that is missing or wrong, ``group_by`` or ``group_size``, if it is one of these.
         step: whose rows it is about, if they are more than one record.
 
     Example:
@@ -35,9 +32,8 @@ class SourceError(ValueError):
         a.jsonl:3: found \x1b[2J
     """
 
-    def __init__(self, message: str, *, lacks: str = ""):
+    def __init__(self, message: str):
         super().__init__(_cut(printable(_cut(message))))
-        self.lacks = lacks
         self.step: int | None = None
         self.__suppress_context__ = True
 
@@ -50,63 +46,6 @@ def _cut(text: str) -> str:
         return text
     half = MAX_MESSAGE // 2 - 2
     return f"{text[:half]} … {text[-half:]}"
-
-
-class Skipped:
-    """Handles malformed records: raises their errors, counts them, or keeps them for :meth:`take`.
-
-    Args:
-        allowed: True skips malformed records and counts them. False raises their errors.
-        deferred: with ``allowed=False``, keep the errors for :meth:`take` instead of raising them.
-
-    Example:
-        >>> skipped = Skipped(allowed=True)
-        >>> skipped.note(SourceError("a.jsonl:3: no reward"))
-        >>> skipped.count, skipped.messages
-        (1, ['a.jsonl:3: no reward'])
-    """
-
-    def __init__(self, *, allowed: bool, deferred: bool = False):
-        self.allowed, self.deferred = allowed, deferred
-        self.count = 0
-        self.messages: list[str] = []
-        self._kept: dict[int | None, SourceError] = {}  # the first of each step
-
-    def note(self, error: SourceError, step: int | None = None) -> None:
-        """Count an error, or raise it.
-
-        Args:
-            error: of a record or a file.
-            step: the step that the record names; None: not known.
-
-        Raises:
-            SourceError: the error, if records must not be skipped.
-        """
-        if not self.allowed and not self.deferred:
-            raise error
-        self.count += 1
-        if not self.allowed and len(self._kept) < STEPS_KEPT:
-            self._kept.setdefault(step, error)
-        if len(self.messages) < MESSAGES_KEPT:
-            self.messages.append(str(error))
-
-    def take(self, last: int | None, following: int | None) -> list[tuple[int | None, SourceError]]:
-        """The first error of each step since the last call, with the step that its record names.
-
-        A record that names no step may belong to the step before it or to the step after it. So its error is
-        returned for both.
-
-        Args:
-            last: step of the previous good record; None: there is none.
-            following: step of the next good record; None: there is none.
-        """
-        kept, self._kept = self._kept, {}
-        unnamed = kept.pop(None, None)
-        if unnamed is None:
-            return list(kept.items())
-        before = [(last, unnamed)] if last is not None or following is None else []
-        after = [(following, unnamed)] if following not in (None, last) else []
-        return [*before, *kept.items(), *after]  # the faults of a step lie beside its other records
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -128,10 +128,16 @@ def _grades(batch: TensorDictBase, grade: Grade, heads: Tensor, rollout: Tensor,
     columns["reward"] = reward.flatten().tolist() if reward.shape[1] == 1 else reward.tolist()
     if has_key(batch, "ground_truth"):
         columns["ground_truth"] = of_heads("ground_truth", [])
-    parameters = inspect.signature(grade).parameters.values()
-    takes_columns = any(each.name == "columns" or each.kind is each.VAR_KEYWORD for each in parameters)
+    signature, texts = inspect.signature(grade), (prompts, ["\n".join(responses[head]) for head in at])
+    takes_columns = any(
+        each.name == "columns" or each.kind is each.VAR_KEYWORD for each in signature.parameters.values()
+    )
     more = {"columns": columns} if takes_columns else {}
-    given = grade(prompts, ["\n".join(responses[head]) for head in at], **more)
+    try:
+        signature.bind(*texts, **more)
+    except TypeError as err:
+        raise SourceError(f"a grader takes two lists, of prompts and of responses: {err}") from err
+    given = grade(*texts, **more)
     return _checked(given, [str(label) for label in labels])
 
 

@@ -57,7 +57,7 @@ def parse_row(record: Record, reading: Reading, *, rewards: Sequence[str]) -> li
         values[name] = value
     unscorable = all(math.isnan(value) for value in values.values())
     prompt = read_text(record, "prompt")
-    group = reading.group_of_prompt(record.data["prompt"], record.where)
+    group = reading.group_of_prompt(record.data["prompt"], record.where, prompt)
     return [
         Sample(
             group=group,

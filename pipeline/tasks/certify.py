@@ -133,10 +133,10 @@ def on_page(found: Found) -> dict[str, Any]:
     """Return a certificate, or the reason why there is none, as data of the page."""
     head = {"recipe": found.recipe, "task": found.task, "group_size": found.group_size}
     if isinstance(found, Refused):
-        head |= {"outcomes": 0, "refused": printable(found.reason), "why_zero": ""}
+        head |= {"outcomes": 0, "refused": printable(found.reason)}
         return head | {"advantage": dict(NOTHING), "loss": dict(NOTHING)}
     loss = dict(NOTHING) if found.loss is None else asdict(found.loss)
-    head |= {"outcomes": found.outcomes, "refused": "", "why_zero": found.why_zero}
+    head |= {"outcomes": found.outcomes, "refused": ""}
     return head | {"advantage": asdict(found.advantage), "loss": loss}
 
 
@@ -159,9 +159,6 @@ def show_certificates(found: Sequence[Found], console: Console) -> None:
                 number(None if loss is None else loss.cosine),
             )
         console.print(table)
-        for each in here:
-            if each.why_zero:
-                console.print(Text(printable(f"{each.recipe}: {each.why_zero}"), "yellow"), soft_wrap=True)
     refusals: dict[tuple[str, str], list[str]] = {}
     for refusal in found:
         if isinstance(refusal, Refused):

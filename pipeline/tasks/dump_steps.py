@@ -16,7 +16,6 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.failed_steps import FailedStep
-from headrace.pipeline.prompt_groups import prompts_in_errors
 from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.report import ReportFolder
 from headrace.pipeline.report.folder import said_of_failed
@@ -69,8 +68,7 @@ class DumpSteps:
             try:
                 if isinstance(found, SourceError):
                     raise found
-                with prompts_in_errors(found):
-                    result = of(cast(int, step), found)  # a batch has a number
+                result = of(cast(int, step), found)  # a batch has a number
             except (SourceError, BatchError) as err:
                 first = first or err
                 self._leave_out(step, found, err)
@@ -94,10 +92,6 @@ class DumpSteps:
             why, err.step = text_with_overrides(err), step
             if self.folder is not None and self.folder.dump is not None:
                 rows = refused_report(found, step, err)
-            if self.source.skips and self.source.skipped_beside:  # its groups may lack their rollouts
-                more = len(self.source.skipped_beside) - 1
-                also = f" (and {more:,} more)" * (more > 0)
-                why += f". A malformed record was skipped here: {self.source.skipped_beside[0]}{also}"
         self.failed.append(FailedStep(step, why))
         if self.folder is not None:
             self.folder.fail(step, why, rows)
@@ -152,11 +146,6 @@ def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
             f"{split:,} of these groups {'was' if split == 1 else 'were'} split into the draws, by the "
             "order of the dump. This is right if the trainer dumps rollouts in the order in which it drew "
             "their prompts. verl does so with trainer.balance_batch=False."
-        )
-    if copies := sum(each.copies for each in draws.values()):
-        said.append(
-            f"In {copies:,} of these groups, the draws have the same responses in the same order: the dump "
-            "probably has these rows twice. Remove one copy."
         )
     if left_out:
         said.append(

@@ -1,4 +1,4 @@
-"""Docstrings as mkdocstrings takes them: Sphinx roles, tables and literal blocks become Markdown."""
+"""Docstrings as mkdocstrings takes them: Sphinx roles and literal blocks become Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from topics import WITHOUT_MEMBERS, entries_by_topic
 
 ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([~.\w]+)`")
-RULER = re.compile(r"^ *=+( +=+)+ *$")
+TABLE = re.compile(r"^( *)=+(?: +=+)+\n(?:.+(?:\n|\Z))+", re.MULTILINE)
 RETURNS = re.compile(r"^(Returns|Yields|Return):\n((?:(?:    .*)?\n)*(?:    .*)?)", re.MULTILINE)
 
 
@@ -48,47 +48,14 @@ def link(target: str, owner: str) -> str:
     return f"`{name}`"
 
 
-def as_table(lines: list[str]) -> list[str]:
-    """A table between rulers of ``===``, as one between bars. A line without a first cell goes on.
-
-    Raises:
-        ValueError: a cell is wider than its column.
-    """
-    starts = [found.start() for found in re.finditer(r"=+", lines[0])]
-    for line in lines:
-        if any(line[start - 1 : start].strip() for start in starts[1:]):
-            raise ValueError(f"a cell is wider than its column: {line.strip()}")
-    ends = [*(start - 1 for start in starts[1:]), None]
-
-    def cells(line: str) -> list[str]:
-        return [line[start:end].strip().replace("|", "\\|") for start, end in zip(starts, ends, strict=True)]
-
-    inner = [i for i, line in enumerate(lines) if RULER.match(line)]
-    head = cells(lines[1]) if len(inner) == 3 else [" "] * len(starts)
-    rows: list[list[str]] = []
-    for line in lines[inner[-2] + 1 : inner[-1]]:
-        if cells(line)[0] or not rows:
-            rows.append(cells(line))
-        else:
-            rows[-1] = [f"{old} {new}".strip() for old, new in zip(rows[-1], cells(line), strict=True)]
-    indent = " " * starts[0]
-    bars = [head, ["---"] * len(starts), *rows]
-    return [f"{indent}| {' | '.join(row)} |" for row in bars]
-
-
 def with_tables(text: str) -> str:
-    """All tables of a text between bars."""
-    lines, out = text.split("\n"), []
-    while lines:
-        if not RULER.match(lines[0]):
-            out.append(lines.pop(0))
-            continue
-        end = 1
-        while lines[end].strip():
-            end += 1
-        out += as_table(lines[:end])
-        lines = lines[end:]
-    return "\n".join(out)
+    """Tables between rulers of ``===``, as literal blocks."""
+
+    def fenced(found: re.Match[str]) -> str:
+        table = ROLE.sub(lambda role: role[1], found[0])
+        return f"{found[1]}```text\n{table}{found[1]}```\n"
+
+    return TABLE.sub(fenced, text)
 
 
 def with_fences(text: str) -> str:

@@ -32,11 +32,6 @@ function drawPlace(certificates) {
     h("h3", {}, `${first.task}, groups of ${first.group_size}${outcomes.join("")}`),
     held.length ? tableOf(held, "the advantage alone", (certificate) => certificate.advantage) : null,
     held.length ? tableOf(held, "the loss with its weights", (certificate) => certificate.loss) : null,
-    held.map((certificate) =>
-      certificate.why_zero
-        ? h("p", { class: "note" }, `${certificate.recipe}: ${certificate.why_zero}`)
-        : null,
-    ),
     refused.map((certificate) =>
       h("p", { class: "note" }, `without ${certificate.recipe}: ${certificate.refused}`),
     ),

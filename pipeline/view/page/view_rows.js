@@ -73,10 +73,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
   const has = (column) => names.includes(column);
   const value = (cells, column) => cells[names.indexOf(column) + 1]; // in front is the row's place in the file
   const texts = ["prompt", "response"].filter((column) => has(column) && !without.includes(column));
-  // Groups that were made from the prompt are called by it, and once.
-  const groups = new Set(answer.rows.map((cells) => value(cells, "group_id")));
-  const byPrompt = answer.asked.every((asked) => asked !== null) && (texts.includes("prompt") || groups.size === 1);
-  const shown = SHOWN.filter((column) => has(column) && !(byPrompt && column === "group_id"));
+  const shown = SHOWN.filter(has);
   if (!has("rollout_reward") && has("reward")) shown.splice(shown.indexOf("rollout_id") + 1, 0, "reward");
   if (has(sort) && !shown.includes(sort)) shown.splice(shown.indexOf("reason"), 0, sort);
   const width = shown.length + texts.length + 1;
@@ -86,7 +83,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
     h("th", { scope: "col" }, h("span", { class: "unseen" }, "open")),
     [...shown, ...texts].map((column) => h("th", { scope: "col", class: column }, columnName(column))),
   );
-  const body = answer.rows.flatMap((cells, k) => {
+  const body = answer.rows.flatMap((cells) => {
     const id = value(cells, "row") ?? cells[0];
     const detail = h("tr", { class: "detail", hidden: true }, h("td", { colspan: width }));
     const button = h("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": `Open row ${id}` }, "▸");
@@ -95,7 +92,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
       button.setAttribute("aria-expanded", String(!detail.hidden));
       button.textContent = detail.hidden ? "▸" : "▾";
       if (!detail.firstChild.childElementCount)
-        detail.firstChild.append(...opened({ run, step, cells, columns: answer.columns, value, has, state }));
+        detail.firstChild.append(...opened({ run, step, cells, key: answer.keys[answer.rows.indexOf(cells)], columns: answer.columns, value, has, state }));
     };
     button.addEventListener("click", toggle);
     const line = h(
@@ -109,7 +106,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
         const trained = column === "reason" && value(cells, column)?.start === "trained";
         return h("td", { class: `${column}${column === "reason" && !trained ? " gone" : ""}`, "data-label": columnName(column), title: full }, text);
       }),
-      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, byPrompt && column === "prompt" ? answer.asked[k] : shownValue(column, value(cells, column))))),
+      texts.map((column) => h("td", { class: `text ${column}`, "data-label": columnName(column) }, h("div", {}, shownValue(column, value(cells, column))))),
     );
     line.addEventListener("click", (e) => {
       if (e.target !== button && !window.getSelection().toString()) toggle();
@@ -121,17 +118,16 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
 }
 
 // All that is known of a row: its texts, and its other columns.
-function opened({ run, step, cells, columns, value, has, state }) {
+function opened({ run, step, cells, key, columns, value, has, state }) {
   const kinds = new Map(columns);
   const isText = (column) => kinds.get(column) === "text" && !["reason", "action", "status"].includes(column);
   const texts = [...TEXTS.filter(has), ...[...kinds.keys()].filter((column) => isText(column) && !TEXTS.includes(column))];
   const others = [...kinds.keys()].filter((column) => !texts.includes(column));
-  const same = ["prompt", "prompt_id", "group_label", "group_id"].find(has);
   const links = [
     has("group_id")
       ? h("a", { href: link({ ...state, view: "steps", step, group: String(value(cells, "group_id")), reason: "", text: "" }) }, "all rows of this group")
       : null,
-    same ? h("a", { href: link({ view: "prompt", run, step, place: cells[0] }) }, "this prompt in all steps") : null,
+    key ? h("a", { href: link({ view: "prompt", prompt: key }) }, "this prompt in all steps") : null,
   ];
   return [
     h("p", { class: "links" }, links),
