@@ -31,17 +31,3 @@ def text_with_overrides(err: Exception) -> str:
         "stage 'gate', CompletenessGate(): group 7 has 3 of 8: set pipeline.stages.gate.on_incomplete=drop"
     """
     return err.said(CommandNames()) if isinstance(err, BatchError) else str(err)
-
-
-def override_to_set(err: Exception) -> str | None:
-    """The first override that an error of a stage says to type; None: it names none.
-
-    Example:
-        >>> override_to_set(BatchError("found {found}: set {collapse/missing=mask}, or {columns=2}", found=3))
-        'pipeline.stages.collapse.missing=mask'
-    """
-    options = err.options if isinstance(err, BatchError) else []
-    overrides = (
-        f"pipeline.stages.{stage}.{name}={value}" for stage, name, value in options if stage and value
-    )
-    return next(overrides, None)

@@ -134,46 +134,6 @@ def test_three_faults_of_a_verl_dump_are_found(tmp_path):
     assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
 
 
-@pytest.mark.parametrize("order", [[*range(4)] * 2, [k // 2 for k in range(8)]], ids=["in turn", "beside"])
-def test_rollouts_that_are_in_the_dump_twice_are_a_finding(order, tmp_path):
-    """The other prompt was drawn twice, too, with other responses."""
-    rows = [
-        dumps.verl_row(None, float(k), prompt=f"{p}+1?") for p, of in enumerate((order, range(8))) for k in of
-    ]
-    rows += [dumps.verl_row(None, float(k), prompt="once?") for k in range(4)]
-    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    words = ("source.group_by=prompt", "source.group_size=4", "source.format=verl", "pipeline=as/verl")
-    _, checks = audited(path, tmp_path, *words)
-    copies = [k for k in range(8) if order[k] in order[:k]]
-    assert [each["rows"] for each in checks["copies"]["findings"]] == [copies]
-    with pytest.raises(AuditFailed):
-        audited(path, tmp_path, *words, "audit.strict=true")
-
-
-@pytest.mark.parametrize("order", ["aaaabbbb", "abababab", "abbabaab"])
-def test_copies_under_ids_of_their_own_are_a_finding_however_they_mix(order, tmp_path):
-    rollout = [order[:at].count(group) for at, group in enumerate(order)]
-    rows = [dumps.verl_row(f"{group}_{k}_0", float(k)) for group, k in zip(order, rollout, strict=True)]
-    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    words = ("source.group_size=4", "source.format=verl", "pipeline=as/verl")
-    copies = [at for at, group in enumerate(order) if group == "b"]
-    assert [each["rows"] for each in audited(path, tmp_path, *words)[1]["copies"]["findings"]] == [copies]
-    rows[-1]["score"] = 9.0  # two draws of other rewards
-    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    assert audited(path, tmp_path, *words)[1]["copies"]["findings"] == []
-
-
-def test_many_responses_of_the_greatest_length_are_told_as_cut_off(tmp_path):
-    rows = [dumps.verl_row(f"{k // 4}_{k % 4}_0", float(k % 4)) for k in range(64)]
-    for k, row in enumerate(rows):
-        row["output"] = ("word " * k)[:200]
-    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
-    text, _ = audited(path, tmp_path, "source.group_size=4", "source.format=verl", "pipeline=as/verl")
-    said = "24 responses have the greatest length, 200 characters: they were probably cut off"
-    assert said in text
-    assert said in (tmp_path / "report.html").read_text()
-
-
 def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
     rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
     path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
@@ -197,19 +157,6 @@ def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
     text, checks = audited(path, tmp_path, "pipeline=as/verl", *words)
     assert "group of '4+4?' has 3 of 4 rollouts" in text
     assert checks["incomplete"]["findings"][0]["group"].startswith("prompt/")
-
-
-@pytest.mark.parametrize("option", ["source.group_size=3", "pipeline.stages.gate.group_size=5"])
-def test_a_group_size_that_most_groups_lack_is_refused_once(option, tmp_path):
-    """Two of three groups have four rollouts: the option is wrong. Of groups of 3, 4 and 5 nobody knows."""
-    for name, sizes in (("wrong", (4, 4, 5)), ("unknown", (3, 4, 5))):
-        rows = [dumps.verl_row(f"{g}_{i}_0", float(i)) for g, size in enumerate(sizes) for i in range(size)]
-        dumps.write_lines(tmp_path / name / "7.jsonl", rows)
-    said = r"group_size=\d is probably wrong: 2 of 3 groups have 4 rollouts. Set .*group_size=4$"
-    with pytest.raises(ConfigError, match=said):
-        audited(tmp_path / "wrong", tmp_path, "pipeline=as/verl", option)
-    _, checks = audited(tmp_path / "unknown", tmp_path, "pipeline=as/verl", option)
-    assert checks["oversized"]["findings"] or checks["incomplete"]["findings"]
 
 
 def trl_columns(advantages):

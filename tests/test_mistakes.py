@@ -127,9 +127,8 @@ MISTAKES = {
     "task=replay dump/*.json": "did you mean 'source.path=dump/*.json'?). But dump/*.json: no file matches",
     "--path dump": "did you mean task=replay source.path=dump?",
     "task=replay --file dump": "did you mean source.path=dump?",
-    REPLAY: f":\nheadrace {REPLAY} {OF_PROMPT}\n",
-    f"{REPLAY} source.group_by=prompt": f"set source.group_size=2:\nheadrace {REPLAY} {OF_PROMPT}\n",
-    f"{REPLAY} source.group_size=2": f":\nheadrace {REPLAY} source.group_size=2 source.group_by=prompt\n",
+    REPLAY: "set source.group_by=prompt",
+    f"{REPLAY} source.group_by=prompt": "set pipeline.stages.gate.group_size",
     f"{REPLAY} {OF_PROMPT} hydra.run.dir=file.txt": "file.txt: this is a file",
     "hydra.run.dir=": "hydra.run.dir=: an output folder is required",
 }

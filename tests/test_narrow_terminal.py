@@ -124,7 +124,6 @@ def test_a_plan_breaks_no_word(width):
     seen = GroupsSeen(
         equal=rewards.min(1) == rewards.max(1),
         prompt=np.arange(1500) // 2,
-        label=np.array([f"What is {number // 2} + 1?" for number in range(1500)]),
         step=np.arange(1500) % 2,
         group=np.repeat(np.arange(1500), 8),
         rewards=rewards.ravel(),
@@ -132,7 +131,7 @@ def test_a_plan_breaks_no_word(width):
         compared=np.array([1500]),
     )
     text = printed(width, show_group_sizes, seen, [2, 4, 8, 16, 32, 64], 1.0)
-    said = "prompts for 1,500 informative groups", "500", "0.25 to 0.5", "solve rate, at 0.123456"
+    said = "rollouts per informative group", "500", "0.25 to 0.5", "solve rate, at 0.123456"
     assert_whole(text, *said)
 
 

@@ -70,7 +70,7 @@ def mean_of(values, first, last):
 
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=60), st.lists(st.floats(0, 1), min_size=60))
 def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
-    """The reward and the response length by quarters, a share by its last five steps and by all."""
+    """The reward and the response length by quarters, a share by its last five steps."""
     history = [
         (step, {"reward/all/mean": reward, "reward/all/min": 0.0, "reward/all/max": 1.0}
          | {"rows/trained": 1.0, "rollouts/truncated": shares[step], "response_length/mean": 1 + reward})
@@ -85,10 +85,7 @@ def test_a_sentence_has_the_mean_of_the_steps_it_names(rewards, shares):
     texts = {each.name: each.text for each in advise(history[-1][1], history)}
     assert ("rollouts-truncated" in texts) == (last_five > 0.25)
     if text := texts.get("rollouts-truncated"):
-        everywhere = percent(mean_of(shares, 0, len(rewards) - 1))
         window = f"mean of steps {len(rewards) - 5} to {len(rewards) - 1}"
-        all_steps = f"over all {len(rewards)} steps"
-        window += f", and {all_steps}" if everywhere == percent(last_five) else f"; {all_steps} {everywhere}"
         assert text.startswith(f"{percent(last_five)} of the rollouts were truncated ({window}).")
     if text := texts.get("lengths-explode"):
         for value, first, last in stated(text):

@@ -44,7 +44,6 @@ from headrace.transforms import (
     GroupAssembler,
     MissingKeyError,
     StalledError,
-    StreamWarning,
 )
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -331,25 +330,6 @@ def test_no_reference_remains_to_groups_taken():
         if all(found <= most + 2 for found, most in zip(now, before, strict=True)):
             break
         assert time.monotonic() < end, (before, now)
-
-
-def test_rows_lost_with_their_node_are_counted_and_others_trained():
-    assembler = fresh(groups=1)
-    assembler.put(pieces(size=4)[0])
-    ray.kill(assembler._store, no_restart=False)
-    time.sleep(1)
-    with pytest.warns(StreamWarning, match="4 rows of 1 groups were stored on a node or in a process"):
-        assert assembler.take() is None
-    assert (assembler.counts["lost"], assembler.emitted, assembler.held) == (4, 0, 0)
-    end = time.monotonic() + LONGEST
-    while True:  # until it is there again
-        try:
-            assembler.put(pieces(size=4)[1])
-            break
-        except ray.exceptions.RayActorError:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-    assert len(assembler.take()) == 4
 
 
 def test_invalid_options_raise_before_an_actor_starts():

@@ -12,7 +12,7 @@ import random
 import re
 
 import pytest
-from command import headrace_here, refused
+from command import headrace_here
 from composed import composed
 from dumps import (
     episode,
@@ -250,18 +250,6 @@ def test_groups_of_one_prompt_are_separated_by_order_or_left_out(tmp_path):
     assert len(batch) == 4
     with pytest.raises(SourceError, match="dispatched with 1 rollouts; found 2"):  # of all groups: no draw
         list(open_source(tmp_path / "kept", group_by="prompt", group_size=1))
-
-
-@pytest.mark.parametrize(
-    ("task", "option", "size"),
-    [("replay", "source", 1), ("compare", "source", 4), ("plan", "pipeline.stages.gate", 4)],
-)
-def test_every_task_says_that_a_group_size_is_wrong(task, option, size, tmp_path):
-    verl_steps(tmp_path / "dump", 3)
-    words = [f"task={task}", "source.path=dump", "source.group_by=prompt", f"{option}.group_size={size}"]
-    recipes = "pipelines=[as/verl,grpo]" if task == "compare" else "pipeline=as/verl"
-    wrong = f"{option}.group_size={size} is probably wrong: 9 of 9 groups have 2 rollouts. Set {option}"
-    assert wrong in refused(tmp_path, *words, recipes)
 
 
 def test_every_task_splits_the_draws_of_a_prompt_alike_and_says_so(tmp_path):

@@ -119,13 +119,12 @@ def test_rows_are_found_by_reason_group_and_text_as_by_a_loop(client, run):
 
 
 def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, other):
-    expected, advantages = {}, {}
+    expected = {}
     for place, (folder, steps) in enumerate(((run, 4), (other, 3))):
         for step in range(steps):
             for row in table_of(folder, step):
                 of_step = expected.setdefault(row["prompt"], ({}, {}))[place].setdefault(step, [])
                 of_step.append(row["rollout_reward"])
-                advantages.setdefault((row["prompt"], place, step), []).append(row["advantage"])
     listed = client.ask("prompts")
     assert {line["label"] for line in listed["prompts"]} == set(expected)
     for line in listed["prompts"]:
@@ -134,10 +133,8 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, o
         for place, rewards in enumerate(expected[line["label"]]):
             steps = found["runs"][place]
             assert [step for step, *_ in steps] == list(rewards)
-            for step, groups, rollouts, reward, ends in steps:
+            for step, groups, rollouts, reward in steps:
                 assert (groups, rollouts) == (1, 3)
-                known = [each for each in advantages[line["label"], place, step] if each == each]
-                assert ends == ([min(known), max(known)] if known else None)
                 assert reward == pytest.approx(np.mean(rewards[step]), abs=1e-12)
         for place, (told, rewards) in enumerate(zip(line["runs"], expected[line["label"]], strict=True)):
             every = [reward for of_step in rewards.values() for reward in of_step]
@@ -148,9 +145,9 @@ def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, o
     means = [np.mean([each["reward"] for each in line["runs"]]) for line in listed["prompts"]]
     assert means == sorted(means)
     assert [line["label"] for line in client.ask("prompts", text="żółw")["prompts"]] == ["Żółw?"]
-    [row] = [each for each in client.ask("rows", run=1, step=2)["rows"] if each[0] == 0]
-    key = client.ask("key", run=1, step=2, place=row[0])["key"]
-    assert client.ask("prompt", key=key)["text"] == "What is 1 + 1?"
+    answer = client.ask("rows", run=1, step=2, sort="row")
+    texts = [client.ask("prompt", key=key)["text"] for key in answer["keys"]]
+    assert texts == [row["prompt"] for row in shown(answer)]
 
 
 def write_rows(folder, steps):
@@ -203,10 +200,11 @@ def test_metrics_of_a_step_equal_those_of_the_page(client):
         name: rows for name, rows in line["left"].items() if name != "filter/zero_variance"
     }
     assert sum(line["left"].values()) == 9 - line["trained"]
-    numbers = client.ask("step", run=0, step=2)["numbers"]
-    assert numbers == {
-        name: value for name, value in page["numbers"].items() if not name.startswith("time/")
-    } | {name: numbers[name] for name in numbers if name.startswith("time/")}
+    metrics = {name: client.ask("metric", name=name)["runs"][0][2][1] for name in runs[0]["metrics"]}
+    timed = {name for name in metrics if name.startswith("time/")}
+    assert {name: metrics[name] for name in metrics if name not in timed} == {
+        name: value for name, value in page["numbers"].items() if name not in timed
+    }
 
 
 def test_a_long_text_is_whole_on_request(tmp_path):
@@ -368,7 +366,7 @@ def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path)
         answer = client.ask("rows", run=0, step=1, sort="row")
         assert "evil" not in dict(answer["columns"])
         assert shown(answer) == without_step(plain.to_pylist())
-        assert client.ask("step", run=0, step=1) == {"numbers": {}, "recipe": []}
+        assert client.ask("metric", name="rows/in")["runs"][0][1] == [1, None]
         (rows / "step_00000001.parquet").write_bytes(b"gone")
         assert "cannot be read as Parquet" in client.ask("rows", status=422, run=0, step=1)["error"]
     assert not canary.exists()
@@ -396,74 +394,22 @@ def test_any_number_of_the_steps_can_be_charted(tmp_path):
         assert client.ask("metric", name="no such")["runs"][1] == [[0, None], [1, None]]
 
 
-def test_rows_of_two_runs_are_sorted_by_how_far_their_advantages_are_apart(tmp_path):
-    """A reward of two groups differs by ¼, and so do their advantages."""
-    runs = [write_run(tmp_path / name, 1, shift) for name, shift in (("first", 0.0), ("second", 0.25))]
-    with served(*runs) as client:
-        found = [client.ask("rows", run=run, step=0, sort="apart", order="descending") for run in (0, 1)]
-        at = [name for name, _ in found[0]["columns"]].index("advantage") + 1
-        row = [name for name, _ in found[0]["columns"]].index("row") + 1
-        of = [{cells[row]: cells[at] for cells in each["rows"]} for each in found]
-        apart = [
-            abs(of[0][cells[row]] - of[1][cells[row]]) for cells in found[0]["rows"] if cells[at] is not None
-        ]
-        assert apart == sorted(apart, reverse=True)
-        assert apart[0] > 0
-        assert {*of[0]} == {*of[1]}
-    with served(runs[0]) as client:
-        assert (
-            "sorted by a column of numbers"
-            in client.ask("rows", status=422, run=0, step=0, sort="apart")["error"]
-        )
-
-
-def test_a_prompt_that_is_known_by_an_id_is_called_by_its_first_words(tmp_path):
-    with served(write_run(tmp_path / "run", 1)) as client:
-        labels = [line["label"] for line in client.ask("prompts", same="group_id")["prompts"]]
-        assert sorted(labels) == ["What is 0 · 7?", "What is 1 + 1?", "Żółw?"]
-
-
 # -- the command --------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_what_to_do(tmp_path, run):
-    write_run(tmp_path / "sweep" / "0", steps=1)
-    write_run(tmp_path / "sweep" / "1", steps=1)
     (tmp_path / "empty").mkdir()
     (tmp_path / "alone.jsonl").touch()
-    (tmp_path / "page").mkdir()
-    (tmp_path / "page" / "report.html").touch()
-    write_dump(report_of_step(0), tmp_path / "lines" / "rollouts", format="jsonl")
-    write_lines(
-        tmp_path / "raw" / "7.jsonl", [verl_row(None, float(i), prompt=f"{i // 2}") for i in range(4)]
-    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         for words, message in (
             ([], "the following arguments are required: FOLDER"),
-            (["nowhere"], "nowhere: no such folder (did you mean headrace view "),
-            (
-                ["pgae"],
-                "pgae: no such folder (did you mean 'page'?). Give the folder of a run, which has report",
-            ),
-            (["no/where"], "no/where: no such folder. Give the folder of a run"),
-            ([f"source.path={run}"], f"(did you mean headrace view {run}?)"),
+            (["nowhere"], "nowhere does not exist. Give the folder of a run"),
             (["--path", str(run)], "unknown option '--path'; a folder has no name before it"),
-            (
-                ["page/report.html"],
-                "page/report.html is a file, and a folder is required: headrace view page",
-            ),
-            (["alone.jsonl"], "alone.jsonl is a file, and a folder is required. For a dump of another"),
+            (["alone.jsonl"], "alone.jsonl is a file. Give the folder of a run, which has report.html"),
             (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
-            (["page"], "the run was written with report.dump=null"),
-            (
-                ["raw"],
-                "source.path=raw source.group_by=prompt source.group_size=2 hydra.run.dir=FOLDER, then",
-            ),
-            (["lines"], "lines has its rows as JSON Lines, and Parquet is needed: headrace task=replay"),
-            (["sweep"], "headrace view sweep/0 sweep/1"),
             ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),
             ([str(run), "--port", port], f"--port {port}: address already in use. Take another port"),
             ([str(run), "-p", port], f"--port {port}: address already in use"),

@@ -41,8 +41,7 @@ def section(symptom: Symptom) -> str:
     ]
     lines += [f"**Cause:** {symptom.means}", "", "**What you can do:**", ""]
     for remedy in symptom.remedies:
-        other = f" (or {remedy.elsewhere})" if remedy.elsewhere else ""
-        lines.append(f"- {remedy.text}" + (f": `{remedy.overrides}`" if remedy.overrides else "") + other)
+        lines.append(f"- {remedy.text}" + (f": `{remedy.overrides}`" if remedy.overrides else ""))
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from math import isfinite
+from math import isfinite, prod
 from operator import attrgetter
 from typing import Any
 
@@ -421,16 +421,25 @@ def device_of(batch: TensorDictBase) -> torch.device:
 def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
     """Rows as dicts of tensors and lists, which ``torch.load`` reads without trusting the file.
 
+    Ragged rows with the same columns become one tensor per column, because thousands of small tensors take
+    long to save and to send.
+
     Example:
         >>> rows = TensorDict({"x": torch.ones(2), "name": ["a", "b"]}, batch_size=[2])
         >>> list(from_plain(to_plain(rows))["name"])
         ['a', 'b']
+        >>> ragged = stack_of_rows(*(TensorDict({"x": torch.ones(n)}) for n in (1, 2)))
+        >>> to_plain(ragged)["packed"]["x"]
+        {'flat': tensor([1., 1., 1.]), 'shapes': [(1,), (2,)]}
     """
     if batch is None:
         return None
     if isinstance(batch, LazyStackedTensorDict):
-        return {"rows": [to_plain(row) for row in batch.unbind(0)]}
-    columns: dict[str, Any] = {}
+        rows = batch.unbind(0)
+        if (columns := _packed(rows)) is None:
+            return {"rows": [to_plain(row) for row in rows]}
+        return {"packed": columns, "size": len(rows), "device": str(batch.device or "")}
+    columns = {}
     if is_tensorclass(batch):  # whose own get() takes data out of what holds it
         batch = batch.to_tensordict()
     for key in batch.keys():
@@ -450,6 +459,10 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         return None
     if "rows" in plain:
         return lazy_stack([from_plain(row) for row in plain["rows"]])
+    batch: TensorDictBase
+    if "packed" in plain:
+        batch = stack_of_rows(*_unpacked(plain["packed"], plain["size"]))
+        return batch.to(device_of(batch)) if plain["device"] else batch
     batch = TensorDict({}, batch_size=plain["batch_size"])
     for key, value in plain["columns"].items():
         if isinstance(value, dict) and "data" in value:
@@ -459,6 +472,43 @@ def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
         batch[key] = from_plain(value) if isinstance(value, dict) else value
     # Who saved it on a GPU may be read without one: its device is where its tensors are now.
     return batch.to(device_of(batch)) if plain["device"] else batch
+
+
+def _packed(rows: Sequence[Any]) -> dict[str, Any] | None:
+    """The columns of single rows, joined; None if they differ or are of another kind."""
+    columns = [row._tensordict for row in rows if type(row) is TensorDict and row.batch_dims == 0]
+    if not columns or len(columns) < len(rows) or any(row.keys() != columns[0].keys() for row in columns):
+        return None
+    packed: dict[str, Any] = {}
+    for name in columns[0]:
+        values = [row[name] for row in columns]
+        if all(type(value) is Tensor and value.dtype is values[0].dtype for value in values):
+            flat = torch.cat([value.detach().reshape(-1) for value in values])
+            packed[name] = {"flat": flat, "shapes": [tuple(value.shape) for value in values]}
+        elif all(type(value) is NonTensorData for value in values):
+            packed[name] = {"data": [value.data for value in values]}
+        elif (inside := _packed(values)) is not None:
+            packed[name] = {"inside": inside}
+        else:
+            return None
+    return packed
+
+
+def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
+    """The single rows of :func:`_packed`, each in its own memory."""
+    columns: list[dict[str, Any]] = [{} for _ in range(size)]
+    for name, value in packed.items():
+        each: Sequence[Any]
+        if "flat" in value:
+            flat = value["flat"].split([prod(shape) for shape in value["shapes"]])
+            each = [row.clone().view(shape) for row, shape in zip(flat, value["shapes"], strict=True)]
+        elif "data" in value:
+            each = as_texts(value["data"]).tensordicts
+        else:
+            each = _unpacked(value["inside"], size)
+        for row, entry in zip(columns, each, strict=True):
+            row[name] = entry
+    return [of_columns(row, [], None) for row in columns]
 
 
 def _stack_data(data: Any, dims: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -394,58 +393,22 @@ def in_blocks(
 
 
 def sum_of_tokens(values: Tensor) -> Tensor:
-    """Sum (..., T) values over tokens: (...) float64, with the same bits in any order and with any padding.
-
-    Each number is divided by a power of two above the largest of its row, and rounded to a multiple of 2⁻⁵⁰.
-    The rest is rounded to a multiple of 2⁻¹⁰⁰. The multiples are added as integers, which is exact. So the
-    sum keeps twice the digits of a float64. For log-probabilities it is the exact sum, rounded once.
-
-    Args:
-        values: finite numbers; the sum is NaN if one is not finite.
+    """Sum (..., T) values over tokens, one after the other: (...) float64. On a CPU, padding changes no bit.
 
     Example:
-        >>> values = torch.tensor([[0.1, 0.2, 0.3, -0.6]], dtype=torch.float64)
-        >>> bool(sum_of_tokens(values) == sum_of_tokens(values.flip(1))), bool(values.sum() == 0)
-        (True, False)
+        >>> values = torch.tensor([[0.1, 0.2, 0.3]])
+        >>> bool(sum_of_tokens(values) == sum_of_tokens(nn.functional.pad(values, (5, 70))))
+        True
     """
     values = values.double()
-    if values.shape[-1] == 0:
-        return values.sum(-1)
-    largest = torch.maximum(values.amax(-1), -values.amin(-1)).clamp_min_(2.0**-900).unsqueeze(-1)
-    scale = largest.frexp().mantissa / largest  # a power of two, exactly
-    coarse, fine = [], []
-    for part in (values * scale).split(AT_MOST, -1):
-        near = part + COARSE
-        coarse.append(_steps(near, COARSE))
-        fine.append(_steps(part.sub_(near.sub_(COARSE)).add_(FINE), FINE))
-    high, low = _joined(coarse)
-    low = low + sum(_joined(fine)) * STEP
-    return (high + low) * STEP / scale.squeeze(-1)
-
-
-STEP = 2.0**-50
-COARSE, FINE = 6.0, 6.0 * STEP  # near these numbers a float64 has steps of 2⁻⁵⁰ and of 2⁻¹⁰⁰
-AT_MOST = 2**12  # the sum over this many tokens has less than 2⁶³ steps
-
-
-def _steps(values: Tensor, around: float) -> Tensor:
-    """(...) int64: the sum over T of the steps from `around` to each of (..., T) `values` near it."""
-    at = struct.unpack("q", struct.pack("d", around))[0] * values.shape[-1]
-    return values.view(torch.int64).sum(-1) - ((at + 2**63) % 2**64 - 2**63)  # overflows cancel
-
-
-def _joined(steps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(...) float64 each: the multiple of 2³² in the sum of (...) integers, and the rest, both exact."""
-    low = torch.stack([each & 0xFFFFFFFF for each in steps]).sum(0)
-    high = torch.stack([each >> 32 for each in steps]).sum(0) + (low >> 32)
-    return high.double() * 2.0**32, (low & 0xFFFFFFFF).double()
+    return values.cumsum(-1)[..., -1] if values.shape[-1] else values.sum(-1)
 
 
 def plain_sum(values: Tensor) -> Tensor:
     """Sum (B, T) values over tokens with torch: (B,). Use it for metrics only.
 
-    It is 30 times faster than :func:`sum_of_tokens`. Padding changes its rounding. Other rows and their order
-    do not.
+    It is ten times faster than :func:`sum_of_tokens`. Padding changes its rounding. Other rows and their
+    order do not.
     """
     # torch splits a single long row between threads, which rounds differently than several rows do.
     return (values.expand(2, -1) if len(values) == 1 else values).sum(-1)[: len(values)]

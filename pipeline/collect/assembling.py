@@ -7,6 +7,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty
 from signal import SIGTERM
 from typing import Any, Literal
@@ -122,8 +123,7 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
 class OverSource:
     """Base of iterators over a source. Other attributes are those of the source: weights, shutdown, …"""
 
-    def __init__(self, source: Any):
-        self.source = source
+    source: Any
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
@@ -171,21 +171,19 @@ class OverSource:
         return getattr(self.source, name)
 
 
+@dataclass(eq=False, repr=False)
 class Assembled(OverSource):
     """The iterator that :func:`assembled` returns."""
 
-    def __init__(
-        self,
-        source: Source,
-        assembler: GroupAssembler,
-        patience: float | None,
-        leftovers: Leftovers,
-        worker_patience: float | None,
-    ):
-        super().__init__(source)
-        self.assembler = assembler
-        self.patience, self.leftovers = patience, leftovers
-        self._watch = WorkerWatch(patience, worker_patience, getattr(source, "num_workers", 0))
+    source: Source
+    assembler: GroupAssembler
+    patience: float | None
+    leftovers: Leftovers
+    worker_patience: float | None
+
+    def __post_init__(self) -> None:
+        workers = getattr(self.source, "num_workers", 0)
+        self._watch = WorkerWatch(self.patience, self.worker_patience, workers)
         self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[TensorDictBase]:

@@ -13,7 +13,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from headrace.pipeline.installed import import_extra
 from headrace.pipeline.load import load_pipeline
 from headrace.transforms import BatchError, GroupAssembler
 from headrace.transforms.errors import listing
@@ -23,13 +22,10 @@ from headrace.transforms.schema import DONE, Status
 from headrace.transforms.tensordicts import ELSEWHERE, column_of
 
 from .assembling import POLL
+from .queues import tq
 
 BITS = 16  # low bits of a rollout id, which hold its number in its group
 MISSING = -1  # the row number of a rollout without rows
-
-
-def _queue(reader: str) -> Any:
-    return import_extra("transfer_queue", "tq", reader)
 
 
 @takes_options
@@ -76,7 +72,7 @@ class QueuedGroups:
         over: Sequence[str] = (),
         group_size: int | None = None,
     ):
-        _queue(type(self).__name__)
+        tq()
         self.partition, self.key, self.reward, self.version = partition, re.compile(key), reward, version
         if not {"group", "rollout"} <= self.key.groupindex.keys():
             raise ValueError(f"key needs the groups (?P<group>…) and (?P<rollout>…); got {key!r}")
@@ -124,7 +120,7 @@ class QueuedGroups:
         Raises:
             BatchError: a row has no reward.
         """
-        tags = _queue(type(self).__name__).kv_list(self.partition).get(self.partition, {})
+        tags = tq().kv_list(self.partition).get(self.partition, {})
         found: dict[str, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
         ended: dict[str, int] = {}
         self.waiting = {}
@@ -176,7 +172,7 @@ class QueuedGroups:
         keys = [key for _, some in gone for key in some] if rows else []
         keys += [name for name, _ in gone] if self.prompt is not None else []
         if keys:
-            _queue(type(self).__name__).kv_clear(keys, self.partition)
+            tq().kv_clear(keys, self.partition)
 
     def _rows(self, lines: Sequence[tuple[Any, ...]]) -> TensorDict:
         group, rollout, segment, size, done, status, version, place = map(
@@ -200,7 +196,7 @@ class QueuedGroups:
         return TensorDict(rows, batch_size=[len(lines)])
 
     def _rewards(self, keys: list[str]) -> Tensor:
-        fields = _queue(type(self).__name__).kv_batch_get(keys, self.partition, select_fields=[self.reward])
+        fields = tq().kv_batch_get(keys, self.partition, select_fields=[self.reward])
         column = column_of(fields, self.reward) if len(fields) == len(keys) else None
         if column is None:
             raise BatchError(
@@ -329,7 +325,7 @@ class GroupReplayBuffer:
                 break
             if rows is None:
                 time.sleep(self.poll_interval)
-        queue = _queue(type(self).__name__)
+        queue = tq()
         tags = queue.kv_list(partition_id).get(partition_id, {})
         meta = queue.KVBatchMeta(keys=keys, tags=[dict(tags[key]) for key in keys], partition_id=partition_id)
         prefix = "validation" if validates else "training"

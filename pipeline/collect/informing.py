@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,21 +18,21 @@ from headrace.transforms import (
     SampleFilter,
     StalledError,
 )
-from headrace.transforms.assembler.pieces import (
-    RowPiece,
-    check_kinds,
-    gather,
-    joined_plain,
-    kinds_of,
-    let_go,
-)
+from headrace.transforms.assembler.pieces import check_kinds, kinds_of
 from headrace.transforms.assembler.stream import Intervals
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
 from headrace.transforms.ids import as_ids
 from headrace.transforms.options import at_least, nested_key, takes_options
 from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
-from headrace.transforms.tensordicts import device_of, shallow_copy
+from headrace.transforms.tensordicts import (
+    device_of,
+    from_plain,
+    join_rows,
+    shallow_copy,
+    take_rows,
+    to_plain,
+)
 
 from .assembling import OverSource
 from .on_ray import RayAssembler
@@ -124,9 +124,8 @@ class Informative(OverSource):
     def __post_init__(self) -> None:
         self.counts = {"uninformative": 0}
         self.seen = self.found = 0
-        self._waiting: dict[int, list[tuple[RowPiece, int]]] = {}  # rows by group
-        self._came, self._closed = 0, Intervals()  # number of rows read, and ids of groups read
-        self._kinds: dict[Any, Any] = {}  # kinds_of the waiting rows
+        self._waiting: dict[int, TensorDictBase] = {}  # the rows of each group
+        self._closed = Intervals()  # ids of groups that were read
 
     @property
     def ready(self) -> int:
@@ -168,27 +167,21 @@ class Informative(OverSource):
         return True
 
     def _take(self) -> TensorDictBase:
-        """Gather the first waiting groups."""
-        rows = [row for group in list(self._waiting)[: self.groups] for row in self._waiting.pop(group)]
-        batch = gather(sorted(rows, key=lambda row: row[1]), {})
-        let_go(rows)
-        return batch
+        """Join the first waiting groups."""
+        return join_rows([self._waiting.pop(group) for group in list(self._waiting)[: self.groups]], "groups")
 
     def _add(self, batch: TensorDictBase) -> None:
         flat = enter_rows(batch, [self.group_key], reader=READER)
         if len(flat) == 0:
             return
-        groups = as_ids(
-            read_column(flat, self.group_key, reader=READER, option="group_key"), "group_id"
-        ).tolist()
+        groups = self._groups_of(flat)
         if again := {group for group in groups if group in self._closed}:
             raise BatchError(
                 f"{READER} needs batches of whole groups; these group_ids are in two batches: "
                 f"{listing(map(str, sorted(again)))}. Put assembled() between it and the collector"
             )
-        piece = RowPiece(flat, range(self._came, self._came + len(flat)))
-        if self._waiting:
-            check_kinds(self._kinds, kinds_of(flat))
+        for held in list(self._waiting.values())[:1]:
+            check_kinds(kinds_of(held), kinds_of(flat))
         judged = shallow_copy(flat)
         judged.set(ROW, torch.arange(len(flat), device=device_of(flat)))
         for stage in self.stages:
@@ -196,31 +189,34 @@ class Informative(OverSource):
         rows = judged.get(ROW) if len(judged) else torch.empty(0, dtype=torch.int64)
         if len(judged) and has_key(judged, IN_LOSS):
             rows = rows[judged.get(IN_LOSS)]
-        informs = {groups[row] for row in rows.tolist()}
-        stays = [(self._came + row, group) for row, group in enumerate(groups) if group in informs]
-        if stays:
-            piece.place = {arrival: piece.place[arrival] for arrival, _ in stays}
-            piece.own()
-        for arrival, group in stays:
-            self._waiting.setdefault(group, []).append((piece, arrival))
-        self._kinds, self._came = kinds_of(flat), self._came + len(flat)
+        before, informs = self.held, {groups[row] for row in rows.tolist()}
+        self._hold(flat, groups, informs)
         for group in set(groups):
             self._closed.add(group)
-        self.counts["uninformative"] += len(flat) - len(stays)
+        self.counts["uninformative"] += len(flat) - (self.held - before)
         self.seen += len(set(groups))
         self.found += len(informs)
 
+    def _groups_of(self, rows: TensorDictBase) -> list[int]:
+        column = read_column(rows, self.group_key, reader=READER, option="group_key")
+        return as_ids(column, "group_id").tolist()
+
+    def _hold(self, rows: TensorDictBase, groups: list[int], informs: Collection[int]) -> None:
+        """Copy the rows of informative groups, because collectors reuse their memory."""
+        of: dict[int, list[int]] = {}
+        for row, group in enumerate(groups):
+            of.setdefault(group, []).append(row)
+        for group in of:
+            if group in informs:
+                at = torch.tensor(of[group])
+                self._waiting[group] = take_rows(rows, at.to(device_of(rows)), on_cpu=at, shared=True).clone()
+
     def own_state(self) -> dict[str, Any]:
         """The waiting groups and the counts."""
-        rows = sorted((arrival, group) for group, rows in self._waiting.items() for _, arrival in rows)
-        arrivals, groups = zip(*rows, strict=True) if rows else ((), ())
-        pieces = {piece for rows in self._waiting.values() for piece, _ in rows}
+        waiting = list(self._waiting.values())
         return {
-            "rows": joined_plain(sorted(pieces, key=lambda piece: min(piece.place))),
-            "group": torch.tensor(groups, dtype=torch.int64),
-            "arrival": torch.tensor(arrivals, dtype=torch.int64),
-            "closed": {0: self._closed.to_tensor()},
-            "came": self._came,
+            "rows": to_plain(join_rows(waiting, "groups") if waiting else None),
+            "closed": self._closed.to_tensor(),
             "counts": dict(self.counts),
             "seen": self.seen,
             "found": self.found,
@@ -228,12 +224,11 @@ class Informative(OverSource):
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Restore the output of :meth:`own_state`."""
-        piece = RowPiece.from_plain(state["rows"])
-        self._waiting = {}
-        for group, arrival in zip(state["group"].tolist(), state["arrival"].tolist(), strict=True):
-            self._waiting.setdefault(group, []).append((piece, arrival))
-        self._kinds = kinds_of(piece.batch)
-        self._came, self._closed = state["came"], Intervals(state["closed"].get(0))
+        self._waiting, rows = {}, from_plain(state["rows"])
+        if rows is not None:
+            groups = self._groups_of(rows)
+            self._hold(rows, groups, set(groups))
+        self._closed = Intervals(state["closed"])
         self.counts, self.seen, self.found = dict(state["counts"]), state["seen"], state["found"]
 
 

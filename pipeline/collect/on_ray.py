@@ -14,12 +14,11 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.pipeline.installed import import_extra
-from headrace.transforms import BatchError, GroupAssembler, StalledError, StreamWarning
+from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 from headrace.transforms.assembler.arriving import columns_to_send
 from headrace.transforms.assembler.pieces import (
     Kinds,
     RowPiece,
-    check_kinds,
     gather,
     joined_plain,
     kinds_of,
@@ -28,16 +27,17 @@ from headrace.transforms.assembler.pieces import (
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.schema import ORIGIN, has_key
-from headrace.transforms.tensordicts import device_of, number_column
+from headrace.transforms.tensordicts import device_of, from_plain, number_column, take_rows, to_plain
 
 from .assembling import Leftovers, check_patience, rest_of
-from .stored_rows import cut_by_group, pack_rows, unpack_rows
 from .thin_rows import pack_thin, unpack_thin
 from .workers import WorkerWatch
 
 LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
 # Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
 MANY_CALLS = {"num_cpus": 0, "max_concurrency": 1_000_000}
+MOST_PARTS = 16  # largest number of parts of one put
+LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
 STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
 
 
@@ -70,12 +70,11 @@ class RayAssembler:
 
     The actor gets only the columns it decides by, such as ids, ends and rewards: less than 200 bytes per row.
     The rows stay in Ray's object store on the writer's node until they are taken. A small actor per node owns
-    them and lives as long as the assembler. So rows of a dead writer can still be trained. If a node is lost,
-    its rows are counted as ``lost`` with a warning, and a batch has fewer groups.
+    them and lives as long as the assembler. So rows of a dead writer can still be trained.
 
-    If the assembler's actor dies, its state is lost. It is not restarted, and its users get Ray's error.
-    Continue with a new one from the last :meth:`state_dict`, which holds every put that had returned. A
-    `journal` is not possible, because the rows are in Ray's store, which ends with the cluster.
+    If the assembler's actor or a node is lost, its rows are lost, and its users get Ray's error. Continue
+    with a new one from the last :meth:`state_dict`, which holds every put that had returned. A `journal` is
+    not possible, because the rows are in Ray's store, which ends with the cluster.
 
     Args:
         max_ready: whole groups at which writers wait; None: twice `groups`, or no limit if that is None.
@@ -158,17 +157,13 @@ class RayAssembler:
             args: further arguments of the method.
         """
         rows = rows if device_of(rows).type == "cpu" else rows.cpu()
-        kinds = kinds_of(rows)
-        try:
-            columns = columns_to_send(rows, self._local._options)
-        except BatchError:
-            self._ask("check", kinds)  # raises a better error if they differ from the held rows
-            raise
+        columns = columns_to_send(rows, self._local._options)
         table = TensorDict(columns, batch_size=[len(rows)])
         if has_key(rows, ORIGIN):
             table[ORIGIN] = number_column(rows, ORIGIN)
         parts, table[STORED] = cut_by_group(rows, table[self.group_key].reshape(-1))
-        return self._keep(method, [pack_rows(part) for part in parts], pack_thin(table).numpy(), kinds, *args)
+        plain = [to_plain(part) for part in parts]
+        return self._keep(method, plain, pack_thin(table).numpy(), kinds_of(rows), *args)
 
     def announce(self, draws: TensorDictBase) -> None:
         """As :meth:`GroupAssembler.announce`."""
@@ -248,35 +243,8 @@ class RayAssembler:
         return self._fetch(self._ask("call", "take_rest"))
 
     def _fetch(self, groups: StoredGroups | None) -> TensorDictBase | None:
-        """Fetch the rows of groups from Ray's object store; None if all of them are lost."""
-        if groups is None:
-            return None
-        ray = _ray()
-        try:
-            stored = ray.get(groups.references)
-        except ray.exceptions.ObjectLostError:
-            stored = [self._part(ray, part) for part in groups.references]
-            lost = torch.tensor([part is None for part in stored])[groups.part.long()]
-            lost_groups = groups.group[lost].unique()
-            gone = torch.isin(groups.group, lost_groups)
-            self._ask("lose", int(gone.sum()), len(lost_groups))
-            warnings.warn(
-                f"{int(gone.sum())} rows of {len(lost_groups)} groups were stored on a node or in a process "
-                "that is gone. They are counted as 'lost' and not trained",
-                StreamWarning,
-                stacklevel=2,
-            )
-            if bool(gone.all()):
-                return None
-            groups = groups.only(~gone)
-        return groups.join(stored, self._local)
-
-    @staticmethod
-    def _part(ray: Any, part: Any) -> Any:
-        try:
-            return ray.get(part)
-        except ray.exceptions.ObjectLostError:
-            return None
+        """Fetch the rows of groups from Ray's object store."""
+        return None if groups is None else groups.join(_ray().get(groups.references), self._local)
 
     def discard_batch(self) -> int:
         """As :meth:`GroupAssembler.discard_batch`."""
@@ -391,39 +359,57 @@ class StoredGroups(NamedTuple):
     """Whole groups whose M rows are in Ray's object store."""
 
     references: list[Any]
-    """References to parts, packed by :func:`pack_rows`."""
+    """References to parts, from :func:`to_plain`."""
     part: Tensor
     """(M,) int, the index of the part of each row."""
     row: Tensor
     """(M,) int, the index of each row in its part."""
-    group: Tensor
-    """(M,) int, the group of each row."""
     numbers: Mapping[NestedKey, Tensor]
     """Further columns, (M,) int each."""
     stale: Tensor | None
     """(M,) bool, True at rows to mask."""
 
-    def only(self, rows: Tensor) -> StoredGroups:
-        """The rows where `rows`, (M,) bool, is True."""
-        numbers = {key: column[rows] for key, column in self.numbers.items()}
-        stale = None if self.stale is None else self.stale[rows]
-        return StoredGroups(
-            self.references, self.part[rows], self.row[rows], self.group[rows], numbers, stale
-        )
-
     def join(self, parts: Sequence[Any], options: GroupAssembler) -> TensorDictBase:
         """Join the rows into a batch.
 
         Args:
-            parts: the packed rows of each reference; None if no row needs it.
+            parts: what is stored under each reference.
             options: an assembler, which masks stale rows.
         """
-        pieces: list[Any] = [None if part is None else unpack_rows(part) for part in parts]
-        pieces = [None if rows is None else RowPiece(rows, range(len(rows))) for rows in pieces]
+        stored: list[Any] = [from_plain(part) for part in parts]
+        pieces = [RowPiece(rows, range(len(rows))) for rows in stored]
         rows = zip(self.part.tolist(), self.row.tolist(), strict=True)
         numbers = {key: column.tolist() for key, column in self.numbers.items()}
         stale = None if self.stale is None else self.stale.tolist()
         return options._joined([(pieces[part], row) for part, row in rows], numbers, stale)
+
+
+def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
+    """Cut rows into parts of whole groups: one group per part, or several if groups are many or small.
+
+    Args:
+        rows: TensorDict ``[N]``, N ≥ 1.
+        group: (N,) int64, the group of each row.
+
+    Returns:
+        - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
+        - (N, 2) int64: the index of each row's part, and of the row in its part.
+
+    Example:
+        >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
+        >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
+        >>> [len(part) for part in parts], places.tolist()
+        ([2, 1], [[0, 0], [1, 0], [0, 1]])
+    """
+    names, own = group.unique(return_inverse=True)
+    count = max(1, min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES))
+    part = own * count // len(names)
+    places, parts = torch.stack([part, part], 1), []
+    for number in range(count):
+        members = (part == number).nonzero().flatten()
+        places[members, 1] = torch.arange(len(members))
+        parts.append(take_rows(rows, members, on_cpu=members, shared=True))  # a copy, if rows are dense
+    return parts, places
 
 
 class TableAssembler(GroupAssembler):
@@ -437,7 +423,6 @@ class TableAssembler(GroupAssembler):
             list(known),
             narrowed(torch.tensor([known[part] for part in parts])),
             narrowed(rows[STORED][:, 1]),
-            narrowed(rows[self.group_key].reshape(-1).long()),
             {key: narrowed(torch.tensor(values)) for key, values in numbers.items()},
             None if stale is None else torch.tensor(stale),
         )
@@ -495,11 +480,6 @@ class AssemblerActor:
             return TensorDict({}, batch_size=[0]), []
         rows = unpack_thin(torch.from_numpy(table))
         return rows, [parts[part] for part in rows[STORED][:, 0].tolist()]
-
-    async def check(self, kinds: Kinds) -> None:
-        """Refuse rows of these kinds if they cannot be joined with the held rows."""
-        if self.assembler.held:
-            check_kinds(self.assembler._kinds, kinds)
 
     async def put(self, parts: Sequence[Any], table: Any, kinds: Kinds, patience: float | None) -> None:
         """Put rows, after waiting for room.
@@ -578,11 +558,6 @@ class AssemblerActor:
         async with self.changed:
             self.changed.notify_all()
             return getattr(self.assembler, method)(*args)
-
-    async def lose(self, rows: int, groups: int) -> None:
-        """Count rows of groups that were taken and could not be fetched."""
-        self.assembler._stream.counts["lost"] += rows
-        self.assembler._stream.emitted -= groups
 
     async def state(self) -> tuple[dict[str, Any], StoredGroups | None]:
         """The assembler's state, and all its rows in order of arrival."""

@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.data import RayReplayBuffer, ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
+from torchrl.envs.transforms.transforms import _InvertTransform
 
 from headrace.pipeline.installed import import_extra
 from headrace.pipeline.ledger import Ledger
@@ -30,9 +31,10 @@ class AssembleOnWrite(Transform):
     """Write only whole groups into a replay buffer of this process.
 
     Append it with ``buffer.append_transform(AssembleOnWrite(assembler), invert=True)``. Rows wait in the
-    assembler. Each ``extend`` writes the groups that became whole, or nothing. With a pipeline, the first of
-    its :meth:`Pipeline.halves`, the pipeline runs on these groups first. Sampled rows are unchanged. The
-    state is saved with that of the buffer. For a buffer in a Ray actor see :func:`groups_on_write`.
+    assembler. Each ``extend`` writes the groups that became whole, or nothing. To run a pipeline on these
+    groups first, append ``Compose(AssembleOnWrite(assembler), first)``, with the first of its
+    :meth:`Pipeline.halves`. Sampled rows are unchanged. The state is saved with that of the buffer. For a
+    buffer in a Ray actor see :func:`groups_on_write`.
 
     If rows are refused, ``extend`` raises the error. The writer may be a process whose errors are not shown,
     so the error is raised again when the buffer is next sampled.
@@ -43,10 +45,8 @@ class AssembleOnWrite(Transform):
     Args:
         assembler: makes groups of the rows, `groups` of them at a time. It must have no `partition_key`,
             because group ids of different partitions would collide in the buffer.
-        pipeline: runs on whole groups before they are written; None: no pipeline.
-        patience: seconds after which a silent worker raises while another one writes, as for
-            :func:`assembled`. This is checked when the buffer is sampled.
-        worker_patience: a fixed number of seconds for the same check, as for :func:`assembled`.
+        worker_patience: seconds after which a silent worker raises while another one writes, as for
+            :func:`assembled`. This is checked when the buffer is sampled. None: never.
 
     Raises:
         ValueError: the assembler has a `partition_key`; or an option has an invalid value.
@@ -76,22 +76,20 @@ class AssembleOnWrite(Transform):
     def __init__(
         self,
         assembler: GroupAssembler,
-        pipeline: Pipeline | None = None,
         *,
-        patience: float | None = None,
         worker_patience: float | None = None,
     ):
-        check_patience(patience, worker_patience)
+        check_patience(None, worker_patience)
         if assembler.partition_key is not None:
             raise ValueError(
                 "AssembleOnWrite needs an assembler without partition_key, because the ids of different "
                 "partitions would collide in the buffer: make ids unique over all partitions"
             )
         super().__init__()
-        self.assembler, self.pipeline, self._process = assembler, pipeline, os.getpid()
+        self.assembler, self._process = assembler, os.getpid()
         self.error: Exception | None = None
         """The error of the last refused rows since the buffer was sampled."""
-        self._watch = WorkerWatch(patience, worker_patience)
+        self._watch = WorkerWatch(None, worker_patience)
 
     def _call(self, rows: TensorDictBase | None) -> TensorDictBase | None:
         if os.getpid() != self._process:
@@ -110,10 +108,7 @@ class AssembleOnWrite(Transform):
         batches = []
         while (batch := self.assembler.take()) is not None:
             batches.append(batch)
-        if not batches:
-            return None
-        groups = join_rows(batches, "groups")
-        return groups if self.pipeline is None else self.pipeline(groups)
+        return join_rows(batches, "groups") if batches else None
 
     def _inv_call(self, sampled: TensorDictBase) -> TensorDictBase:
         error, self.error = self.error, None
@@ -150,28 +145,9 @@ class AssembleOnWrite(Transform):
         self._process = os.getpid()
 
 
-class _Inverted(Transform):
-    """Swaps the directions of a transform, because the factory of a buffer cannot invert one."""
-
-    def __init__(self, transform: Transform):
-        super().__init__()
-        self.transform = transform
-
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self.transform._inv_call(next_tensordict)
-
-    forward = _call
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.transform._call(tensordict)
-
-    inv = _inv_call
-
-
 def groups_on_write(
     *recipe: str,
     assembler: Mapping[str, Any] | None = None,
-    patience: float | None = None,
     worker_patience: float | None = None,
     **options: Any,
 ) -> Transform:
@@ -184,7 +160,6 @@ def groups_on_write(
     Args:
         recipe: the name and overrides of a recipe, as for :func:`load_pipeline`.
         assembler: options of :class:`GroupAssembler`.
-        patience: as for :class:`AssembleOnWrite`.
         worker_patience: as for :class:`AssembleOnWrite`.
         options: keywords of :func:`load_pipeline`.
 
@@ -211,8 +186,8 @@ def groups_on_write(
         2.0
     """
     first, _ = load_pipeline(*recipe, **options).halves()
-    silence = {"patience": patience, "worker_patience": worker_patience}
-    return _Inverted(AssembleOnWrite(GroupAssembler(**(assembler or {})), first, **silence))
+    on_write = AssembleOnWrite(GroupAssembler(**(assembler or {})), worker_patience=worker_patience)
+    return _InvertTransform(Compose(on_write, first))
 
 
 @dataclass(frozen=True)
@@ -261,7 +236,7 @@ def buffer_account(buffer: ReplayBuffer) -> BufferAccount:
         if isinstance(transform, Compose):
             chain = [*transform, *chain]
         elif isinstance(transform, AssembleOnWrite):
-            assembled, pipeline = transform, transform.pipeline
+            assembled = transform
         elif isinstance(transform, Pipeline):
             pipeline = transform
         elif hasattr(transform, "transform"):  # an inverted transform

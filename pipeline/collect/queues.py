@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from headrace.pipeline.installed import import_extra
 from headrace.transforms import BatchError, StalledError
+from headrace.transforms.assembler.pieces import RowPiece, gather
 from headrace.transforms.entry import enter_rows
 from headrace.transforms.errors import listing
 from headrace.transforms.options import at_least, takes_options
@@ -52,10 +53,10 @@ from .thin_rows import ColumnsRead, pack_thin, unpack_thin
 SEPARATOR = "."
 END = "end"  # the key of an entry that ends the stream of a producer or of steps
 TABLE = "table"  # the field of a sample that holds a table of rows
-AGAIN = ("headrace", "again")  # True at rows that their rank gets again in a later step
 
 
-def _queue() -> Any:
+def tq() -> Any:
+    """The module of the extra `tq`."""
     return import_extra("transfer_queue", "tq", "a queue of TransferQueue")
 
 
@@ -113,7 +114,7 @@ class RolloutQueue:
         max_rows: int = 1024,
         decided_by: Sequence[Any] | None = None,
     ):
-        _queue()
+        tq()
         self.partition, self.producers = partition, at_least("producers", producers, 1)
         self.clear = clear
         self.max_rows = at_least("max_rows", max_rows, 1)
@@ -148,13 +149,13 @@ class RolloutQueue:
             tag["table"] = 1
         first, self._sent = self._sent, self._sent + len(columns)
         keys = [self._key(row) for row in range(first, self._sent)]
-        _queue().kv_batch_put(keys, self.partition, fields=columns)
+        tq().kv_batch_put(keys, self.partition, fields=columns)
         # Written after the data, so that the reader sees only complete puts.
-        _queue().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
+        tq().kv_batch_put([self._key(first)], self._pieces, fields=table, tags=[tag])
 
     def end(self) -> None:
         """Tell the reader that this producer sends no more rows."""
-        _queue().kv_batch_put([self._key(END)], self._pieces, tags=[{END: self._sent}])
+        tq().kv_batch_put([self._key(END)], self._pieces, tags=[{END: self._sent}])
 
     @property
     def _pieces(self) -> str:
@@ -202,7 +203,7 @@ class RolloutQueue:
         """The rows of puts with the same columns; with `decided_by` only the columns that are read."""
         tag = pieces[0][1]
         if self.reads is None:
-            return fetch_rows(_queue(), keys, self.partition, tag)
+            return fetch_rows(tq(), keys, self.partition, tag)
         if odd := [key for key, tag in pieces if "table" not in tag]:
             raise BatchError(
                 "all producers of partition {partition} must use decided_by; puts {found} did "
@@ -237,16 +238,16 @@ class RolloutQueue:
 
     def _tags(self) -> Mapping[str, Mapping[str, Any]]:
         """The tags of all puts in the queue, by key."""
-        return _queue().kv_list(self._pieces).get(self._pieces, {})
+        return tq().kv_list(self._pieces).get(self._pieces, {})
 
     def _forget(self, count: int) -> None:
         """Delete the first `count` puts of `_used`; with `decided_by` their rows stay in the queue."""
         used = self._used[:count]
         keys = [key for first, rows in used for key in _keys_of(first, rows)]
         if keys and self.reads is None:
-            _queue().kv_clear(keys, self.partition)
+            tq().kv_clear(keys, self.partition)
         if used:
-            _queue().kv_clear([first for first, _ in used], self._pieces)
+            tq().kv_clear([first for first, _ in used], self._pieces)
         self._used, self._saved = self._used[count:], max(0, self._saved - count)
 
     def fetch(self, rows: TensorDictBase) -> TensorDictBase:
@@ -287,7 +288,7 @@ class RolloutQueue:
         free = self._stored - held
         gone = sorted(free & self._free if self.clear == "saved" else free)
         if gone:
-            _queue().kv_clear(gone, self.partition)
+            tq().kv_clear(gone, self.partition)
         self._stored.difference_update(gone)
         self._free = free.difference(gone)
         return len(gone)
@@ -311,7 +312,7 @@ class RolloutQueue:
         self._used = read
         self._saved = len(self._used)
         if self.reads is not None:
-            keys = _queue().kv_list(self.partition).get(self.partition, {})
+            keys = tq().kv_list(self.partition).get(self.partition, {})
             rows = [(key, *key.partition("/")[::2]) for key in keys]
             self._stored = {key for key, name, number in rows if int(number) < self._read.get(name, 0)}
 
@@ -327,7 +328,7 @@ def _tables(keys: Sequence[str], partition: str) -> list[TensorDict]:
     Raises:
         BatchError: the queue has lost a table.
     """
-    found = _queue().kv_batch_get(list(keys), partition)
+    found = tq().kv_batch_get(list(keys), partition)
     if TABLE not in found.keys() or found.batch_size[0] != len(keys):
         raise BatchError(
             "TransferQueue must return all tables that were put into partition {partition}; some of "
@@ -394,7 +395,7 @@ class StepQueue:
     def __init__(
         self, partition: str, *, ranks: int, max_steps: int | None = None, rollouts: str | None = None
     ):
-        _queue()
+        tq()
         self.partition, self.ranks = partition, at_least("ranks", ranks, 1)
         self.max_steps = at_least("max_steps", max_steps, 1)
         self.rollouts = rollouts
@@ -418,7 +419,13 @@ class StepQueue:
             StalledError: a rank has taken no step in time.
         """
         before, patience = self.steps, check_patience(patience)
-        for minibatch in self._numbered(minibatches):
+        for minibatch in minibatches:
+            elsewhere = len(minibatch) > 0 and has_key(minibatch, ELSEWHERE)
+            if elsewhere and self.rollouts is None:
+                raise BatchError(
+                    "the tokens of these rows are stored elsewhere: set StepQueue(rollouts=…) to the "
+                    "partition of their RolloutQueue, or call RolloutQueue.fetch before the pipeline"
+                )
             # Check everything before sending, so that an error cannot give a step to only some ranks.
             parts = rows_by_rank(minibatch, self.ranks)
             for rank in range(self.ranks):
@@ -428,39 +435,19 @@ class StepQueue:
             for rank, rows in enumerate(parts):
                 tag: dict[str, Any] = {}
                 name, table = f"{self.partition}/{rank}", None
-                if len(rows) and has_key(rows, ELSEWHERE):
+                if len(rows) and elsewhere:
                     masked, finite = minibatch[MASKS]
-                    table, tag = _as_table(rows.exclude(MASKS)), {"masked": _paths(masked)}
+                    table, tag = _as_table(rows.exclude(MASKS)), {"masked": _paths(masked), "put": before}
                     tag["finite"] = None if finite is None else [_paths(finite[:2]), _paths(finite[2])]
                     self._sent[rank, self.steps] = rows[ELSEWHERE]
                 elif len(rows):
                     columns, tag = encode_rows(rows)
                     keys = [f"{self.steps}/{row}" for row in range(len(rows))]
-                    _queue().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
+                    tq().kv_batch_put(keys, name, fields=columns, tags=[tag] * len(rows))
                 tags = [tag | {"rows": len(rows)}]
-                _queue().kv_batch_put([f"{self.steps}"], name, fields=table, tags=tags)
+                tq().kv_batch_put([f"{self.steps}"], name, fields=table, tags=tags)
             self.steps += 1
         return self.steps - before
-
-    def _numbered(self, minibatches: Iterable[TensorDictBase]) -> Iterator[TensorDictBase]:
-        """Write the column AGAIN to rows whose tokens are stored elsewhere."""
-        steps = iter(minibatches)
-        for first in steps:
-            if not len(first) or not has_key(first, ELSEWHERE):
-                yield first
-                continue
-            if self.rollouts is None:
-                raise BatchError(
-                    "the tokens of these rows are stored elsewhere: set StepQueue(rollouts=…) to the "
-                    "partition of their RolloutQueue, or call RolloutQueue.fetch before the pipeline"
-                )
-            found, later = [first, *steps], set[tuple[int, ...]]()
-            for step in reversed(found):
-                ranks = step[RANK].tolist() if has_key(step, RANK) else [0] * len(step)
-                keys = [(rank, *key) for rank, key in zip(ranks, step[ELSEWHERE].tolist(), strict=True)]
-                step[AGAIN] = torch.tensor([key in later for key in keys])
-                later.update(keys)
-            yield from found
 
     def under_way(self) -> Tensor:
         """(n, 3) int64: the locations of rows that were put and that a rank has not fetched yet."""
@@ -476,13 +463,13 @@ class StepQueue:
     def _tags(self, rank: int) -> dict[str, Any]:
         """The tags of the steps that a rank has not taken, by number."""
         name = f"{self.partition}/{rank}"
-        tags = _queue().kv_list(name).get(name, {})
+        tags = tq().kv_list(name).get(name, {})
         return {key: tag for key, tag in tags.items() if "/" not in key and tag}
 
     def end(self) -> None:
         """Tell all ranks that there are no more steps."""
         for rank in range(self.ranks):
-            _queue().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
+            tq().kv_batch_put([END], f"{self.partition}/{rank}", tags=[{END: self.steps}])
 
     def minibatches(
         self, rank: int, *, first: int = 0, patience: float | None = None
@@ -510,12 +497,12 @@ class StepQueue:
                 if "masked" in tag:
                     rows = tokens.of_step(_tables([f"{step}"], name)[0], tag)
                 else:
-                    rows = fetch_rows(_queue(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
-                _queue().kv_clear([*keys, f"{step}"], name)
+                    rows = fetch_rows(tq(), keys, name, tag) if keys else TensorDict({}, batch_size=[0])
+                tq().kv_clear([*keys, f"{step}"], name)
                 yield rows
                 step, asked = step + 1, time.monotonic()
             elif END in tags and tags[END][END] == step:
-                _queue().kv_clear([END], name)
+                tq().kv_clear([END], name)
                 return
             elif patience is not None and time.monotonic() - asked >= patience:
                 raise StalledError(f"rank {rank} has waited {patience:g} s for optimiser step {step}")
@@ -557,49 +544,34 @@ class RankTokens:
     """
 
     def __init__(self, partition: str | None):
-        self.partition = partition
-        self.rows: TensorDictBase | None = None
-        """Fetched rows that later steps need again."""
-        self.at: dict[str, int] = {}
-        """The index of each of these rows, by key."""
+        self.partition, self.put = partition, -1
+        self.rows: dict[str, tuple[RowPiece, int]] = {}
+        """The rows of this put that were fetched, by key."""
 
     def of_step(self, thin: TensorDictBase, tag: Mapping[str, Any]) -> TensorDictBase:
         """The rows of a step with their tokens, masked as the pipeline would mask them.
 
         Args:
             thin: TensorDict ``[N]``, N ≥ 1: the rows without tokens, with the written columns.
-            tag: of the step, with the token columns to mask.
+            tag: of the step, with the number of its put, and the token columns to mask.
 
         Raises:
             BatchError: as :func:`fetch_stored`; or rows are out of the loss and there is no column to mask.
         """
-        keys = _keys(thin[ELSEWHERE])
-        missing = torch.tensor([key not in self.at for key in keys])
-        if bool(missing.any()):
-            new = list(dict.fromkeys(key for key in keys if key not in self.at))
-            stored = dict(zip(keys, thin[ELSEWHERE], strict=True))
+        if tag["put"] != self.put:
+            self.put, self.rows = tag["put"], {}
+        stored = dict(zip(_keys(thin[ELSEWHERE]), thin[ELSEWHERE], strict=True))
+        if new := [key for key in stored if key not in self.rows]:
             fetched = fetch_stored(self.partition or "", torch.stack([stored[key] for key in new]))
-            start = 0 if self.rows is None else len(self.rows)
-            self.at |= {key: start + number for number, key in enumerate(new)}
-            self.rows = fetched if self.rows is None else join_rows([self.rows, fetched], "rows of a rank")
-        at = torch.tensor([self.at[key] for key in keys])
-        rows = with_tokens(thin, take_rows(cast(TensorDictBase, self.rows), at))
-        again = list(dict.fromkeys(key for key, flag in zip(keys, thin[AGAIN].tolist(), strict=True) if flag))
-        self._let_go(set(keys) - set(again))
+            piece = RowPiece(fetched, range(len(new)))
+            self.rows |= {key: (piece, row) for row, key in enumerate(new)}
+        rows = with_tokens(thin, gather([self.rows[key] for key in _keys(thin[ELSEWHERE])], {}))
         mask_rows(rows, thin, map(_key_at, tag["masked"]))
         if tag["finite"] is not None:
             (mask, *log_prob), others = tag["finite"]
             own = _key_at(log_prob[0]) if log_prob else None
             fill_out_of_loss(rows, _key_at(mask), own, map(_key_at, others))
         return rows
-
-    def _let_go(self, keys: set[str]) -> None:
-        kept = [key for key in self.at if key not in keys]
-        if not kept:
-            self.rows = None
-        elif keys and self.rows is not None:
-            self.rows = take_rows(self.rows, torch.tensor([self.at[key] for key in kept]))
-        self.at = {key: number for number, key in enumerate(kept)}
 
 
 def mask_rows(rows: TensorDictBase, thin: TensorDictBase, keys: Iterable[Any]) -> None:
@@ -639,7 +611,7 @@ def with_tokens(thin: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         rows: TensorDict ``[N]``, the same rows with their tokens; is changed.
     """
     for key in thin.keys(include_nested=True, leaves_only=True):
-        if key not in (ELSEWHERE, AGAIN) and key[:2] != number_of("")[:2]:
+        if key != ELSEWHERE and key[:2] != number_of("")[:2]:
             write_column(rows, key, thin.get(key))
     return rows
 
@@ -658,7 +630,7 @@ def fetch_stored(partition: str, stored: Tensor) -> TensorDictBase:
     for kind in stored[:, 2].unique().tolist():
         at = (stored[:, 2] == kind).nonzero().flatten()
         distinct, index = stored[at].unique(dim=0, return_inverse=True)
-        rows = fetch_rows(_queue(), _keys(distinct), partition, {"columns": kind >> 1, "lazy": kind & 1})
+        rows = fetch_rows(tq(), _keys(distinct), partition, {"columns": kind >> 1, "lazy": kind & 1})
         parts.append(take_rows(rows, index))
         positions.append(at)
     rows = parts[0] if len(parts) == 1 else join_rows(parts, "rows of a batch")

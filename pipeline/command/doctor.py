@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -44,7 +42,7 @@ def examine(console: Console | None = None) -> int:
     """
     console = console or Console()
     bad = 0
-    for check in (packages, extras, devices, distributed, output_folder, golden_runs):
+    for check in (packages, extras, devices, golden_runs):
         for finding in _findings(check):
             bad += finding.state == "bad"
             line = Text(f"{finding.state:5}", STYLES[finding.state]).append(
@@ -124,28 +122,6 @@ def devices() -> Iterator[Finding]:
         yield Finding("ok", "no CUDA: everything runs on the CPU")
     if torch.backends.mps.is_available():
         yield Finding("ok", "mps is there; headrace is not tested on it (device=mps)")
-
-
-def distributed() -> Iterator[Finding]:
-    """Check torch.distributed."""
-    dist: Any = import_module("torch.distributed")
-    if dist.is_available():
-        backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
-        yield Finding("ok", f"torch.distributed, with {', '.join(backends) or 'no backend'}")
-    else:
-        yield Finding("note", "this torch has no torch.distributed: one process, no ranks")
-
-
-def output_folder() -> Iterator[Finding]:
-    """Check that files can be written to this folder, in which ``outputs/`` is made."""
-    try:
-        with tempfile.TemporaryFile(dir=Path.cwd()):
-            yield Finding("ok", f"files can be written to {Path.cwd()}")
-    except OSError as err:
-        reason = (err.strerror or str(err)).lower()
-        yield Finding(
-            "bad", f"no file can be written to the folder here: {reason}. hydra.run.dir=FOLDER names another"
-        )
 
 
 def golden_runs() -> Iterator[Finding]:

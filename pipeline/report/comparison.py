@@ -12,7 +12,6 @@ from headrace.transforms import BatchError
 
 from .numbers import gradient_cosine, gradient_share, row_weight
 from .step import StepReport
-from .texts import TokenValues
 
 MOVERS = 8  # groups that differ most
 ROUNDED = 1e-5  # of two numbers: they differ by more than float32 rounding
@@ -25,11 +24,9 @@ class Mover(NamedTuple):
     group: int | str
     """As the dump calls it."""
     first: float
-    """Share of the step's gradient under the first recipe; NaN where lengths are not known."""
+    """Share of the step's gradient under the first recipe."""
     second: float
     """The same under the second."""
-    apart: float = 0.0
-    """How far its advantages are apart, at the row where they are furthest; one that is not trained has 0."""
     prompt: str = ""
     """What the user asked last; empty: the dump has no texts."""
 
@@ -48,20 +45,15 @@ class Comparison:
         only: rows that the first alone trains, and the second alone.
         changed: rows whose advantage × loss weight × tokens differs; without lengths, whose advantage in the
             loss does.
-        by_token: rows among them of which the tokens alone differ.
-        factors: least and greatest factor from the first gradient of a step to the second, of steps at which
-            one is a multiple of the other; NaN once one is not.
+        by_token: whether a recipe has a number for each token, which is compared as a mean over the row.
         differ: rows whose advantages differ.
-        furthest: the greatest difference of two advantages.
-        weighed: rows that both train with loss weights that differ.
-        ratio: the greatest ratio of two of these weights.
         flips: rows whose advantages differ in their sign.
         moments: (6,) n, Σx, Σy, Σx², Σy², Σxy of the two advantages.
         moved: sum over steps of the share of the gradient that goes to another group.
         cosines: of steps at which both train something, that of what rows weigh (:func:`gradient_cosine`).
         trains: steps at which the first recipe has a gradient, and the second.
-        movers: the groups that differ most, of all steps: by their share, else by their advantages.
-        shares: by table (``segments`` of the rollout, ``tokens`` of the row, ``prompt``), by line, (3,): the
+        movers: the groups whose share differs most, of all steps.
+        shares: by table (``segments`` of the rollout, ``tokens`` of the row), by line, (3,): the
             two shares of the gradient and the number of rows, summed over steps (:meth:`mean_shares`).
     """
 
@@ -71,12 +63,8 @@ class Comparison:
     both: int = 0
     only: list[int] = field(default_factory=lambda: [0, 0])
     changed: int = 0
-    by_token: int = 0
-    factors: tuple[float, float] = (np.inf, -np.inf)
+    by_token: bool = False
     differ: int = 0
-    furthest: float = 0.0
-    weighed: int = 0
-    ratio: float = 1.0
     flips: int = 0
     moments: np.ndarray = field(default_factory=lambda: np.zeros(6))
     moved: float = 0.0
@@ -111,55 +99,28 @@ class Comparison:
         }
 
     @property
-    def aligned(self) -> bool:
-        """Whether the second gradient of each step is a multiple of the first."""
-        return not self.changed or self.factors[0] <= self.factors[1]
-
-    @property
     def said(self) -> str:
-        """Whether both give the same gradient, and else where they differ, in a few words.
-
-        The gradient is that of advantage × loss weight × tokens. Clipping and other terms are of the loss.
+        """Whether both give the same gradient: that of advantage × loss weight × tokens, without clipping.
 
         Example:
             >>> Comparison(("grpo", "rloo"), steps=1, rows=8).said
             'grpo and rloo give the same gradient: advantage × loss weight × tokens is equal in all 8 rows.'
         """
-        first, second = map(printable, self.names)
+        names = " and ".join(map(printable, self.names))
         rows = f"{self.rows:,} rows" + (f" of {self.steps:,} steps" if self.steps > 1 else "")
-        only = [
-            f"{count:,} rows only {name} trains"
-            for count, name in zip(self.only, (first, second), strict=True)
-            if count
-        ]
-        unknown = bool(np.isnan(self.moved))
-        if not self.changed:
-            zero = f" {' and '.join(only)}, with the advantage 0." if only else ""
-            if not unknown:
-                same = "advantage × loss weight × tokens is equal in all"
-                return f"{first} and {second} give the same gradient: {same} {rows}.{zero}"
-            return f"{first} and {second} give the same advantages, in all {rows}.{zero}"
-        parts = []
-        if self.differ:
-            flips = f" ({self.flips:,} change their sign)" if self.flips else ""
-            parts.append(f"the advantages of {self.differ:,} rows, by up to {self.furthest:.3g}{flips}")
-        if self.weighed and not unknown:
-            parts.append(f"the loss weights of {self.weighed:,} rows, by up to × {self.ratio:.3g}")
-        if self.by_token:
-            parts.append(f"the tokens of {self.by_token:,} rows")
-        parts += [f"which rows are trained: {' and '.join(only)}"] if only else []
-        low, high = self.factors
-        what = "advantages" if unknown else "gradients"
-        if self.aligned:
-            factor = f"{low:.3g}" if high - low <= ROUNDED * high else f"{low:.3g} to {high:.3g}"
-            said = f"{first} and {second} give {what} of the same direction: {second} × {factor}."
+        if np.isnan(self.moved):
+            what, product = "advantage", "it"
         else:
-            said = f"{first} and {second} give different {what}, at {self.changed:,} of {rows}."
-        said += f" They differ in {'; '.join(parts)}."
-        if not self.aligned and not unknown:
+            what, product = "gradient", "advantage × loss weight × tokens"
+        if not self.changed:
+            if self.by_token:
+                what = "gradient, up to the weights of single tokens"
+            return f"{names} give the same {what}: {product} is equal in all {rows}."
+        said = f"{names} give another {what}: {product} differs in {self.changed:,} of {rows}."
+        if self.cosines and self.trains == [len(self.cosines)] * 2 and min(self.cosines) > 1 - 1e-9:
+            said += " The two gradients of each step have the same direction."
+        elif not np.isnan(self.moved):
             said += f" {self.numbers['gradient_moved']:.1%} of the gradient moves to other groups."
-        elif self.aligned and only:
-            said += " Rows that only one of them trains have the advantage 0: they only change the divisor."
         return said
 
     @property
@@ -208,26 +169,18 @@ class Comparison:
         a, b = advantage[:, np.isfinite(advantage).all(0)]
         differ = _differ(a, b)
         self.differ += int(differ.sum())
-        self.furthest = max(self.furthest, float(np.abs(a - b)[differ].max(initial=0.0)))
         self.flips += int((differ & (a * b < 0)).sum())
         sums = (len(a), a.sum(), b.sum(), (a * a).sum(), (b * b).sum(), (a * b).sum())
         self.moments = self.moments + np.array(sums, dtype=float)
-        if all("loss_weight" in report.columns for report in pair):
-            weights = np.stack([report.columns["loss_weight"][both] for report in pair])
-            a, b = weights[:, (weights > 0).all(0)]
-            self.weighed += int((differ := _differ(a, b)).sum())
-            self.ratio = max(self.ratio, float(np.maximum(a / b, b / a)[differ].max(initial=1.0)))
-        # What is in the loss of each row; a row that is not trained, or has no advantage, has 0.
-        credit = np.where(trained & np.isfinite(advantage), advantage, 0)
+        self.by_token |= any(report.by_token for report in pair)
         if "no_lengths" in first.columns:  # what a row weighs is not known
-            self._add_changed(first, second, *credit)
-            self.moved = float("nan")
-            self._move(first, np.full((2, rows), np.nan), credit)
+            credit = np.where(trained & np.isfinite(advantage), advantage, 0)
+            self.changed, self.moved = self.changed + int(_differ(*credit).sum()), float("nan")
             return {}
-        self._add_changed(first, second, *(row_weight(report.columns) for report in pair))
+        self.changed += int(_differ(*(row_weight(report.columns) for report in pair)).sum())
         share = np.stack([gradient_share(report.columns) for report in pair])
         self.trains = [n + int(each.any()) for n, each in zip(self.trains, share, strict=True)]
-        of_step = {"gradient_moved": self._move(first, share, credit)}
+        of_step = {"gradient_moved": self._move(first, share)}
         if np.isfinite(cosine := gradient_cosine(first.columns, second.columns)):
             self.cosines.append(cosine)
             of_step["gradient_cosine"] = cosine
@@ -239,68 +192,28 @@ class Comparison:
                 lines[str(label)] = lines.get(str(label), np.zeros(3)) + line
         return of_step
 
-    def _add_changed(self, first: StepReport, second: StepReport, a: np.ndarray, b: np.ndarray) -> None:
-        """Add the rows whose weight `a` (N,) in the first gradient is not their `b` (N,) in the second."""
-        changed, by_token = _differ(a, b), np.zeros(len(a), bool)
-        for row in {*first.by_token, *second.by_token}:
-            if first.columns["reason"][row] == second.columns["reason"][row] == 0 and not changed[row]:
-                by_token[row] = not _same_tokens(first.by_token.get(row), second.by_token.get(row))
-        self.by_token += int(by_token.sum())
-        self.changed += int((changed | by_token).sum())
-        if not a.any() and not b.any():
-            return
-        factor = float(a @ b / (a @ a)) if a.any() else 0.0
-        if factor <= 0 or by_token.any() or _differ(factor * a, b).any():
-            self.factors = (np.nan, np.nan)
-        elif not np.isnan(self.factors[0]):
-            self.factors = (min(self.factors[0], factor), max(self.factors[1], factor))
-
-    def _move(self, report: StepReport, share: np.ndarray, credit: np.ndarray) -> float:
-        """Add how far the shares (2, N) move from group to group, and which groups differ most."""
+    def _move(self, report: StepReport, share: np.ndarray) -> float:
+        """Add how far the shares (2, N) move from group to group, and which groups' most."""
         ids = report.columns.get("group_id", np.zeros(len(report), int))
         groups, rows, index = np.unique(ids, return_index=True, return_inverse=True)
-        index = index.reshape(-1)
         names = report.ids("group", rows) if "group_id" in report.columns else groups.tolist()
-        one, other = (np.bincount(index, weights, len(groups)) for weights in share)
-        apart = np.zeros(len(groups))
-        np.maximum.at(apart, index, np.where(_differ(*credit), np.abs(credit[0] - credit[1]), 0.0))
+        one, other = (np.bincount(index.reshape(-1), weights, len(groups)) for weights in share)
         size = np.where(np.abs(one - other) > ROUNDED * (one + other), np.abs(one - other), 0.0)
         moved = float(size.sum() / 2)
         self.moved += moved
-        a, b, far = one.tolist(), other.tolist(), apart.tolist()
         found = [
-            Mover(report.step, names[k], a[k], b[k], far[k], report.asked(int(rows[k])) or "")
-            for k in np.lexsort((-apart, -size))[:MOVERS].tolist()
-            if size[k] or apart[k]
+            Mover(report.step, names[k], float(one[k]), float(other[k]), report.asked(int(rows[k])) or "")
+            for k in np.argsort(-size, kind="stable")[:MOVERS].tolist()
+            if size[k]
         ]
-        self.movers = sorted(self.movers + found, key=_most)[:MOVERS]
+        self.movers = sorted(self.movers + found, key=lambda each: -abs(each.first - each.second))[:MOVERS]
         return moved
-
-
-def _most(mover: Mover) -> tuple[float, float]:
-    """Greatest difference of the shares first, then of the advantages."""
-    moved = abs(mover.first - mover.second)
-    return (0.0 if np.isnan(moved) else -moved, -mover.apart)
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """(N,) bool: of small numbers, too, and none of a sum of rounded ones."""
     size = np.maximum(np.abs(a), np.abs(b)) + min(np.abs(a).max(initial=0), np.abs(b).max(initial=0))
     return np.abs(a - b) > ROUNDED * size
-
-
-def _same_tokens(first: TokenValues | None, second: TokenValues | None) -> bool:
-    """Whether each token of a row has the same numbers; what only one of them has must be 1 everywhere."""
-    one, other = (each.values if each is not None else {} for each in (first, second))
-    for name in {*one, *other}:
-        a, b = (np.asarray(each.get(name, 1.0), float) for each in (one, other))
-        a, b = np.broadcast_arrays(a, b)
-        here = ~np.isnan(a) & ~np.isnan(b)
-        if name == "advantage" and not (name in one and name in other):
-            continue  # a row's one advantage was compared already
-        if _differ(a[here], b[here]).any():
-            return False
-    return True
 
 
 def _labels(report: StepReport) -> dict[str, np.ndarray]:
@@ -313,6 +226,4 @@ def _labels(report: StepReport) -> dict[str, np.ndarray]:
         labels["segments"] = segments[rollout.reshape(-1)]
     if "tokens" in report.columns:
         labels["tokens"] = 2 ** np.ceil(np.log2(np.maximum(report.columns["tokens"], 1))).astype(int)
-    if "prompt" in report.texts:
-        labels["prompt"] = np.array(report.texts["prompt"], dtype=object)
     return labels

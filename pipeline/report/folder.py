@@ -21,7 +21,7 @@ from headrace.pipeline.wording import printable
 from headrace.transforms.errors import listing
 from headrace.transforms.options import at_least, takes_options, within
 
-from .advice import NAMED, Advice, Advisory, History, Setup, advice_at, broken_by, numbers_read
+from .advice import Advice, Advisory, History, Setup, advice_at, numbers_read
 from .dump import write_dump, write_whole
 from .html import write_page
 from .over_steps import totals_over
@@ -32,7 +32,6 @@ Item = TypeVar("Item")
 MOST_FAILED = 20  # failed steps that are named, each with its reason
 POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
 STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
-UNGRADED, MOST_UNGRADED = "rewards-missing", 20  # the symptom, and steps that the page shows because of it
 SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
 
 
@@ -41,15 +40,15 @@ class ReportFolder:
     """Take reports step by step; write the rows of each step, and a page that grows with the run.
 
     The page has curves over all steps; in a run of more than 500 steps, over evenly spread ones. It shows the
-    rows of at most `steps` steps: the first, the last, and some in between. It also shows those that a notice
-    or an advisory names. You can open the page while the run goes on: it reloads itself until :meth:`close`.
+    rows of at most `steps` steps: the first, the last, and some in between. You can open the page while the
+    run goes on: it reloads itself until :meth:`close`.
     A ``with`` statement closes it, however the loop ends. ``headrace view FOLDER`` opens all rows of all
     steps.
 
     Args:
         folder: gets ``report.html`` and the folder ``rollouts/``. It is made if it does not exist.
         title: title of the page.
-        steps: number of steps that the page shows, ≥ 2, in addition to those that are named.
+        steps: number of steps that the page shows, ≥ 2.
         dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
             (:func:`write_dump`). None: only the page has rows.
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
@@ -65,11 +64,10 @@ class ReportFolder:
     Attributes:
         notices: sentences about what the page lacks. You may set this, and the next two.
         difference: how two recipes differ, as a sentence.
-        equal: names of the numbers that two recipes have in common at every step.
         failed: the failed steps, from :meth:`fail`.
         unsaid: names of numbers that the dump of a replay cannot have. You may set it.
         setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
-            run does not have. None, the run is one in Python, and options are those of its stages.
+            run does not have. None: the run is one in Python.
 
     Raises:
         ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
@@ -111,7 +109,6 @@ class ReportFolder:
         self.every, self.config, self.versus = every, config, versus
         self.notices: list[str] = []
         self.difference = ""
-        self.equal: list[str] = []
         self.failed: list[FailedStep] = []
         self.unsaid: list[str] = []
         self.setup: Setup | None = None
@@ -121,9 +118,6 @@ class ReportFolder:
         self._begun = False  # whether what an earlier run left in the folder was looked at
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
-        self._asked: dict[int, StepReport] = {}  # those of `add(keep=True)`
-        self._ungraded: dict[int, StepReport] = {}  # those whose grader failed
-        self._broken: dict[str, dict[int, StepReport]] = {}  # by rule, those that its advisory may name
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
         self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
         self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
@@ -187,12 +181,8 @@ class ReportFolder:
         """The names of symptoms that nobody can tell at the last step, for lack of data."""
         return self._advice_at_last().unchecked
 
-    def add(self, report: StepReport, *, keep: bool = False) -> None:
+    def add(self, report: StepReport) -> None:
         """Take the report of the next step; write its rows, and the page where that is due.
-
-        Args:
-            report: of the step.
-            keep: whether the page shows this step in any case.
 
         Raises:
             TypeError: it is no report.
@@ -205,16 +195,6 @@ class ReportFolder:
         self._closed = False
         place = len(self._read)
         self._kept.add((place, report))
-        if keep:
-            self._asked[place] = report
-        broken = broken_by(report.numbers)
-        if UNGRADED in broken and len(self._ungraded) < MOST_UNGRADED:
-            self._ungraded[place] = report
-        for name in broken:
-            steps = self._broken.setdefault(name, {})
-            if len(steps) > NAMED:  # a sentence names the first and the last of so many
-                steps.popitem()
-            steps[place] = report
         self._curves.add((report.step, dict(report.numbers)))
         self._read.append(
             (report.step, {key: report.numbers[key] for key in numbers_read() if key in report.numbers})
@@ -278,16 +258,8 @@ class ReportFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, lambda file: file.write_text(json_text(self.failed), encoding="utf-8"))
 
-    def _shown(self) -> dict[int, StepReport]:
-        """The reports of the page, by place."""
-        shown = dict(self._kept.all()) | self._asked | self._ungraded
-        for advisory in self._advice_at_last().advisories:
-            broken = [*self._broken.get(advisory.name, {}).items()]
-            shown |= dict(broken if len(broken) <= NAMED else [broken[0], broken[-1]])
-        return dict(sorted(shown.items()))
-
     def _write(self, *, live: float | None) -> None:
-        shown = self._shown()
+        shown = dict(self._kept.all())
         self._advice = {
             place: self._advice.get(place) or self._advice_at(report, self._read[: place + 1])
             for place, report in shown.items()
@@ -316,7 +288,7 @@ class ReportFolder:
             said, *reasons = map(printable, said_of_failed(self.failed, len(self._read)))
             data["failed"] = {"said": said, "reasons": reasons}
         if self.versus is not None:
-            data["versus"], data["equal"] = list(self.versus), self.equal
+            data["versus"] = list(self.versus)
             data["difference"] = printable(self.difference)
         path = self.folder / "report.html"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,6 @@ def numbers_of(
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
                                             The first only where it is known how each row ended
     ``rollouts/unrewarded``                 share of rollouts that arrive without a reward
-    ``groups/equal_and_truncated``          share of groups of two or more whose rewards are all equal, and of
-                                            whose rollouts at least half are truncated
     ``rollouts/empty``                      share of rollouts without a token in the loss, as collected
     ``rollouts/no_reward``                  number of rollouts that are trained without a reward
     ``response_length/mean``, ``max``       tokens in the loss per rollout, of all its rows, as collected
@@ -84,11 +82,6 @@ def numbers_of(
             differ = np.isfinite(among["reward_std"]) & ~among["zero_variance"]
             numbers["frac_reward_zero_std"] = float(among["zero_variance"][several].mean())
             numbers["groups/informative"] = float(differ[several].mean())
-            if "status" in columns and (columns["status"] >= 0).all():
-                group = np.searchsorted(np.sort(groups["id"]), rollouts["group"])
-                cut = np.bincount(group, rollouts["truncated"]) >= np.bincount(group) / 2
-                equal = groups["zero_variance"][np.argsort(groups["id"])] & cut
-                numbers["groups/equal_and_truncated"] = float(equal.sum() / (groups["rollouts"] > 1).sum())
         numbers |= _statistics("group_size", groups["rollouts"], ("mean", "min", "max"))
         if (dispatched := groups["expected"] >= 0).any():
             numbers["groups/incomplete"] = float((~groups["complete"])[dispatched].mean())

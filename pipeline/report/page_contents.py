@@ -12,7 +12,7 @@ from headrace.pipeline.user_turn import asked_line
 from headrace.pipeline.wording import printable
 from headrace.transforms.options import takes_options
 
-from .advice import Advice, History, Setup, advice_at, setup_in_python, symptoms
+from .advice import Advice, History, Setup, advice_at, symptoms
 from .groups import reading_order
 from .html import embed
 from .numbers import gradient_share
@@ -65,8 +65,7 @@ def page_data(
         advice: verdict and advisories of each report; None: they follow from the history up to its step.
         totals: over all steps of the run (:func:`totals_over`); None: those of the history.
         recorded: steps of the run; None: those of the history.
-        setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`); None: of the run
-            in Python that made the last report.
+        setup: of a run of the command, so that remedies are options that it has (:meth:`Remedy.under`).
 
     Example:
         >>> page_data([], title="GRPO")["steps"]
@@ -79,8 +78,6 @@ def page_data(
             advice_at(report.numbers, [point for point in points if point[0] <= report.step])
             for report in reports
         ]
-    if setup is None and reports:
-        setup = setup_in_python(reports[-1].options)
     fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
     known = [symptoms()[name] for name in fired if name in symptoms()]
     return {

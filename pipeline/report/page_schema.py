@@ -1,7 +1,7 @@
 """The data of the page: every key, its type and its meaning.
 
-`page_data` makes it, `render_page` checks it, and `page/data.js` reads it. A table is columns of one length,
-and entry i of all columns is one line. None is an unknown value.
+`page_data` makes it, `render_page` checks it, and the modules of `page/` read it. A table is columns of one
+length, and entry i of all columns is one line. None is an unknown value.
 """
 
 from __future__ import annotations
@@ -116,9 +116,6 @@ class PageAdvisory(TypedDict):
 
     name: str  # of its symptom
     text: str  # a sentence, with the number
-    cause: str  # of it, `solve_none` or `solve_all`; empty: not known
-    because: str  # the symptom that causes it; empty: none of those of the step
-    certain: bool  # whether that leaves no gradient at any step; else it is probably one cause of several
 
 
 class PageRemedy(TypedDict):
@@ -126,8 +123,6 @@ class PageRemedy(TypedDict):
 
     text: str  # what
     overrides: str  # to type; empty: none
-    when: str  # the cause that it is against; empty: any
-    unless: str  # the cause that it does not help against; empty: none
 
 
 class PageSymptom(TypedDict):
@@ -218,7 +213,6 @@ class PageData(PageDataRequired, total=False):
     totals: dict[str, float]  # sums over all of them: `rows/in`, `rows/trained`, and of other units
     run: PageRun  # when it began, and how
     versus: list[str]  # two recipes: that of `advantage`, and that of `advantage_by_row`
-    equal: list[str]  # numbers that are the same under both at every step
     difference: str  # how they differ, as a sentence
     certificates: list[PageCertificate]  # of a page of certificates, which has no steps
 

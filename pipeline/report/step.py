@@ -20,7 +20,7 @@ from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import printable, suggest
 from headrace.transforms import Status
 from headrace.transforms.entry import enter_rows
-from headrace.transforms.options import options_of, takes_options
+from headrace.transforms.options import takes_options
 from headrace.transforms.schema import FINISHED
 
 from .advice import Advisory, advise
@@ -69,7 +69,6 @@ class StepReport:
         solved: least reward of a solved rollout.
         each_reward: whether of several rewards each is compared, and not the one that they add up to.
         metrics: the pipeline's.
-        options: of a run, by stage, and those of the pipeline under the name ``""``.
     """
 
     step: int
@@ -83,7 +82,6 @@ class StepReport:
     each_reward: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_token: Mapping[int, TokenValues] = field(default_factory=dict)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["reason"])
@@ -256,7 +254,7 @@ def make_report(
         nothing = dict.fromkeys(("row", "reason", "group_id", "rollout_id"), np.empty(0, dtype=np.int64))
         nothing |= {"collected_reward": np.empty(0)}
         names = tuple(run.ledger.names)
-        return StepReport(step, recipe, nothing, names, names, options=_options(run), metrics=run.metrics)
+        return StepReport(step, recipe, nothing, names, names, metrics=run.metrics)
     columns = {**report_columns(run), "reason": run.ledger.reason.numpy()}
     columns["row"] = np.arange(len(columns["reason"]))
     comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]
@@ -300,7 +298,6 @@ def make_report(
         each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         metrics=metrics,
         by_token=by_token,
-        options=_options(run),
     )
     if own:
         if twice := sorted({*report.numbers} & {*own}):
@@ -320,17 +317,6 @@ def make_report(
         keys = {name: run.keys.found[name][0] for name in BY_TOKEN}
         by_token |= values_by_token(there, keys, rows_read(), run.keys.loss_mask, decode)
     return report
-
-
-def _options(run: Run) -> dict[str, dict[str, Any]]:
-    """The options of each stage, and those of the pipeline that stages have, too."""
-    stages = run.stages.items()
-    found = {
-        name: {option: getattr(stage, option) for option in options_of(type(stage)) if hasattr(stage, option)}
-        for name, stage in stages
-    }
-    shared = {name: own[name] for own in found.values() for name in ("empty",) if name in own}
-    return {"": shared | {"loss_mask_key": run.keys.loss_mask}} | found
 
 
 def _texts(

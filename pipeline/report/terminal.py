@@ -14,7 +14,7 @@ from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.user_turn import asked_line
 from headrace.pipeline.wording import printable, shown_reason
 
-from .advice import BEYOND, Advisory, Remedy, Setup, remedy_of, setup_in_python
+from .advice import Advisory, Setup, symptoms
 from .funnel import funnel_table
 from .shared_tokens import said_of_trees
 from .step import StepReport, make_report
@@ -36,7 +36,7 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
     Args:
         report: of a batch.
         groups: lines of the group table at most. Groups that lost rollouts come first.
-        setup: as for :func:`show_advisories`; None: that of the run in Python that made the report.
+        setup: as for :func:`show_advisories`.
 
     Example:
         >>> import torch
@@ -57,7 +57,6 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
     blocks += [Text(), Text(words)] if (words := said_of_trees(report.numbers)) else []
-    setup = setup or setup_in_python(report.options)
     return Group(*blocks, *show_advisories(report.advisories, setup=setup))
 
 
@@ -67,24 +66,24 @@ def show_advisories(
     unchecked: Sequence[str] = (),
     setup: Setup | None = None,
 ) -> list[Text]:
-    """A verdict; the first advisories, each with a remedy or a cause; and, on a line, what nobody can tell.
+    """A verdict; the first advisories, each with a remedy; and, on a line, what nobody can tell.
 
     Args:
         advisories: most urgent first.
         verdict: whether the reward rises; an advisory does not say that again.
         unchecked: names of symptoms.
-        setup: of the run, so that remedies are options that it has (:meth:`Remedy.under`).
+        setup: of a run of the command, so that remedies are options that it has (:meth:`Remedy.under`).
     """
     said = verdict or ""
-    lines, given = list[Text](), list[Remedy]()
+    lines = list[Text]()
     for each in advisories[:ADVISED]:
         trend = said.startswith(each.text.removesuffix("."))
-        said = said if trend else said.replace(f" {each.text.partition(BEYOND)[0]}", "")
-        remedy = None if each.because else remedy_of(each, setup, given)
-        given += [] if remedy is None else [remedy]
+        said = said if trend else said.replace(f" {each.text}", "")
+        known = symptoms()[each.name].remedies if each.name in symptoms() else ()
+        remedy = next((found for one in known if (found := one.under(setup)) is not None), None)
         words = "" if remedy is None else remedy.text.removesuffix(".").replace("`", "")
         words += f": {remedy.overrides}" if remedy is not None and remedy.overrides else ""
-        parts = [part for part in ("" if trend else each.text, each.reason, words and f"→ {words}") if part]
+        parts = [part for part in ("" if trend else each.text, words and f"→ {words}") if part]
         name = f"first, {each.name}" if len(advisories) > 1 and not lines else each.name
         lines += [Text(f"{name}: {printable(' '.join(parts))}", style="yellow")] if parts else []
     if len(advisories) > ADVISED:

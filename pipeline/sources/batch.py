@@ -299,8 +299,7 @@ def check_groups(rows: Sequence[Sample]) -> None:
             raise SourceError(
                 f"{row.where}: the group {_group_called(row)} was dispatched with {row.expected_rollouts} "
                 f"rollouts; found {len(rollouts)}: {listing([other.where for other in rollouts.values()])}. "
-                "Was its prompt drawn twice, or is source.group_size wrong?",
-                lacks="group_size",
+                "Was its prompt drawn twice, or is source.group_size wrong?"
             )
 
 

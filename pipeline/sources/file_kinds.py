@@ -91,8 +91,7 @@ class Reading:
             raise SourceError(
                 f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
                 "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
-                "(group_by='prompt' in Python), best with source.group_size, which is then checked",
-                lacks="group_by",
+                "(group_by='prompt' in Python), best with source.group_size, which is then checked"
             )
         text = json.dumps(prompt, sort_keys=True, default=repr)
         return "prompt", hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

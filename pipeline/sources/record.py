@@ -27,7 +27,6 @@ class SourceError(ValueError):
     is not escaped.
 
     Attributes:
-        lacks: the option that is missing or wrong, ``group_by`` or ``group_size``, if it is one of these.
         step: whose rows it is about, if they are more than one record.
 
     Example:
@@ -35,9 +34,8 @@ class SourceError(ValueError):
         a.jsonl:3: found \x1b[2J
     """
 
-    def __init__(self, message: str, *, lacks: str = ""):
+    def __init__(self, message: str):
         super().__init__(_cut(printable(_cut(message))))
-        self.lacks = lacks
         self.step: int | None = None
         self.__suppress_context__ = True
 

@@ -22,12 +22,10 @@ from headrace.pipeline.wording import printable
 from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
 from .dump_steps import DumpSteps
 from .logged import MOST, LoggedRows, explain_logged
-from .source import open_configured, print_files, refuse_wrong_size, write_files
+from .source import open_configured, print_files, write_files
 
 LINES = 8  # findings of a check in the terminal
 ON_PAGE = 500  # findings of a check on the page
-SHORT = 32  # a length that many whole responses may have, such as numbers
-FEW = 5  # responses that may have the greatest length by chance
 REASONS = 2  # reasons for "not checked" that are printed for a check
 # How a dump of a format gets the advantages of its trainer.
 SAVES = {
@@ -99,8 +97,7 @@ def audit(
         The number of findings.
 
     Raises:
-        ConfigError: ``source.path`` is missing, a stage or option is unknown, or most groups have another
-            size than the one that is set.
+        ConfigError: ``source.path`` is missing, or a stage or option is unknown.
         SourceError: a file cannot be read.
         AuditFailed: there are findings or refused steps, and ``audit.strict`` is true.
         StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
@@ -116,9 +113,6 @@ def audit(
     source.keeps_oversized = True
     results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
     steps, rows, refused, unlike = 0, 0, 0, list[LoggedRows]()
-    sizes: Counter[int] = Counter()
-    # By unit, the lengths of responses of which nothing says how they ended.
-    lengths = {"tokens": Counter[int](), "characters": Counter[int]()}
 
     def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
         how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
@@ -127,19 +121,15 @@ def audit(
 
     read = DumpSteps(source, console)
     for batch, step, outcomes in read.results(checked):
-        if size is not None and "expected_rollouts" not in batch.keys():
-            sizes.update(step.sizes)
         refused += step.has_advantages and bool(step.refusal)
-        lengths["characters" if step.tokens is None else "tokens"].update(step.unended_lengths)
         before = len(results["advantages"].findings)
         for result, outcome in zip(results.values(), outcomes, strict=True):
             result.add(outcome)
         if len(results["advantages"].findings) > before and sum(len(each.logged) for each in unlike) < MOST:
             unlike += _logged_rows(step, batch)
         steps, rows = steps + 1, rows + len(batch)
-    refuse_wrong_size(size, sizes, "source" if config.source.group_size else "pipeline.stages.gate")
     if unlike:
-        results["advantages"].hint = "; ".join(explain_logged(unlike))
+        results["advantages"].hint = explain_logged(unlike)
     named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
     recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
     head = {
@@ -149,8 +139,7 @@ def audit(
         "steps": steps,
         "rows": rows,
     }
-    cut = [line for unit, each in lengths.items() for line in said_of_cut(each, unit)]
-    notices, failed = read.said + cut, [each._asdict() for each in read.failed]
+    notices, failed = read.said, [each._asdict() for each in read.failed]
     verdict = verdict_of(results, source.format)
     report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
     report["checks"] = [each.plain(steps) for each in results.values()]
@@ -167,8 +156,6 @@ def audit(
     for line in _lines_below(results):
         console.print(Text(printable(line)), soft_wrap=True)
     read.show()
-    for line in cut:
-        console.print(Text(line), soft_wrap=True)
     print_files(console, output)
     if config.audit.strict and (found or refused):
         why = f"the audit has {found:,} finding{'s' * (found != 1)}"
@@ -198,33 +185,6 @@ def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
         return said
     why = "This dump cannot show whether the advantages were right, because it has none."
     return " ".join(filter(None, [why, SAVES.get(format), said]))
-
-
-def said_of_cut(lengths: Counter[int], unit: str) -> list[str]:
-    """A sentence if many responses have exactly the greatest length, which is then the limit of the trainer.
-
-    Args:
-        lengths: of responses of which the dump does not say how they ended, and how many have each.
-        unit: ``tokens`` or ``characters``.
-
-    Example:
-        >>> said_of_cut(Counter([40, 55, 55, 61, *[512] * 9]), "characters")[0][:56]
-        '9 responses have the greatest length, 512 characters: th'
-        >>> said_of_cut(Counter([40, 55, 55, 61]), "characters"), said_of_cut(Counter([9] * 99), "tokens")
-        ([], [])
-    """
-    most = max(lengths, default=0)
-    near = max((count for length, count in lengths.items() if most / 2 < length < most), default=0)
-    if most < SHORT or lengths[most] < max(FEW, 3 * near):
-        return []
-    within = f"{{_target_: headrace.transforms.LengthWithin, high: {most - 1}}}"
-    what = f"To replay it without them: 'pipeline.stages.filter.also={within}'"
-    if unit != "tokens":
-        what = "Set source.tokenizer=PATH to count tokens"
-    return [
-        f"{lengths[most]:,} responses have the greatest length, {most:,} {unit}: they were probably cut off, "
-        f"and nothing in the dump says so. {what}."
-    ]
 
 
 def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:

@@ -13,8 +13,6 @@ numbers, a check does not report either.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,13 +33,11 @@ from headrace.transforms.errors import listing
 from headrace.transforms.schema import FINISHED, FOLDED_WEIGHT, IN_LOSS, STEP_WEIGHT
 
 from .logged import tolerance
-from .source import rollouts_per_group
 
 ROWS, MASKED = "each row counts as a rollout", "rollouts out of the loss count"
 BOTH = f"{ROWS}, and {MASKED}"
 NO_ADVANTAGES = "the dump has no advantages"
 NO_TOKENS = "the dump has no tokens: set source.tokenizer=PATH to make them from its texts"
-ORDERS = 20  # of a group's responses, below which two draws of a prompt may be alike by chance
 UNKNOWN_SIZE = "the size of groups is not known; set it, as source.group_size=8"
 
 
@@ -139,17 +135,14 @@ class AuditedStep:
         self._batch = TensorDict(columns, batch_size=[self.size])
         self.groups, self.rollouts = Ids(batch["group_id"]), Ids(batch["rollout_id"])
         self.group_names, self.rollout_names = (self._names(batch, unit) for unit in ("group", "rollout"))
-        self.prompts, self.responses = (
-            strings(batch[name], self.size) if name in batch.keys() else None
-            for name in ("prompt_text", "response_text")
-        )
+        texts = batch["prompt_text"] if "prompt_text" in batch.keys() else None
+        self.prompts = None if texts is None else strings(texts, self.size)
         mask = batch.get(("masks", "all_assistant_mask"), None)
         self.tokens: Tensor | None = None if mask is None else mask.sum(1)  # None: the dump has no lengths
         in_loss = torch.ones(self.size, dtype=torch.bool) if self.tokens is None else self.tokens > 0
         self.in_loss = in_loss & batch.get(IN_LOSS, torch.ones_like(in_loss))
         nothing = torch.zeros(self.size, dtype=torch.int64)
         status = batch.get("status", nothing)
-        self.ended = status >= 0 if "status" in batch.keys() else torch.zeros_like(in_loss)
         self.lost = self.rollouts.spread(
             self.rollouts.any((status == Status.FAILED) | (status == Status.ABORTED))
         )
@@ -166,19 +159,6 @@ class AuditedStep:
         self.trains = self.in_loss & ~self.lost
         if self.weight is not None:
             self.trains &= self.weight > 0  # NaN for rows that were not trained
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of rollouts of each group, lost ones included."""
-        return rollouts_per_group(self.groups.labels, self.rollouts.labels).tolist()
-
-    @property
-    def unended_lengths(self) -> list[int]:
-        """Lengths of responses of unknown status, in tokens; without tokens in characters."""
-        if self.tokens is not None:
-            return self.tokens[~self.ended].tolist()
-        at = (~self.ended).nonzero().flatten().tolist()
-        return [] if self.responses is None else [len(self.responses[row]) for row in at]
 
     def _names(self, batch: TensorDictBase, unit: str) -> list[str]:
         labels = strings(batch[f"{unit}_label"], self.size) if f"{unit}_label" in batch.keys() else None
@@ -522,65 +502,6 @@ def oversized_groups(step: AuditedStep) -> CheckOutcome:
     return CheckOutcome(findings)
 
 
-def copied_rows(step: AuditedStep) -> CheckOutcome:
-    """Find rollouts that are in the dump twice: the draws of a prompt have equal responses in the same order.
-
-    Two draws of a prompt may have equal responses by chance. A finding has draws of which fewer than one in
-    :data:`ORDERS` orders are alike, and equal rewards, too. Needs texts. The rows are those of the copies.
-    `expected` and `found` are numbers of rollouts.
-    """
-    if step.prompts is None or step.responses is None:
-        return CheckOutcome([], "the dump has no prompts, or no responses")
-    rewards = [str(each) for each in step.rewards.tolist()]  # in which NaN equals itself
-    groups = step.groups.of.tolist()
-    rows_of: dict[int, list[int]] = {}
-    for row, rollout in enumerate(step.rollouts.of.tolist()):
-        rows_of.setdefault(rollout, []).append(row)
-    by_prompt: dict[str, list[list[int]]] = {}  # the rows of each rollout, in the order of the dump
-    for rows in rows_of.values():
-        by_prompt.setdefault(step.prompts[rows[0]], []).append(rows)
-    findings = []
-    for prompt, rollouts in by_prompt.items():
-        first, n = rollouts[0][0], len(rollouts)
-        of_group: dict[int, list[int]] = {}
-        for k, rows in enumerate(rollouts):
-            of_group.setdefault(groups[rows[0]], []).append(k)
-        size = n // len(of_group)
-        if len(of_group) == 1 and step.expected_rollouts is not None:
-            size = max(int(step.expected_rollouts[first]), 1)
-        if size == n or any(len(draw) % size for draw in of_group.values()):
-            continue
-        draws = n // size
-        said = [tuple((step.responses[row], rewards[row]) for row in rows) for rows in rollouts]
-        cuts: list[Sequence[Sequence[int]]] = [list(of_group.values())]
-        if [k for draw in of_group.values() for k in draw] == list(range(n)):  # as a reader makes groups
-            one_after_another = [range(start, start + size) for start in range(0, n, size)]
-            cuts = [one_after_another, [range(start, n, draws) for start in range(draws)]]
-        for cut in cuts:
-            alike = {tuple(said[k] for k in draw) for draw in cut}
-            if len(alike) > 1 or _orders(alike.pop()) < ORDERS:
-                continue
-            copied = torch.zeros(step.size, dtype=torch.bool)
-            copied[[row for draw in cut[1:] for k in draw for row in rollouts[k]]] = True
-            called = group_called(step.group_names[first], prompt, f"row {first}")
-            text = (
-                f"group {called}: {size} rollouts are in the dump {draws} times, with the same responses and "
-                f"rewards in the same order. Remove the copies: {listing(step.names_of(copied))}"
-            )
-            findings.append(step.finding(copied, text, [size], [n]))
-            break
-    return CheckOutcome(findings)
-
-
-def _orders(values: Sequence[Any]) -> int:
-    """In how many orders these values can be.
-
-    >>> _orders("aab"), _orders("abcd")
-    (3, 24)
-    """
-    return math.factorial(len(values)) // math.prod(map(math.factorial, Counter(values).values()))
-
-
 def _counted_otherwise(step: AuditedStep, convention: str, about: Tensor, text: str) -> CheckOutcome:
     """Find groups whose advantages follow a convention other than the declared one.
 
@@ -687,7 +608,6 @@ CHECKS: dict[str, tuple[str, Callable[[AuditedStep], CheckOutcome]]] = {
     "mixed": ("groups of several prompts", mixed_groups),
     "incomplete": ("incomplete groups", short_groups),
     "oversized": ("groups with too many rollouts", oversized_groups),
-    "copies": ("rollouts that are in the dump twice", copied_rows),
     "counted_twice": ("rollouts that count more than once", counted_twice),
     "masked": ("rollouts in the baseline only", masked_counted),
     "advantages": ("other advantages than the recipe's", other_advantages),

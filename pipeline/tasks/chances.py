@@ -6,7 +6,7 @@ not change. G of them are equal with the chance Σ_v p_v^G, which never rises wi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,21 +14,6 @@ import torch
 from headrace.pipeline.report.groups import differs
 
 CHANCE = 2.0  # standard errors; rewards of a prompt that differ by more between its groups have changed
-
-
-class Chances(NamedTuple):
-    """The chance of equal rewards at S group sizes; lower and upper bounds, equal where it is estimated."""
-
-    lower: np.ndarray
-    """(S,) over all groups."""
-    upper: np.ndarray
-    """(S,) over all groups."""
-    error: np.ndarray
-    """(S,) standard error of the upper bound, over prompts."""
-    each: np.ndarray
-    """(S, P) of each group: the estimate, or the upper bound."""
-    known: np.ndarray
-    """(S, P) bool: the prompt of the group has enough rollouts for an estimate."""
 
 
 def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np.ndarray:
@@ -62,60 +47,44 @@ def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np
     return np.minimum(np.bincount(group, product), 1.0)
 
 
-def chances_of_sizes(values: np.ndarray, group: np.ndarray, pool: np.ndarray, sizes: np.ndarray) -> Chances:
-    """Estimate or bound the chance of equal rewards at each group size, averaged over the groups.
+def chances_of_sizes(
+    values: np.ndarray, group: np.ndarray, pool: np.ndarray, sizes: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Estimate or bound the chance of equal rewards of each group, at each group size.
 
     ====================================== ==========================================================
     G at most the rollouts of the group    exact for the group: the mean over its subsets of G rollouts
     G at most the rollouts of its pool     unbiased if the chances are constant in the pool
-    larger G                               bounds
+    larger G                               an upper bound: the value at all rollouts of the pool
     ====================================== ==========================================================
-
-    The upper bound is the value at all n rollouts of the pool. The lower bound is the extrapolation
-    c_n (c_n / c_m)^((G − n) / (n − m)) of the mean chances c at m = n / 2 and n, with n the rollouts of the
-    smallest such pool: c is a mean of powers p^(G − 1), so its logarithm is convex in G. One more pool
-    without equal rewards is added to c_n, so that few pools that are equal by chance give no high bound.
 
     Args:
         values: (R, K) compared rewards of each rollout, NaN for missing ones.
         group: (R,) the group of each rollout, from 0 to P − 1.
         pool: (P,) the pool of each group, from 0: groups of one prompt.
-        sizes: (S,) ascending.
+        sizes: S group sizes.
+
+    Returns:
+        (S, P) the chances, and (S, P) bool: whether it is an estimate, and no bound.
 
     Example:
         >>> solved = np.array([[1.0], [0.0], [1.0], [1.0]])  # two groups of two, of one prompt
         >>> group, pool = np.array([0, 0, 1, 1]), np.array([0, 0])
-        >>> chances_of_sizes(solved, group, pool, np.array([2, 3, 4])).upper.tolist()
+        >>> chances_of_sizes(solved, group, pool, [2, 3, 4])[0].mean(1).tolist()
         [0.5, 0.25, 0.0]
     """
     owner, count = different_values(values, group)
     pool_owner, pool_count = different_values(values, pool[group])
     own, pooled = np.bincount(owner, count), np.bincount(pool_owner, pool_count)[pool]
-    each, known = np.empty((len(sizes), len(pool))), np.empty((len(sizes), len(pool)), bool)
-    lower, error = np.empty(len(sizes)), np.empty(len(sizes))
-    for k, size in enumerate(sizes.tolist()):
-        of_pool = chance_of_equal(pool_count, pool_owner, size)[pool]
-        each[k] = np.where(own >= size, chance_of_equal(count, owner, size), of_pool)
-        known[k] = (own >= size) | (pooled >= size)
-        lacking, bound = ~known[k], 0.0
-        if lacking.any():
-            most = int(pooled[lacking].min())
-            half = max(most // 2, 1)
-            at_most, at_half = (
-                float(chance_of_equal(pool_count, pool_owner, number)[pool][lacking].mean())
-                for number in (most, half)
-            )
-            pools = len(np.unique(pool[lacking]))
-            at_most *= pools / (pools + 1)
-            if at_most > 0:
-                bound = at_most * (at_most / at_half) ** ((size - most) / (most - half))
-        lower[k] = (each[k][known[k]].sum() + lacking.sum() * bound) / len(pool)
-        off = np.bincount(pool, each[k] - each[k].mean())  # prompts are independent, their groups are not
-        error[k] = float(np.sqrt((off**2).sum())) / len(pool)
-    # Estimates from a group and from its pool differ by chance. Without this, a share could rise with G.
-    upper = np.minimum.accumulate(each.mean(1))
-    lower = np.minimum(np.minimum.accumulate(lower), upper)
-    return Chances(np.where(known.all(1), upper, lower), upper, error, each, known)
+    each = [
+        np.where(
+            own >= size,
+            chance_of_equal(count, owner, size),
+            chance_of_equal(pool_count, pool_owner, size)[pool],
+        )
+        for size in sizes
+    ]
+    return np.stack(each), np.stack([np.maximum(own, pooled) >= size for size in sizes])
 
 
 def pools_of(

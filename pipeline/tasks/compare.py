@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 from tensordict import TensorDictBase
 
-from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import (
     Comparison,
@@ -46,7 +45,7 @@ FORMATS = {"gradient_moved": ".1%", "correlation": ".4f", "gradient_cosine": ".4
 LABELS = {"segments": "segments of the rollout", "tokens": "tokens of the row, at most"}
 SHARE = (
     "A row's share of a step's gradient is |advantage| × loss weight × tokens in the loss, over the sum of "
-    "all rows."
+    "all rows. Tables have means over the steps at which the recipe has a gradient."
 )
 SAME_STEPS = "A step counts only if both recipes accept it, so both are compared on the same steps."
 NO_SHARES = (
@@ -117,9 +116,6 @@ def compare(
             other = second.columns.get("advantage", np.full(len(second), np.nan))
             beside = {"advantage_by_row": other, "other_share": gradient_share(second.columns)}
             columns, metrics = {**first.columns, **beside}, {**first.metrics, **differ}
-            pair = first.numbers, second.numbers
-            known = dict.fromkeys(folder.equal if comparison.steps > 1 else pair[0])
-            folder.equal = names_of_equal([({name: pair[0].get(name) for name in known}, pair[1])])
             folder.difference = comparison.said
             folder.add(dataclasses.replace(first, columns=columns, metrics=metrics))
         folder.notices += [*lacking, *[SAME_STEPS] * bool(steps.failed)]
@@ -139,32 +135,24 @@ def compare(
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print whether the recipes differ, and where; what is the same under both is named once."""
-
-    def by_label(line: tuple[str, list[float]]) -> tuple[int, str]:
-        return (int(line[0]), "") if line[0].isdecimal() and len(line[0]) < 19 else (0, line[0])
-
+    """Print whether the recipes differ, and where."""
     unknown = math.isnan(comparison.moved)
     console.print(Text(f"\n{comparison.said}", style="bold"))
     if unknown:
         console.print(Text(NO_SHARES))
-    if comparison.aligned:
+    if not comparison.changed:
         return
     first, second = map(printable, comparison.names)
     recipes = [FittedColumn(name, gives="wrap", right=True) for name in (first, second)]
     if comparison.movers:
         named = "prompt" if any(mover.prompt for mover in comparison.movers) else "group"
-        shares = [] if unknown else recipes
         columns = [FittedColumn("step", right=True), FittedColumn(named, gives="cut", right=named == "group")]
-        last = FittedColumn("advantages apart by", gives="wrap", right=True, leaves=1)
-        what = "advantages differ" if unknown else "share of their step's gradient differs"
-        movers = FittedTable([*columns, *shares, last], f"\ngroups whose {what} most")
+        movers = FittedTable(
+            [*columns, *recipes], "\ngroups whose share of their step's gradient differs most"
+        )
         for mover in comparison.movers:
             called = asked_line(mover.prompt, PROMPT) if mover.prompt else short_id(mover.group)
-            pair = [mover.first, mover.second]
-            digits = ".1%" if f"{pair[0]:.1%}" != f"{pair[1]:.1%}" else ".4%"
-            moved = [] if unknown else [format(share, digits) for share in pair]
-            movers.add(f"{mover.step:,}", called, *moved, f"{mover.apart:.3g}" if mover.apart else "same")
+            movers.add(f"{mover.step:,}", called, f"{mover.first:.1%}", f"{mover.second:.1%}")
         console.print(movers)
     labels = {
         "rows": "rows",
@@ -192,25 +180,15 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
         name: [line for line in lines.items() if f"{line[1][0]:.1%}" != f"{line[1][1]:.1%}"]
         for name, lines in comparison.mean_shares().items()
     }
-    if any(steps < comparison.steps for steps in comparison.trains) and any(means.values()):
-        of = (f"{steps:,} of {name}" for name, steps in zip((first, second), comparison.trains, strict=True))
-        console.print(Text(f"\nBelow are means over the steps that have a gradient: {', '.join(of)}."))
     for name, lines in means.items():
         if not lines:
             continue
-        label = FittedColumn(LABELS.get(name, name), gives="cut")
+        label = FittedColumn(LABELS[name], gives="cut")
         table = FittedTable([label, *recipes, FittedColumn("rows", right=True)], f"\nshares by {name}")
         most = sorted(lines, key=lambda line: -abs(line[1][0] - line[1][1]))[:LINES]
-        for text, (one, other, count) in sorted(most, key=by_label):
-            table.add(
-                asked_line(text, PROMPT) if name == "prompt" else text,
-                f"{one:.1%}",
-                f"{other:.1%}",
-                f"{count:,.0f}",
-            )
+        for text, (one, other, count) in sorted(most, key=lambda line: int(line[0])):
+            table.add(text, f"{one:.1%}", f"{other:.1%}", f"{count:,.0f}")
         console.print(table)
-    if same := [name for name, lines in means.items() if not lines]:
-        console.print(Text(f"\nThe same under both: shares by {', by '.join(same)}."))
     console.print(Text(f"\n{SHARE}"))
 
 

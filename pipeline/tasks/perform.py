@@ -26,7 +26,6 @@ from .compare import compare
 from .group_sizes import tabulate_group_sizes
 from .measure_trainer import measure_trainer
 from .replay import replay
-from .source import with_needed_options
 
 REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
@@ -42,17 +41,12 @@ def perform(config: DictConfig, output: Path, overrides: Sequence[str]) -> float
         overrides: the overrides of the command line.
 
     Raises:
-        ConfigError: a setting has a wrong type, or a dump needs options to be read as groups.
+        ConfigError: a setting has a wrong type.
     """
     check_types(config)
-    try:
-        if config.task in OF_RECIPES:
-            return OF_RECIPES[config.task](config, output, list(overrides))
-        return TASKS[config.task](config, output)
-    except (SourceError, BatchError) as err:
-        if (better := with_needed_options(err, config, overrides)) is err:
-            raise
-        raise better from err
+    if config.task in OF_RECIPES:
+        return OF_RECIPES[config.task](config, output, list(overrides))
+    return TASKS[config.task](config, output)
 
 
 TYPES: dict[str, Any] = {

@@ -23,11 +23,9 @@ from headrace.pipeline.report import (
 from headrace.pipeline.report.advice import LENGTH
 from headrace.pipeline.train import history_table
 
-from .dump_steps import NAMED_DRAWS, DumpSteps
+from .dump_steps import DumpSteps
 from .logged import LoggedAdvantages
 from .source import open_configured, print_files, write_files
-
-TRAINERS = {"verl": "verl", "slime": "slime", "prime_rl": "prime-rl"}  # whose adapters read the environment
 
 
 def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
@@ -66,8 +64,8 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
             history.append(dict(report.numbers))
             logged.add(report)
             folder.unsaid = report.unsaid
-            folder.add(report, keep=report.step in list(source.draws)[:NAMED_DRAWS])
-        folder.notices += said_of_dump(folder, source.format)
+            folder.add(report)
+        folder.notices += said_of_dump(folder)
     folder.close()
     if report is not None and len(history) == 1:
         console.print(show_report(report, setup=folder.setup))
@@ -81,7 +79,7 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
             *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup), sep="\n"
         )
     steps.show()
-    for sentence in said_of_dump(folder, source.format):
+    for sentence in said_of_dump(folder):
         console.print(Text(sentence))
     if words := logged.said:
         console.print(Text(words))
@@ -91,15 +89,9 @@ def replay(config: DictConfig, output: Path, console: Console | None = None) -> 
     return sum(numbers["rows/trained"] for numbers in history)
 
 
-def said_of_dump(folder: ReportFolder, format: str) -> list[str]:
-    """Sentences about what the dump does not contain, and how its trainer takes the advice."""
+def said_of_dump(folder: ReportFolder) -> list[str]:
+    """Sentences about what the dump does not contain."""
     said = []
-    if folder.advisories and format in TRAINERS:
-        said.append(
-            f"In {TRAINERS[format]}, pipeline=dapo is `export HEADRACE_RECIPE=dapo`, and other options are "
-            '`export HEADRACE_OVERRIDES="OPTION=VALUE OPTION2=VALUE2"`: see '
-            f"docs/coming-from/{TRAINERS[format]}.md."
-        )
     if LENGTH in folder.unsaid:
         said.append(
             "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares "

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import re
-import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
-from tensordict import TensorDictBase
 
 from headrace.pipeline.composing import compose_config
-from headrace.pipeline.error_overrides import override_to_set, text_with_overrides
-from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.pipeline import Pipeline
-from headrace.pipeline.prompt_groups import prompts_in_errors
+from headrace.pipeline.load import ConfigError
 from headrace.pipeline.report.dump import write_whole
-from headrace.pipeline.sources import READERS, Source, SourceError, open_source
+from headrace.pipeline.sources import Source, SourceError, open_source
 from headrace.pipeline.wording import printable
-from headrace.transforms import BatchError
 
 STARTS = ("pipeline.", "hydra.searchpath=")
 OF_STAGE = re.compile(r"(?P<plus>\+*)~?(?:[\w/]+@)?pipeline\.stages\.(?P<stage>\w+)(?P<whole>=|$)?")
-TRIED = 20  # steps that are run to learn which options the dump needs
-MOST_ASKED = 4  # options that stages ask for
 
 
 def open_configured(config: DictConfig) -> Source:
@@ -119,179 +107,6 @@ def print_files(console: Console, folder: Path, *more: str) -> None:
     page = folder / "report.html"
     at = [f"the page: {page.resolve().as_uri()}"] if page.exists() else []
     console.print(Text("\n".join(map(printable, [f"written to {folder}", *at, *more]))), soft_wrap=True)
-
-
-def refuse_wrong_size(size: int | None, sizes: Counter[int], option: str) -> None:
-    """Refuse a size that most groups do not have, where these have one other: the size is wrong, not they.
-
-    Args:
-        size: as it was set; None: it was not.
-        sizes: of groups, and how many have each.
-        option: the path before ``group_size``.
-
-    Raises:
-        ConfigError: more than half of the groups have one other size.
-    """
-    if size is None or not sizes:
-        return
-    other, count = sizes.most_common(1)[0]
-    if other != size and 1 < count > sizes.total() / 2:
-        raise ConfigError(
-            f"{option}.group_size={size} is probably wrong: {count:,} of {sizes.total():,} groups have "
-            f"{other} rollouts. Set {option}.group_size={other}"
-        )
-
-
-def with_needed_options(err: Exception, config: DictConfig, overrides: Sequence[str]) -> Exception:
-    """Return a better error if the dump needs options that the command lacks.
-
-    If the gate refuses a group, it says whether ``group_size`` is wrong. Else it has the whole command: how
-    groups are made, the size that most groups of the first step have, and what the stages ask for at the
-    first steps. Any other error is returned unchanged, and so is one that names the only option that is
-    needed.
-
-    Args:
-        err: the error of a task that reads a dump.
-        config: the composed configuration.
-        overrides: of the command line.
-    """
-    gate, source_size = "pipeline.stages.gate.group_size", OmegaConf.select(config, "source.group_size")
-    lacks, stage = getattr(err, "lacks", ""), getattr(err, "stage", "")
-    no_group, of_size = lacks == "group_by", lacks == "group_size" or stage == "gate"
-    no_size = isinstance(err, BatchError) and ("gate", "group_size", "") in err.options
-    if config.get("source") is None or not (no_group or of_size or override_to_set(err)):
-        return err
-    how = {"group_by": "prompt"} if no_group else {}
-    typed, said, lines = [f"source.{name}={value}" for name, value in how.items()], [], []
-    try:
-        format, steps = _first_steps(config, **how, group_size=None)
-        if of_size:
-            sizes = Counter[int]()
-            for _, batch in steps:
-                sizes.update(rollouts_per_group(batch["group_id"], batch["rollout_id"]).tolist())
-            set_size = source_size or OmegaConf.select(config, gate)
-            refuse_wrong_size(set_size, sizes, "source" if source_size else gate.removesuffix(".group_size"))
-        if no_group:
-            said.append(
-                "The dump has no id of a group. If each prompt was drawn once a step, equal prompts are a "
-                "group."
-            )
-        if (no_group or no_size) and source_size is None:
-            reads, size = "group_size" in READERS[format].options, usual_size(steps[0][1])
-            if not (reads or no_size):
-                return err
-            said.append(
-                "The dump does not say how many rollouts each group was dispatched with. "
-                f"Most groups of this step have {size}. If your trainer samples {size} for each prompt,"
-            )
-            typed.append(f"source.group_size={size}" if reads else f"{gate}={size}")
-            source_size = size if reads else None
-        if said:
-            to_set = f"{'set' if said[-1][-1] == ',' else 'Set'} {' '.join(typed)}"
-            lines.append(f"step {steps[0][0]}: {' '.join(said)} {to_set}")
-        if source_size:  # it says how the draws of a prompt are told apart
-            _, steps = _first_steps(config, **how, group_size=source_size)
-    except ConfigError as better:
-        return better
-    except (SourceError, ValueError, IndexError):
-        return err
-    if config.task != "audit":  # which runs no gate, and keeps what other tasks refuse
-        for line, override in _asked_by_stages(steps, config, [*overrides, *typed]):
-            lines.append(line)
-            typed.append(override)
-    if not said and len(typed) < 2:
-        return err
-    placed = {each.partition("=")[0]: each for each in (*overrides, *typed)}
-    command = shlex.join(["headrace", *placed.values()])
-    return ConfigError("\n".join([*lines[:-1], f"{lines[-1]}:", command]))
-
-
-def overrides_for_groups(path: Path) -> list[str]:
-    """The overrides with which a replay can read the groups of a dump; empty where it needs none, or is none.
-
-    Args:
-        path: of the dump.
-    """
-    overrides: list[str] = []
-    try:
-        for by in (None, "prompt"):
-            source = open_source(path, group_by=by)
-            _, found = next(source.outcomes())
-            if not isinstance(found, SourceError):
-                break
-            if found.lacks != "group_by":
-                return []
-            overrides = ["source.group_by=prompt"]
-        if isinstance(found, SourceError) or "expected_rollouts" in found.keys():
-            return overrides
-        reads = "group_size" in READERS[source.format].options
-        return [*overrides, f"{'source' if reads else 'pipeline.stages.gate'}.group_size={usual_size(found)}"]
-    except (SourceError, ValueError, StopIteration):
-        return []
-
-
-def rollouts_per_group(group: torch.Tensor, rollout: torch.Tensor) -> torch.Tensor:
-    """The number of rollouts of each group; `group` and `rollout` are (N,), the ids of rows."""
-    pairs = torch.unique(torch.stack([group, rollout]), dim=1)
-    return pairs[0].unique(return_counts=True)[1]
-
-
-def usual_size(batch: TensorDictBase) -> int:
-    """The number of rollouts that most groups of a batch have."""
-    return int(rollouts_per_group(batch["group_id"], batch["rollout_id"]).mode().values)
-
-
-def _asked_by_stages(
-    steps: Sequence[tuple[int, TensorDictBase]], config: DictConfig, overrides: Sequence[str]
-) -> Iterator[tuple[str, str]]:
-    """What the stages ask for at the first steps, one after the other: the sentence, and the override."""
-    if config.task == "compare":
-        nodes = list(recipe_nodes(overrides_by_recipe(config.pipelines, overrides)).values())
-    else:
-        nodes = [copy.deepcopy(config.pipeline)]
-        for path, _, value in (each.lstrip("+").partition("=") for each in overrides):
-            if path.startswith("pipeline.") and not path.endswith("_key"):
-                parsed = OmegaConf.from_dotlist([f"value={value}"]).value  # a number is no text
-                OmegaConf.update(nodes[0], path.removeprefix("pipeline."), parsed)
-    try:
-        for _ in range(MOST_ASKED):
-            step, err = next(_refused(steps, [build_pipeline(node) for node in nodes]))
-            override = override_to_set(err)
-            if override is None:
-                return
-            yield f"step {step}: {text_with_overrides(err)}", override
-            path, _, value = override.partition("=")
-            for node in nodes:
-                if OmegaConf.select(node, path.removeprefix("pipeline.").rpartition(".")[0]) is not None:
-                    OmegaConf.update(node, path.removeprefix("pipeline."), value)
-    except (ConfigError, StopIteration):
-        return
-
-
-def _first_steps(config: DictConfig, **options: Any) -> tuple[str, list[tuple[int, TensorDictBase]]]:
-    """The format of a dump, and the first of its steps that can be read.
-
-    A step without one of its records would lack rollouts.
-    """
-    names = ("format", "reward_key", "group_by", "group_size", "skip_bad")
-    source = open_source(config.source.path, **{name: config.source[name] for name in names} | options)
-    outcomes = islice(source.outcomes(), TRIED)
-    return source.format, [
-        (step, found) for step, found in outcomes if step is not None and not isinstance(found, SourceError)
-    ]
-
-
-def _refused(
-    steps: Sequence[tuple[int, TensorDictBase]], pipelines: Sequence[Pipeline]
-) -> Iterator[tuple[int, BatchError]]:
-    """The steps whose batch a pipeline refuses, each with the first error."""
-    for step, batch in steps:
-        try:
-            with prompts_in_errors(batch):
-                for pipeline in pipelines:
-                    pipeline.run(batch)
-        except BatchError as err:
-            yield step, err
 
 
 def sizes_of_groups(config: DictConfig, path: str) -> list[int]:

@@ -21,10 +21,9 @@ from typing import Any, NoReturn
 from urllib.parse import parse_qsl
 
 from headrace.pipeline.composing import ConfigError
-from headrace.pipeline.equal_numbers import names_of_equal
 from headrace.pipeline.wording import printable
 
-from .stored_run import StoredRun, StoredStep, UnreadableRows
+from .stored_run import SAME, StoredRun, StoredStep, UnreadableRows
 
 HERE, SHARED = Path(__file__).parent / "page", Path(__file__).parents[1] / "report" / "page"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
@@ -51,7 +50,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MOST = 200  # rows, or prompts, of one answer
-ORDERS = ("lowest", "highest", "steps", "apart")
+ORDERS = ("lowest", "highest")
 
 
 def view(words: Sequence[str]) -> int:
@@ -253,15 +252,11 @@ def answer_runs(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
                 "folder": printable(str(run.folder)),
                 "problems": run.problems(),
                 "failed": run.failed(),
-                "same": run.same_by(),
                 "metrics": [printable(str(name)) for name in last.numbers] if last else [],
                 "steps": {name: [line[name] for line in lines] for name in (lines[0] if lines else ())},
             }
         )
-    first, second = runs[0].steps(), runs[-1].steps()
-    both = ((first[step].numbers, second[step].numbers) for step in first if step in second)
-    equal = names_of_equal(both) if len(runs) > 1 else []
-    return {"runs": found, "equal": [printable(str(name)) for name in equal]}
+    return {"runs": found, "same": same_of(runs)}
 
 
 def summary(stored: StoredStep) -> dict[str, Any]:
@@ -293,15 +288,6 @@ def a_number(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def answer_step(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """All numbers of a step, and the stages of its recipe."""
-    stored = query.run(runs).step(query.number("step"))
-    query.end()
-    numbers = {printable(str(name)): a_number(value) for name, value in stored.numbers.items()}
-    recipe = [[printable(str(part)) for part in stage] for stage in stored.recipe if isinstance(stage, list)]
-    return {"numbers": numbers, "recipe": recipe}
-
-
 def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """A number of each step of all runs, as [step, value] pairs."""
     name = query.text("name")
@@ -319,14 +305,12 @@ def answer_metric(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
 def answer_rows(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """Some rows of a step."""
     run, step = query.run(runs), query.number("step")
-    other = next((each for each in runs if each is not run), None)
     how: dict[str, Any] = {name: query.text(name) for name in ("sort", "reason", "group", "text", "prompt")}
-    same = query.one_of("same", run.same_by() or ["prompt"])
     descending = query.one_of("order", ("ascending", "descending")) == "descending"
     offset, count = query.number("offset", 0), min(query.number("count", 50), MOST)
     query.end()
-    how |= {"same": same, "descending": descending, "offset": offset, "count": count}
-    return run.rows(step, **how, other=other)
+    how |= {"same": same_of(runs), "descending": descending, "offset": offset, "count": count}
+    return run.rows(step, **how)
 
 
 def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
@@ -337,17 +321,9 @@ def answer_text(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     return {"text": run.text(step, place, column)}
 
 
-def answer_key(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
-    """The key of the prompt of one row."""
-    run, step, place = query.run(runs), query.number("step"), query.number("place")
-    same = query.one_of("same", same_of(runs))
-    query.end()
-    return {"key": run.key_at(step, place, same)}
-
-
 def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """The prompts of all runs, each with its mean reward in the first and the last step that has it."""
-    same, text = query.one_of("same", same_of(runs)), query.text("text")
+    same, text = same_of(runs), query.text("text")
     order = query.one_of("order", ORDERS)
     offset, count = query.number("offset", 0), min(query.number("count", 50), MOST)
     query.end()
@@ -361,11 +337,8 @@ def answer_prompts(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     def place(line: dict[str, Any]) -> tuple[float, str]:
         rewards = [each and each["reward"] for each in line["runs"]]
         known = [reward for reward in rewards if reward is not None]
-        steps = sum(each["steps"] for each in line["runs"] if each)
         mean = sum(known) / len(known) if known else float("inf")
-        apart = -abs(known[0] - known[1]) if len(known) == 2 else 1.0
-        least = {"lowest": mean, "highest": -mean if known else mean, "steps": -steps, "apart": apart}
-        return least[order], line["label"]
+        return -mean if order == "highest" and known else mean, line["label"]
 
     lines.sort(key=place)
     return {"prompts": lines[offset : offset + count], "found": len(lines)}
@@ -388,7 +361,7 @@ def prompt_summary(steps: Any) -> dict[str, Any]:
 
 def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     """One prompt over all steps of all runs."""
-    same, key = query.one_of("same", same_of(runs)), query.text("key")
+    same, key = same_of(runs), query.text("key")
     query.end()
     of_runs = [run.prompts(same).get(key, {}) for run in runs]
     texts = (run.prompt_text(key, same) for run in runs)
@@ -396,25 +369,22 @@ def answer_prompt(runs: Sequence[StoredRun], query: Query) -> dict[str, Any]:
     if text is None:
         raise UnreadableRows("no step of these runs has this prompt")
     steps = [
-        [[step, seen.groups, seen.rollouts, seen.reward, seen.advantages] for step, seen in found.items()]
-        for found in of_runs
+        [[step, seen.groups, seen.rollouts, seen.reward] for step, seen in found.items()] for found in of_runs
     ]
     return {"text": text, "runs": steps}
 
 
-def same_of(runs: Sequence[StoredRun]) -> list[str]:
-    """The columns by which prompts can be known again in all of the runs."""
-    first, *others = (run.same_by() for run in runs)
-    return [name for name in first if all(name in other for other in others)]
+def same_of(runs: Sequence[StoredRun]) -> str:
+    """The column by which prompts are known again in all of the runs; empty: there is none."""
+    kinds = [run.kinds() for run in runs]
+    return next((name for name in SAME if all(name in of for of in kinds)), "")
 
 
 ANSWERS: dict[str, Callable[[Sequence[StoredRun], Query], dict[str, Any]]] = {
     "api/runs": answer_runs,
-    "api/step": answer_step,
     "api/metric": answer_metric,
     "api/rows": answer_rows,
     "api/text": answer_text,
-    "api/key": answer_key,
     "api/prompts": answer_prompts,
     "api/prompt": answer_prompt,
 }

@@ -27,9 +27,8 @@ import pyarrow.parquet as pq
 
 from headrace.pipeline.composing import ConfigError
 from headrace.pipeline.failed_steps import FAILED, FailedStep, read_failed
-from headrace.pipeline.paths import names_in
 from headrace.pipeline.user_turn import prompt_label
-from headrace.pipeline.wording import printable, suggest
+from headrace.pipeline.wording import printable
 
 FILE = re.compile(r"step_(\d{1,18})\.parquet")
 END = 80  # characters of the end of a longer text
@@ -53,7 +52,6 @@ class PromptInStep(NamedTuple):
     rollouts: int
     reward: float | None  # mean over its rollouts with a reward
     scored: int  # rollouts with a reward
-    advantages: tuple[float, float] | None  # the lowest and the highest of its rows
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class StoredStep:
         stamp: time and size of the file when it was read.
         rows: how many it has.
         kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
-        recipe: (name, text) of each stage.
         funnel: of the step, as the page has it.
         numbers: of the step, likewise.
         prompts: by the column that tells prompts apart, what became of each; filled when it is asked for.
@@ -77,7 +74,6 @@ class StoredStep:
     stamp: tuple[int, int]
     rows: int
     kinds: Mapping[str, str]
-    recipe: Sequence[Sequence[str]]
     funnel: Sequence[Mapping[str, Any]]
     numbers: Mapping[str, float | None]
     prompts: dict[str, dict[str, PromptInStep]] = field(default_factory=dict)
@@ -95,13 +91,9 @@ class StoredRun:
 
     def __init__(self, folder: Path):
         self.folder = folder.resolve()
-        if not folder.exists():
-            raise ConfigError(
-                f"{folder}: no such folder{_run_meant(folder)}. Give the folder of a run, which has "
-                "report.html"
-            )
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is a file, and a folder is required{self._instead(folder)}")
+            why = "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(f"{folder} {why}. Give the folder of a run, which has report.html")
         inner = self.folder / "rollouts"
         self.rows_folder = inner if inner.is_dir() else self.folder
         if self.rows_folder.resolve() != self.rows_folder:
@@ -154,6 +146,11 @@ class StoredRun:
         """Files that cannot be shown, and why, as of the last look at the folder."""
         return self._problems
 
+    def kinds(self) -> Mapping[str, str]:
+        """The columns of the first step, and the kind of each."""
+        first = next(iter(self._steps.values()), None)
+        return {} if first is None else first.kinds
+
     def step(self, number: int) -> StoredStep:
         """A step.
 
@@ -164,14 +161,6 @@ class StoredRun:
             raise UnreadableRows(f"the run {self.name} has no step {number}")
         return self._steps[number]
 
-    def _instead(self, file: Path) -> str:
-        """The command that may be meant by a file, as the end of a sentence."""
-        place = file.parent
-        of_run = any((place / name).exists() for name in ("rollouts", "report.html"))
-        if of_run or file.absolute().parent.name == "rollouts":
-            return f": headrace view {place}"
-        return f". For a dump of another trainer: {replay_of(file)}, then headrace view FOLDER"
-
     def _why_empty(self, folder: Path) -> str:
         if self._failed:
             step, why = self._failed[0]
@@ -179,22 +168,10 @@ class StoredRun:
         if self._problems:
             some = "; ".join(self._problems[:3])
             return f"{folder}: no file of rows can be read. {some}"
-        if below := _runs_below(folder):
-            some = " ".join(map(str, below[:2]))
-            return f"{folder} has no rows of its own. Give a run below it, or two: headrace view {some}"
-        if any(self.rows_folder.glob("step_*.jsonl")):
-            return (
-                f"{folder} has its rows as JSON Lines, and Parquet is needed: {replay_of(self.rows_folder)} "
-                "writes them, then headrace view FOLDER"
-            )
-        if (self.folder / "report.html").exists():
-            return (
-                f"{folder} has a page and no rows: the run was written with report.dump=null. Open "
-                f"{folder / 'report.html'}, or run again with report.dump=parquet"
-            )
+        words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]
         return (
-            f"{folder} has no rows of a run (rollouts/step_*.parquet). For a dump of another trainer: "
-            f"{replay_of(folder)}, then headrace view FOLDER"
+            f"{folder} has no rows of a run, rollouts/step_*.parquet, which a run with report.dump=parquet "
+            f"keeps. For a dump of another trainer: {shlex.join(words)}, then headrace view FOLDER"
         )
 
     # -- rows of a step ------------------------------------------------------------------------------------
@@ -210,7 +187,6 @@ class StoredRun:
         text: str = "",
         prompt: str = "",
         same: str = "prompt",
-        other: StoredRun | None = None,
         offset: int = 0,
         count: int = 50,
     ) -> dict[str, Any]:
@@ -218,57 +194,42 @@ class StoredRun:
 
         Args:
             number: of the step.
-            sort: a column of numbers; empty: the reward of the rollout; ``apart``: how far the advantage is
-                from that of the same row in `other`. Rows without a number come last.
+            sort: a column of numbers; empty: the reward of the rollout. Rows without a number come last.
             descending: whether the greatest number comes first.
             reason: rows with this reason only; ``left``: those that are not trained.
             group: rows with this group id, or group label, only; where none has it, those that begin with it.
             text: rows only in which a text has this in it, in whatever case.
             prompt: key of a prompt (:func:`key_of`): its rows only.
             same: the column whose values `prompt` is a key of.
-            other: another run, with the same rollouts.
             offset: how many rows to leave out.
             count: most rows to return.
 
         Returns:
             ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``asked``: by row, what the
-            user asked, if its group was made from the prompt (else None), ``found``: rows that match, ``of``:
-            rows of the step. A text is ``{"start", "characters"}``, and a long one has its ``end``.
+            user asked, if its group was made from the prompt (else None), ``keys``: of their prompts (empty:
+            unknown), ``found``: rows that match, ``of``: rows of the step. A text is ``{"start",
+            "characters"}``, and a long one has its ``end``.
 
         Raises:
             UnreadableRows: no such step or column, or a file that cannot be read.
         """
         stored = self.step(number)
         sort = sort or next((name for name in REWARDS if name in stored.kinds), "row")
-        apart = None if sort != "apart" or other is None else self._apart(stored, other)
-        if apart is None and stored.kinds.get(sort) not in ("number", "integer"):
+        if stored.kinds.get(sort) not in ("number", "integer"):
             raise UnreadableRows(f"rows are sorted by a column of numbers; step {number} has no {sort!r}")
         with opened(stored.path) as file:
             order = self._matching(file, stored, reason, group, text, prompt, same)
-            ranks, unknown = ranked(file.read([sort])[sort] if apart is None else apart)
+            ranks, unknown = ranked(file.read([sort])[sort])
             ranks = -ranks if descending else ranks
             order = order[np.lexsort((ranks[order], unknown[order]))]
             chosen = order[offset : offset + count]
             names = list(stored.kinds)
             rows = cells_at(file, stored, names, chosen)
             asked = _asked(file, names, chosen)
+            keys = [key_of(value) for [value] in values_at(file, [same], chosen)] if same in names else []
         columns = [[printable(name), stored.kinds[name]] for name in names]
-        return {"columns": columns, "rows": rows, "asked": asked, "found": len(order), "of": stored.rows}
-
-    def _apart(self, stored: StoredStep, other: StoredRun) -> pa.ChunkedArray:
-        """(N,) how far each advantage is from that of the same row of the same rollout in another run."""
-        number, found = stored.step, []
-        for each in (stored, other.step(number)):
-            rollout = "rollout_label" if "rollout_label" in each.kinds else "rollout_id"
-            names = [name for name in ("row", rollout, "advantage") if name in each.kinds]
-            if len(names) < 3:
-                raise UnreadableRows(f"step {number} of both runs needs {', '.join(names)} and an advantage")
-            with opened(each.path) as file:
-                columns = file.read(names)
-                row, of, advantage = (columns[name].to_pylist() for name in names)
-            found.append(dict(zip(zip(row, map(str, of), strict=True), advantage, strict=True)))
-        pairs = [(value, found[1].get(key)) for key, value in found[0].items()]
-        return pa.chunked_array([[None if None in pair else abs(pair[0] - pair[1]) for pair in pairs]])
+        found = {"columns": columns, "rows": rows, "asked": asked, "keys": keys}
+        return found | {"found": len(order), "of": stored.rows}
 
     def text(self, number: int, place: int, column: str) -> str:
         """A text of one row, whole.
@@ -326,11 +287,6 @@ class StoredRun:
 
     # -- prompts over the steps ----------------------------------------------------------------------------
 
-    def same_by(self) -> list[str]:
-        """The columns by which prompts can be known again in this run, the best one first."""
-        some = next(iter(self._steps.values()), None)
-        return [name for name in SAME if some is not None and name in some.kinds]
-
     def prompts(self, same: str, text: str = "") -> dict[str, dict[int, PromptInStep]]:
         """What became of each prompt in each step, by its key. The first call reads a column of all files.
 
@@ -357,33 +313,17 @@ class StoredRun:
                     found.setdefault(key, {})[number] = stored.prompts[same][key]
         return found
 
-    def key_at(self, number: int, place: int, same: str) -> str:
-        """The key of the prompt of one row.
-
-        Raises:
-            UnreadableRows: no such step, row or column.
-        """
-        stored = self.step(number)
-        if same not in stored.kinds or not 0 <= place < stored.rows:
-            raise UnreadableRows(f"step {number} has no {same!r} of a row {place}")
-        with opened(stored.path) as file:
-            [[value]] = values_at(file, [same], np.array([place]))
-        return key_of(value)
-
     def prompt_text(self, key: str, same: str) -> str | None:
         """The whole prompt of a key; None: no row of the run has it."""
         for stored in self._steps.values():
             if key in stored.prompts.get(same, ()):
-                codes, values = coded(stored, same)
+                _, values = coded(stored, same)
                 code = next(at for at, value in enumerate(values) if key_of(value) == key)
-                if "prompt" not in stored.kinds:
-                    return printable(str(values[code]))
-                return self.text(stored.step, int(np.flatnonzero(codes == code)[0]), "prompt")
+                return printable(str(values[code]), keep="\n\t")
         return None
 
     def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
         numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
-        numbers += ["advantage"] * (stored.kinds.get("advantage") == "number")
         with opened(stored.path, texts=[same] if stored.kinds[same] == "text" else []) as file:
             table = file.read(list({same, *numbers}))
         codes, values = as_codes(table[same])
@@ -397,55 +337,13 @@ class StoredRun:
         total = np.bincount(code[known], reward[known], minlength=len(values))
         rollouts = np.bincount(code, minlength=len(values))
         groups = np.bincount(np.unique(np.stack([code, group]), axis=1)[0], minlength=len(values))
-        low, high = np.full(len(values), np.inf), np.full(len(values), -np.inf)
-        if "advantage" in of:
-            has = np.isfinite(of["advantage"])
-            np.minimum.at(low, codes[has], of["advantage"][has])
-            np.maximum.at(high, codes[has], of["advantage"][has])
         found = {}
-        unnamed = [at for at, value in enumerate(values) if key_of(value) not in self.labels]
-        for at, name in zip(unnamed, self._named(stored, same, codes, values, unnamed), strict=True):
-            self.labels[key_of(values[at])] = prompt_label(name)
         for at, value in enumerate(values):
             key = key_of(value)
+            self.labels.setdefault(key, prompt_label(value))
             mean = float(total[at] / count[at]) if count[at] else None
-            ends = (float(low[at]), float(high[at])) if low[at] <= high[at] else None
-            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]), ends)
+            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
         return found
-
-    def _named(
-        self, stored: StoredStep, same: str, codes: np.ndarray, values: Sequence[Any], wanted: Sequence[int]
-    ) -> list[Any]:
-        """What some values of a column are called: the prompt of a row that has it, else the value."""
-        if same == "prompt" or "prompt" not in stored.kinds or not wanted:
-            return [values[at] for at in wanted]
-        first = {code: place for place, code in reversed(list(enumerate(codes.tolist())))}
-        places = np.array([first[at] for at in wanted])
-        with opened(stored.path) as file:
-            return [prompt for [prompt] in values_at(file, ["prompt"], places)]
-
-
-def _runs_below(folder: Path) -> list[Path]:
-    return sorted(path.parent for pattern in ("*/rollouts", "*/*/rollouts") for path in folder.glob(pattern))
-
-
-def _run_meant(folder: Path) -> str:
-    """Which folder may be meant by one that is not there, as the middle of a sentence."""
-    typed, _, value = str(folder).rpartition("=")
-    if typed and Path(value).exists():  # `headrace view source.path=run`
-        return f" (did you mean headrace view {value}?)"
-    folders = [name for name in names_in(folder.parent) if (folder.parent / name).is_dir()]
-    runs = _runs_below(folder.parent) if folder.parent.is_dir() else []
-    near = suggest(folder.name, folders, least=0.6)
-    return near or (f" (did you mean headrace view {runs[0]}?)" if runs else "")
-
-
-def replay_of(path: Path) -> str:
-    """The command that replays a dump, with the options that its groups need."""
-    from headrace.pipeline.tasks.source import overrides_for_groups  # here: it needs torch
-
-    typed = ["headrace", "task=replay", f"source.path={path}", *overrides_for_groups(path)]
-    return shlex.join([*typed, "hydra.run.dir=FOLDER"])
 
 
 # -- files ---------------------------------------------------------------------------------------------------
@@ -507,12 +405,11 @@ def read_footer(path: Path, number: int) -> StoredStep:
                 f"a step has at most {MAX_STEP_ROWS:,} rows and {MAX_STEP_BYTES:,} bytes; found "
                 f"{metadata.num_rows:,} rows and {size:,} bytes"
             )
-        said = {key: plain_json(metadata.metadata or {}, key) for key in ("headrace.step", "headrace.recipe")}
+        of_step = plain_json(metadata.metadata or {}, "headrace.step")
     kinds = {field.name: kind for field in schema if (kind := kind_of(field.type)) is not None}
     kinds.pop("step", None)  # which is the file's name
-    of_step = said["headrace.step"] if isinstance(said["headrace.step"], dict) else {}
-    recipe = said["headrace.recipe"] if isinstance(said["headrace.recipe"], list) else []
-    described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {}), "recipe": recipe}
+    of_step = of_step if isinstance(of_step, dict) else {}
+    described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {})}
     return StoredStep(number, path, stamp, metadata.num_rows, kinds, **described)
 
 

@@ -143,7 +143,7 @@ def share_at_place(
         """(N, T): sum of (N, T) `known` over the rows of the group, at the same index t."""
         by_place = known.new_zeros(len(known) + 1, known.shape[1] + 1)
         by_place[:-1].scatter_(1, to, known)
-        sums = sum_of_tokens(by_place[member].movedim(1, -1))
+        sums = sum_of_tokens(by_place[member].movedim(1, -1).sort(-1).values)  # in any order of the rows
         return sums.index_select(0, of).gather(1, place)
 
     # 3. n H / Σ H for positive directions, and n (1/H) / Σ (1/H) for negative ones.

@@ -336,8 +336,7 @@ class GroupAssembler(
             settle(plan, self)
             check_idle(plan, self)
             if self._journal is not None:
-                plain = to_plain(batch) if len(batch) else None
-                self._journal.put(plain, len(batch), self.version, plan.now, self._chosen(plan))
+                self._note("put", plan.now, rows=to_plain(batch) if len(batch) else None)
             if piece.place:
                 piece.own()
                 plan.piece = piece
@@ -368,11 +367,6 @@ class GroupAssembler(
         """Write an event to the journal, before it takes effect."""
         if self._journal is not None:
             self._journal.write(event, self.version, self._now() if now is None else now, **details)
-
-    def _chosen(self, plan: StreamPlan) -> list[Any]:
-        """The selection of `on_surplus` for each group. A replay compares it."""
-        ready = [group for group in plan.groups.values() if group.fate == "ready"]
-        return [[*group.key, sorted(group.stays)] for group in ready] if callable(self.on_surplus) else []
 
     def _carry_out(self, plan: StreamPlan) -> None:
         self._stream.carry_out(plan)
@@ -444,8 +438,8 @@ class GroupAssembler(
 
         After a crash these groups are not taken again. Call it after you saved the weights of an optimiser
         step. Rows survive a crash of the process as soon as :meth:`put` has returned, and a crash of the
-        machine after the next commit. The file is rewritten without the rows that have left when these are
-        more than half of it.
+        machine after the next commit. The file is rewritten without the rows that have left when it is more
+        than twice as long as after it was last rewritten.
 
         Raises:
             ValueError: there is no journal.
@@ -483,7 +477,7 @@ class GroupAssembler(
         if self.timeout_seconds is not None:
             settle(plan, self)
             if any(group.fate != "waits" for group in plan.groups.values()):
-                self._note("expire", plan.now, stays=self._chosen(plan))
+                self._note("expire", plan.now)
             self._carry_out(plan)
         if self.max_staleness is not None and self.on_stale != "mask":
             oldest, refilled = self.version - self.max_staleness, []
@@ -563,7 +557,7 @@ class GroupAssembler(
                 found = find_columns(piece, self._options, groups_only=True)
                 announce(plan, arriving_rows(piece, found, self.group_size)[0], self)
                 settle(plan, self)
-                self._note("announce", plan.now, draws=to_plain(draws), stays=self._chosen(plan))
+                self._note("announce", plan.now, draws=to_plain(draws))
                 self._carry_out(plan)
 
     # -- state --------------------------------------------------------------------------------------

@@ -2,18 +2,16 @@
 
 The file is an Arrow IPC stream: a schema, then a record batch of one row per event. The details of an event
 are a tree of dicts, lists, numbers, text and tensors. The tree is stored as JSON, with ``{"dict": [[key,
-value], …]}``, ``{"tuple": […]}`` and ``{"tensor": [dtype, shape, device]}``, and the bytes of the tensors are
-stored one after the other. Nothing is unpickled. The events determine the state of the assembler: rows that
-were put, and groups that were announced, taken, rejected or given up, each with the clock and policy version.
+value], …]}``, ``{"tuple": […]}`` and ``{"tensor": [dtype, shape, device]}``, beside the bytes of each tensor.
+Nothing is unpickled. The events determine the state of the assembler: rows that were put, and groups that
+were announced, taken, rejected or given up, each with the clock and policy version.
 
 When the next assembler opens the file, it holds the groups again that were taken after the last commit.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 import re
 import time
@@ -42,15 +40,15 @@ SCHEMA = pyarrow.schema(
     [
         ("event", pyarrow.string()),
         ("said", pyarrow.string()),
-        ("tensors", pyarrow.large_binary()),
+        ("tensors", pyarrow.list_(pyarrow.large_binary())),
         ("size", pyarrow.uint64()),  # bytes of the message, to compare with its header
         ("crc32", pyarrow.uint32()),
     ],
-    metadata={"headrace": "journal 1"},
+    metadata={"headrace": "journal 2"},
 )
 MARK = re.compile(rb"(?=\xff\xff\xff\xff)")  # the first bytes of an Arrow message
 DAMAGED = (pyarrow.lib.ArrowException, OSError, ValueError, EOFError)  # raised by Arrow for damaged bytes
-FEW = 16  # a file with fewer entries is not rewritten
+SMALL = 2**14  # a file of fewer bytes is not rewritten
 
 
 class Journal:
@@ -68,8 +66,7 @@ class Journal:
         self._seconds, self._since = 0.0, time.monotonic()
         self._close: Callable[[], Any] | None = None  # closes the file
         self._descriptor = -1
-        self._end = 0
-        self._entries = 0  # number of rows and events in the file
+        self._end = self._begun = 0  # bytes of the file, now and when it was last rewritten
         self._taken: list[Group] = []  # in a replay: groups taken since the last commit
         self._rejected = 0  # in a replay: groups rejected since the last commit
 
@@ -88,15 +85,8 @@ class Journal:
             BatchError: a detail is no text, number, list, tuple, dict, tensor or None.
             RuntimeError: another assembler has opened the file.
             OSError: the event could not be written.
-            ValueError: in a replay, the event differs from the recorded one.
         """
         if self.replaying is not None:
-            for name in ("groups", "stays"):
-                if name in details and details[name] != self.replaying[name]:
-                    raise ValueError(
-                        f"the {name} are {details[name]}, and the journal has {self.replaying[name]}: "
-                        "on_surplus must select the same rollouts for the same rewards"
-                    )
             return
         record = _record(event, {"version": version, "clock": now, **details})
         self._check_alone()
@@ -108,17 +98,10 @@ class Journal:
             os.ftruncate(self._descriptor, self._end)
             raise
         self._end += record.size
-        self._entries += 1
-
-    def put(self, rows: dict[str, Any] | None, count: int, version: int, now: float, stays: Any) -> None:
-        """Write a put; `rows` are from ``to_plain``, None without rows."""
-        self.write("put", version, now, rows=rows, stays=stays)
-        self._entries += count
 
     def take(self, groups: Sequence[Group], version: int, now: float, **how: int | None) -> None:
         """Write that groups are taken. In a replay, keep a copy of them."""
-        keys = [group.key for group in groups]
-        self.write("take", version, now, groups=keys, **how)
+        self.write("take", version, now, **how)
         if self.replaying is not None:
             rows = [row for group in groups for row in group.rows()]
             arrivals = sorted(row.arrival for row in rows)
@@ -134,7 +117,7 @@ class Journal:
 
     def commit(self, assembler: Any) -> None:
         """Write that all taken groups are trained, and sync the file to disk."""
-        if self._entries > FEW + 2 * assembler.held:
+        if self._end > SMALL + 2 * self._begun:
             self.begin_anew(assembler)
         else:
             self.write("commit", assembler.version, self.now())
@@ -146,7 +129,7 @@ class Journal:
         state = assembler._state(0.0)
         details = {"version": assembler.version, "clock": self.now(), "options": self._options}
         self._begin("state", details | {"state": state})
-        self._entries = assembler.held
+        self._begun = self._end
 
     def _check_alone(self) -> None:
         found = os.fstat(self._descriptor)
@@ -219,13 +202,11 @@ class Journal:
 
     def _do(self, event: str, details: dict[str, Any], assembler: Any) -> None:
         """Replay an event."""
-        self._entries += 1
         if "options" in details:
             self._check_options(details["options"])
         if event == "put":
             rows = from_plain(details["rows"])
             assembler.put(TensorDict({}, batch_size=[0]) if rows is None else rows)
-            self._entries += 0 if rows is None else len(rows)
         elif event == "announce":
             assembler.announce(from_plain(details["draws"]))
         elif event == "expire":
@@ -239,7 +220,6 @@ class Journal:
         elif event == "state":
             piece = RowPiece.from_plain(details["state"]["rows"])
             assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
-            self._entries = assembler.held
         elif event == "open":
             self._take_back(assembler)
         elif event != "commit":
@@ -314,15 +294,10 @@ def options_that_decide(assembler: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _record(event: str, details: dict[str, Any]) -> pyarrow.Buffer:
-    tensors: Tensors = {}
-    tree = _to_json(details, tensors, ())
-    # Joined by dtype, because there may be many small tensors.
-    joined = {dtype: torch.cat(flat).resolve_conj().resolve_neg() for dtype, flat in tensors.items()}
-    sizes = {_name(dtype): len(numbers) for dtype, numbers in joined.items()}
-    text = f"[{json.dumps(sizes, allow_nan=False)},{tree}]"
-    content = b"".join(numbers.view(torch.uint8).numpy() for numbers in joined.values())
-    size = ipc.get_record_batch_size(_batch(event, text, content, 0, 0))
-    return _batch(event, text, content, size, _checksum(event, text, content, size)).serialize()
+    tensors: list[Any] = []
+    text = _to_json(details, tensors, ())
+    size = ipc.get_record_batch_size(_batch(event, text, tensors, 0, 0))
+    return _batch(event, text, tensors, size, _checksum(event, text, tensors, size)).serialize()
 
 
 def _batch(*row: Any) -> pyarrow.RecordBatch:
@@ -339,17 +314,11 @@ def _read(content: pyarrow.Buffer, at: int) -> tuple[str, dict[str, Any], int]:
     if batch.num_rows != 1 or any(column.null_count for column in batch.columns):
         raise ValueError("a record batch does not have one row")
     event, text, tensors, size, checksum = (column[0] for column in batch.columns)
-    event, text, tensors, size = event.as_py(), text.as_py(), tensors.as_buffer(), size.as_py()
+    event, text, size = event.as_py(), text.as_py(), size.as_py()
+    tensors = [each.as_buffer() for each in tensors.values]
     if _checksum(event, text, tensors, size) != checksum.as_py() or size != reader.tell():
         raise ValueError("its checksum is wrong")
-    sizes, tree = json.loads(text)
-    dtypes, bytes_left = {name: getattr(torch, name) for name in sizes}, io.BytesIO(tensors)
-    joined = {
-        name: torch.frombuffer(bytearray(bytes_left.read(count * dtypes[name].itemsize)), dtype=dtypes[name])
-        for name, count in sizes.items()
-        if count
-    }
-    return event, _from_json(tree, {name: [numbers, 0] for name, numbers in joined.items()}), at + size
+    return event, _from_json(json.loads(text), iter(tensors)), at + size
 
 
 def _next_whole(content: pyarrow.Buffer, at: int) -> int | None:
@@ -361,29 +330,24 @@ def _next_whole(content: pyarrow.Buffer, at: int) -> int | None:
     return None
 
 
-def _checksum(event: str, text: str, tensors: Any, size: int) -> int:
-    return zlib.crc32(tensors, zlib.crc32(f"{size} {event} {text}".encode()))
+def _checksum(event: str, text: str, tensors: Sequence[Any], size: int) -> int:
+    return zlib.crc32(b"".join(tensors), zlib.crc32(f"{size} {event} {text}".encode()))
 
 
-Tensors = dict[torch.dtype, list[Tensor]]
-"""Flat tensors on the CPU, by dtype, in the order in which they are in a tree."""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _to_json(value: Any, tensors: Tensors, path: tuple[Any, ...]) -> str:
-    """Convert a tree to JSON, and append its tensors to `tensors`.
+def _to_json(value: Any, tensors: list[Any], path: tuple[Any, ...]) -> str:
+    """Convert a tree to JSON, and append the bytes of its tensors to `tensors`.
 
     The text is built directly. Many temporary lists and dicts would slow down Python's garbage collector.
     """
     if value is None or type(value) in (bool, int, float, str):
         return json.dumps(value)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        tensors.setdefault(value.dtype, []).append(value.detach().reshape(-1).cpu())
-        device = "" if value.device.type == "cpu" else f',"{value.device}"'
-        return f'{{"tensor":["{_name(value.dtype)}",{list(value.shape)}{device}]}}'
+        flat = value.detach().reshape(-1).cpu().resolve_conj().resolve_neg()
+        tensors.append(flat.contiguous().view(torch.uint8).numpy().tobytes())
+        dtype, device = str(value.dtype).removeprefix("torch."), value.device
+        return json.dumps(
+            {"tensor": [dtype, list(value.shape), *([] if device.type == "cpu" else [str(device)])]}
+        )
     if type(value) in (list, tuple):
         items = ",".join([_to_json(item, tensors, (*path, index)) for index, item in enumerate(value)])
         return f"[{items}]" if type(value) is list else f'{{"tuple":[{items}]}}'
@@ -402,13 +366,8 @@ def _to_json(value: Any, tensors: Tensors, path: tuple[Any, ...]) -> str:
     )
 
 
-def _from_json(value: Any, tensors: dict[str, list[Any]]) -> Any:
-    """Restore the tree of :func:`_to_json`.
-
-    Args:
-        value: its JSON.
-        tensors: by dtype, all tensors as one, and how many numbers of it have been read.
-    """
+def _from_json(value: Any, tensors: Iterator[Any]) -> Any:
+    """Restore the tree of :func:`_to_json` from its JSON and the bytes of its tensors."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -419,9 +378,6 @@ def _from_json(value: Any, tensors: dict[str, list[Any]]) -> Any:
     if kind == "dict":
         return {_from_json(key, tensors): _from_json(item, tensors) for key, item in content}
     name, shape, *device = content
-    if not (count := math.prod(shape)):
-        return torch.empty(shape, dtype=getattr(torch, name), device=device[0] if device else None)
-    numbers, start = tensors[name]
-    tensors[name][1] += count
-    tensor = numbers[start : start + count].view(shape)
-    return tensor.to(device[0]) if device else tensor
+    dtype, numbers = getattr(torch, name), bytearray(next(tensors))
+    tensor = torch.frombuffer(numbers, dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
+    return tensor.view(shape).to(*device)

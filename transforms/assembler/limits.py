@@ -167,8 +167,8 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
         return
     if most is None:
         oldest = next(iter(stream.waiting.values()), None)
-        batch = options.groups * (oldest.expected if oldest else 1) if options.groups else stream.dispatched
-        most = max(LEAST_IDLE, 8 * batch)
+        groups = options.groups or len(stream.waiting) + sum(map(len, stream.ready.values()))
+        most = max(LEAST_IDLE, 8 * groups * (oldest.dispatched if oldest else 1))
     if stream.idle + 1 >= most and all(group.fate != "ready" for group in plan.groups.values()):
         raise stalled(f"the last {stream.idle + 1} puts have made no group whole", plan)
     if ahead is not None and waited >= most:

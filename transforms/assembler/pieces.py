@@ -105,7 +105,7 @@ def joined_plain(pieces: Collection[RowPiece]) -> dict[str, Any] | None:
         return None
     parts = [piece.rows() for piece in pieces]
     rows = _joined(parts)
-    if len(parts) == 1 or isinstance(rows, LazyStackedTensorDict):
+    if len(parts) == 1:
         rows = rows.clone()
     arrivals = chain.from_iterable(piece.place for piece in pieces)
     return {"arrival": numbers_column(arrivals), "rows": to_plain(rows)}

@@ -180,8 +180,6 @@ class Stream:
         """Ids of groups that were closed while rollouts were missing, by partition."""
         self.closed_rollouts: dict[int, Intervals] = defaultdict(Intervals)
         """Ids of rollouts that left after all their rows had arrived, by partition."""
-        self.dispatched = 0
-        """Number of dispatched rollouts of open groups."""
         self.counts = dict.fromkeys(REASONS, 0)
         """Number of rows that left, by reason."""
         self.received = self.held = 0
@@ -213,8 +211,6 @@ class Stream:
         if plan.piece.place:
             self.pieces[plan.piece] = None
         for key, group in plan.groups.items():
-            if key not in self.waiting:
-                self.dispatched += group.dispatched
             self.waiting[key] = group
             self.homes.update(((group.partition, number), key) for number in group.came)
             self._age(group, plan.puts)
@@ -265,7 +261,6 @@ class Stream:
             others = [*self.ready.get(partition, {}).values(), group]
             ordered = sorted(others, key=attrgetter("order"))
             self.ready[partition] = OrderedDict((each.key, each) for each in ordered)
-            self.dispatched += group.dispatched
             self.emitted -= 1
         self.rejected -= rejected
 
@@ -311,10 +306,8 @@ class Stream:
 
         More rollouts than were dispatched may have failed or been lost.
         """
-        before = group.dispatched
-        group.refilled = max(before, group.have + group.lost) + missing - group.expected
+        group.refilled = max(group.dispatched, group.have + group.lost) + missing - group.expected
         group.refills += 1
-        self.dispatched += group.dispatched - before
         group.born_put, group.born_time = plan.puts, plan.now
         self.waiting.move_to_end(group.key)
 
@@ -327,7 +320,6 @@ class Stream:
             del self.waiting[group.key]
         if awaited:
             self.late_groups[group.partition].add(group.group)
-        self.dispatched -= group.dispatched
         self.closed_groups[group.partition].add(group.group)
         return self._leave(group, list(group.rollouts))
 
@@ -424,7 +416,6 @@ class Stream:
             stream.open.update(((group.partition, number), stream.puts) for number in begun)
             group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
             group.born_time, group.enough = now - group.born_time, bool(group.enough)
-            stream.dispatched += group.dispatched
             if group.is_ready:
                 stream.ready.setdefault(group.partition, OrderedDict())[group.key] = group
             else:

@@ -48,15 +48,10 @@ const APART = [
   { metric: /^versus\/gradient_moved$/, label: "gradient that moves", unit: "to other groups", text: inPercent },
   { metric: /^versus\/gradient_cosine$/, label: "cosine of the gradient shares", unit: "1: equal", text: short },
 ];
-const isEqual = (page) => ({ metric }) => (page.equal ?? []).some((name) => metric.test(name));
 
 export function drawAnswer(view) {
   const { page } = view;
-  if (!page.versus) return drawTiles(TILES, view);
-  const equal = TILES.filter(isEqual(page)).map(({ label }) => label);
-  const said = `Equal under both, at every step: ${andList(equal)}.`;
-  const apart = TILES.filter((tile) => !isEqual(page)(tile));
-  return [...drawTiles([...APART, ...apart], view), equal.length ? h("p", { class: "note" }, said) : null];
+  return drawTiles(page.versus ? [...APART, ...TILES] : TILES, view);
 }
 
 // A tile for each number that the page has, at the step shown, with its curve over the steps.
@@ -80,33 +75,9 @@ export function drawTiles(kinds, { page, step, width }) {
 // Text in which `words between these` are code.
 const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
-const titleOf = (page, name) => page.symptoms.find((each) => each.name === name)?.title ?? name;
-
-// In place of what the verdict has said: why that is so.
-function why(page, advisory) {
-  if (!advisory.because) return `${titleOf(page, advisory.name)}.`;
-  const part = advisory.certain ? "" : "probably in part ";
-  return `${titleOf(page, advisory.name)}, ${part}because of this: ${titleOf(page, advisory.because)}.`;
-}
-
-// What causes it, which opens where it is explained.
-function causeOf(page, name) {
-  const open = () => {
-    const cause = byId(`symptom-${name}`);
-    cause.open = true;
-    cause.querySelector("summary").focus();
-  };
-  return h("p", { class: "because" }, "Look at the cause first: ", h("button", { type: "button", class: "link", on: { click: open } }, titleOf(page, name)));
-}
-
-const fits = (remedy, cause) => (!remedy.when || remedy.when === cause) && (!remedy.unless || remedy.unless !== cause);
-
-function adviceLine(page, verdict, advisory, told, at = [], first = "") {
-  const symptom = page.symptoms.find((each) => each.name === advisory.name);
-  if (!symptom) return h("li", {}, at, advisory.text);
-  const doing = (remedy) => remedy.overrides || remedy.text;
-  const remedies = symptom.remedies.filter((remedy) => fits(remedy, advisory.cause) && !told.has(doing(remedy)));
-  for (const remedy of remedies) told.add(doing(remedy));
+function adviceLine(page, verdict, advisory, first) {
+  const symptom = (page.symptoms ?? []).find((each) => each.name === advisory.name);
+  if (!symptom) return h("li", {}, advisory.text);
   // What the verdict has said already is not said again.
   const said = verdict.startsWith(advisory.text.replace(/\.$/, ""));
   return h(
@@ -115,12 +86,11 @@ function adviceLine(page, verdict, advisory, told, at = [], first = "") {
     h(
       "details",
       { id: `symptom-${symptom.name}` },
-      h("summary", {}, at, said ? why(page, advisory) : advisory.text, " ", h("span", { class: "note" }, `what to do${first}`)),
+      h("summary", {}, said ? `${symptom.title}.` : advisory.text, " ", h("span", { class: "note" }, `what to do${first}`)),
       said ? null : h("h3", {}, symptom.title),
-      advisory.because ? causeOf(page, advisory.because) : null,
       h("p", {}, withCode(symptom.means)),
-      remedies.length
-        ? h("ul", {}, remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.overrides && [": ", h("code", {}, remedy.overrides)])))
+      symptom.remedies.length
+        ? h("ul", {}, symptom.remedies.map((remedy) => h("li", {}, withCode(remedy.text), remedy.overrides && [": ", h("code", {}, remedy.overrides)])))
         : null,
       h("p", { class: "note" }, "The rule: ", withCode(symptom.shows)),
     ),
@@ -142,24 +112,11 @@ export function sayNotices(page) {
   for (const name of ["notices", "notes"]) byId(name).hidden = !byId(name).childElementCount;
 }
 
-// Of the steps behind the one that is shown: what is not said here, in the words of the last step that says it.
-function laterAdvice(page, step, told) {
-  const here = new Set(step.advisories.map(({ name }) => name));
-  const later = new Map();
-  for (const each of page.steps.filter((other) => other.step > step.step))
-    for (const advisory of each.advisories) if (!here.has(advisory.name)) later.set(advisory.name, [each.step, advisory]);
-  return [...later.values()].map(([at, advisory]) =>
-    adviceLine(page, "", advisory, told, h("span", { class: "note" }, `Later, at step ${count(at)}: `)),
-  );
-}
-
 export function sayAdvice(page, step) {
   byId("verdict").textContent = step.verdict;
   byId("verdict").hidden = !step.verdict;
-  const told = new Set(); // remedies, each of which is given once
   const first = (at) => (at === 0 && step.advisories.length > 1 ? " first" : "");
-  const lines = step.advisories.map((advisory, at) => adviceLine(page, step.verdict, advisory, told, [], first(at)));
-  lines.push(...laterAdvice(page, step, told));
+  const lines = step.advisories.map((advisory, at) => adviceLine(page, step.verdict, advisory, first(at)));
   byId("advisories").hidden = !lines.length;
   byId("advisories").replaceChildren(...lines);
   byId("unchecked").hidden = !step.unchecked.length;

@@ -28,12 +28,9 @@ function path(xs, ys) {
 // A long name may be broken after a slash or an underscore, and not within a word.
 const breakable = (name) => name.split(/(?<=[/_])/).flatMap((word, i) => (i ? [h("wbr"), word] : [word]));
 
-// The values of a metric; of two recipes those of both, where they differ.
+// The values of a metric; of two recipes those of both.
 export const curvesOf = (page, name) =>
-  [
-    page.curves[name] ?? page.curve_steps.map(() => null),
-    page.equal?.includes(name) ? null : page.curves[`second/${name}`],
-  ].filter(Boolean);
+  [page.curves[name] ?? page.curve_steps.map(() => null), page.curves[`second/${name}`]].filter(Boolean);
 // Names of metrics, without those of the second of two recipes.
 export const metricsOf = (numbers) => [...new Set(Object.keys(numbers).map((name) => name.replace(/^second\//, "")))];
 
@@ -47,7 +44,7 @@ function inOrder(page) {
   };
   const place = (name) => {
     const found = FIRST_CURVES.findIndex((start) => name.startsWith(start));
-    return (page.equal?.includes(name) ? 300 : flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
+    return (flat(name) ? 200 : name.startsWith("time/") ? 100 : 0) + (found < 0 ? FIRST_CURVES.length : found);
   };
   return metricsOf(page.curves).sort((a, b) => place(a) - place(b));
 }
@@ -114,7 +111,7 @@ export function drawCurves({ page, step, width, redraw }) {
         "curve",
       ],
       page.versus
-        ? [swatch(s("line", { class: "curve run1", x1: 0, x2: 18, y1: 7, y2: 7 })), `under ${page.versus[1]}, where it differs`, "second"]
+        ? [swatch(s("line", { class: "curve run1", x1: 0, x2: 18, y1: 7, y2: 7 })), `under ${page.versus[1]}`, "second"]
         : null,
       [
         swatch([

@@ -1,8 +1,8 @@
 // A waterfall: what is still in the loss after each stage that took something out, and what left, and where.
-import { UNITS } from "./data.js";
 import { h, message, s } from "./dom.js";
 import { legend, rowSwatch } from "./legend.js";
 import { count, isNumber, andList } from "./numbers.js";
+import { UNITS } from "./units.js";
 
 const ACTIONS = {
   dropped: "dropped: gone from the batch",

@@ -1,5 +1,4 @@
 // Groups of rollouts of rows, made once per step. Ids are labels: compared, never counted with.
-import { readGroups, readRows, unknownGroup } from "./data.js";
 import { common, count, extent, isNumber, number } from "./numbers.js";
 import { matches } from "./search.js";
 
@@ -10,10 +9,14 @@ export function modelOf(step) {
   return models.get(step);
 }
 
+// The lines of a table, which the data has as columns of one length.
+const linesOf = (table) =>
+  Object.values(table)[0].map((_, i) => Object.fromEntries(Object.entries(table).map(([name, column]) => [name, column[i]])));
+
 function makeModel(step) {
   const groups = new Map();
-  for (const group of readGroups(step)) groups.set(String(group.id), { ...group, members: new Map() });
-  const rows = readRows(step);
+  for (const group of linesOf(step.groups)) groups.set(String(group.id), { ...group, members: new Map() });
+  const rows = linesOf(step.rows);
   for (const row of rows) placeRow(groups, row);
   const all = [...groups.values()];
   for (const group of all) group.members = [...group.members.values()].map(withSummary);
@@ -23,9 +26,7 @@ function makeModel(step) {
 
 function placeRow(groups, row) {
   const key = String(row.group);
-  if (!groups.has(key)) {
-    groups.set(key, { ...unknownGroup(), id: row.group, complete: true, members: new Map() });
-  }
+  if (!groups.has(key)) groups.set(key, { id: row.group, complete: true, members: new Map() });
   const group = groups.get(key);
   const name = String(row.rollout);
   if (!group.members.has(name)) group.members.set(name, { id: row.rollout, group, rows: [] });

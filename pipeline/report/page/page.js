@@ -5,7 +5,6 @@ import { drawAnswer, sayAdvice, sayNotices } from "./answer.js";
 import { drawCertificates } from "./certificates.js";
 import { drawCompare, nameRecipes } from "./compare.js";
 import { drawCurves, drawNumbers } from "./curves.js";
-import { UNITS, readPage } from "./data.js";
 import { byId, h } from "./dom.js";
 import { drawFunnel } from "./funnel.js";
 import { drawLag } from "./lag.js";
@@ -18,8 +17,9 @@ import { drawStrip } from "./strip.js";
 import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
 import { drawTree, openGroup } from "./tree.js";
+import { UNITS } from "./units.js";
 
-const page = readPage(byId("page-data").textContent);
+const page = JSON.parse(byId("page-data").textContent); // page_schema.py describes it
 const NARROWEST = 260; // a page that is laid out later, in a hidden tab, has no width yet
 const state = { index: 0, sort: "std", filter: "all", search: "", group: null };
 const PANELS = {

@@ -1,6 +1,9 @@
 // The units of metrics, by name: of those that reports have, and of what a stage measured, by the last word.
 import { isNumber, number } from "./numbers.js";
 
+// What a level of the funnel counts.
+export const UNITS = ["rows", "rollouts", "groups", "tokens"];
+
 const PER_CENT = "%";
 const SECONDS = "s";
 // The first that matches counts; "" is a number without a unit, such as a reward.

@@ -1,35 +1,28 @@
 // The state of the viewer, which is its address, and the parts that draw it.
 import { byId, h } from "./dom.js";
-import { andList, count, number, plural } from "./numbers.js";
+import { count } from "./numbers.js";
 import { ask, columnName, link, reasonName } from "./view_api.js";
-import { drawPrompt, drawPrompts, keyOfRow, resizePrompt } from "./view_prompts.js";
+import { drawPrompt, drawPrompts, resizePrompt } from "./view_prompts.js";
 import { rowsPanel } from "./view_rows.js";
 import { REWARD, drawSteps, linesOf, markStep } from "./view_steps.js";
 
-const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "same", "search", "by", "run", "place"];
-const CONTROLS = { steps: ["metric", "sort", "order", "reason", "group", "text"], prompts: ["search", "by", "same"] };
+const NAMES = ["view", "step", "metric", "sort", "order", "reason", "group", "text", "prompt", "search", "by"];
+const CONTROLS = { steps: ["metric", "sort", "order", "reason", "group", "text"], prompts: ["search", "by"] };
 const DEFAULTS = { view: "steps", order: "ascending", by: "lowest" };
 const WAIT = 250; // milliseconds after the last letter that is typed
 let runs = [];
 let lines = []; // of each run, by step
 let steps = []; // of all runs
-let equal = []; // names of the numbers that two runs have in common at every step
+let same = ""; // the column by which a prompt is known again
 
 function readState() {
   const given = new URLSearchParams(window.location.hash.slice(1));
   const state = Object.fromEntries(NAMES.map((name) => [name, given.get(name) ?? DEFAULTS[name] ?? ""]));
-  const shared = sameBy();
-  if (!shared.includes(state.same)) state.same = shared[0] ?? "";
   const wanted = state.step.trim() ? Number(state.step) : NaN;
   state.number = steps.includes(wanted) ? wanted : nearest(Number.isFinite(wanted) ? wanted : Infinity);
   return state;
 }
 
-// The columns by which prompts are known again; of a group its label or its id, not both.
-function sameBy() {
-  const shared = runs[0].same.filter((name) => runs.every((run) => run.same.includes(name)));
-  return shared.filter((name) => name !== "group_id" || !shared.includes("group_label"));
-}
 const nearest = (wanted) =>
   steps.reduce((best, step) => (Math.abs(step - wanted) <= Math.abs(best - wanted) ? step : best), steps[0]);
 
@@ -59,21 +52,10 @@ async function draw() {
     if (byId(name).tagName === "INPUT" && byId(name) !== document.activeElement) byId(name).value = state[name];
   if (state.view === "prompts") {
     byId("by").value = state.by;
-    byId("by").querySelector("[value=apart]").hidden = runs.length < 2;
-    options(byId("same"), sameBy().map((name) => [name, columnName(name)]), state.same);
-    drawPrompts(runs, state);
+    drawPrompts(runs, state, same);
   } else if (state.view === "prompt") {
-    if (!state.prompt && state.place !== "") return goToPromptOf(state);
-    drawPrompt(runs, state);
+    drawPrompt(runs, state, same);
   } else drawRows(state);
-}
-
-async function goToPromptOf(state) {
-  try {
-    window.location.replace(link({ view: "prompt", prompt: await keyOfRow(state, state.same), same: state.same }));
-  } catch (error) {
-    byId("prompt").querySelector(".body").replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
-  }
 }
 
 let drawn = null; // the rows that are shown, so that another control that changes nothing asks nothing
@@ -97,8 +79,7 @@ function drawRows(state) {
     state.reason,
   );
   const reason = byId("reason").value;
-  const sorts = runs.length > 1 ? [...SORTS, "apart"] : SORTS;
-  options(byId("sort"), sorts.map((name) => [name, name ? columnName(name) : "reward"]), state.sort);
+  options(byId("sort"), SORTS.map((name) => [name, name ? columnName(name) : "reward"]), state.sort);
   byId("order").value = state.order;
   const wanted = { sort: byId("sort").value, order: state.order, reason, group: state.group, text: state.text };
   const key = JSON.stringify([step, wanted]);
@@ -113,52 +94,24 @@ function drawRows(state) {
   const jump = (i) => h("button", { type: "button", class: "link jump", on: { click: () => panels[1 - i].scrollIntoView() } }, `the rows of ${runs[1 - i].name} are ${i ? "above" : "below"}`);
   if (panels.length > 1) for (const [i, panel] of panels.entries()) panel.querySelector("h3").after(jump(i));
   byId("rows").querySelector(".runs").replaceChildren(...panels);
-  const numbers = byId("numbers");
-  numbers.querySelector(".body").replaceChildren();
-  if (numbers.open) drawNumbers();
 }
 
-// The numbers that any run has, the mean reward first. Behind are times, what one run lacks, and what is equal in both.
+// The numbers that any run has, the mean reward first. Behind are times, and what one run lacks.
 function metrics() {
   const inAll = (name) => name === REWARD || runs.every((run) => run.metrics.includes(name));
-  const place = (name) => (equal.includes(name) ? 3 : !inAll(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
+  const place = (name) => (!inAll(name) ? 2 : /^(time|seconds)\//.test(name) ? 1 : 0);
   return [...new Set([REWARD, ...runs.flatMap((run) => run.metrics)])].sort((a, b) => place(a) - place(b));
 }
 
-const metricName = (name) => (name === REWARD ? "mean reward" : name) + (equal.includes(name) ? " (equal in both runs)" : "");
-
-// In one line, which curves of two runs are one.
-function sayEqual() {
-  const others = equal.filter((name) => name !== REWARD).length;
-  const named = [equal.includes(REWARD) ? "the mean reward" : null, others ? plural(others, "other number") : null];
-  byId("equal").hidden = !equal.length;
-  byId("equal").textContent = `Equal in both runs, at every step that both have: ${andList(named.filter(Boolean))}.`;
-}
+const metricName = (name) => (name === REWARD ? "mean reward" : name);
 
 const SORTS = ["", "advantage", "loss_weight", "tokens", "row"];
-
-async function drawNumbers() {
-  const { number: step } = readState();
-  const body = byId("numbers").querySelector(".body");
-  if (body.childElementCount) return;
-  try {
-    const found = await Promise.all(runs.map((_, run) => (lines[run].has(step) ? ask("step", { run, step }) : { numbers: {} })));
-    const names = [...new Set(found.flatMap(({ numbers }) => Object.keys(numbers)))];
-    const head = h("tr", {}, h("th", { scope: "col" }, "number"), runs.map((run) => h("th", { scope: "col" }, run.name)));
-    const table = names.map((name) =>
-      h("tr", {}, h("th", { scope: "row" }, name), found.map(({ numbers }) => h("td", {}, number(numbers[name])))),
-    );
-    body.replaceChildren(h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "All numbers" }, h("table", { class: "plain" }, h("thead", {}, head), h("tbody", {}, table))));
-  } catch (error) {
-    body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
-  }
-}
 
 function listen() {
   let timer = 0;
   for (const name of [...CONTROLS.steps, ...CONTROLS.prompts]) {
     const control = byId(name);
-    if (control.tagName === "SELECT") control.addEventListener("change", () => go({ [name]: control.value, ...(control.value === "apart" ? { order: "descending" } : {}) }));
+    if (control.tagName === "SELECT") control.addEventListener("change", () => go({ [name]: control.value }));
     else
       control.addEventListener("input", () => {
         clearTimeout(timer);
@@ -173,7 +126,6 @@ function listen() {
     byId("group").value = "";
     go({ group: "" });
   });
-  byId("numbers").addEventListener("toggle", () => byId("numbers").open && drawNumbers());
   window.addEventListener("hashchange", draw);
   let wide = document.documentElement.clientWidth;
   window.addEventListener("resize", () => {
@@ -187,7 +139,7 @@ function listen() {
 
 async function start() {
   try {
-    ({ runs, equal } = await ask("runs"));
+    ({ runs, same } = await ask("runs"));
   } catch (error) {
     byId("title").textContent = "The run cannot be shown";
     byId("summary").textContent = error.message;
@@ -210,7 +162,6 @@ async function start() {
   document.querySelector("main").hidden = false;
   if (!steps.length) return;
   byId("steps").hidden = false;
-  sayEqual();
   drawSteps(runs, lines);
   listen();
   draw();

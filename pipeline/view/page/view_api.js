@@ -28,7 +28,6 @@ const COLUMNS = {
   rewards: "rewards, as collected",
   rollout_reward: "reward",
   advantage: "advantage",
-  apart: "difference of the advantage between the runs",
   loss_weight: "loss weight",
   advantage_by_row: "advantage if each row were a rollout",
   logged_advantage: "advantage in the dump",

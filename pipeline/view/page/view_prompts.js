@@ -1,6 +1,6 @@
 // Prompts: a list of all, and one of them over the steps of a run, or of two.
 import { byId, h, message } from "./dom.js";
-import { NONE, count, isNumber, isOne, number, plural } from "./numbers.js";
+import { NONE, count, isNumber, number, plural } from "./numbers.js";
 import { ask, columnName, link, rangeOf } from "./view_api.js";
 import { rewardChart } from "./view_chart.js";
 import { rowsPanel } from "./view_rows.js";
@@ -8,17 +8,17 @@ import { rowsPanel } from "./view_rows.js";
 const COUNT = 50; // prompts at a time
 let latest = 0; // an answer that comes late does not replace a later one
 
-export async function drawPrompts(runs, state, offset = 0) {
+export async function drawPrompts(runs, state, same, offset = 0) {
   const body = byId("prompts").querySelector(".body");
   const mine = (latest += 1);
-  if (!state.same) {
+  if (!same) {
     body.replaceChildren(...message("These rows have no column by which a prompt is known again in another step."));
     return;
   }
   if (!body.childElementCount) body.replaceChildren(...message("Reading the prompts of all steps…"));
   let answer;
   try {
-    answer = await ask("prompts", { same: state.same, text: state.search, order: state.by, offset, count: COUNT });
+    answer = await ask("prompts", { text: state.search, order: state.by, offset, count: COUNT });
   } catch (error) {
     if (mine === latest) body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
     return;
@@ -33,7 +33,7 @@ export async function drawPrompts(runs, state, offset = 0) {
       h(
         "th",
         { scope: "row", class: "text" },
-        h("a", { href: link({ view: "prompt", prompt: prompt.key, same: state.same }) }, prompt.label || "(no text)"),
+        h("a", { href: link({ view: "prompt", prompt: prompt.key }) }, prompt.label || "(no text)"),
       ),
       prompt.runs.flatMap((of, i) =>
         of
@@ -47,7 +47,7 @@ export async function drawPrompts(runs, state, offset = 0) {
     ),
   );
   const go = (text, to, off) =>
-    h("button", { type: "button", disabled: off, on: { click: () => drawPrompts(runs, state, to) } }, text);
+    h("button", { type: "button", disabled: off, on: { click: () => drawPrompts(runs, state, same, to) } }, text);
   const pager = h(
     "div",
     { class: "pager" },
@@ -56,28 +56,22 @@ export async function drawPrompts(runs, state, offset = 0) {
       ? [go("previous prompts", Math.max(0, offset - COUNT), offset === 0), go("next prompts", offset + COUNT, offset + COUNT >= answer.found)]
       : null,
   );
-  const head = h("tr", {}, h("th", { scope: "col" }, columnName(state.same)), words.flat().map((word) => h("th", { scope: "col" }, word)));
+  const head = h("tr", {}, h("th", { scope: "col" }, columnName(same)), words.flat().map((word) => h("th", { scope: "col" }, word)));
   const table = h("table", { class: "plain as-cards prompts" }, h("thead", {}, head), h("tbody", {}, lines));
   const box = h("div", { class: "across", tabindex: 0, role: "region", "aria-label": "List of prompts" }, table);
   body.replaceChildren(h("div", { class: "panel" }, pager, box));
 }
 
-// The prompt of a row, if the address says the row and not the prompt.
-export async function keyOfRow({ run, step, place }, same) {
-  const { key } = await ask("key", { run, step, place, same });
-  return key;
-}
-
 // Draws the chart of the prompt that is shown at the width of now.
 export let resizePrompt = () => {};
 
-export async function drawPrompt(runs, state) {
+export async function drawPrompt(runs, state, same) {
   const body = byId("prompt").querySelector(".body");
   const mine = (latest += 1);
   body.replaceChildren(...message("Looking for this prompt in all steps…"));
   let answer;
   try {
-    answer = await ask("prompt", { key: state.prompt, same: state.same });
+    answer = await ask("prompt", { key: state.prompt });
   } catch (error) {
     if (mine === latest) body.replaceChildren(h("p", { class: "empty", role: "alert" }, error.message));
     return;
@@ -102,7 +96,7 @@ export async function drawPrompt(runs, state) {
     const details = h("details", { class: "one-step", "data-step": step }, summary);
     details.addEventListener("toggle", () => {
       if (!details.open || details.childElementCount > 1) return;
-      const wanted = { prompt: state.prompt, same: state.same };
+      const wanted = { prompt: state.prompt };
       const panels = runs.flatMap((run, i) =>
         of[i].has(step) ? [rowsPanel({ run: i, name: run.name, step, wanted, state: {}, title: runs.length > 1 ? run.name : null, without: ["prompt"] })] : [],
       );
@@ -112,8 +106,8 @@ export async function drawPrompt(runs, state) {
     return details;
   });
   body.replaceChildren(
-    h("p", { class: "links" }, h("a", { href: link({ view: "prompts", same: state.same }) }, "all prompts")),
-    h("h3", {}, columnName(state.same === "prompt" ? "prompt" : state.same)),
+    h("p", { class: "links" }, h("a", { href: link({ view: "prompts" }) }, "all prompts")),
+    h("h3", {}, columnName(same)),
     text,
     h("p", { class: "about" }, `In how many steps this prompt was drawn: ${told}. Open a step to read its rollouts, the lowest reward first.`),
     ...(chart ? [chart] : []),
@@ -125,8 +119,7 @@ export async function drawPrompt(runs, state) {
 function lineOf(runs, run, line) {
   const where = runs.length > 1 ? `${run.name}: ` : "";
   if (!line) return `${where}not drawn`;
-  const [, groups, rollouts, reward, ends] = line;
+  const [, groups, rollouts, reward] = line;
   const mean = isNumber(reward) ? number(reward) : NONE;
-  const advantages = ends ? (isOne(ends) ? `, all advantages ${number(ends[0])}` : `, advantages ${number(ends[0])} to ${number(ends[1])}`) : "";
-  return `${where}mean reward ${mean}${advantages}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
+  return `${where}mean reward ${mean}, ${plural(rollouts, "rollout")} in ${plural(groups, "group")}`;
 }

@@ -95,7 +95,7 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
       button.setAttribute("aria-expanded", String(!detail.hidden));
       button.textContent = detail.hidden ? "▸" : "▾";
       if (!detail.firstChild.childElementCount)
-        detail.firstChild.append(...opened({ run, step, cells, columns: answer.columns, value, has, state }));
+        detail.firstChild.append(...opened({ run, step, cells, key: answer.keys[answer.rows.indexOf(cells)], columns: answer.columns, value, has, state }));
     };
     button.addEventListener("click", toggle);
     const line = h(
@@ -121,17 +121,16 @@ function rowsTable({ run, step, answer, state, without, sort, label }) {
 }
 
 // All that is known of a row: its texts, and its other columns.
-function opened({ run, step, cells, columns, value, has, state }) {
+function opened({ run, step, cells, key, columns, value, has, state }) {
   const kinds = new Map(columns);
   const isText = (column) => kinds.get(column) === "text" && !["reason", "action", "status"].includes(column);
   const texts = [...TEXTS.filter(has), ...[...kinds.keys()].filter((column) => isText(column) && !TEXTS.includes(column))];
   const others = [...kinds.keys()].filter((column) => !texts.includes(column));
-  const same = ["prompt", "prompt_id", "group_label", "group_id"].find(has);
   const links = [
     has("group_id")
       ? h("a", { href: link({ ...state, view: "steps", step, group: String(value(cells, "group_id")), reason: "", text: "" }) }, "all rows of this group")
       : null,
-    same ? h("a", { href: link({ view: "prompt", run, step, place: cells[0] }) }, "this prompt in all steps") : null,
+    key ? h("a", { href: link({ view: "prompt", prompt: key }) }, "this prompt in all steps") : null,
   ];
   return [
     h("p", { class: "links" }, links),

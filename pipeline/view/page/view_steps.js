@@ -41,10 +41,6 @@ export function drawSteps(runs, lines) {
     if (step === null) return "no number";
     return lines.some((of) => of.has(step)) ? h("a", { href: link({ view: "steps", step }) }, count(step)) : count(step);
   };
-  // A number that is equal in both runs at all steps has one column.
-  const isEqual = (value) => (step) => lines.every((of) => of.has(step)) && value(lines[0].get(step)) === value(lines[1].get(step));
-  const once = new Set(shown.filter(([, , value]) => two && all.every(isEqual(value))).map(([name]) => name));
-  const runsOf = (name) => (once.has(name) ? [runs[0]] : runs);
   const cell = (step, [name, , value], i, first) => {
     const of = { class: `of-run${i} ${name}` };
     if (lines[i].has(step) && !failed[i].has(step)) return h("td", of, value(lines[i].get(step)));
@@ -53,10 +49,9 @@ export function drawSteps(runs, lines) {
     return h("td", { class: `of-run${i} failed`, colspan: two ? 1 : shown.length }, `failed: ${failed[i].get(step)}`);
   };
   const nameOf = ({ name }) => h("span", { class: "run" }, name);
-  const apart = two && !once.has("reward");
   const heads = shown.flatMap(([name, words]) =>
-    runsOf(name).map((run, i) =>
-      h("th", { scope: "col", class: `of-run${i} ${name}` }, once.has(name) ? `${words}, both` : two ? [`${words}, `, nameOf(run)] : words),
+    runs.map((run, i) =>
+      h("th", { scope: "col", class: `of-run${i} ${name}` }, two ? [`${words}, `, nameOf(run)] : words),
     ),
   );
   const body = all.map((step) =>
@@ -64,11 +59,11 @@ export function drawSteps(runs, lines) {
       "tr",
       { "data-step": step },
       h("th", { scope: "row" }, stepName(step)),
-      shown.flatMap((column, at) => runsOf(column[0]).map((_, i) => cell(step, column, i, at === 0))),
-      apart ? h("td", { class: "difference" }, difference(lines, step)) : null,
+      shown.flatMap((column, at) => runs.map((_, i) => cell(step, column, i, at === 0))),
+      two ? h("td", { class: "difference" }, difference(lines, step)) : null,
     ),
   );
-  const last = apart ? h("th", { scope: "col" }, ["mean reward, ", nameOf(runs[1]), " − ", nameOf(runs[0])]) : null;
+  const last = two ? h("th", { scope: "col" }, ["mean reward, ", nameOf(runs[1]), " − ", nameOf(runs[0])]) : null;
   const head = h("tr", {}, h("th", { scope: "col" }, "step"), heads, last);
   const table = h("table", { class: two ? "plain two" : "plain" }, h("thead", {}, head), h("tbody", {}, body));
   const box = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "List of steps" }, table);
