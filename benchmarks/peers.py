@@ -2,9 +2,9 @@
 
     python benchmarks/peers.py [--rounds 3]
 
-The implementations of TRL and verl are our own, from their documentation, with the containers
+The implementations of TRL, verl, miles and rllm are our own, from their documentation, with the containers
 that they use. No code is copied. Their other work (tokens, masks, metrics, device copies) is left out,
-which makes them faster. The sources are:
+which makes them faster. MCAdvantage is TorchRL's own. The sources are:
 
 - TRL, `trl/trainer/grpo_trainer.py` at d2b69d769dab6f77acbfd33252bcd7d22765571b;
 - verl, its estimator `grpo_vectorized` in `verl/trainer/ppo/core_algos.py` and `verl/utils/groupwise.py` at
@@ -14,14 +14,17 @@ which makes them faster. The sources are:
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from results import main
 from tables import Cell, Row, Table
+from tensordict import TensorDict
 from timing import measure, median_ms, ratio
 from torch import Tensor
+from torchrl.objectives.llm import MCAdvantage
 
 from headrace.transforms import group_relative_advantage
 
@@ -32,8 +35,11 @@ fast. The rows are shuffled, one for each rollout, in groups of 8. All lines giv
 
 - TRL: a reshape. The rows must be in the order of their groups, and all groups of one size.
 - verl, vectorised: sums for each uid, which is verl's id of a group. verl's own trainer uses texts as uids.
+- verl, loop; miles; rllm: loops in Python over the groups.
+- MCAdvantage: a transform of TorchRL, which also waits until groups are whole.
 
-We wrote the other lines from the documentation of each framework, and they check nothing."""
+MCAdvantage is TorchRL's own code. We wrote the other lines from the documentation of each framework, and
+they check nothing."""
 
 
 def trl(rewards: Tensor) -> Tensor:
@@ -59,6 +65,55 @@ def verl_vectorised(scores: Tensor, uids: np.ndarray) -> Tensor:
     return (scores - mean[number]) / (std[number] + EPS)
 
 
+def verl(scores: Tensor, uids: list[str]) -> Tensor:
+    """Rewards by the string of their prompt; then row by row, less its prompt's mean, over its std."""
+    by_uid: dict[str, list[Tensor]] = defaultdict(list)
+    for row, uid in enumerate(uids):
+        by_uid[uid].append(scores[row])
+    mean, std = {}, {}
+    for uid, members in by_uid.items():
+        together = torch.stack(members)
+        mean[uid], std[uid] = together.mean(), together.std()
+    out = torch.empty_like(scores)
+    for row, uid in enumerate(uids):
+        out[row] = (scores[row] - mean[uid]) / (std[uid] + EPS)
+    return out
+
+
+def miles(rewards: list[float], groups: list[int], rollouts: list[int]) -> list[float]:
+    """One reward a rollout, by group; a tensor for each group, less its mean, over its std."""
+    by_group: dict[int, dict[int, float]] = defaultdict(dict)
+    for reward, group, rollout in zip(rewards, groups, rollouts, strict=True):
+        by_group[group].setdefault(rollout, reward)
+    credit: dict[int, float] = {}
+    for members in by_group.values():
+        centred = torch.tensor(list(members.values()))
+        centred = centred - centred.mean()
+        credit |= dict(zip(members, (centred / (centred.std() + EPS)).tolist(), strict=True))
+    return [credit[rollout] for rollout in rollouts]
+
+
+class Trajectory:
+    """A rollout, as an object."""
+
+    def __init__(self, reward: float):
+        self.reward, self.advantage = reward, 0.0
+
+
+def rllm(trajectories: list[Trajectory], tasks: list[str]) -> list[float]:
+    """Trajectories by task; a NumPy array for each group, less its mean, over its std with divisor n."""
+    by_task: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory, task in zip(trajectories, tasks, strict=True):
+        by_task[task].append(trajectory)
+    for members in by_task.values():
+        rewards = np.array([member.reward for member in members])
+        for member, advantage in zip(
+            members, (rewards - rewards.mean()) / (rewards.std() + EPS), strict=True
+        ):
+            member.advantage = float(advantage)
+    return [trajectory.advantage for trajectory in trajectories]
+
+
 def shuffled(rows: int) -> Tensor:
     """(N,) the number of the rollout of each row; groups have consecutive ones."""
     return torch.randperm(rows, generator=torch.Generator().manual_seed(0))
@@ -68,26 +123,51 @@ def candidates(rows: int) -> dict[str, Callable[[], object]]:
     """Each with its own containers, which are filled before."""
     order = shuffled(rows)
     group, reward = order // GROUP_SIZE, torch.rand(rows, generator=torch.Generator().manual_seed(1))
-    in_order, numbers = reward[order.argsort()], group.numpy()
-    texts = np.array([f"prompt {number}" for number in group.tolist()], dtype=object)
+    uids, groups, rollouts = [f"prompt {g}" for g in group.tolist()], group.tolist(), order.tolist()
+    rewards = reward.tolist()
+    trajectories = [Trajectory(each) for each in rewards]
+    in_order, numbers, texts = reward[order.argsort()], group.numpy(), np.array(uids, dtype=object)
     return {
         "headrace": lambda: group_relative_advantage(reward, group, order),
         "TRL": lambda: trl(in_order),
         "verl, vectorised, integer uids": lambda: verl_vectorised(reward, numbers),
         "verl, vectorised, text uids": lambda: verl_vectorised(reward, texts),
+        "verl, loop": lambda: verl(reward, uids),
+        "miles": lambda: miles(rewards, groups, rollouts),
+        "rllm": lambda: rllm(trajectories, uids),
     }
 
 
 def check(functions: dict[str, Callable[[], object]]) -> None:
-    """All give the same numbers, but for TRL's order: else times mean nothing."""
+    """All give the same numbers, but for rllm's divisor and TRL's order: else times mean nothing."""
     ours = functions["headrace"]()
+    divisor = {"rllm": ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5}
     for name, function in functions.items():
-        theirs = function()
+        theirs = torch.as_tensor(function(), dtype=torch.float32) * divisor.get(name, 1.0)
         if name == "TRL":
             theirs = theirs[shuffled(len(theirs))]
         torch.testing.assert_close(
             theirs, ours, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def torchrl(rows: int) -> Callable[[], None]:
+    """MCAdvantage, of rows as collectors yield them, by group."""
+    number = torch.arange(rows).unsqueeze(-1)
+    columns = {
+        "group_id": number // GROUP_SIZE,
+        ("next", "reward"): torch.rand(rows, 1),
+        ("next", "done"): torch.ones(rows, 1, dtype=torch.bool),
+        ("tokens", "full"): torch.zeros(rows, 16, dtype=torch.int64),
+    }
+    batch = TensorDict(columns, batch_size=[rows])
+
+    def run() -> None:
+        out = MCAdvantage(grpo_size=GROUP_SIZE, prompt_key="group_id").inv(batch.clone(recurse=False))
+        if len(out) != rows:
+            raise RuntimeError(f"{rows} rows went in, and {len(out)} came out")
+
+    return run
 
 
 def tables(options: argparse.Namespace) -> Iterator[Table]:
@@ -96,10 +176,12 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
     for size in sizes:
         functions = candidates(size)
         check(functions)
-        times.append(measure(functions, options.rounds))
+        waited = {"MCAdvantage": torchrl(size)} if size == sizes[0] else {}
+        times.append(measure(functions | waited, options.rounds))
     rows = [Row("headrace, ms", [Cell(median_ms(each, "headrace")) for each in times])]
     for name in list(times[0])[1:]:
-        rows.append(Row(name, [Cell(ratio(each, name, "headrace"), ",.2f") for each in times]))
+        ratios = [ratio(each, name, "headrace") if name in each else None for each in times]
+        rows.append(Row(name, [Cell(each, ",.2f" if (each or 0) < 10 else ",.0f") for each in ratios]))
     yield Table(
         "Advantages of other frameworks, over headrace",
         NOTE,

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 from batches import GROUP_SIZE, collected
+from stages import with_token_columns
 from tables import Cell, Row
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from timing import measure, median_ms, ratio
 from torch import Tensor
 
@@ -31,17 +32,6 @@ OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks",
 RATIO, KL, FACTOR, EPS = 1.005, 1e-4, 0.1, 1e-8
 NOTE = """The time of each stage, divided by that of its formula in plain torch. The formula checks
 nothing, and computes in float32. headrace computes in float64 and rounds once."""
-
-
-def with_token_columns(batch: TensorDictBase) -> TensorDictBase:
-    """What stages of tokens read: a second policy, and four turns with a reward each."""
-    log_prob = batch["log_probs", "full"]
-    rows, tokens = log_prob.shape
-    turn = (4 * torch.arange(tokens) // tokens).expand(rows, tokens)
-    more = batch.clone(recurse=False)
-    more["old_log_probs", "full"] = log_prob + 0.01 * torch.rand_like(log_prob)
-    more["turn_index"], more["turn_reward"] = turn.contiguous(), torch.rand(rows, 4)
-    return more
 
 
 # -- the formulas ------------------------------------------------------------------------------------------

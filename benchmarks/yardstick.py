@@ -1,9 +1,9 @@
 """The whole recipe, against plain NumPy.
 
-    python benchmarks/yardstick.py [--rounds 9]
+    python benchmarks/yardstick.py [--rounds 9] [--huge 1]
 
-`scaling.py` measures ten million rows without tokens, `ranks.py` ranks, `pipeline.py` the gather and the
-memory of long rows, and `structure.py` counts calls and lines.
+`--huge 1` adds ten million rows, which take two minutes and some gigabytes. `ranks.py` measures ranks,
+`pipeline.py` the gather and the memory of long rows, and `structure.py` counts calls and lines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from timing import measure as measure_by
 from headrace.transforms import GroupAssembler
 
 TOKENS = 100
-SMALL, LARGE = (64, 512), (100_000, 1_000_000)  # rows
+SMALL, LARGE, HUGE = (64, 512), (100_000, 1_000_000), 10_000_000  # rows
 RAGGED, STREAMED, WAITING = 512, 512, (700, 100_000)
 GROWTH = 13  # at most, where there are ten times as many rows
 NOTE = f"""A is the time of headrace. B is the time of other code that does the same work without
@@ -49,6 +49,11 @@ def line(name: str, times: Times, what: str, over: str, goal: float) -> Row:
     """One measure."""
     milliseconds = (Cell(median_ms(times, each), ",.2f") for each in (what, over))
     return Row(name, [*milliseconds, Cell(ratio(times, what, over), target=goal)])
+
+
+def not_measured(name: str) -> Row:
+    """One that was not asked for."""
+    return Row(name, [Cell(None)] * 3)
 
 
 # -- whole batches ----------------------------------------------------------------------------------------
@@ -87,6 +92,13 @@ def large_batches(sizes: Sequence[int], rounds: int) -> Iterator[Row]:
         yield line(f"{name} over NumPy", times, name, f"{name} over NumPy", goal)
     few, many = sizes
     yield line(growth(few, many), times, f"{many:,} rows", f"{few:,} rows", GROWTH)
+
+
+def huge_batch(rows: int, rounds: int) -> Row:
+    """The growth over a tenth of the rows."""
+    few, many = (in_pieces(collected(count, 2)) for count in (rows // 10, rows))
+    times = measure({"few": few, "many": many}, rounds)
+    return line(growth(rows // 10, rows), times, "many", "few", GROWTH)
 
 
 def growth(few: int, many: int) -> str:
@@ -194,10 +206,11 @@ def waiting_rows(sizes: Sequence[int], rounds: int) -> Row:
 def tables(options: argparse.Namespace) -> Iterator[Table]:
     """The one table."""
     few, many = (8, 100) if options.quick else (1, 1)  # how many times fewer rows
-    rounds = options.rounds
+    rounds, huge = options.rounds, HUGE // many
     lines = [
         *small_batches(SMALL, 10 * rounds),
         *large_batches([rows // many for rows in LARGE], rounds),
+        huge_batch(huge, max(rounds // 3, 1)) if options.huge else not_measured(growth(huge // 10, huge)),
         ragged_batch(RAGGED // few, rounds),
         one_by_one(STREAMED // few, rounds),
         waiting_rows([rows // many for rows in WAITING], 10 * rounds),
@@ -206,4 +219,4 @@ def tables(options: argparse.Namespace) -> Iterator[Table]:
 
 
 if __name__ == "__main__":
-    main(tables, __doc__, rounds=(9, 1))
+    main(tables, __doc__, rounds=(9, 1), huge=(0, 1))

@@ -399,8 +399,9 @@ class Decider:
                 try:
                     found = np.asarray(values)
                     if name == "reward":
-                        if any(isinstance(each, str) for each in found.flat if found.dtype.kind in "OU"):
-                            raise ValueError("found texts")
+                        for each in found.flat if found.dtype.kind in "OU" else ():
+                            if isinstance(each, str):
+                                raise ValueError(f"found the text {str(each)!r:.60}")
                         found = np.asarray(values, dtype=float)
                 except (TypeError, ValueError) as err:
                     message, why = (

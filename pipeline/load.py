@@ -305,7 +305,8 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
                 if whole:
                     OmegaConf.update(pipeline, key, value)
         except OmegaConfBaseException as err:
-            by_name = OmegaConf.is_dict(OmegaConf.select(pipeline, key))
+            node = OmegaConf.select(pipeline, key)
+            by_name = OmegaConf.is_dict(node) and "_target_" not in node  # no part, such as a criterion
             needed = "names and values in braces" if by_name else "a value that YAML has, or a callable"
             raise ConfigError(f"pipeline.{key} must be {needed}; got {value!r:.200}") from err
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from command import Started
 
 ROOT = Path(__file__).parent.parent
@@ -55,8 +56,10 @@ def test_every_benchmark_measures_every_cell(quick):
     assert "these numbers mean nothing" in page
     for name, result in results.items():
         for place, cell in cells(result).items():
+            waited = name != "gpu" or torch.cuda.is_available()
+            given_up = place[1] == "MCAdvantage" and place[2] == result["tables"][0]["head"][-1]
             if name != "tokens" or place[2] != "formula, ms":  # which some measures have not
-                assert cell["value"] is not None, (name, place)
+                assert (cell["value"] is not None) == (waited and not given_up), (name, place)
             assert place[0] in page
             assert place[1] in page
 
@@ -69,8 +72,9 @@ def test_stored_results_belong_to_existing_benchmarks(quick):
         kept = RESULTS[name]
         assert not kept["quick"], name
         assert shape(result) == shape(kept), f"{name} has changed: run `make bench`"
-        notes = [[table["note"] for table in each["tables"]] for each in (result, kept)]
-        assert notes[0] == notes[1], name
+        assert [table["note"] for table in result["tables"] if name != "gpu"] == [
+            table["note"] for table in kept["tables"] if name != "gpu"
+        ], name
         assert {key for key, value in kept["machine"].items() if value == ""} <= {"gpu"}, name
 
 

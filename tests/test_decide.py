@@ -225,7 +225,11 @@ def test_a_running_baseline_resumes_from_a_state():
             {},
             r"needs one number per row in 'reward', for 2 rows; found \(2, 2\)",
         ),
-        ({"reward": ["1.0", "b"]}, {}, "reward must be one number for each row, or K of them: found texts"),
+        (
+            {"reward": ["1.0", "b"]},
+            {},
+            "reward must be one number for each row, or K of them: found the text '1.0'",
+        ),
         ({"reward": [1.0, {}]}, {}, "reward must be one number for each row, or K of them: float"),
         ({"reward": 1.0}, {}, r"columns must be lists, arrays or tensors; found .* reward \(float\), tokens"),
         ({"tokens": [[3, 4], [5]]}, {}, "'tokens' is the number of tokens of each row in the loss"),

@@ -100,3 +100,17 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         )
         assert fetched
         assert [address for address in fetched if "//" in address] == []
+
+
+def test_llms_txt_lists_every_page(site):
+    index = (site / "llms.txt").read_text()
+    lines = re.findall(r"^- \[([^]]+)\]\(([^)]+)\): (.+)$", index, re.MULTILINE)
+    assert len(lines) == len(re.findall(r"^- ", index, re.MULTILINE)) > 40
+    for _, address, _ in lines:
+        assert (site / address).exists(), address
+    shown = {str(path.relative_to(site)) for path in site.rglob("*.html")}
+    others = {path for path in shown if not path.startswith("source/")} - {address for _, address, _ in lines}
+    assert others == {"404.html"}
+    full = (site / "llms-full.txt").read_text()
+    assert not re.findall(r"^::: ", full, re.MULTILINE)
+    assert "headrace.transforms.group_relative_advantage(reward" in full

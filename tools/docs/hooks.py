@@ -1,4 +1,4 @@
-"""What `mkdocs build` does beyond its plugins: pages from outside docs/ and links to the source.
+"""What `mkdocs build` does beyond its plugins: pages from outside docs/, links to the source, llms.txt.
 
 Links in docs/ are written as on disk, so that they work in the repository too. Here those that lead out of
 docs/ go to a page: of the three files at the root, or of the source file or folder that is named.
@@ -17,11 +17,13 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from llms import SitePage, write_llms
 from topics import index_text, page_text, topics
 
 ROOT = Path(__file__).parent.parent.parent
 AT_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 LINK = re.compile(r"(\]\()([^)#:\s]+)(#[^)]*)?(\))")
+NAV: list[Any] = []
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 
 
@@ -100,6 +102,20 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Name source files as they are named in the repository."""
     return html.replace("<code>build/docs/headrace/", "<code>")
+
+
+def on_nav(nav: Any, **_: Any) -> None:
+    """Keep the navigation, whose pages get their text later."""
+    NAV[:] = nav.pages
+
+
+def on_post_build(config: Any) -> None:
+    """Write llms.txt and llms-full.txt beside the pages."""
+    pages = [
+        SitePage(page.url, page.title, page.ancestors[-1].title if page.ancestors else "Home", page.markdown)
+        for page in NAV
+    ]
+    write_llms(config, pages)
 
 
 def home(uri: str) -> str:
