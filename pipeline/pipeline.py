@@ -28,7 +28,7 @@ from headrace.transforms.distributed import (
 )
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.options import at_least, nested_key
+from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Empty, Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.split.stage import Permuted, ShuffleSplit
@@ -250,7 +250,8 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     def _read_and_decide(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         """Read the table of a batch and run the stages on it. Rows are gathered when they are read."""
-        at_least("epochs", epochs, 1)
+        if not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(f"epochs must be an integer ≥ 1; got {epochs!r}")
         stages, ranks, asked, options = dict(self.stages.items()), None, self.asked, self.rank_options
         if options.process_group is not None:
             group = resolve_group(options.process_group)
