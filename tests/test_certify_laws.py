@@ -281,7 +281,7 @@ def test_sampling_agrees_within_its_standard_error(recipe):
         advantage = by_autograd(task, trained, groups, torch.full((len(trained),), 0.25).double())
         loss = by_autograd(task, trained, groups, trained["loss_weight"])
     else:
-        advantage, loss, _ = gradients_of(pipeline, batch, task.score(), groups, 4)
+        advantage, loss = gradients_of(pipeline, batch, task.score(), groups, 4)
     for found, judgement in ((advantage, exact.advantage), (loss, exact.loss)):
         mean, error = found.mean(0), found.std(0) / groups**0.5
         expected = torch.tensor(judgement.ratio, dtype=torch.float64) * true
