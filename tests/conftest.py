@@ -229,7 +229,8 @@ def cluster() -> Iterator[None]:
         there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
         patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
-        patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", ready_ray())
+        if hasattr(os, "pidfd_open"):
+            patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", ready_ray())
         # More CPUs than there are: actors count those that they might take.
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield

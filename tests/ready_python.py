@@ -38,8 +38,10 @@ NUMBER = 8  # bytes
 def ready_python() -> str:
     """The path of a command like ``python``, with the files, the folder and the environment of its caller.
 
-    Its process ends with the one that has asked first.
+    Its process ends with the one that has asked first. Where no process can be watched, it is Python itself.
     """
+    if not hasattr(os, "pidfd_open"):  # only Linux has it
+        return sys.executable
     folder = Path(os.environ.setdefault("HEADRACE_KEPT", mkdtemp()))
     command = folder / "python"
     if not command.exists():
