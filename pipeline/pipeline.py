@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
+from numbers import Integral
 from time import perf_counter
 from typing import Any, Literal, cast
 
@@ -250,7 +251,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     def _read_and_decide(self, batch: TensorDictBase, epochs: int, *, whole: bool) -> Run:
         """Read the table of a batch and run the stages on it. Rows are gathered when they are read."""
-        if not isinstance(epochs, int) or epochs < 1:
+        if not isinstance(epochs, Integral) or epochs < 1:
             raise ValueError(f"epochs must be an integer ≥ 1; got {epochs!r}")
         stages, ranks, asked, options = dict(self.stages.items()), None, self.asked, self.rank_options
         if options.process_group is not None:

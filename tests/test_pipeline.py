@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from batches import batch_of
@@ -148,6 +149,9 @@ def test_minibatches_are_checked_at_once_and_belong_to_their_batch(make_batch):
     pipeline = Pipeline({"split": ShuffleSplit(minibatches=2)})
     with pytest.raises(ValueError, match="epochs must be an integer ≥ 1; got 0"):
         pipeline.minibatches(make_batch([0.0] * 4, [0] * 4), epochs=0)
+    with pytest.raises(ValueError, match=r"an integer ≥ 1; got 1\.5"):
+        pipeline.minibatches(make_batch([0.0] * 4, [0] * 4), epochs=1.5)
+    assert len(list(pipeline.minibatches(make_batch([0.0] * 4, [0] * 4), epochs=np.int64(2)))) == 4
     with pytest.raises(BatchError, match="3 units cannot be cut into 2"):
         pipeline.minibatches(make_batch([0.0] * 3, [0] * 3))
     first = pipeline.minibatches(make_batch([0.0] * 4, [0] * 4))
