@@ -52,7 +52,6 @@ def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
         process_group=pipeline.rank_options.process_group,
         shared_ids=pipeline.rank_options.shared_ids,
         patience=pipeline.rank_options.patience,
-        decide_on=pipeline.rank_options.decide_on,
         masked_log_prob=pipeline.masked_log_prob,
         empty=pipeline.empty,
     )

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.columns import COLUMNS
-from headrace.transforms.distributed import DecideOn, SharedIds
+from headrace.transforms.distributed import SharedIds
 from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.rewards import Missing
 from headrace.transforms.rows import Empty
@@ -58,7 +58,6 @@ class PipelineOptions(TypedDict, total=False):
     process_group: Literal["world"] | None
     shared_ids: SharedIds | None
     patience: float
-    decide_on: DecideOn
     masked_log_prob: MaskedLogProb
     empty: Empty
 
@@ -125,7 +124,6 @@ def load_pipeline(
         shared_ids: meaning of an id that several ranks have: ``same`` group, ``different`` groups, or
             ``raise`` an error.
         patience: seconds that ranks wait for each other.
-        decide_on: ``each_rank`` decides on the whole table, or only the ``first_rank`` does.
         masked_log_prob: ``keep`` leaves log-probabilities outside of the loss mask finite, ``nan`` does not.
         empty: rollouts without a token in the loss: ``exclude`` them from the baseline, ``count`` them, or
             ``raise`` an error.

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from numbers import Integral
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,10 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
 from headrace.transforms.distributed import (
-    DecideOn,
     OtherRankError,
     RankOptions,
     Ranks,
     SharedIds,
-    hand_out,
     resolve_group,
     sharing,
 )
@@ -34,13 +32,12 @@ from headrace.transforms.rows import Empty, Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.split.stage import Permuted, ShuffleSplit
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import AHEAD, Table, TokenCount, Tokens, Written
+from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, make_halves
 from .notebook import StageListing
-from .one_decides import Epoch, check_by_table, hand_out_passes, take_passes
 from .order import arrange, check_column_names, check_order, index_of_split
 from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
 from .stage import StageError, as_module
@@ -49,6 +46,19 @@ from .wording import printable
 log = logging.getLogger(__name__.rpartition(".")[0])
 
 MaskedLogProb = Literal["nan", "keep"]
+
+
+class Epoch(NamedTuple):
+    """The result of the split and of the stages after it, for one epoch."""
+
+    places: dict[str, Tensor]
+    """Minibatch, micro-batch, rank and loss weight of each row of the table, by name."""
+    columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
+    """Columns that the stages have written (:meth:`Table.written_columns`)."""
+    late: list[Late]
+    """Changes that are applied to rows when they are gathered."""
+    batch: TensorDictBase
+    """The rows, with the token columns that the stages have changed."""
 
 
 class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
@@ -79,10 +89,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         shared_ids: the meaning of an id that occurs on several ranks: the ``same`` rollout or group,
             ``different`` ones, or an error (``raise``). None: the option of LossWeight, else ``raise``.
         patience: seconds that ranks wait for one another. An error on one rank is raised on all.
-        decide_on: ``each_rank``: each rank of the process group gets the table of all rows and makes all
-            decisions. ``first_rank``: the first rank makes them and sends each other rank those about its
-            rows. The results are bit-equal. ``first_rank`` takes only stages that read the table alone;
-            ``docs/scale.md`` shows when it is faster.
         masked_log_prob: the value of `log_prob_key` for rows and tokens that are masked. ``nan``: NaN, which
             TorchRL's GRPOLoss excludes under each of its masking strategies. ``keep``: the original number,
             for a loss of your own that multiplies by the loss mask. Under ``keep`` the token columns that
@@ -123,7 +129,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         process_group: dist.ProcessGroup | str | None = None,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
-        decide_on: DecideOn = "each_rank",
         masked_log_prob: MaskedLogProb = "nan",
         empty: Empty = "exclude",
         **names: Unpack[ColumnNames],
@@ -137,9 +142,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
         check_column_names(arranged, columns or {}, names)
-        self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience, decide_on)
-        if decide_on == "first_rank":
-            check_by_table(arranged)
+        self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order, self._split_index = list(arranged), index_of_split(arranged)
         self._takes_empty_out = not any(hasattr(stage, "empty") for stage in arranged.values())
@@ -235,7 +238,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             for name, stage in self.stages.items()
         ]
         own = [f"epochs={epochs}", f"shared_ids={self.rank_options.shared_ids!r}"]
-        own += [f"decide_on={self.rank_options.decide_on!r}"]
         own += [f"masked_log_prob={self.masked_log_prob!r}", f"empty={self.empty!r}"]
         return "\n".join([*own, *texts])
 
@@ -255,8 +257,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             raise ValueError(f"epochs must be an integer ≥ 1; got {epochs!r}")
         stages, ranks, asked, options = dict(self.stages.items()), None, self.asked, self.rank_options
         if options.process_group is not None:
-            group = resolve_group(options.process_group)
-            ranks = Ranks(group, options.shared_ids, options.patience, options.decide_on)
+            ranks = Ranks(resolve_group(options.process_group), options.shared_ids, options.patience)
         one_for_all = nullcontext() if ranks is None else sharing(ranks)
         with ExitStack() as locks:
             with one_for_all, labels_in_errors(batch, list(asked.ids)):
@@ -270,8 +271,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 if len(flat) or ranks is not None:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.kept_finite = None if self.masked_log_prob == "nan" else self._kept_finite()
-                # A table without rows has `starts` if the first rank decides for rows of others.
-                if rows is None or not (rows.table.size or rows.table.starts):  # no rank has a row
+                if rows is None or not rows.table.size:  # no rank has a row
                     refuse_nothing(stages, flat)
                     return Run(stages, self._keys, None, batch=batch, epochs=epochs)
                 # 2. Decide.
@@ -292,15 +292,12 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        # 1. The stages before the split, on the first rank alone or on each one.
-        if table.decides:
-            if self._takes_empty_out and self._half != "second":
-                rows.seen_by(self, "pipeline").take_empty_out(self.empty)
-            for name in self.order[:split_index]:
-                self._run_stage(name, stages[name], rows)
-            note_advantage(rows, keys)
-        if table.ranks is not None:
-            hand_out(table)
+        # 1. The stages before the split.
+        if self._takes_empty_out and self._half != "second":
+            rows.seen_by(self, "pipeline").take_empty_out(self.empty)
+        for name in self.order[:split_index]:
+            self._run_stage(name, stages[name], rows)
+        note_advantage(rows, keys)
         # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
         each_epoch, permuted, carried = list[Epoch](), None, None
         if split_index is not None:
@@ -348,10 +345,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                 return [], None
             if carried is not None or table.ranks is not None:
                 rows.seen_by(split, name).extend(carried, split.remainder)
-            seen = rows.seen_by(split, name)
-            if not table.decides:
-                return take_passes(seen, split)
-            permuted = split.permute(seen, epochs)
+            permuted = split.permute(rows.seen_by(split, name), epochs)
         before = table.batch, table.live, table.kept
         for places in permuted.passes:
             table.batch, table.live, table.kept = before
@@ -373,8 +367,6 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     weight = weight.to(rows.dtype(weight_is_at)).double()
                     places = {**places, "loss_weight": weight}
                 each_epoch.append(Epoch(places, table.written_columns(), table.late, table.batch))
-        if table.ranks is not None:
-            hand_out_passes(table, each_epoch, permuted.by_rank)
         return each_epoch, permuted
 
     def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:

@@ -7,17 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
-    CompletenessGate,
-    Criterion,
-    FanOutCollapse,
-    Finite,
-    LossWeight,
-    NotTruncated,
-    SampleFilter,
-    ShuffleSplit,
 )
 from headrace.transforms.distributed import check_one_way, resolve_group, tell_apart
 
@@ -48,46 +39,6 @@ def test_an_id_on_several_ranks_is_refused_with_all_of_them(rows):
     message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: set pipeline.shared_ids=same"
     with pytest.raises(BatchError, match=message):
         tell_apart(ids, rank, "raise", "group_id")
-
-
-def asked_of_each_rank(batch):
-    """A stage of somebody's own, and a criterion."""
-    return batch
-
-
-class OwnCriterion(Criterion):
-    reason = "own"
-
-    def decide(self, rows):
-        return torch.ones(len(rows), dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("stage", "why"),
-    [
-        (asked_of_each_rank, "code of your own"),
-        (SampleFilter(criterion=asked_of_each_rank, action="drop"), "code of your own"),
-        (SampleFilter(criterion=OwnCriterion(), action="drop"), "code of your own"),
-        (SampleFilter(criterion=NotTruncated(), on_batch=print), "code of your own"),
-        (SampleFilter(criterion=Finite()), "it reads tokens"),
-        (CompletenessGate(group_size=2, expected_groups=[1]), "expected_groups"),
-        (ShuffleSplit(minibatches=1, tree="group"), "it reads tokens"),
-        (LossWeight(unit="turn", turn_index_key="turn_index"), "it reads tokens"),
-    ],
-)
-def test_stages_for_each_rank_refuse_decide_on_first_rank(stage, why):
-    with pytest.raises(
-        ValueError, match=rf"these stages must run on each rank: 'odd' \({why}\)\. Set pipeline\.dec"
-    ):
-        Pipeline({"odd": stage}, process_group="world", decide_on="first_rank")
-    Pipeline({"odd": stage}, process_group="world")
-
-
-def test_decide_on_first_rank_needs_a_shared_batch():
-    with pytest.raises(
-        ValueError, match=r"decide_on='first_rank' needs ranks that share a batch: set pipeline\.proc"
-    ):
-        Pipeline({"collapse": FanOutCollapse()}, decide_on="first_rank")
 
 
 def test_ranks_and_process_group_are_not_both_set():

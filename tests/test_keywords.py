@@ -45,7 +45,6 @@ VALUES = {
     "process_group": ("world", "world"),
     "shared_ids": ("different", "different"),
     "patience": (2.5, "2.5"),
-    "decide_on": ("first_rank", "first_rank"),
     "masked_log_prob": ("keep", "keep"),
     "empty": ("count", "count"),
 }

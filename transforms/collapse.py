@@ -237,7 +237,6 @@ class FanOutCollapse(
             every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
-        for view, own, is_first in rows.each_rank(total, first):
-            own = own[is_first]
-            view.metric("rollouts", len(own))
-            view.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
+        own = rows.of_this_rank(total)[rows.of_this_rank(first)]
+        rows.metric("rollouts", len(own))
+        rows.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))

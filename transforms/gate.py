@@ -367,10 +367,6 @@ class CompletenessGate(
         if missing and self.on_incomplete == "raise":
             self._refuse([], missing)
 
-    def needs_each_rank(self) -> str:
-        """Each rank is needed with `expected_groups`, because each knows only its own dispatched groups."""
-        return super().needs_each_rank() if self.expected_groups is None else "expected_groups"
-
     def decide(self, rows: Rows) -> None:
         """Take out or refuse incomplete groups."""
         # 1. Count the present rollouts of each group. Without a rollout_key each row is a whole rollout.
@@ -413,8 +409,7 @@ class CompletenessGate(
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))
-        for view, own in rows.each_rank(groups.spread(incomplete)):
-            view.metric("incomplete_rows", own.sum())
+        rows.metric("incomplete_rows", rows.of_this_rank(groups.spread(incomplete)).sum())
 
     def _ends(self, rows: Rows) -> Ends:
         """The columns that mark where rollouts begin and end."""

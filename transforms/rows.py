@@ -54,8 +54,7 @@ statistics of a view (``rows.statistics``, ``rows.voters``) lose rows that it ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import isfinite
 from operator import is_
@@ -155,7 +154,6 @@ class Rows:
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
         self.declared = declared
-        self.rank = 0 if table.ranks is None else table.ranks.rank  # `each_rank` also yields those of others
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -419,8 +417,7 @@ class Rows:
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
-        metrics = self.table.metrics_of_others.get(self.rank, self.table.metrics)
-        metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
+        self.table.metrics[f"{self.stage}/{name}" if self.stage else name] = float(value)
 
     # -- one row of each rollout, other views, and values between them -------------------------------------
 
@@ -506,20 +503,9 @@ class Rows:
         if self.table.ranks is None:
             return values
         if self.index is None:
-            return self.table.part_of_rank(values, self.rank)
-        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.rank))).tolist()
+            return self.table.part_of_rank(values, self.table.rank)
+        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.table.rank))).tolist()
         return torch.cat([values[a:b] for a, b in spans])
-
-    def each_rank(self, *values: Tensor) -> Iterator[Any]:
-        """Yield this view, to record metrics, with the part of (M, ...) `values` for this rank's rows.
-
-        Where one rank decides for all, also yield a view with the parts of each other rank.
-        """
-        yield self, *(values if self.table.ranks is None else map(self.of_this_rank, values))
-        for rank in self.table.metrics_of_others:
-            view = copy(self)
-            view.rank = rank
-            yield view, *map(view.of_this_rank, values)
 
     # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
 
@@ -709,8 +695,6 @@ class Rows:
             writes: the columns that `change` writes.
             numbers: by name, (M,) or (M, K) for the rows of this view.
         """
-        if self.table.ranks is not None:
-            self.table.ranks.refuse_tokens()
         every = {name: self.to_arrival(values) for name, values in numbers.items()}
         self.table.late.append(Late(change, every, tuple(writes)))
 

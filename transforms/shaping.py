@@ -147,11 +147,11 @@ class _RewardShaping(BatchTransform):
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        for view, before, after in rows.each_rank(reward, shaped):
-            known = ~before.isnan()  # a missing reward stays missing
-            rewarded = known.double().sum().clamp_min(1)
-            view.metric("reward_changed", (known & (after != before)).sum() / rewarded)
-            view.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
+        before, after = rows.of_this_rank(reward), rows.of_this_rank(shaped)
+        known = ~before.isnan()  # a missing reward stays missing
+        rewarded = known.double().sum().clamp_min(1)
+        rows.metric("reward_changed", (known & (after != before)).sum() / rewarded)
+        rows.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
 
 
 class RewardScale(_RewardShaping):
@@ -243,8 +243,7 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     def decide(self, rows: Rows) -> None:
         """Rewrite the reward, and record the number of tokens that are not punished."""
         super().decide(rows)
-        for view, _ in rows.each_rank(rows[REWARD]):
-            view.metric("unpunished", self.max_length - self.cache)
+        rows.metric("unpunished", self.max_length - self.cache)
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""

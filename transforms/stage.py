@@ -103,14 +103,6 @@ class BatchTransform(TakesColumns, Transform):
         """Token counts that this stage reads: pairs of a loss mask and log-probabilities (or None)."""
         return []
 
-    def needs_each_rank(self) -> str:
-        """The reason why each rank that shares a batch must run this stage; empty if one rank can do it."""
-        if not type(self).__module__.startswith("headrace.transforms."):
-            return "code of your own"
-        if type(self).decide is BatchTransform.decide:
-            return "it reads tokens"
-        return "it remembers rollouts of all ranks" if self.stateful else ""
-
     def checked(self, kind: type[T]) -> T:
         """The options of a dataclass, which checks them: once, and again if one of them has changed."""
         values, known = _values_of(cast(Any, kind))(self), self.__dict__.setdefault("_checked", {})

@@ -169,13 +169,10 @@ class Table:
         counted: (N,) bool, rows that are not excluded. None: no row is excluded.
         says_who_counts: a stage may exclude rows, so the batch gets the column ``counted``.
         metrics: metrics of the stages, ``<stage>/<name>``; :meth:`read_metrics` adds those in `unread`.
-        metrics_of_others: metrics for the rows of other ranks, by rank, if this rank decides for them.
-        told: columns that the other ranks also have, if this rank decides for them.
         unread: metrics that are computed when they are read.
         compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
-        decides: False if the first rank decides for this one, which then takes over its results.
         starts: table index of the first row of each rank, and N.
         own: slice of this rank's rows.
         numbers_of_rank: (n,) int64, table indices of this rank's rows as they arrived, then of rows carried
@@ -193,8 +190,6 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
-        self.metrics_of_others: dict[int, dict[str, float]] = {}
-        self.told: dict[Any, Tensor] = {}
         self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
         self.compared: Compared | None = None
         self.notes: dict[Any, Any] = {}
@@ -207,7 +202,6 @@ class Table:
         self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
         self.kept_finite: Tokens | None = None
         self.ranks: Any = None
-        self.decides = True
         self.starts: list[int] = []
         self.begin(size, slice(0, size))
 
@@ -268,6 +262,11 @@ class Table:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
         parts = [values[a:b] for a, b in self.spans(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among `ranks`."""
+        return 0 if self.ranks is None else self.ranks.rank
 
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
@@ -583,12 +582,11 @@ class Table:
         self.in_loss = torch.cat([self.in_loss, in_loss])
         arrived = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
         counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
-        # Ranks for which another decides hold their own rows alone, and need the same columns.
         told = reasons, not bool(in_loss.all()), not bool(counted.all())
         every = [told] if ranks is None else ranks.gather_objects(told)
         self.masks_rows |= any(masked for _, masked, _ in every)
         self.says_who_counts |= any(excluded for *_, excluded in every)
-        reasons = [name for names, *_ in every for name in names] if self.decides else reasons
+        reasons = [name for names, *_ in every for name in names]
         for name, is_counted in zip(reasons, counted.tolist(), strict=True):
             if name not in self.names:  # the pipeline has changed since
                 self.names.append(name)

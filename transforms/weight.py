@@ -384,10 +384,6 @@ class LossWeight(
         """Tokens in the loss."""
         return [(self.loss_mask_key, self.log_prob_key)]
 
-    def needs_each_rank(self) -> str:
-        """Each rank is needed for turns inside rows."""
-        return super().needs_each_rank() if self.turn_index_key is None else "it reads tokens"
-
     def decide(self, rows: Rows) -> None:
         """Write the weights of the rows of each step."""
         # 1. Refuse rows that have weights already, or whose weights would be wrong.
@@ -447,11 +443,11 @@ class LossWeight(
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        for view, own in rows.each_rank(tokens):
-            view.metric("tokens", own.sum())
-            view.metric("samples", own.count_nonzero())
-            if self.length is not None:
-                view.metric("divisor", self.length)
+        own = rows.of_this_rank(tokens)
+        rows.metric("tokens", own.sum())
+        rows.metric("samples", own.count_nonzero())
+        if self.length is not None:
+            rows.metric("divisor", self.length)
 
     def _turns_inside(self, rows: Rows, tokens: Tensor) -> Tensor:
         """(M,) int64: turns with a token in the loss of each row.

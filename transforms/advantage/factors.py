@@ -122,5 +122,5 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         if rows.counted is not None:
             factor = factor * rows.counted
         change_advantage(rows, lambda advantage, factor: advantage * factor, factor=factor)
-        for view, own, counted in rows.each_rank(factor, counts):
-            view.metric("mean", mean_of(own[counted]))
+        own, counted = rows.of_this_rank(factor), rows.of_this_rank(counts)
+        rows.metric("mean", mean_of(own[counted]))

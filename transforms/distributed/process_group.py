@@ -11,7 +11,6 @@ import torch.distributed as dist
 from headrace.transforms.options import at_least, takes_options, within
 
 SharedIds = Literal["raise", "same", "different"]
-DecideOn = Literal["each_rank", "first_rank"]
 
 
 @takes_options
@@ -23,13 +22,11 @@ class RankOptions:
         process_group: the ranks; None: this process has the whole batch.
         shared_ids: whether an id on several ranks is the same unit.
         patience: seconds to wait for the other ranks.
-        decide_on: whether each rank or only the first decides about the rows of all.
     """
 
     process_group: dist.ProcessGroup | str | None
     shared_ids: SharedIds
     patience: float
-    decide_on: DecideOn
 
     @classmethod
     def of(
@@ -38,7 +35,6 @@ class RankOptions:
         group: Any,
         shared_ids: SharedIds | None,
         patience: float,
-        decide_on: DecideOn,
     ) -> RankOptions:
         """The options of a pipeline, with those of its stages as defaults.
 
@@ -63,11 +59,7 @@ class RankOptions:
         meaning: Any = next(iter(meanings), "raise")
         check_group(found)
         within("patience", patience, 0)
-        if decide_on == "first_rank" and found is None:
-            raise ValueError(
-                "decide_on='first_rank' needs ranks that share a batch: set pipeline.process_group"
-            )
-        return cls(found, meaning, patience, decide_on)
+        return cls(found, meaning, patience)
 
 
 def resolve_group(group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:

@@ -26,7 +26,7 @@ from headrace.transforms.tensordicts import (
 )
 
 from .barrier import Barrier, OtherRankError
-from .process_group import DecideOn, SharedIds
+from .process_group import SharedIds
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,6 @@ class Ranks:
         shared_ids: whether an id on several ranks is the ``same`` unit or ``different`` ones; ``raise``
             refuses such ids. None: not checked, as ids of different ranks are never compared.
         patience: seconds to wait for the other ranks.
-        decide_on: with ``first_rank``, only the table of the first rank has the rows of all, and
-            :func:`hand_out` sends the others the decisions about their rows.
-
-    Attributes:
-        one_decides: only the first rank decides.
-        decides: this rank decides.
     """
 
     def __init__(
@@ -52,13 +46,9 @@ class Ranks:
         group: dist.ProcessGroup,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
-        decide_on: DecideOn = "each_rank",
     ):
         self.group, self.shared_ids = group, shared_ids
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.one_decides = decide_on == "first_rank"
-        self.decides = self.rank == 0 or not self.one_decides
-        self._first = 0 if group is None else dist.get_global_rank(group, 0)
         self.id_keys: dict[Any, str] = {}  # columns of ids, with their names for messages
         self.place = "a batch"  # what this rank is doing, for messages
         self.refused = False  # all ranks know that the current batch is refused
@@ -79,15 +69,8 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def scatter_objects(self, values: list[Any] | None) -> Any:
-        """Receive this rank's object from the `values` of the first rank. A barrier and two collectives."""
-        self.meet()
-        found: list[Any] = [None]
-        dist.scatter_object_list(found, values, src=self._first, group=self.group)
-        return found[0]
-
     def share(self, table: Any, about: str = "") -> None:
-        """Extend the table of each deciding rank by the rows of all: one barrier and two collectives.
+        """Extend the table of each rank by the rows of all: one barrier and two collectives.
 
         If columns differ, one more barrier and two collectives find out how. A rank without rows gets the
         columns of another rank, and an empty batch with these columns.
@@ -113,18 +96,12 @@ class Ranks:
         if 0 in counts or len(set(hashes)) > 1:
             kinds = self._agree_on_columns(table, kinds, counts)
         # 2. Join the rows of all ranks, in order of the ranks.
-        table.ranks, table.decides = self, self.decides
+        table.ranks = self
         table.columns = self._gather({key: table.columns[key] for key in kinds}, counts)
-        if self.decides:
-            if self.one_decides:
-                table.told = dict(table.columns)
-                table.metrics_of_others = {rank: {} for rank in range(1, self.size)}
-            rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
-            for key, name in self.id_keys.items():
-                if key in table.columns:
-                    table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
-        else:  # this table has no rows of other ranks
-            counts = [own if rank == self.rank else 0 for rank in range(self.size)]
+        rank = torch.arange(self.size).repeat_interleave(torch.tensor(counts))
+        for key, name in self.id_keys.items():
+            if key in table.columns:
+                table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
         table.starts = [0, *accumulate(counts)]
         table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
 
@@ -176,26 +153,9 @@ class Ranks:
         Args:
             values: of this rank.
             counts: B by rank.
-
-        Raises:
-            BatchError: only the first rank decides.
         """
-        self.refuse_tokens()
         self.meet()
         return self._gather({"values": values}, counts)["values"]
-
-    def refuse_tokens(self) -> None:
-        """Refuse an operation that every rank must run, if only the first rank decides.
-
-        Raises:
-            BatchError: only the first rank decides.
-        """
-        if self.one_decides:
-            raise BatchError(
-                "decide_on='first_rank' needs stages that use only columns with a few numbers per row, "
-                "declared in advance; this stage reads tokens or a column that it has not declared. Set "
-                "pipeline.decide_on=each_rank"
-            )
 
     def _gather(self, columns: Mapping[Any, Tensor], counts: list[int]) -> dict[Any, Tensor]:
         own = counts[self.rank]
@@ -204,9 +164,7 @@ class Ranks:
         padded = torch.zeros(max(counts), sum(widths), dtype=torch.int64)
         if own and bits:
             padded[:own] = torch.cat(bits, 1)
-        parts = self._gather_first(padded) if self.one_decides else self._all_gather(padded)
-        if not self.decides:
-            return dict(columns)
+        parts = self._all_gather(padded)
         together = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         pairs = zip(together.split(widths, 1), columns.items(), strict=True)
         return {
@@ -219,13 +177,6 @@ class Ranks:
         values = self._to_exchange(values)
         every = values.new_empty(self.size, *values.shape)
         dist.all_gather(list(every.unbind()), values, group=self.group)
-        return every.cpu()
-
-    def _gather_first(self, values: Tensor) -> Tensor:
-        """The same on the first rank; (0, ...) on the others."""
-        values = self._to_exchange(values)
-        every = values.new_empty(self.size if self.decides else 0, *values.shape)
-        dist.gather(values, list(every.unbind()) or None, dst=self._first, group=self.group)
         return every.cpu()
 
     def _to_exchange(self, values: Tensor) -> Tensor:

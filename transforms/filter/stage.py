@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
-from headrace.transforms.rows import Rows, stage_parts
+from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import Effect
@@ -113,14 +113,6 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         masked = (self.loss_mask_key, self.log_prob_key)
         return [masked, *(tokens for each in self._criteria for tokens in each.tokens_counted)]
 
-    def needs_each_rank(self) -> str:
-        """Needed for `on_batch`, for a user's criterion, and for a criterion that reads tokens."""
-        own = any(not type(part).__module__.startswith("headrace.") for part in stage_parts(self)[1:])
-        if self.on_batch is not None or own:
-            return "code of your own"
-        reads_tokens = any(each.reads_tokens for each in self._criteria)
-        return "it reads tokens" if reads_tokens else super().needs_each_rank()
-
     def decide(self, rows: Rows) -> None:
         """Apply the criteria to all rows, call `on_batch`, and take out the rows that fail."""
         # 1. The rows that each criterion keeps, by whole units.
@@ -148,9 +140,9 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             batch = rows.write()
             if len(batch):  # a rank may have no rows
                 self.on_batch(batch, rows.to_batch(keep))
-        for view, own in rows.each_rank(keep):
-            count = int(own.sum())
-            view.metric("kept", count)
-            view.metric("fraction_kept", count / max(len(own), 1))
+        own = rows.of_this_rank(keep)
+        count = int(own.sum())
+        rows.metric("kept", count)
+        rows.metric("fraction_kept", count / max(len(own), 1))
         for stays, reason in zip(kept, self._reasons, strict=True):
             rows.leave(~stays, reason, EFFECTS[self.action])

@@ -45,7 +45,6 @@ class Permuted:
         passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
             the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
-        by_rank: the plans of all ranks, if this rank permuted for all of them.
         state: the split's state after the batch.
         progress: counts the minibatches of this batch that were taken.
     """
@@ -56,7 +55,6 @@ class Permuted:
     plans: list[Plan]
     state: SplitState
     progress: Progress
-    by_rank: Sequence[list[Plan]] = ()
 
     def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
         """Make the optimiser steps. They gather their rows one minibatch at a time.
@@ -217,10 +215,6 @@ class ShuffleSplit(
             f"{known} batch that is not trained again"
         )
 
-    def needs_each_rank(self) -> str:
-        """Why each rank must decide for itself: `tree` reads tokens. Empty otherwise."""
-        return "" if self.tree == "none" else "it reads tokens"
-
     def carried_rows(self) -> TensorDictBase | None:
         """The rows carried over from earlier batches, TensorDict ``[C]``, or None."""
         return self.state.carried
@@ -243,7 +237,7 @@ class ShuffleSplit(
         options, table = self.options, rows.table
         # 1. If a batch was interrupted, check that this is the same one.
         rows_of_ranks = table.indices_by_rank(table.here)
-        own = rows_of_ranks[rows.rank]
+        own = rows_of_ranks[table.rank]
         progress = self._progress_of(table, own, epochs)
 
         # 2. Read what the permutations depend on: units, lengths and trees.
@@ -283,38 +277,17 @@ class ShuffleSplit(
             rows.leave(rows.from_arrival(~trained), reason, self.reasons[reason])
 
         # 5. Record the metrics of this rank's rows.
-        for (view,) in rows.each_rank():
-            numbers, last = rows_of_ranks[view.rank], by_rank[view.rank][-1]
-            measured = measure_plan(last, lengths, options, forest)
-            measured["left"] = 0.0 if trained is None else float((~trained[numbers]).sum())
-            if options.max_tokens is not None and len(last.sizes):
-                measured["oversized"] = float((lengths[numbers] > options.max_tokens).sum())
-            if carries:
-                measured["carried_in"] = float(len(numbers) - len(_without_carried(table, numbers)))
-            for name, value in measured.items():
-                view.metric(name, value)
+        plans = by_rank[table.rank]
+        measured = measure_plan(plans[-1], lengths, options, forest)
+        measured["left"] = 0.0 if trained is None else float((~trained[own]).sum())
+        if options.max_tokens is not None and len(plans[-1].sizes):
+            measured["oversized"] = float((lengths[own] > options.max_tokens).sum())
+        if carries:
+            measured["carried_in"] = float(len(own) - len(_without_carried(table, own)))
+        for name, value in measured.items():
+            rows.metric(name, value)
         state = SplitState(self.state.calls + epochs, kept)
-        return Permuted(rows, self, passes, by_rank[rows.rank], state, progress, by_rank)
-
-    def permuted_by_another(self, rows: Rows, plans: list[Plan], before: Table) -> Permuted:
-        """Take over the plans that another rank made for the rows of this one (:meth:`permute`).
-
-        Args:
-            rows: of this rank, after the split.
-            plans: one per epoch, in row numbers of `rows`.
-            before: the table before the split.
-
-        Raises:
-            BatchError: an interrupted batch is expected, and this is another; or ids of carried rows are in
-                the batch again.
-        """
-        progress = self._progress_of(before, before.here.nonzero().flatten(), len(plans))
-        if before.carried is not None and self.remainder == "carry":
-            self._refuse_again(Rows(before, rows.names, rows.reader, rows.stage))
-        trained = torch.cat([plan.order for plan in plans])
-        left = before.here.index_fill(0, trained, False).nonzero().flatten()
-        state = SplitState(self.state.calls + len(plans), self._rows_to_carry(before, left))
-        return Permuted(rows, self, [], plans, state, progress)
+        return Permuted(rows, self, passes, plans, state, progress)
 
     def _progress_of(self, table: Table, own: Tensor, epochs: int) -> Progress:
         """The progress of a batch, still at its start; `own`: (n,) the table rows of this rank."""
@@ -342,7 +315,7 @@ class ShuffleSplit(
         trained, table = self.trained_before, rows.table
         if trained is None:
             return False
-        own = table.indices_by_rank(table.here)[rows.rank]
+        own = table.indices_by_rank(table.here)[table.rank]
         came = KnownBatch(len(own), identifying_columns(table, own, self.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
