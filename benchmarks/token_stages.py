@@ -126,7 +126,7 @@ def own_work(
     def work() -> object:
         rows = tables.pop()
         stage.work_on(rows.seen_by(stage))
-        return rows.table.as_decided(), rows.table.read_metrics() if measured else None
+        return rows.table.as_decided(), rows.table.metrics if measured else None
 
     return work
 

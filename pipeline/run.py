@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class Run:
     """The result of one batch. Later batches do not change it.
 
-    Rows are gathered when you read them, and token metrics are computed when you read them. Both read the
-    memory of the input batch: do not change its columns in place before that. Ledger, metrics and report are
+    Rows are gathered when you read them, from the memory of the input batch: do not change its columns in
+    place before that. Ledger, metrics and report are
     views of the table.
 
     Attributes:
@@ -118,7 +118,7 @@ class Run:
             self._steps.progress.done = True
 
     def without_batch(self) -> Run:
-        """A copy without the batch. It keeps only columns that unread metrics need."""
+        """A copy without the batch."""
         if self.rows is None:
             return Run(self.stages, self.keys, None)
         table: Any = copy(self.rows.table)
@@ -168,13 +168,8 @@ class Run:
 
         ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, rows by reason
         (``out/<stage>/<reason>``), metrics of stages (``<stage>/<name>``), and seconds (``time/<stage>``).
-        Metrics that need another pass over the tokens, such as those of a correction, are computed at the
-        first read.
-
-        Raises:
-            RuntimeError: token columns were changed in place before the first read.
         """
-        return self.ledger.numbers() | ({} if self.rows is None else self.rows.table.read_metrics())
+        return self.ledger.numbers() | ({} if self.rows is None else self.rows.table.metrics)
 
     @property
     def trained_at(self) -> dict[str, Tensor]:
@@ -316,7 +311,7 @@ class LastRun:
     def last_run(self) -> Run | None:
         """The run of the last batch; None before the first batch, and after a refused batch.
 
-        It holds no rows. It keeps the token columns of unread metrics until the next batch.
+        It holds no rows.
         """
         return self._last.run
 

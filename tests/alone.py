@@ -24,4 +24,4 @@ def said_by(stage: BatchTransform, batch: TensorDictBase) -> Said:
     rows = Rows.read(stage.enter(batch), keys=stage.in_keys, tokens=stage.tokens_counted)
     stage.work_on(rows.seen_by(stage))
     table = rows.table
-    return Said(rows.write(), table.read_metrics(), [table.names[reason] for reason in table.reason.tolist()])
+    return Said(rows.write(), table.metrics, [table.names[reason] for reason in table.reason.tolist()])

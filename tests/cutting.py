@@ -33,4 +33,4 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.reason[table.numbers_of_rank].tolist()
     verdict = torch.tensor([names.index(table.names[reason]) for reason in reasons])
-    return Done(whole, verdict, table.read_metrics())
+    return Done(whole, verdict, table.metrics)

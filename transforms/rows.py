@@ -61,7 +61,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import COLUMNS, DEFAULTS, WRITERS
@@ -82,7 +82,7 @@ from .schema import (
     no_lengths,
     not_written,
 )
-from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Unread, Written, sources_of
+from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Written, sources_of
 from .tensordicts import (
     ATTENTION,
     PROMPT,
@@ -120,8 +120,7 @@ class Rows:
     ======================================================= ======================= =====================
 
     :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`measure` and
-    :meth:`reduce` also keep it as a column of the table. :meth:`measured_when_read` is for metrics only, and
-    may never run.
+    :meth:`reduce` also keep it as a column of the table.
 
     Args:
         table: the table, which all views share.
@@ -605,34 +604,6 @@ class Rows:
         split = column.split([part.shape[1] for part in parts], 1)
         pairs = zip(numbers.items(), split, strict=True)
         return {name: part if values.ndim > 1 else part[:, 0] for (name, values), part in pairs}
-
-    def measured_when_read(
-        self,
-        of_tokens: Callable[[], Mapping[str, Tensor]],
-        of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]],
-        *columns: Tensor,
-    ) -> None:
-        """Record metrics that need a pass over the tokens. The pass is made when a metric is first read.
-
-        Until then, or until the pipeline's next batch, the columns stay in memory and must not change. The
-        metrics are computed at once if ranks share the batch, if rows are ragged (their columns were padded),
-        or if other processes can write the memory.
-
-        Args:
-            of_tokens: a function that reduces tokens to numbers, as :meth:`measured` takes them.
-            of_rows: a function of these numbers, (M,) or (M, K) float64 by name, that returns the metrics.
-            columns: the token columns that `of_tokens` reads.
-        """
-        table, prefix = self.table, f"{self.stage}/" if self.stage else ""
-        at_once = table.ranks is not None or isinstance(table.batch, LazyStackedTensorDict)
-        for column in columns:  # changes in place of such memory would not be noticed
-            at_once |= column.is_inference() or (column.device.type == "cpu" and column.is_shared())
-        if at_once or len(self) != len(table.live):
-            for name, value in of_rows(self.measured(**of_tokens())).items():
-                self.metric(name, value)
-            return
-        versions = [column._version for column in columns]
-        table.unread.append(Unread(of_tokens, of_rows, columns, versions, prefix, self.reader))
 
     def from_batch(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of this rank's batch to (M, ...), on the CPU: one read and one exchange."""

@@ -7,11 +7,9 @@ an earlier batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -85,44 +83,6 @@ class Late(NamedTuple):
     """The columns that it writes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Unread:
-    """Metrics that need a pass over the tokens, which is made when they are first read.
-
-    A copied or pickled object holds the computed metrics instead of the columns.
-    """
-
-    of_tokens: Callable[[], Mapping[str, Tensor]]
-    """Reduces the tokens of each row: by name, (N,) or (N, K), on their device."""
-    of_rows: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]]
-    """Computes the metrics by name from these numbers, as float64 on the CPU."""
-    columns: Sequence[Tensor]
-    """The token columns that are read."""
-    versions: Sequence[int]
-    """The versions of the columns when the stage saw them, to detect changes in place."""
-    prefix: str
-    """Prefix of the names of the metrics."""
-    reader: str
-    """Class name of the stage, for messages."""
-
-    def __call__(self) -> dict[str, float]:
-        """Compute the metrics.
-
-        Raises:
-            RuntimeError: a column has changed in place since.
-        """
-        if list(self.versions) != [column._version for column in self.columns]:
-            raise RuntimeError(
-                f"token columns were changed in place before the metrics of {self.reader} were computed from "
-                "them: read the metrics before (run.metrics), or change a copy"
-            )
-        found = {name: values.detach().double().cpu() for name, values in self.of_tokens().items()}
-        return {self.prefix + name: float(value) for name, value in self.of_rows(found).items()}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (dict, self())
-
-
 class TokenCount(NamedTuple):
     """The key of a table column: the number of tokens of a row in a mask, with finite log-probabilities."""
 
@@ -168,8 +128,7 @@ class Table:
             merged.
         counted: (N,) bool, rows that are not excluded. None: no row is excluded.
         says_who_counts: a stage may exclude rows, so the batch gets the column ``counted``.
-        metrics: metrics of the stages, ``<stage>/<name>``; :meth:`read_metrics` adds those in `unread`.
-        unread: metrics that are computed when they are read.
+        metrics: metrics of the stages, ``<stage>/<name>``.
         compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
@@ -190,7 +149,6 @@ class Table:
         self.late: list[Late] = []
         self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
-        self.unread: list[Callable[[], dict[str, float]]] = []  # Unread, or what a copy of it became
         self.compared: Compared | None = None
         self.notes: dict[Any, Any] = {}
         self.masks_rows = self.says_who_counts = False
@@ -275,13 +233,6 @@ class Table:
             for a, b in self.spans(number):
                 rank[a:b] = number
         return rank
-
-    def read_metrics(self) -> dict[str, float]:
-        """The metrics of all stages. Computes those in `unread` and releases their columns."""
-        for measure in list(self.unread):
-            self.metrics |= measure()
-        self.unread.clear()
-        return self.metrics
 
     def with_merged(self, counts: Tensor) -> Tensor:
         """(N,) counts per row, where each merged row is added to the row that it was merged into."""

@@ -188,16 +188,11 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             names = "changed", "abs_mean", "term_mean"
             return {name: add_up(found[name][own]) / tokens for name in names}
 
+        for name, value in average(rows.measured(**measure(term))).items():
+            rows.metric(name, value)
         if after is None:
-            part = seen.select(*self._term_keys)
-            columns = [part.get(each) for each in self._term_keys]
-            rows.measured_when_read(
-                lambda: measure(self.term(part, trains)), average, before, trains, *columns
-            )
             rows.when_gathered(partial(self._change, factor=factor), [key], known=known)
         else:
-            for name, value in average(rows.measured(**measure(term))).items():
-                rows.metric(name, value)
             write_tokens(batch, key, after.unsqueeze(-1), self.loss_mask_key)
         return batch
 

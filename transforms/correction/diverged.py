@@ -230,16 +230,13 @@ class Diverged(
                 return {"out": out} if by_token else {"part": count_true(out)}
             return {"part": over_tokens(of_tokens(ratio, self.estimator), ratio.mask, self.level)}
 
-        counted, made = policies.counted(), policies.each_row(of_some)
+        made = policies.each_row(lambda ratio: of_some(ratio) | ratio.of_rows())
         out = made.pop("out", torch.empty(0))
-        found = rows.measured(**counted, **made)
+        found = rows.measured(**policies.counted(), **made)
         policies.require_known(rows, found)
         rollouts = rows.rollouts.with_excluded if self.unit == "rollout" else None
-        rows.measured_when_read(
-            lambda: counted | policies.each_row(Ratios.of_rows),
-            lambda found: distance(found, rollouts),
-            *policies.columns,
-        )
+        for name, value in distance(found, rollouts).items():
+            rows.metric(name, value)
         if self.level == "every":
             out = over_units(found["part"], rollouts) > 0
         elif not by_token:

@@ -22,6 +22,8 @@ from headrace.transforms.tokens import in_loss_there, read_advantage, write_toke
 from .importance import Bound, Level, Normalise, WeightFormula, largest
 from .ratios import Policies, Ratios, Span, distance, over_units
 
+METRIC = "metric "  # before the names of numbers that only metrics need
+
 
 class RolloutCorrection(
     BatchTransform,
@@ -120,7 +122,8 @@ class RolloutCorrection(
             peak = torch.where(counted["tokens"] > 0, credit.squeeze(1), 0.0).abs()
         else:
             peak = policies.each_row(lambda ratio, own: {"peak": peak_of(own, ratio.mask)}, credit)["peak"]
-        found = rows.measured(peak=peak, **counted, **policies.each_row(formula.of_rows))
+        made = policies.each_row(lambda ratio: formula.of_rows(ratio) | _of_metrics(formula.measured(ratio)))
+        found = rows.measured(peak=peak, **counted, **made)
         policies.require_known(rows, found)
         weighed = formula.weigh_rows(found, rollouts, policies.dtype)
         largest = formula.most if weighed.of_row is None else weighed.of_row
@@ -128,14 +131,13 @@ class RolloutCorrection(
         if weighed.of_row is None and not bool(fits.all()):  # the bound is too large: check each product
             fits = self._fits(rows, policies, credit, weighed.mean)
         rows.require(fits, f"an advantage must be finite in {credit.dtype}; found others in {{found}}")
-        rows.measured_when_read(
-            lambda: counted | policies.each_row(formula.measured),
-            lambda found: (
-                weights_measured(formula.sums(found, weighed), found["tokens"], rollouts)
-                | distance(found, rollouts)
-            ),
-            *policies.columns,
-        )
+        sums = {
+            name.removeprefix(METRIC): values for name, values in found.items() if name.startswith(METRIC)
+        }
+        sums["tokens"] = found["tokens"]
+        metrics = weights_measured(formula.sums(sums, weighed), sums["tokens"], rollouts)
+        for name, value in (metrics | distance(sums, rollouts)).items():
+            rows.metric(name, value)
         if self.least_ess is not None:
             rows.metric("least_ess", self.least_ess)
         numbers = {"in_loss": rows.in_loss} | ({} if weighed.of_row is None else {"of_row": weighed.of_row})
@@ -179,6 +181,10 @@ class RolloutCorrection(
         policies, reader = Policies.read(batch, self, in_loss), type(self).__name__
         mask, like = policies.mask, self.loss_mask_key
         return policies, read_advantage(batch, self.advantage_key, mask, like, reader=reader, rows=rows)
+
+
+def _of_metrics(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {METRIC + name: values for name, values in sums.items()}
 
 
 def peak_of(credit: Tensor, mask: Tensor) -> Tensor:
