@@ -30,7 +30,8 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Empty, Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
-from headrace.transforms.split.stage import Permuted, ShuffleSplit
+from headrace.transforms.split.memory import Cut
+from headrace.transforms.split.stage import ShuffleSplit
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Tokens, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
@@ -275,10 +276,10 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     refuse_nothing(stages, flat)
                     return Run(stages, self._keys, None, batch=batch, epochs=epochs)
                 # 2. Decide.
-                run, permuted = self._decide(stages, rows, epochs, locks, whole=whole)
+                run, cut = self._decide(stages, rows, epochs, locks, whole=whole)
             # 3. Change the states: no stage has refused the batch on any rank.
-            if permuted is not None:
-                permuted.split.remember(permuted.state, permuted.progress)
+            if self._split is not None and cut is not None:
+                self._split.memory.remember(cut)
             for stage in stages.values():
                 if isinstance(stage, BatchTransform):
                     stage.state_after(rows)
@@ -286,7 +287,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, locks: ExitStack, *, whole: bool
-    ) -> tuple[Run, Permuted | None]:
+    ) -> tuple[Run, Cut | None]:
         """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch."""
         table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
@@ -299,15 +300,13 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             self._run_stage(name, stages[name], rows)
         note_advantage(rows, keys)
         # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
-        each_epoch, permuted, carried = list[Epoch](), None, None
-        if split_index is not None:
-            split = cast(ShuffleSplit, stages[self.order[split_index]])
-            locks.enter_context(split.lock)
-            carried = split.carried_rows()
-            each_epoch, permuted = self._run_epochs(stages, rows, self.order[split_index:], epochs, carried)
-        if table.carried is not None:
-            note_carried(rows, keys)
-            texts = texts_with_carried(texts, carried, keys)
+        each_epoch, cut, split = list[Epoch](), None, self._split
+        if split is not None:
+            locks.enter_context(split.memory.lock)
+            each_epoch, cut = self._run_epochs(stages, rows, self.order[split_index:], epochs)
+            if table.carried is not None:
+                note_carried(rows, keys)
+                texts = texts_with_carried(texts, split.state.carried, keys)
         # 3. The reason of rows that train nothing, and a mark for batches that were processed before.
         places = [epoch.places for epoch in each_epoch]
         self._record_no_loss_tokens(rows, places, weights_came)
@@ -315,15 +314,20 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
         # 4. How minibatches are gathered: each epoch has columns of its own, with those of the table.
         steps = None
-        if split_index is not None and permuted is not None:
+        if split is not None and cut is not None and cut.permuted is not None:
             for epoch in each_epoch:
                 epoch.columns[PROCESSED] = (processed, torch.bool, 1)
-            with stage_in_errors(self.order[split_index], permuted.split, table):
-                steps = permuted.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in each_epoch])
+            with stage_in_errors(self.order[cast(int, split_index)], split, table):
+                steps = cut.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in each_epoch])
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
-        return run, permuted
+        return run, cut
+
+    @property
+    def _split(self) -> ShuffleSplit | None:
+        index = self._split_index
+        return None if index is None else cast(ShuffleSplit, self.stages[self.order[index]])
 
     def _run_epochs(
         self,
@@ -331,8 +335,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         rows: Rows,
         names: Sequence[str],
         epochs: int,
-        carried: TensorDictBase | None,
-    ) -> tuple[list[Epoch], Permuted | None]:
+    ) -> tuple[list[Epoch], Cut | None]:
         """Run the split, which is the first of these names, once, and the other stages on each epoch."""
         table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
         split, weight_key = cast(ShuffleSplit, stages[name]), self._keys.weight
@@ -341,13 +344,11 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
             return [], None
         with stage_in_errors(name, split, table):
             # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
-            if self._half != "second" and split.take_out_trained(rows.seen_by(split, name)):
-                return [], None
-            if carried is not None or table.ranks is not None:
-                rows.seen_by(split, name).extend(carried, split.remainder)
-            permuted = split.permute(rows.seen_by(split, name), epochs)
+            cut = split.memory.cut(split, rows.seen_by(split, name), epochs, skips=self._half != "second")
+        if cut.permuted is None:
+            return [], cut
         before = table.batch, table.live, table.kept
-        for places in permuted.passes:
+        for places in cut.permuted.passes:
             table.batch, table.live, table.kept = before
             with table.restoring_columns():
                 # 1. Write the places of this epoch into the table.
@@ -367,7 +368,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
                     weight = weight.to(rows.dtype(weight_is_at)).double()
                     places = {**places, "loss_weight": weight}
                 each_epoch.append(Epoch(places, table.written_columns(), table.late, table.batch))
-        return each_epoch, permuted
+        return each_epoch, cut
 
     def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""

@@ -26,10 +26,9 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     ranks = split._own_ranks()
     with sharing(ranks):
         rows = split.read_table(batch, ranks)
-        rows.extend(split.carried_rows(), split.remainder)
-        permuted = split.permute(rows.seen_by(split))
-        whole = permuted.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
-    split.remember(permuted.state, permuted.progress)
+        cut = split.memory.cut(split, rows.seen_by(split))
+        whole = cut.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
+    split.memory.remember(cut)
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.reason[table.numbers_of_rank].tolist()
     verdict = torch.tensor([names.index(table.names[reason]) for reason in reasons])

@@ -98,7 +98,6 @@ INNER = {
     "transforms.columns",
     "transforms.distributed",
     "transforms.distributed.barrier",
-    "transforms.distributed.ranks",
     "transforms.ids",
     "transforms.options",
     "transforms.prefixes",

@@ -397,7 +397,7 @@ class Rows:
         """
         table, code = self.table, self.name_reason(reason, effect)
         if effect in ("masked", "excluded") and mask_tokens:
-            self._note_masks(rows)
+            self.note_masks(rows)
             table.masks_rows = True
         if effect == "excluded":
             table.says_who_counts = True
@@ -954,24 +954,7 @@ class Rows:
             )
         return code
 
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """Append rows that an earlier batch carried to this one. All ranks call this together.
-
-        They keep their columns, their first reason, and whether they are in the loss and in the statistics.
-
-        Args:
-            carried: TensorDict ``[C]`` from :meth:`Table.taken`; None: no rows.
-            remainder: the option `remainder` of the split.
-
-        Raises:
-            BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
-        """
-        table, arrived, has_masked = self.table, self.table.size, self.table.masks_rows
-        table.extend(carried, remainder)
-        if table.masks_rows and not has_masked:  # only carried rows are out of the loss
-            self.on_arrival._note_masks(~table.in_loss & (torch.arange(table.size) >= arrived))
-
-    def _note_masks(self, rows: Tensor) -> None:
+    def note_masks(self, rows: Tensor) -> None:
         """Note for :meth:`write` which columns mask (M,) bool `rows`, and what lengths these rows have now.
 
         The loss mask becomes False and log-probabilities NaN, or under ``masked_log_prob='keep'`` the loss

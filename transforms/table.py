@@ -1,8 +1,7 @@
 """The table of a run: a few numbers per row, read from the batch in one copy and written back into it.
 
 A run has one table. Stages use it through a view (``rows.py``). This module reads the table from a batch,
-writes it into a batch, reads it again after a user's code has changed the batch, and appends carried rows of
-an earlier batch.
+writes it into a batch, and reads it again after a user's code has changed the batch.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from .errors import BatchError
 from .ids import Ids, as_ids
-from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, REASON, ROW
+from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
 from .tensordicts import (
     ELSEWHERE,
     WIDE,
     any_row_has,
-    as_texts,
     column_of,
     count_in_loss,
     device_of,
     first_names,
-    join_rows,
     leave_out,
-    listed,
     mask_tokens_of,
     number_column,
     number_of,
@@ -132,12 +127,12 @@ class Table:
         compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
         ranks: ranks that share the batch; None: this process has all rows.
-        starts: table index of the first row of each rank, and N.
+        starts: for the rows that came, and for those of an earlier batch behind them: table index of the
+            first row of each rank, and the end.
         own: slice of this rank's rows.
         numbers_of_rank: (n,) int64, table indices of this rank's rows as they arrived, then of rows carried
             to it.
-        carried: (C,) int64, table indices of rows carried from earlier batches; `carried_starts` has the
-            first of each rank, and the end.
+        carried: (C,) int64, table indices of rows of earlier batches.
         ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
 
@@ -160,7 +155,7 @@ class Table:
         self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
         self.kept_finite: Tokens | None = None
         self.ranks: Any = None
-        self.starts: list[int] = []
+        self.starts: list[list[int]] = []
         self.begin(size, slice(0, size))
 
     def begin(self, size: int, own: slice) -> None:
@@ -179,7 +174,6 @@ class Table:
         self.ids: dict[Any, tuple[tuple[Any, ...], Ids]] = {}
         self.live = self.numbers_of_rank = torch.arange(own.start, own.stop)
         self.carried: Tensor | None = None
-        self.carried_starts: list[int] = []
 
     # -- rows, and the ranks that they belong to ----------------------------------------------------------
 
@@ -209,12 +203,16 @@ class Table:
             return [chosen.nonzero().flatten()]
         return [
             torch.cat([chosen[a:b].nonzero().flatten() + a for a, b in self.spans(rank)])
-            for rank in range(len(self.starts) - 1)
+            for rank in range(self.ranks.size)
         ]
 
     def spans(self, rank: int) -> list[tuple[int, int]]:
         """Begin and end, in the table, of the rows of a rank: those of its batch, and those carried to it."""
-        return [(starts[rank], starts[rank + 1]) for starts in (self.starts, self.carried_starts) if starts]
+        return [(starts[rank], starts[rank + 1]) for starts in self.starts]
+
+    def own_rows(self) -> Tensor:
+        """(n,) int64: table indices of this rank's rows that have not left."""
+        return self.indices_by_rank(self.here)[self.rank]
 
     def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
@@ -229,7 +227,7 @@ class Table:
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
         rank = torch.zeros(self.size, dtype=torch.int64)
-        for number in range(len(self.starts) - 1):
+        for number in range(0 if self.ranks is None else self.ranks.size):
             for a, b in self.spans(number):
                 rank[a:b] = number
         return rank
@@ -305,7 +303,7 @@ class Table:
         kept = self.indices_by_rank(self.kept)
         if self.ranks is not None:
             values = self.ranks.gather_rows(values, list(map(len, kept)))
-        column = _unknown(values, self.size)
+        column = unknown(values, self.size)
         return column.index_copy_(0, torch.cat(kept), values)
 
     def forget(self, changed: Collection[NestedKey]) -> None:
@@ -463,103 +461,8 @@ class Table:
             return torch.zeros(0, dtype=torch.int64)
         return self.numbers_of_rank[column_of(batch, ROW).cpu()]
 
-    # -- rows that wait for the next batch ----------------------------------------------------------------
 
-    def taken(self, numbers: Tensor) -> TensorDictBase:
-        """Make a batch of some rows of this rank, with all decisions and reasons, for :meth:`Rows.extend`.
-
-        Args:
-            numbers: (n,) int64, table indices.
-        """
-        part = copy(self)
-        part.batch, part.live, part.index = self.take(numbers), numbers, None
-        batch = leave_out(part.as_decided(), [ROW])
-        write_column(batch, REASON, as_texts([self.names[code] for code in self.reason[numbers].tolist()]))
-        return batch
-
-    def extend(self, carried: TensorDictBase | None, remainder: str = "carry") -> None:
-        """:meth:`Rows.extend`, without the masks.
-
-        Args:
-            carried: TensorDict ``[C]`` from :meth:`taken`; None: no rows.
-            remainder: the option `remainder` of the split.
-
-        Raises:
-            BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
-        """
-        if carried is None and (self.ranks is None or remainder != "carry"):
-            return
-        if self.ranks is not None and remainder != "carry":
-            raise BatchError(
-                "rows were carried from an earlier batch, and ranks that share a batch can only use them "
-                "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
-                "a split without this state"
-            )
-        self.settle()
-        # 1. Read the carried rows into a table of their own, and exchange them.
-        more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
-        if carried is not None:
-            reasons = listed(column_of(carried, REASON))
-            more.batch = leave_out(carried, [REASON])
-            counts = [key for key in self.columns if isinstance(key, TokenCount)]
-            more.load([*(key for key in self.columns if key not in counts), *OF_THE_TABLE], counts)
-        ranks, before = self.ranks, self.size
-        if ranks is not None:
-            ranks.share(more)
-            if not more.starts:  # no rank has carried rows
-                return
-            if more.batch is None:
-                more.batch = self.batch[:0]
-        if more.batch is not None and len(more.batch):
-            # Columns that stages wrote are in the table, also for the carried rows.
-            written = [*self.written, *OF_THE_TABLE]
-            plain = leave_out(more.batch, [key for key in written if column_of(self.batch, key) is None])
-            self.batch = leave_out(self.batch, [key for key in written if column_of(plain, key) is None])
-            plain = plain.to(device_of(self.batch))
-            plain = plain.clear_device_() if self.batch.device is None else plain
-            self.batch = join_rows([self.batch, plain], "carried rows") if len(self.batch) else plain
-        for key, column in self.columns.items():
-            extra = more.columns.get(key)
-            if extra is None or extra.shape[1:] != column.shape[1:]:
-                extra = _unknown(column, more.size)
-            self.columns[key] = torch.cat([column, extra.to(column.dtype)])
-        for late in self.late:
-            for name, values in late.numbers.items():
-                late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
-        self.here, self.kept = torch.cat([self.here, more.here]), torch.cat([self.kept, more.here])
-        if self.into is not None:
-            self.into = torch.cat([self.into, torch.arange(before, before + more.size)])
-        in_loss = more.columns.get(IN_LOSS, more.in_loss)
-        self.in_loss = torch.cat([self.in_loss, in_loss])
-        arrived = torch.ones(before, dtype=torch.bool) if self.counted is None else self.counted
-        counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
-        told = reasons, not bool(in_loss.all()), not bool(counted.all())
-        every = [told] if ranks is None else ranks.gather_objects(told)
-        self.masks_rows |= any(masked for _, masked, _ in every)
-        self.says_who_counts |= any(excluded for *_, excluded in every)
-        reasons = [name for names, *_ in every for name in names]
-        for name, is_counted in zip(reasons, counted.tolist(), strict=True):
-            if name not in self.names:  # the pipeline has changed since
-                self.names.append(name)
-                self.effects.append("masked" if is_counted else "excluded")
-        codes = torch.tensor([self.names.index(name) for name in reasons], dtype=torch.int64)
-        self.reason = torch.cat([self.reason, codes])
-        counted = torch.cat([arrived, counted])
-        self.counted = None if bool(counted.all()) else counted
-        own = slice(0, more.size) if ranks is None else more.own
-        self.live = torch.cat([self.live, torch.arange(before + own.start, before + own.stop)])
-        self.size = before + more.size
-        self.index = None if self.index is None else self.here.nonzero().flatten()
-        self.numbers_of_rank = torch.cat(
-            [self.numbers_of_rank, self.live[len(self.live) - (own.stop - own.start) :]]
-        )
-        self.carried = torch.arange(before, self.size)
-        self.carried_starts = [before + start for start in more.starts]
-        if ROW in self.columns:
-            self.columns[ROW] = self.row_numbers()
-
-
-def _unknown(like: Tensor, size: int) -> Tensor:
+def unknown(like: Tensor, size: int) -> Tensor:
     """A column of `size` unknown values: NaN, False or −1."""
     nothing = {torch.float64: float("nan"), torch.bool: False}.get(like.dtype, -1)
     return like.new_full((size, *like.shape[1:]), nothing)

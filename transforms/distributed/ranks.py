@@ -102,8 +102,9 @@ class Ranks:
         for key, name in self.id_keys.items():
             if key in table.columns:
                 table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
-        table.starts = [0, *accumulate(counts)]
-        table.begin(sum(counts), slice(table.starts[self.rank], table.starts[self.rank + 1]))
+        starts = [0, *accumulate(counts)]
+        table.starts = [starts]
+        table.begin(sum(counts), slice(starts[self.rank], starts[self.rank + 1]))
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
         """The columns to exchange, with their dtypes and shape per row.

@@ -91,14 +91,15 @@ class OptimiserSteps:
         passes: Sequence[tuple[Plan, Columns, Sequence[Late], TensorDictBase]],
         rank: int | None,
         loss_columns: LossColumns,
-        progress: Progress,
+        progress: Progress | None = None,
         *,
         in_order: bool = False,
     ):
         self.table, self.passes, self.rank, self.loss_columns = table, list(passes), rank, loss_columns
         if table.kept_finite is not None:
             self.loss_columns = loss_columns._replace(log_prob=None)
-        self.progress, self.resumed_after = progress, progress.taken
+        self.progress = progress = progress or Progress()
+        self.resumed_after = progress.taken
         progress.minibatches = 0
         for plan, *_ in self.passes:
             progress.minibatches += len(plan.sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -115,6 +114,9 @@ class SplitState(NamedTuple):
         )
 
 
+BEGINNING, NO_BATCH = SplitState(), KnownBatch(0, {})
+
+
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
     """Copy the columns that identify the rows: the reward, and each with one integer per row, such as ids.
 
@@ -171,15 +173,20 @@ class Progress:
             The message lists the differences.
     """
 
-    def __init__(self, before: SplitState, batch: KnownBatch, options: Mapping[str, Any]):
-        self.before, self.batch, self.options = before, batch, options
+    def __init__(
+        self,
+        before: SplitState = BEGINNING,
+        batch: KnownBatch = NO_BATCH,
+        options: Mapping[str, Any] | None = None,
+    ):
+        self.before, self.batch, self.options = before, batch, options or {}
         self.taken = 0 if before.interrupted is None else before.interrupted.taken
         self.minibatches = 0  # counted by OptimiserSteps
         self.begun = False  # an iterator was started
         self.open = 0  # number of iterators that have not ended
         self.done = False  # no further minibatch will be taken
         last = before.interrupted
-        if last is not None and (differences := list(_differences(last, batch, options))):
+        if last is not None and (differences := list(_differences(last, batch, self.options))):
             raise BatchError(
                 f"a batch of {last.rows} rows was interrupted after {last.taken} minibatches, and this "
                 "batch differs from it: {found}. To train its remaining minibatches, give "
@@ -245,95 +252,3 @@ def _difference(old: Tensor, new: Tensor) -> str:
     )
     rows = (~flat_rows(same).all(1)).nonzero().flatten()
     return f"was {few(old[rows], 3)} and is {few(new[rows], 3)} at rows {few(rows, 3)}" if len(rows) else ""
-
-
-class SplitMemory:
-    """Holds the state of a split, for ``state_dict`` and :meth:`discard_batch`.
-
-    Attributes:
-        state: the state after the last accepted batch.
-        lock: hold it while you use the state.
-        restored: the state was loaded, and no batch was accepted since.
-    """
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget all batches."""
-        self.state, self.restored = SplitState(), False
-        self._progress: Progress | None = None  # of the last accepted batch
-        self._earlier: list[Progress] = []  # of earlier batches that were not done when it came
-
-    def remember(self, state: SplitState, progress: Progress) -> None:
-        """Store the state after a batch, once no stage has refused it."""
-        if (last := self._progress) is not None:
-            self._earlier = [each for each in (*self._earlier, last) if each.in_the_middle]
-            progress.before = progress.before._replace(trained=last.trained)
-        self.state, self._progress, self.restored = state, progress, False
-
-    @property
-    def trained_before(self) -> KnownBatch | None:
-        """The last trained batch of a loaded state. It is skipped if it comes next.
-
-        None in the process that trained it: giving a batch again there means a second pass.
-        """
-        return self.state.trained if self.restored and self.state.interrupted is None else None
-
-    def discard_batch(self) -> None:
-        """Drop the remaining minibatches of an interrupted batch. Without such a batch, do nothing.
-
-        The remaining minibatches are never trained, and the taken ones are not trained again. The state is
-        then the one after the batch, including its carried rows. If you leave a loop by ``break`` and do not
-        want to continue it later, call this before you save the state.
-        """
-        with self.lock:
-            for progress in (*self._earlier, *([] if self._progress is None else [self._progress])):
-                progress.done = True
-            self._earlier = []
-            if (batch := self.state.interrupted) is not None:
-                self.state = batch.after._replace(trained=KnownBatch(batch.rows, batch.columns))
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The state for ``state_dict``.
-
-        In the middle of a batch it holds the state before the batch and the number of taken minibatches.
-        After the last minibatch it holds the columns that identify the batch, so that the batch is skipped
-        if it is given again.
-
-        Raises:
-            BatchError: several batches are unfinished, for example because two pipelines share the split.
-        """
-        if any(progress.in_the_middle for progress in self._earlier):
-            raise BatchError(
-                "a state can hold one unfinished batch, and iterators of several batches are open: take all "
-                "minibatches of one batch before the next batch, give each pipeline its own split, or call "
-                "discard_batch() on the split"
-            )
-        return (self._progress.state(self.state) if self._progress else self.state).to_plain()
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore the output of :meth:`get_extra_state`.
-
-        Raises:
-            ValueError: another version of headrace has saved the state.
-        """
-        self.state, self._progress, self._earlier = SplitState.from_plain(state), None, []
-        self.restored = True
-
-
-class Lock:
-    """A reentrant lock that can be pickled and copied; the copy is unlocked."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
-        return Lock, ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,12 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import Effect, Late, Reduced, Table
-from headrace.transforms.tensordicts import number_column
 from headrace.transforms.tokens import read_tokens
 
 from .gather import Columns, LossColumns, OptimiserSteps
+from .memory import SplitMemory
 from .plan import Balance, CutOptions, Oversized, Plan, draw_plans, measure_plan
-from .resume import KnownBatch, Progress, SplitMemory, SplitState, identifying_columns
+from .resume import Progress, SplitState
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
 
@@ -39,29 +40,38 @@ log = logging.getLogger(__name__)
 class Permuted:
     """The permutations of one batch and the plans made from them.
 
-    The split does not change its state until :meth:`ShuffleSplit.remember`.
-
     Attributes:
         passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
             the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
-        state: the split's state after the batch.
-        progress: counts the minibatches of this batch that were taken.
+        left: (N,) bool, rows that no pass trains.
     """
 
     rows: Rows
     split: ShuffleSplit
     passes: list[dict[str, Tensor]]
     plans: list[Plan]
-    state: SplitState
-    progress: Progress
+    left: Tensor
 
-    def steps(self, passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]]) -> OptimiserSteps:
+    def leave(self) -> None:
+        """Take out the rows that no pass trains."""
+        for reason, effect in self.split.reasons.items():
+            self.rows.name_reason(reason, effect)
+        if bool(self.left.any()):
+            reason = "carried" if self.split.remainder == "carry" else "remainder"
+            self.rows.leave(self.rows.from_arrival(self.left), reason, self.split.reasons[reason])
+
+    def steps(
+        self,
+        passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]],
+        progress: Progress | None = None,
+    ) -> OptimiserSteps:
         """Make the optimiser steps. They gather their rows one minibatch at a time.
 
         Args:
             passes: per epoch: the columns that stages wrote, by row of the table; the changes that stages
                 make to gathered rows; and the batch.
+            progress: counts the minibatches that are taken.
 
         Raises:
             BatchError: padding rows need a loss mask or log-probability column, and the batch has neither.
@@ -70,12 +80,11 @@ class Permuted:
         loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
         planned = [(plan, *of_pass) for plan, of_pass in zip(self.plans, passes, strict=True)]
         return OptimiserSteps(
-            self.rows.table, planned, rank, loss_columns, self.progress, in_order=not split.shuffle
+            self.rows.table, planned, rank, loss_columns, progress, in_order=not split.shuffle
         )
 
 
 class ShuffleSplit(
-    SplitMemory,
     BatchTransform,
     columns=("rollout", "group", "reward", "length", "tokens", "loss_mask", "log_prob", "weight"),
 ):
@@ -188,7 +197,7 @@ class ShuffleSplit(
         self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
-        SplitMemory.__init__(self)
+        self.memory = SplitMemory()
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.options.measures else [])]
         has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
@@ -208,42 +217,48 @@ class ShuffleSplit(
 
     def same_on_all_ranks(self) -> str:
         """The options and the state that must be equal on all ranks, as text to compare."""
-        taken = 0 if self.state.interrupted is None else self.state.interrupted.taken
-        known = "a" if self.trained_before else "no"
-        return (
-            f"{super().same_on_all_ranks()}\n{self.state.calls} draws before, {taken} minibatches taken, and "
-            f"{known} batch that is not trained again"
-        )
+        return f"{super().same_on_all_ranks()}\n{self.memory.same_on_all_ranks()}"
 
-    def carried_rows(self) -> TensorDictBase | None:
-        """The rows carried over from earlier batches, TensorDict ``[C]``, or None."""
-        return self.state.carried
+    @property
+    def state(self) -> SplitState:
+        """The state after the last accepted batch."""
+        return self.memory.state
 
-    def permute(self, rows: Rows, epochs: int = 1) -> Permuted:
-        """Draw a permutation for each pass and cut it. Moves no row and does not change the state.
+    def restart(self) -> None:
+        """Forget all batches."""
+        self.memory.restart()
+
+    def discard_batch(self) -> None:
+        """Drop the remaining minibatches of an interrupted batch (:meth:`SplitMemory.discard_batch`)."""
+        self.memory.discard_batch()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The state for ``state_dict`` (:meth:`SplitMemory.to_plain`)."""
+        return self.memory.to_plain()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore the output of :meth:`get_extra_state`."""
+        self.memory.load(state)
+
+    def permute(self, rows: Rows, epochs: int = 1, *, calls: int = 0) -> Permuted:
+        """Draw a permutation for each pass and cut it. Moves no row; see :meth:`SplitMemory.cut`.
 
         Every rank permutes its own rows, as it would alone. Each rank computes the plans of all ranks, so
         they agree without communication.
 
         Args:
-            rows: of all ranks, with the carried ones (``rows.extend(split.carried_rows())``).
+            rows: of all ranks.
             epochs: passes, ≥ 1.
+            calls: number of earlier permutations.
 
         Raises:
             MissingKeyError: a column is missing.
-            BatchError: as :func:`shuffle_split` and :func:`assign_rows`; or an interrupted batch is expected,
-                and this is another.
+            BatchError: as :func:`shuffle_split` and :func:`assign_rows`.
         """
         options, table = self.options, rows.table
-        # 1. If a batch was interrupted, check that this is the same one.
+        # 1. Read what the permutations depend on: units, lengths and trees.
         rows_of_ranks = table.indices_by_rank(table.here)
-        own = rows_of_ranks[table.rank]
-        progress = self._progress_of(table, own, epochs)
-
-        # 2. Read what the permutations depend on: units, lengths and trees.
         labels, units = self._units(rows, rows_of_ranks)
-        if table.carried is not None and options.remainder == "carry":
-            self._refuse_again(rows.on_arrival)
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
         if options.measures:
             lengths = rows.on_arrival.count("length")
@@ -254,116 +269,47 @@ class ShuffleSplit(
         if options.tree != "none":
             forest = self._forest(rows.on_arrival, rows_of_ranks, lengths)
 
-        # 3. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
+        # 2. Draw the permutations, and note the minibatch, micro-batch and rank of each row.
         by_rank = draw_plans(
             list(zip(rows_of_ranks, units, strict=True)),
             labels,
             lengths,
             options,
-            calls=self.state.calls,
+            calls=calls,
             epochs=epochs,
             forest=forest,
         )
         passes = [_numbers_by_row(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
-
-        # 4. Carry or drop the leftover rows.
-        trained, kept, carries = None, None, options.remainder == "carry"
-        for reason, effect in self.reasons.items():
-            rows.name_reason(reason, effect)
+        left = torch.zeros(table.size, dtype=torch.bool)
         if any(len(plan.left) for plans in by_rank for plan in plans):
-            trained = torch.stack([each["minibatch"] for each in passes]).amax(0) >= 0
-            kept = self._rows_to_carry(table, own[~trained[own]])
-            reason = "carried" if carries else "remainder"
-            rows.leave(rows.from_arrival(~trained), reason, self.reasons[reason])
+            left = table.here & (torch.stack([each["minibatch"] for each in passes]).amax(0) < 0)
 
-        # 5. Record the metrics of this rank's rows.
-        plans = by_rank[table.rank]
+        # 3. Record the metrics of this rank's rows.
+        plans, own = by_rank[table.rank], rows_of_ranks[table.rank]
         measured = measure_plan(plans[-1], lengths, options, forest)
-        measured["left"] = 0.0 if trained is None else float((~trained[own]).sum())
+        measured["left"] = float(left[own].sum())
         if options.max_tokens is not None and len(plans[-1].sizes):
             measured["oversized"] = float((lengths[own] > options.max_tokens).sum())
-        if carries:
-            measured["carried_in"] = float(len(own) - len(_without_carried(table, own)))
         for name, value in measured.items():
             rows.metric(name, value)
-        state = SplitState(self.state.calls + epochs, kept)
-        return Permuted(rows, self, passes, plans, state, progress)
-
-    def _progress_of(self, table: Table, own: Tensor, epochs: int) -> Progress:
-        """The progress of a batch, still at its start; `own`: (n,) the table rows of this rank."""
-        cut_by = self.options.plain | {"unit": self.unit, "keys": repr(self.in_keys), "epochs": epochs}
-        came = _without_carried(table, own)
-        batch = KnownBatch(len(came), identifying_columns(table, came, self.reward_key))
-        return Progress(self.state, batch, cut_by)
-
-    def _rows_to_carry(self, table: Table, left: Tensor) -> TensorDictBase | None:
-        """The leftover rows of this rank if they are carried, else None."""
-        return table.taken(left) if self.remainder == "carry" and len(left) else None
-
-    def take_out_trained(self, rows: Rows) -> bool:
-        """Take all rows out if this batch was trained before the loaded state was saved.
-
-        Args:
-            rows: of all ranks, without the carried ones.
-
-        Returns:
-            True if the rows were taken out. Do not permute them then.
-
-        Raises:
-            BatchError: some ranks hold the trained batch, and others do not.
-        """
-        trained, table = self.trained_before, rows.table
-        if trained is None:
-            return False
-        own = table.indices_by_rank(table.here)[table.rank]
-        came = KnownBatch(len(own), identifying_columns(table, own, self.reward_key))
-        # A rank without rows has no vote.
-        vote = [trained.is_again(came)] if trained.rows or came.rows else []
-        votes_of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
-        votes = [vote for votes in votes_of_ranks for vote in votes]
-        if len(set(votes)) > 1:
-            again = [rank for rank, votes in enumerate(votes_of_ranks) if True in votes]
-            raise BatchError(
-                f"ranks {again} hold rows that were trained before the state was saved, and the other ranks "
-                "hold other rows: give all ranks the rows of the same batch, that one or the next"
-            )
-        if not any(votes):
-            return False
-        log.warning(
-            "this batch of %d rows was trained before the state was saved, so it is skipped. Give it once "
-            "more to train a second pass over it",
-            len(own),
-        )
-        rows.leave(torch.ones(len(rows), dtype=torch.bool), "trained_before")
-        table.notes[self] = "trained_before"  # for `state_after`, which this batch reaches without `remember`
-        return True
-
-    def state_after(self, rows: Rows) -> None:
-        """If `take_out_trained` skipped this batch, let it be trained if it is given once more."""
-        if rows.table.notes.pop(self, None) is not None:
-            self.restored = False
+        return Permuted(rows, self, passes, plans, left)
 
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         """Permute and gather a batch outside a pipeline. One thread at a time may use the state."""
         ranks = self._own_ranks()
-        with self.lock:
+        with self.memory.lock:
             with labels_in_errors(batch, self._id_keys()), sharing(ranks):
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
-                permuted = None
-                if self.take_out_trained(rows.seen_by(self)):
+                cut = self.memory.cut(self, rows.seen_by(self))
+                if cut.permuted is None:
                     out = rows.write()
                 else:
-                    rows.seen_by(self).extend(self.state.carried, self.remainder)
-                    permuted = self.permute(rows.seen_by(self))
-                    steps = permuted.steps(
-                        [(rows.table.written_columns(), rows.table.late, rows.table.batch)]
-                    )
+                    table = rows.table
+                    steps = cut.steps([(table.written_columns(), table.late, table.batch)])
                     out = steps.whole()
-            if permuted is not None:  # `sharing` has ended, so no rank has refused the batch
-                self.remember(permuted.state, permuted.progress)
-            self.state_after(rows)
+            self.memory.remember(cut)  # `sharing` has ended, so no rank has refused the batch
         return out
 
     def _units(
@@ -397,29 +343,6 @@ class ShuffleSplit(
                 )
         return labels, [Ids(labels.index_select(0, own)) for own in rows_of_ranks]
 
-    def _refuse_again(self, rows: Rows) -> None:
-        """Refuse a batch that has ids of carried rows again; `rows` are all rows of the table.
-
-        Raises:
-            BatchError: lists the ids.
-        """
-        unit, table = "group" if self.unit == "group" else "rollout", rows.table
-        if rows.key(unit) is None or not rows.has(unit):
-            return
-        ids = rows.integers(unit, f"{unit}_id")
-        came = table.here.index_fill(0, table.carried, False)
-        waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
-        if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
-            ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())
-            own = torch.zeros_like(came).index_fill_(0, table.live, True)
-            came, waiting = came & own, waiting & own
-        if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
-            raise BatchError(
-                f"rows of {unit}s {sorted(set(again))[:10]} were carried over, and the batch has the same "
-                f"{unit}_ids again. remainder='carry' needs ids that are unique over batches, such as those "
-                "of RepeatSampler"
-            )
-
     def _refuse_oversized(self, table: Table, lengths: Tensor, rows: Tensor) -> None:
         """Refuse rows that are longer than `max_tokens`.
 
@@ -452,11 +375,6 @@ class ShuffleSplit(
         rank, shared = by_row.unbind(1)
         order = torch.cat([own[rank[own].argsort()] for own in rows_of_ranks])
         return Forest(order, shared[order], lengths)
-
-
-def _without_carried(table: Table, rows: Tensor) -> Tensor:
-    """The given (n,) rows without the carried ones."""
-    return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
 
 
 def _numbers_by_row(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:

@@ -1,0 +1,162 @@
+"""Rows that wait for the next batch: taken from one table, and joined to the next."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.errors import BatchError
+from headrace.transforms.rows import Rows
+from headrace.transforms.schema import COUNTED, IN_LOSS, REASON, ROW
+from headrace.transforms.table import OF_THE_TABLE, Table, TokenCount, unknown
+from headrace.transforms.tensordicts import (
+    as_texts,
+    column_of,
+    device_of,
+    join_rows,
+    leave_out,
+    listed,
+    number_column,
+    write_column,
+)
+
+
+def take(table: Table, numbers: Tensor) -> TensorDictBase:
+    """Make a batch of some rows of this rank, with all decisions and reasons, for :func:`join`.
+
+    Args:
+        numbers: (n,) int64, table indices.
+    """
+    part = copy(table)
+    part.batch, part.live, part.index = table.take(numbers), numbers, None
+    batch = leave_out(part.as_decided(), [ROW])
+    write_column(batch, REASON, as_texts([table.names[code] for code in table.reason[numbers].tolist()]))
+    return batch
+
+
+def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -> None:
+    """Append rows that an earlier batch carried to this one. All ranks call this together.
+
+    They keep their columns, their first reason, and whether they are in the loss and in the statistics.
+
+    Args:
+        rows: a view of the table.
+        carried: TensorDict ``[C]`` from :func:`take`; None: no rows.
+        remainder: the option `remainder` of the split.
+
+    Raises:
+        BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
+    """
+    table, arrived, has_masked = rows.table, rows.table.size, rows.table.masks_rows
+    _append(table, carried, remainder)
+    if table.masks_rows and not has_masked:  # only carried rows are out of the loss
+        rows.on_arrival.note_masks(~table.in_loss & (torch.arange(table.size) >= arrived))
+
+
+def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
+    if carried is None and (table.ranks is None or remainder != "carry"):
+        return
+    if table.ranks is not None and remainder != "carry":
+        raise BatchError(
+            "rows were carried from an earlier batch, and ranks that share a batch can only use them "
+            "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
+            "a split without this state"
+        )
+    table.settle()
+    # 1. Read the carried rows into a table of their own, and exchange them.
+    more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
+    if carried is not None:
+        reasons = listed(column_of(carried, REASON))
+        more.batch = leave_out(carried, [REASON])
+        counts = [key for key in table.columns if isinstance(key, TokenCount)]
+        more.load([*(key for key in table.columns if key not in counts), *OF_THE_TABLE], counts)
+    ranks, before = table.ranks, table.size
+    if ranks is not None:
+        ranks.share(more)
+        if not more.starts:  # no rank has carried rows
+            return
+        if more.batch is None:
+            more.batch = table.batch[:0]
+    if more.batch is not None and len(more.batch):
+        # Columns that stages wrote are in the table, also for the carried rows.
+        written = [*table.written, *OF_THE_TABLE]
+        plain = leave_out(more.batch, [key for key in written if column_of(table.batch, key) is None])
+        table.batch = leave_out(table.batch, [key for key in written if column_of(plain, key) is None])
+        plain = plain.to(device_of(table.batch))
+        plain = plain.clear_device_() if table.batch.device is None else plain
+        table.batch = join_rows([table.batch, plain], "carried rows") if len(table.batch) else plain
+    for key, column in table.columns.items():
+        extra = more.columns.get(key)
+        if extra is None or extra.shape[1:] != column.shape[1:]:
+            extra = unknown(column, more.size)
+        table.columns[key] = torch.cat([column, extra.to(column.dtype)])
+    for late in table.late:
+        for name, values in late.numbers.items():
+            late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
+    table.here, table.kept = torch.cat([table.here, more.here]), torch.cat([table.kept, more.here])
+    if table.into is not None:
+        table.into = torch.cat([table.into, torch.arange(before, before + more.size)])
+    in_loss = more.columns.get(IN_LOSS, more.in_loss)
+    table.in_loss = torch.cat([table.in_loss, in_loss])
+    arrived = torch.ones(before, dtype=torch.bool) if table.counted is None else table.counted
+    counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
+    told = reasons, not bool(in_loss.all()), not bool(counted.all())
+    every = [told] if ranks is None else ranks.gather_objects(told)
+    table.masks_rows |= any(masked for _, masked, _ in every)
+    table.says_who_counts |= any(excluded for *_, excluded in every)
+    reasons = [name for names, *_ in every for name in names]
+    for name, is_counted in zip(reasons, counted.tolist(), strict=True):
+        if name not in table.names:  # the pipeline has changed since
+            table.names.append(name)
+            table.effects.append("masked" if is_counted else "excluded")
+    codes = torch.tensor([table.names.index(name) for name in reasons], dtype=torch.int64)
+    table.reason = torch.cat([table.reason, codes])
+    counted = torch.cat([arrived, counted])
+    table.counted = None if bool(counted.all()) else counted
+    own = slice(0, more.size) if ranks is None else more.own
+    table.live = torch.cat([table.live, torch.arange(before + own.start, before + own.stop)])
+    table.size = before + more.size
+    table.index = None if table.index is None else table.here.nonzero().flatten()
+    table.numbers_of_rank = torch.cat(
+        [table.numbers_of_rank, table.live[len(table.live) - (own.stop - own.start) :]]
+    )
+    table.carried = torch.arange(before, table.size)
+    table.starts += [[before + start for start in starts] for starts in more.starts]
+    if ROW in table.columns:
+        table.columns[ROW] = table.row_numbers()
+
+
+def refuse_again(rows: Rows, unit: str) -> None:
+    """Refuse a batch that has ids of carried rows again.
+
+    Args:
+        rows: all rows of the table.
+        unit: whose ids are compared, ``group`` or ``rollout``.
+
+    Raises:
+        BatchError: lists the ids.
+    """
+    table = rows.table
+    if rows.key(unit) is None or not rows.has(unit):
+        return
+    ids = rows.integers(unit, f"{unit}_id")
+    came = table.here.index_fill(0, table.carried, False)
+    waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
+    if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
+        ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())
+        own = torch.zeros_like(came).index_fill_(0, table.live, True)
+        came, waiting = came & own, waiting & own
+    if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
+        raise BatchError(
+            f"rows of {unit}s {sorted(set(again))[:10]} were carried over, and the batch has the same "
+            f"{unit}_ids again. remainder='carry' needs ids that are unique over batches, such as those "
+            "of RepeatSampler"
+        )
+
+
+def without_carried(table: Table, rows: Tensor) -> Tensor:
+    """The given (n,) rows without the carried ones."""
+    return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]
