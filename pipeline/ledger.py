@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.transforms.table import TRAINED
+from headrace.transforms.fates import TRAINED
 
 from .conversations import labels_of_ids
 

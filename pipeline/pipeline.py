@@ -30,7 +30,7 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Empty, Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
-from headrace.transforms.split.memory import Cut
+from headrace.transforms.split.memory import Remembered
 from headrace.transforms.split.stage import ShuffleSplit
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Tokens, Written
@@ -287,7 +287,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, locks: ExitStack, *, whole: bool
-    ) -> tuple[Run, Cut | None]:
+    ) -> tuple[Run, Remembered | None]:
         """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch."""
         table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
@@ -335,11 +335,11 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         rows: Rows,
         names: Sequence[str],
         epochs: int,
-    ) -> tuple[list[Epoch], Cut | None]:
+    ) -> tuple[list[Epoch], Remembered | None]:
         """Run the split, which is the first of these names, once, and the other stages on each epoch."""
         table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
         split, weight_key = cast(ShuffleSplit, stages[name]), self._keys.weight
-        if table.left == 0 and table.ranks is None:
+        if len(table.fates) == 0 and table.ranks is None:
             name_reasons(rows, name, split)
             return [], None
         with stage_in_errors(name, split, table):
@@ -373,19 +373,19 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""
         table, start = rows.table, perf_counter()
-        if table.left == 0:
+        if len(table.fates) == 0:
             name_reasons(rows, name, stage)
             return
         with stage_in_errors(name, stage, table):
-            before = table.left
+            before = len(table.fates)
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
             else:
                 self._run_on_batch(name, stage, rows)
-            if after_split and table.left < before:
+            if after_split and len(table.fates) < before:
                 raise BatchError(
                     f"a stage after the split must keep all {before} rows of the minibatches; it kept "
-                    f"{table.left}. Put it before the split"
+                    f"{len(table.fates)}. Put it before the split"
                 )
         table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
 
@@ -430,19 +430,17 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Record rows that train nothing: no token in the mask, or loss weight 0 in all epochs."""
         table, count = rows.table, TokenCount(self.loss_mask_key, self.log_prob_key)
         rows.table.load([] if places else [self._keys.weight], [count], most=AHEAD)
-        trains = table.in_loss
+        trains = table.fates.in_loss
         if count in table.columns:
             trains = trains & (table.columns[count] > 0)
         weights = [each.get("loss_weight") for each in places] or [table.columns.get(self._keys.weight)]
         are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
         if are_known and (not weights_came or self.weighs):
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
-        masked = ~trains & (table.reason == 0)
+        masked = ~trains & (table.fates.reason == 0)
         if table.no_lengths and not bool(masked.any()):
             return  # who has no token is not known, and 0 rows would be a claim
-        seen = Rows(table, rows.names, stage="pipeline")
-        code = seen.name_reason("no_loss_tokens", "masked")
-        table.reason = table.reason.masked_fill(masked, code)
+        table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from rich.console import Console
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
+from headrace.transforms.fates import TRAINED
 from headrace.transforms.rows import Rows
-from headrace.transforms.table import TRAINED, TokenCount
+from headrace.transforms.table import TokenCount
 from headrace.transforms.tensordicts import column_of, fill_out_of_loss, flat_rows, shallow_copy
 
 from .account_keys import OF_TOKENS, TEXTS, Keys
@@ -159,8 +160,9 @@ class Run:
             if key in table.columns
         }
         labels = {unit: self.texts.get(f"{unit.removesuffix('s')}_label") for unit in ids}
-        reason, left = self.of_rank(table.reason), self.of_rank(~table.here)
-        return Ledger(reason, list(table.names), list(table.effects), left, ids, labels)
+        fates = table.fates
+        reason, left = self.of_rank(fates.reason), self.of_rank(~fates.here)
+        return Ledger(reason, list(fates.names), list(fates.effects), left, ids, labels)
 
     @property
     def metrics(self) -> dict[str, float]:

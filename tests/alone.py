@@ -23,5 +23,5 @@ def said_by(stage: BatchTransform, batch: TensorDictBase) -> Said:
     """What a stage does when it is called, with what it measured and why rows left."""
     rows = Rows.read(stage.enter(batch), keys=stage.in_keys, tokens=stage.tokens_counted)
     stage.work_on(rows.seen_by(stage))
-    table = rows.table
-    return Said(rows.write(), table.metrics, [table.names[reason] for reason in table.reason.tolist()])
+    fates = rows.table.fates
+    return Said(rows.write(), rows.table.metrics, [fates.names[reason] for reason in fates.reason.tolist()])

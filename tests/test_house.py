@@ -42,6 +42,7 @@ GROUND = (
     "ends",
     "entry",
     "errors",
+    "fates",
     "ids",
     "options",
     "places",

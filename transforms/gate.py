@@ -14,11 +14,11 @@ from typing_extensions import Unpack
 from .columns import ColumnNames
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
+from .fates import Effect
 from .options import above_zero, at_least, takes_options
 from .rows import Empty, Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status
 from .stage import BatchTransform
-from .table import Effect
 
 OnIncomplete = Literal["raise", "drop", "keep"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)

@@ -66,6 +66,7 @@ from torch import Tensor
 
 from .columns import COLUMNS, DEFAULTS, WRITERS
 from .errors import BatchError, ColumnFact, MissingKeyError, listing
+from .fates import Effect
 from .ids import Ids, as_ids
 from .options import nested_key
 from .schema import (
@@ -82,7 +83,7 @@ from .schema import (
     no_lengths,
     not_written,
 )
-from .table import AHEAD, OF_THE_TABLE, Effect, Late, Reduced, Table, TokenCount, Written, sources_of
+from .table import AHEAD, OF_THE_TABLE, Late, Reduced, Table, TokenCount, Written, sources_of
 from .tensordicts import (
     ATTENTION,
     PROMPT,
@@ -324,8 +325,8 @@ class Rows:
             raise self.missing(role)
         # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
         # until something that they were made from is another object.
-        made_from = table.columns.get(key), self.index, table.counted, table.size
-        slot = key, self.index is table.index
+        made_from = table.columns.get(key), self.index, table.fates.counted, table.size
+        slot = key, self.index is table.fates.index
         before, ids = table.ids.get(slot, (made_from, None))
         if ids is None or not all(map(is_, before, made_from)):
             labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
@@ -395,24 +396,18 @@ class Rows:
             BatchError: rows must be masked, but the batch has neither a loss mask nor log-probabilities.
             ValueError: the reason is registered with another effect.
         """
-        table, code = self.table, self.name_reason(reason, effect)
+        fates, name = self.table.fates, self._reason(reason)
+        fates.register(name, effect)
         if effect in ("masked", "excluded") and mask_tokens:
             self.note_masks(rows)
-            table.masks_rows = True
-        if effect == "excluded":
-            table.says_who_counts = True
+            fates.masks = True
+        fates.excludes |= effect == "excluded"
         if len(rows.nonzero()) == 0:
             return
-        out = self.to_arrival(rows)
-        table.reason = table.reason.masked_fill(out & (table.reason == 0), code)
-        table.in_loss = table.in_loss.masked_fill(out, False)
+        fates.leave(self.to_arrival(rows), name, effect)
         if effect == "excluded":
-            table.counted = ~out if table.counted is None else table.counted.masked_fill(out, False)
-            for known in ("statistics", "voters"):  # computed again, from the new `table.counted`
+            for known in ("statistics", "voters"):  # computed again, from the new `fates.counted`
                 self.__dict__.pop(known, None)
-        if effect in ("dropped", "carried"):
-            table.here = table.here.masked_fill(out, False)
-            table.index = table.here.nonzero().flatten()
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
@@ -465,12 +460,13 @@ class Rows:
     @property
     def counted(self) -> Tensor | None:
         """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
-        return None if self.table.counted is None else self.from_arrival(self.table.counted)
+        counted = self.table.fates.counted
+        return None if counted is None else self.from_arrival(counted)
 
     @property
     def in_loss(self) -> Tensor:
         """(M,) bool: rows that are in the loss."""
-        return self.from_arrival(self.table.in_loss)
+        return self.from_arrival(self.table.fates.in_loss)
 
     @property
     def on_arrival(self) -> Rows:
@@ -637,9 +633,9 @@ class Rows:
             BatchError: the batch has another number of rows.
         """
         table, before = self.table, self.table.batch
-        live = table.live[table.here[table.live]]
+        live = table.live[table.fates.here[table.live]]
         if len(batch) == len(live):
-            table.live, table.kept = live, table.here
+            table.live, table.kept = live, table.fates.here
         elif len(batch) != len(table.live):
             raise BatchError(
                 f"a stage must return the {len(live)} rows that have not left; it returned {len(batch)}. "
@@ -802,7 +798,7 @@ class Rows:
             if self.has("rollout"):  # else each row is a rollout
                 rollouts = self.ids("rollout", checked=False).with_excluded
                 nothing = rollouts.spread(rollouts.all(nothing))
-            nothing = nothing & self.from_arrival(table.here)
+            nothing = nothing & self.from_arrival(table.fates.here)
         if empty == "raise":
             self.require(
                 ~nothing,
@@ -876,10 +872,7 @@ class Rows:
         table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
         if ranks is not None:
             ranks.share(table, about)
-        if IN_LOSS in table.columns:  # standalone stages have decided before
-            table.in_loss, table.masks_rows = table.columns[IN_LOSS], True
-        if COUNTED in table.columns:
-            table.read_counted(table.columns[COUNTED])
+        table.fates.came(*map(table.columns.get, (IN_LOSS, COUNTED)))  # from stages that ran alone
         return cls(table, DEFAULTS)
 
     @classmethod
@@ -914,9 +907,9 @@ class Rows:
         some of its rows, ``("headrace", "segments")`` holds the number of rows that it had.
         """
         segments = None
-        if self.table.index is not None and self.has("rollout"):
+        if self.table.fates.index is not None and self.has("rollout"):
             rollouts = self.on_arrival.ids("rollout", checked=False).with_excluded
-            had, left = rollouts.count, rollouts.sum(self.table.here)
+            had, left = rollouts.count, rollouts.sum(self.table.fates.here)
             if self.has(SEGMENTS):
                 had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
             if bool(((left > 0) & (left < had)).any()):
@@ -929,7 +922,7 @@ class Rows:
     def seen_by(self, stage: Any, name: str = "") -> Rows:
         """A view of the rows that have not left, with columns under the names that a stage uses."""
         own = column_keys(stage)
-        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.index, own)
+        return Rows(self.table, {**DEFAULTS, **own}, type(stage).__name__, name, self.table.fates.index, own)
 
     def key(self, role: Any) -> NestedKey | None:
         """The key of a column in the batch, by role. ``("turn",)`` is the key ``"turn"``, not the role."""
@@ -937,22 +930,12 @@ class Rows:
             return self.names[role]
         return role[0] if type(role) is tuple and len(role) == 1 else role
 
-    def name_reason(self, reason: str, effect: Effect) -> int:
-        """Register a reason in the ledger, even if no row has it, and return its number.
+    def name_reason(self, reason: str, effect: Effect) -> None:
+        """Register a reason in the ledger, even if no row has it (:meth:`Fates.register`)."""
+        self.table.fates.register(self._reason(reason), effect)
 
-        Raises:
-            ValueError: the reason is registered with another effect.
-        """
-        table, name = self.table, f"{self.stage}/{reason}" if self.stage else reason
-        if name not in table.names:
-            table.names.append(name)
-            table.effects.append(effect)
-        code = table.names.index(name)
-        if (before := table.effects[code]) != effect:
-            raise ValueError(
-                f"rows that leave for {name!r} are {before}; give those that are {effect} another reason"
-            )
-        return code
+    def _reason(self, reason: str) -> str:
+        return f"{self.stage}/{reason}" if self.stage else reason
 
     def note_masks(self, rows: Tensor) -> None:
         """Note for :meth:`write` which columns mask (M,) bool `rows`, and what lengths these rows have now.

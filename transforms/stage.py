@@ -19,9 +19,9 @@ from torchrl.envs.transforms import Transform
 from .columns import TakesColumns
 from .distributed import Ranks, resolve_group, sharing
 from .entry import enter_rows, labels_in_errors
+from .fates import Effect
 from .options import describe_options, nested_key
 from .rows import Rows
-from .table import Effect
 from .tensordicts import shallow_copy
 
 T = TypeVar("T")

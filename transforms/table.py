@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from .fates import Fates
 from .ids import Ids, as_ids
 from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
 from .tensordicts import (
@@ -36,16 +37,12 @@ from .tensordicts import (
     write_column,
 )
 
-Effect = Literal["masked", "excluded", "dropped", "carried"]
-"""Effect on a row: out of the loss; out of the statistics too; out of the batch; kept for the next."""
-
 Compared = Callable[[int], Tensor]
 """A function of the number N of rows that the table then has: (N, 2) float64, how many rollouts the advantage
 compared with the row's, itself included, and the baseline ``b + δ`` or NaN."""
 
 OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns in which a batch stores the state of the table
 AHEAD = 16  # columns with more numbers per row are only read when a stage asks for them
-TRAINED = "trained"
 
 
 class Tokens(NamedTuple):
@@ -108,12 +105,7 @@ class Table:
         dtypes: dtype of each column in the batch.
         written: columns that stages have written.
         late: changes of token columns that are made when rows are gathered.
-        reason: (N,) int64, index into `names` of the first reason of each row; 0 is trained.
-        effects: effect of each reason.
-        here: (N,) bool, rows that are neither dropped nor carried.
-        index: (M,) int64, table indices of the rows that are `here`; None: all rows are.
-        in_loss: (N,) bool, rows in the loss.
-        masks_rows: a stage has taken rows out of the loss, so the batch must mask them.
+        fates: which rows are here, in the loss and in the statistics, and why the others are not.
         masked_columns: token columns in which rows must be masked.
         elsewhere: the batch has no tokens; they are masked where they are stored.
         no_lengths: the batch has no token counts either, because it was read from a dump of texts.
@@ -121,8 +113,6 @@ class Table:
             masked log-probabilities become NaN.
         into: (N,) int64, table index of the row that each row was merged into, or its own. None: no row was
             merged.
-        counted: (N,) bool, rows that are not excluded. None: no row is excluded.
-        says_who_counts: a stage may exclude rows, so the batch gets the column ``counted``.
         metrics: metrics of the stages, ``<stage>/<name>``.
         compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
@@ -142,11 +132,9 @@ class Table:
         self.dtypes: dict[Any, torch.dtype] = {}
         self.written: dict[NestedKey, Written] = {}
         self.late: list[Late] = []
-        self.names, self.effects = [TRAINED], [TRAINED]
         self.metrics: dict[str, float] = {}
         self.compared: Compared | None = None
         self.notes: dict[Any, Any] = {}
-        self.masks_rows = self.says_who_counts = False
         self.masked_columns: dict[NestedKey, None] = {}
         self.looked_up: TensorDictBase | None = None  # the batch that the next two are about
         self.absent: set[Any] = set()
@@ -166,21 +154,14 @@ class Table:
             own: slice of this rank's rows.
         """
         self.size, self.own = size, own
-        self.reason = torch.zeros(size, dtype=torch.int64)
-        self.here = self.kept = self.in_loss = torch.ones(size, dtype=torch.bool)
-        self.counted: Tensor | None = None
+        self.fates = Fates(size)
+        self.kept = self.fates.here
         self.into: Tensor | None = None
-        self.index: Tensor | None = None
         self.ids: dict[Any, tuple[tuple[Any, ...], Ids]] = {}
         self.live = self.numbers_of_rank = torch.arange(own.start, own.stop)
         self.carried: Tensor | None = None
 
     # -- rows, and the ranks that they belong to ----------------------------------------------------------
-
-    @property
-    def left(self) -> int:
-        """The number of rows that have not left."""
-        return self.size if self.index is None else len(self.index)
 
     def take(self, numbers: Tensor) -> TensorDictBase:
         """Gather rows of this rank's batch, by (n,) int64 table indices."""
@@ -212,7 +193,7 @@ class Table:
 
     def own_rows(self) -> Tensor:
         """(n,) int64: table indices of this rank's rows that have not left."""
-        return self.indices_by_rank(self.here)[self.rank]
+        return self.indices_by_rank(self.fates.here)[self.rank]
 
     def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
@@ -291,11 +272,6 @@ class Table:
             self.dtypes[key] = column.dtype
             self.columns[key] = self.from_batch(values)
 
-    def read_counted(self, counted: Tensor) -> None:
-        """Read (N,) bool from a batch that marks excluded rows."""
-        self.says_who_counts = True
-        self.counted = None if bool(counted.all()) else counted
-
     def from_batch(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
         if self.ranks is None and len(values) == self.size:
@@ -325,17 +301,13 @@ class Table:
         """
         before = dict(self.columns)
         self.batch, self.live = batch, numbers
-        self.kept = self.here
+        self.kept = self.fates.here
         self.columns = {}
         counts = [key for key in before if isinstance(key, TokenCount)]
         self.load([*(key for key in before if key not in counts), *OF_THE_TABLE], counts)
         rows = self.kept.nonzero().flatten()
-        if IN_LOSS in self.columns:
-            self.in_loss = self.in_loss & (self.columns[IN_LOSS] | ~self.kept)
-            self.masks_rows = True
-        if COUNTED in self.columns:
-            counted = self.columns[COUNTED] | ~self.kept
-            self.read_counted(counted if self.counted is None else self.counted & counted)
+        said = [self.columns[key] | ~self.kept if key in self.columns else None for key in (IN_LOSS, COUNTED)]
+        self.fates.came(*said)
         for key, old in before.items():
             new = self.columns.get(key)
             if new is None:
@@ -362,8 +334,8 @@ class Table:
 
         Values are rounded to the dtype of their column. Rows out of the loss are masked.
         """
-        batch, in_loss = self.as_decided(), self.in_loss[self.live]
-        if self.masks_rows and not bool(in_loss.all()):
+        batch, in_loss = self.as_decided(), self.fates.in_loss[self.live]
+        if self.fates.masks and not bool(in_loss.all()):
             masked = (~in_loss).to(device_of(batch))
             for key in self.masked_columns:
                 if not self.elsewhere:
@@ -376,6 +348,9 @@ class Table:
     def as_decided(self) -> TensorDictBase:
         """As :meth:`write`, but rows out of the loss are not masked."""
         self.compact()
+        return self._as_decided()
+
+    def _as_decided(self) -> TensorDictBase:
         batch = self.with_written(shallow_copy(self.batch))
         for change, numbers, _ in self.late:
             live = {name: column[self.live] for name, column in numbers.items()}
@@ -395,8 +370,8 @@ class Table:
     def decided_between(self, some: slice) -> TensorDictBase:
         """:meth:`as_decided` for a slice of the rows of the batch."""
         part = copy(self)
-        part.batch, part.live, part.index = rows_between(part.batch, some), part.live[some], None
-        return part.as_decided()
+        part.batch, part.live = rows_between(part.batch, some), part.live[some]
+        return part._as_decided()
 
     def with_written(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the columns that stages wrote into the table into `batch`, which has the rows `live`."""
@@ -411,11 +386,10 @@ class Table:
         found = dict[NestedKey, tuple[Tensor, torch.dtype, int]]()
         for key, (dtype, ndim) in self.written.items():
             found[key] = self.columns[key], dtype, ndim
-        if self.masks_rows:
-            found[IN_LOSS] = (self.in_loss, torch.bool, 1)
-        if self.says_who_counts:
-            counted = torch.ones(self.size, dtype=torch.bool) if self.counted is None else self.counted
-            found[COUNTED] = (counted, torch.bool, 1)
+        if self.fates.masks:
+            found[IN_LOSS] = (self.fates.in_loss, torch.bool, 1)
+        if self.fates.excludes:
+            found[COUNTED] = (self.fates.counts, torch.bool, 1)
         return found
 
     @contextmanager
@@ -439,13 +413,14 @@ class Table:
 
     def compact(self) -> None:
         """Gather the batch so that it only has rows that have not left."""
-        if self.index is None or torch.equal(self.kept, self.here):
+        here = self.fates.here
+        if self.fates.index is None or torch.equal(self.kept, here):
             return
-        kept = self.here[self.live].nonzero().flatten()
+        kept = here[self.live].nonzero().flatten()
         if len(kept) < len(self.live):
             there = kept.to(device_of(self.batch))
             self.batch = take_rows(self.batch, there, on_cpu=kept, shared=True)
-        self.live, self.kept = self.live[kept], self.here
+        self.live, self.kept = self.live[kept], here
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""

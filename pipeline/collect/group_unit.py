@@ -111,7 +111,7 @@ class GroupUnit(SampleUnit):
         if len(rows):
             candidates = Rows.read(columns[rows], keys=self.gate.in_keys)
             self.gate.decide(candidates.seen_by(self.gate))
-            stays = candidates.table.here.to(rows.device)
+            stays = candidates.table.fates.here.to(rows.device)
             if not bool(stays.any()):
                 raise BatchError(f"none of the drawn groups {few(group[heads])} passes the gate")
             rows, draw = rows[stays], draw[stays]

@@ -334,7 +334,9 @@ class GroupReplayBuffer:
     def _decided(self, batch: TensorDictBase) -> TensorDictBase | None:
         """The rows of a group that the recipe trains, or None."""
         run = self.pipeline.run(batch)  # type: ignore[union-attr]
-        rows = batch[(run.known_rows.table.here & run.known_rows.table.in_loss).nonzero().flatten()]
+        rows = batch[
+            (run.known_rows.table.fates.here & run.known_rows.table.fates.in_loss).nonzero().flatten()
+        ]
         return rows if len(rows) else None
 
     def _is_due(self, source: QueuedGroups, global_steps: int) -> bool:

@@ -35,7 +35,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     for name in ("status", "policy_version", "expected_rollouts"):
         if (column := first(name)) is not None and column.ndim == 1:
             found[name] = column.long()
-    counted = torch.ones(table.size, dtype=torch.bool) if table.counted is None else table.counted
+    counted = table.fates.counts
     if (collected := table.columns.get("collected reward")) is not None:
         several = flat_rows(collected.double())
         fits = keys.reward_weights is not None and len(keys.reward_weights) == several.shape[1] > 1
@@ -47,9 +47,11 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         reward, stages = table.columns[REWARD], list(run.stages.items())
         writers = [at for at, (_, stage) in enumerate(stages) if REWARD in getattr(stage, "out_keys", ())]
         later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
-        left_later = torch.tensor([name.rpartition("/")[0] in later for name in table.names])[table.reason]
+        left_later = torch.tensor([name.rpartition("/")[0] in later for name in table.fates.names])[
+            table.fates.reason
+        ]
         # It left before rollouts had one reward.
-        unseen = (reward.isnan() & ~table.here) | (~counted & ~left_later)
+        unseen = (reward.isnan() & ~table.fates.here) | (~counted & ~left_later)
         before = found.get("reward", torch.full_like(reward, float("nan")))
         found["reward"] = torch.where(unseen, before, reward)
     elif "reward" in found and (now := number("reward")) is not None:
@@ -61,17 +63,17 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     if (tokens := table.columns.get("collected tokens")) is not None:
         found["tokens"] = tokens = table.with_merged(tokens)
         now = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob), tokens)
-        found["trained_tokens"] = now * table.in_loss
+        found["trained_tokens"] = now * table.fates.in_loss
     if OF_TOKENS in table.columns:
         found["advantage"], found["advantage_size"] = table.columns[OF_TOKENS].unbind(1)
     elif (advantage := number("advantage")) is not None:
         found["advantage"] = advantage
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:
         found["peers"] = table.columns[keys.found["peers"][0]]
-    if table.counted is not None and "tokens" in found:
-        kinds = zip(table.names, table.effects, strict=True)
+    if table.fates.counted is not None and "tokens" in found:
+        kinds = zip(table.fates.names, table.fates.effects, strict=True)
         filtered = torch.tensor([kind == "excluded" and not name.endswith("/empty") for name, kind in kinds])
-        found["empty"] = (~counted & ~filtered[table.reason] & (found["tokens"] == 0)).long()
+        found["empty"] = (~counted & ~filtered[table.fates.reason] & (found["tokens"] == 0)).long()
     if "advantage" in found:
         found["compared"], found["baseline"] = _compared(run)
     found |= run.trained_at

@@ -12,10 +12,10 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
+from headrace.transforms.fates import Effect
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, IN_LOSS, LENGTH, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import Effect
 
 from .criteria import as_criterion
 

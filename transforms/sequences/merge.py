@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
+from headrace.transforms.fates import Effect
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
@@ -28,7 +29,6 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import Effect
 from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
 from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 

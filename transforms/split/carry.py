@@ -31,9 +31,9 @@ def take(table: Table, numbers: Tensor) -> TensorDictBase:
         numbers: (n,) int64, table indices.
     """
     part = copy(table)
-    part.batch, part.live, part.index = table.take(numbers), numbers, None
-    batch = leave_out(part.as_decided(), [ROW])
-    write_column(batch, REASON, as_texts([table.names[code] for code in table.reason[numbers].tolist()]))
+    part.batch, part.live = table.take(numbers), numbers
+    batch = leave_out(part._as_decided(), [ROW])
+    write_column(batch, REASON, as_texts(table.fates.reasons_of(numbers)))
     return batch
 
 
@@ -50,10 +50,10 @@ def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -
     Raises:
         BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
     """
-    table, arrived, has_masked = rows.table, rows.table.size, rows.table.masks_rows
+    table, arrived, has_masked = rows.table, rows.table.size, rows.table.fates.masks
     _append(table, carried, remainder)
-    if table.masks_rows and not has_masked:  # only carried rows are out of the loss
-        rows.on_arrival.note_masks(~table.in_loss & (torch.arange(table.size) >= arrived))
+    if table.fates.masks and not has_masked:  # only carried rows are out of the loss
+        rows.on_arrival.note_masks(~table.fates.in_loss & (torch.arange(table.size) >= arrived))
 
 
 def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
@@ -96,30 +96,19 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
     for late in table.late:
         for name, values in late.numbers.items():
             late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
-    table.here, table.kept = torch.cat([table.here, more.here]), torch.cat([table.kept, more.here])
+    table.kept = torch.cat([table.kept, more.fates.here])
     if table.into is not None:
         table.into = torch.cat([table.into, torch.arange(before, before + more.size)])
-    in_loss = more.columns.get(IN_LOSS, more.in_loss)
-    table.in_loss = torch.cat([table.in_loss, in_loss])
-    arrived = torch.ones(before, dtype=torch.bool) if table.counted is None else table.counted
-    counted = more.columns.get(COUNTED, torch.ones(more.size, dtype=torch.bool))
+    more.fates.came(*map(more.columns.get, (IN_LOSS, COUNTED)))
+    in_loss, counted = more.fates.in_loss, more.fates.counts
     told = reasons, not bool(in_loss.all()), not bool(counted.all())
     every = [told] if ranks is None else ranks.gather_objects(told)
-    table.masks_rows |= any(masked for _, masked, _ in every)
-    table.says_who_counts |= any(excluded for *_, excluded in every)
-    reasons = [name for names, *_ in every for name in names]
-    for name, is_counted in zip(reasons, counted.tolist(), strict=True):
-        if name not in table.names:  # the pipeline has changed since
-            table.names.append(name)
-            table.effects.append("masked" if is_counted else "excluded")
-    codes = torch.tensor([table.names.index(name) for name in reasons], dtype=torch.int64)
-    table.reason = torch.cat([table.reason, codes])
-    counted = torch.cat([arrived, counted])
-    table.counted = None if bool(counted.all()) else counted
+    table.fates.masks |= any(masked for _, masked, _ in every)
+    table.fates.excludes |= any(excluded for *_, excluded in every)
+    table.fates.extend([name for names, *_ in every for name in names], in_loss, counted)
     own = slice(0, more.size) if ranks is None else more.own
     table.live = torch.cat([table.live, torch.arange(before + own.start, before + own.stop)])
     table.size = before + more.size
-    table.index = None if table.index is None else table.here.nonzero().flatten()
     table.numbers_of_rank = torch.cat(
         [table.numbers_of_rank, table.live[len(table.live) - (own.stop - own.start) :]]
     )
@@ -143,7 +132,7 @@ def refuse_again(rows: Rows, unit: str) -> None:
     if rows.key(unit) is None or not rows.has(unit):
         return
     ids = rows.integers(unit, f"{unit}_id")
-    came = table.here.index_fill(0, table.carried, False)
+    came = table.fates.here.index_fill(0, table.carried, False)
     waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
     if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
         ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())

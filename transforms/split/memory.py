@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 
@@ -14,16 +14,14 @@ from headrace.transforms.rows import Rows
 
 from .carry import join, refuse_again, take, without_carried
 from .gather import OptimiserSteps
+from .permuted import Permuted
 from .resume import KnownBatch, Progress, SplitState, identifying_columns
-
-if TYPE_CHECKING:
-    from .stage import Permuted, ShuffleSplit
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Cut:
+class Remembered:
     """A batch that was cut, with what is remembered of it once all stages have accepted it."""
 
     permuted: Permuted | None = None
@@ -33,8 +31,7 @@ class Cut:
 
     def steps(self, passes: Any) -> OptimiserSteps:
         """The optimiser steps (:meth:`Permuted.steps`), whose minibatches `progress` counts."""
-        assert self.permuted is not None
-        return self.permuted.steps(passes, self.progress)
+        return cast(Permuted, self.permuted).steps(passes, self.progress)
 
 
 class SplitMemory:
@@ -56,7 +53,7 @@ class SplitMemory:
         self._progress: Progress | None = None  # of the last accepted batch
         self._earlier: list[Progress] = []  # of earlier batches that were not done when it came
 
-    def cut(self, split: ShuffleSplit, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Cut:
+    def cut(self, split: Any, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Remembered:
         """Permute a batch, with what is remembered: skip it, or join the carried rows and continue it.
 
         Args:
@@ -72,7 +69,7 @@ class SplitMemory:
         table, carries = rows.table, split.remainder == "carry"
         # 1. Before: skip a batch that is trained; else the carried rows join it.
         if skips and self._skips(split, rows):
-            return Cut()
+            return Remembered()
         if self.state.carried is not None or table.ranks is not None:
             join(rows, self.state.carried, split.remainder)
             rows = rows.seen_by(split, rows.stage)
@@ -91,9 +88,9 @@ class SplitMemory:
             kept = take(table, left) if len(left) else None
             rows.metric("carried_in", float(len(own) - len(came)))
         permuted.leave()
-        return Cut(permuted, SplitState(self.state.calls + epochs, kept), progress)
+        return Remembered(permuted, SplitState(self.state.calls + epochs, kept), progress)
 
-    def _skips(self, split: ShuffleSplit, rows: Rows) -> bool:
+    def _skips(self, split: Any, rows: Rows) -> bool:
         """Take all rows out if this batch was trained before the loaded state was saved.
 
         Raises:
@@ -124,7 +121,7 @@ class SplitMemory:
         rows.leave(torch.ones(len(rows), dtype=torch.bool), "trained_before")
         return True
 
-    def remember(self, cut: Cut) -> None:
+    def remember(self, cut: Remembered) -> None:
         """Store the state after a batch, once no stage has refused it."""
         if cut.state is None or cut.progress is None:  # skipped; given once more, it is trained
             self.restored = False

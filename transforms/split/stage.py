@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,71 +16,24 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.distributed import sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.fates import Effect
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import has_effect
 from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import Effect, Late, Reduced, Table
+from headrace.transforms.table import Reduced, Table
 from headrace.transforms.tokens import read_tokens
 
-from .gather import Columns, LossColumns, OptimiserSteps
 from .memory import SplitMemory
+from .permuted import Permuted
 from .plan import Balance, CutOptions, Oversized, Plan, draw_plans, measure_plan
-from .resume import Progress, SplitState
+from .resume import SplitState
 from .shuffle import TOGETHER, Remainder
 from .trees import Forest, Tree
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Permuted:
-    """The permutations of one batch and the plans made from them.
-
-    Attributes:
-        passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
-            the table; (N,) int64, −1: not trained.
-        plans: one per epoch, of this rank's rows, in row numbers of the table.
-        left: (N,) bool, rows that no pass trains.
-    """
-
-    rows: Rows
-    split: ShuffleSplit
-    passes: list[dict[str, Tensor]]
-    plans: list[Plan]
-    left: Tensor
-
-    def leave(self) -> None:
-        """Take out the rows that no pass trains."""
-        for reason, effect in self.split.reasons.items():
-            self.rows.name_reason(reason, effect)
-        if bool(self.left.any()):
-            reason = "carried" if self.split.remainder == "carry" else "remainder"
-            self.rows.leave(self.rows.from_arrival(self.left), reason, self.split.reasons[reason])
-
-    def steps(
-        self,
-        passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]],
-        progress: Progress | None = None,
-    ) -> OptimiserSteps:
-        """Make the optimiser steps. They gather their rows one minibatch at a time.
-
-        Args:
-            passes: per epoch: the columns that stages wrote, by row of the table; the changes that stages
-                make to gathered rows; and the batch.
-            progress: counts the minibatches that are taken.
-
-        Raises:
-            BatchError: padding rows need a loss mask or log-probability column, and the batch has neither.
-        """
-        split, rank = self.split, self.split.rank if self.split.ranks > 1 else None
-        loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
-        planned = [(plan, *of_pass) for plan, of_pass in zip(self.plans, passes, strict=True)]
-        return OptimiserSteps(
-            self.rows.table, planned, rank, loss_columns, progress, in_order=not split.shuffle
-        )
 
 
 class ShuffleSplit(
@@ -257,13 +209,13 @@ class ShuffleSplit(
         """
         options, table = self.options, rows.table
         # 1. Read what the permutations depend on: units, lengths and trees.
-        rows_of_ranks = table.indices_by_rank(table.here)
+        rows_of_ranks = table.indices_by_rank(table.fates.here)
         labels, units = self._units(rows, rows_of_ranks)
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
         if options.measures:
             lengths = rows.on_arrival.count("length")
             if self.length_key in table.masked_columns:  # masked tokens cost nothing
-                lengths = lengths * table.in_loss
+                lengths = lengths * table.fates.in_loss
             if options.max_tokens is not None and options.oversized == "raise":
                 self._refuse_oversized(table, lengths, torch.cat(rows_of_ranks))
         if options.tree != "none":
@@ -282,7 +234,7 @@ class ShuffleSplit(
         passes = [_numbers_by_row(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
         left = torch.zeros(table.size, dtype=torch.bool)
         if any(len(plan.left) for plans in by_rank for plan in plans):
-            left = table.here & (torch.stack([each["minibatch"] for each in passes]).amax(0) < 0)
+            left = table.fates.here & (torch.stack([each["minibatch"] for each in passes]).amax(0) < 0)
 
         # 3. Record the metrics of this rank's rows.
         plans, own = by_rank[table.rank], rows_of_ranks[table.rank]

@@ -1,0 +1,65 @@
+"""A batch that a split has permuted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.rows import Rows
+from headrace.transforms.table import Late
+
+from .gather import Columns, LossColumns, OptimiserSteps
+from .plan import Plan
+from .resume import Progress
+
+
+@dataclass
+class Permuted:
+    """The permutations of one batch and the plans made from them.
+
+    Attributes:
+        passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
+            the table; (N,) int64, −1: not trained.
+        plans: one per epoch, of this rank's rows, in row numbers of the table.
+        left: (N,) bool, rows that no pass trains.
+    """
+
+    rows: Rows
+    split: Any
+    passes: list[dict[str, Tensor]]
+    plans: list[Plan]
+    left: Tensor
+
+    def leave(self) -> None:
+        """Take out the rows that no pass trains."""
+        for reason, effect in self.split.reasons.items():
+            self.rows.name_reason(reason, effect)
+        if bool(self.left.any()):
+            reason = "carried" if self.split.remainder == "carry" else "remainder"
+            self.rows.leave(self.rows.from_arrival(self.left), reason, self.split.reasons[reason])
+
+    def steps(
+        self,
+        passes: Sequence[tuple[Columns, Sequence[Late], TensorDictBase]],
+        progress: Progress | None = None,
+    ) -> OptimiserSteps:
+        """Make the optimiser steps. They gather their rows one minibatch at a time.
+
+        Args:
+            passes: per epoch: the columns that stages wrote, by row of the table; the changes that stages
+                make to gathered rows; and the batch.
+            progress: counts the minibatches that are taken.
+
+        Raises:
+            BatchError: padding rows need a loss mask or log-probability column, and the batch has neither.
+        """
+        split, rank = self.split, self.split.rank if self.split.ranks > 1 else None
+        loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
+        planned = [(plan, *of_pass) for plan, of_pass in zip(self.plans, passes, strict=True)]
+        return OptimiserSteps(
+            self.rows.table, planned, rank, loss_columns, progress, in_order=not split.shuffle
+        )
