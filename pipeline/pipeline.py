@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from numbers import Integral
 from time import perf_counter
@@ -20,10 +20,8 @@ from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNam
 from headrace.transforms.distributed import (
     OtherRankError,
     RankOptions,
-    Ranks,
     SharedIds,
-    resolve_group,
-    sharing,
+    connect,
 )
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
@@ -256,20 +254,18 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Read the table of a batch and run the stages on it. Rows are gathered when they are read."""
         if not isinstance(epochs, Integral) or epochs < 1:
             raise ValueError(f"epochs must be an integer ≥ 1; got {epochs!r}")
-        stages, ranks, asked, options = dict(self.stages.items()), None, self.asked, self.rank_options
-        if options.process_group is not None:
-            ranks = Ranks(resolve_group(options.process_group), options.shared_ids, options.patience)
-        one_for_all = nullcontext() if ranks is None else sharing(ranks)
+        stages, asked, options = dict(self.stages.items()), self.asked, self.rank_options
+        ranks = connect(options.process_group, options.shared_ids, options.patience)
+        ranks.place, ranks.id_keys = "a batch", asked.ids
         with ExitStack() as locks:
-            with one_for_all, labels_in_errors(batch, list(asked.ids)):
+            with ranks.block(), labels_in_errors(batch, list(asked.ids)):
                 # 1. Read the table. A second half accepts only rows of the first half.
                 given = batch if self._half is None else check_half(batch, self._half)
                 flat, about = enter_rows(given, list(asked.ids), reader=type(self).__name__), ""
-                if ranks is not None:
-                    ranks.place, ranks.id_keys = "a batch", asked.ids
+                if ranks.size > 1:
                     about = self._same_on_all_ranks(epochs)
                 rows = None
-                if len(flat) or ranks is not None:
+                if len(flat) or ranks.size > 1:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
                     rows.table.kept_finite = None if self.masked_log_prob == "nan" else self._kept_finite()
                 if rows is None or not rows.table.size:  # no rank has a row
@@ -339,7 +335,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         """Run the split, which is the first of these names, once, and the other stages on each epoch."""
         table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
         split, weight_key = cast(ShuffleSplit, stages[name]), self._keys.weight
-        if len(table.fates) == 0 and table.ranks is None:
+        if len(table.fates) == 0 and table.ranks.size == 1:
             name_reasons(rows, name, split)
             return [], None
         with stage_in_errors(name, split, table):
@@ -411,13 +407,11 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
         if len(found) < len(numbers):
             twice = listing(map(str, found[times > 1].tolist()))
             raise BatchError(f"a stage may drop rows but not repeat them; it repeated rows {twice}")
-        stays = numbers
-        if table.ranks is not None:
-            every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
-            stays = torch.cat([each for each, _ in every])
-            known = next((columns for _, columns in every if columns is not None), None)
-            if len(batch) == 0 and known is not None:  # the stage did not run on this rank
-                batch = without_rows(known, device_of(batch))
+        every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
+        stays = torch.cat([each for each, _ in every])
+        known = next((columns for _, columns in every if columns is not None), None)
+        if len(batch) == 0 and known is not None:  # the stage did not run on this rank
+            batch = without_rows(known, device_of(batch))
         gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
         seen = rows.seen_by(stage, name)
         seen.leave(seen.from_arrival(gone), "gone")
@@ -446,7 +440,7 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
 @contextmanager
 def stage_in_errors(name: str, stage: nn.Module, table: Table | None = None) -> Iterator[None]:
     """Add a stage's name and options to errors raised inside. Others than BatchError become StageError."""
-    if table is not None and table.ranks is not None:
+    if table is not None:
         table.ranks.place = f"stage {name!r}"
     try:
         yield

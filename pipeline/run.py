@@ -143,7 +143,7 @@ class Run:
     def of_rank(self, values: Tensor) -> Tensor:
         """From (N, ...) values of the table, those of this rank's rows and of rows carried to this rank."""
         table = self.known_rows.table
-        if table.ranks is None:
+        if table.ranks.size == 1:
             return values
         return values[table.numbers_of_rank]
 

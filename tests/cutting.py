@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from headrace.transforms import ShuffleSplit
-from headrace.transforms.distributed import sharing
 
 
 class Done(NamedTuple):
@@ -24,7 +23,7 @@ class Done(NamedTuple):
 def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     """Cut a batch, with the rows that were carried behind it; with other ranks, where the split has some."""
     ranks = split._own_ranks()
-    with sharing(ranks):
+    with ranks.block():
         rows = split.read_table(batch, ranks)
         cut = split.memory.cut(split, rows.seen_by(split))
         whole = cut.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()

@@ -562,7 +562,7 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rows, "key", recorded)
         if stage.knows_the_table():
-            stage.work_on(stage.read_table(batch, None).seen_by(stage))
+            stage.work_on(stage.read_table(batch, stage._own_ranks()).seen_by(stage))
         else:
             stage(batch)
     parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}

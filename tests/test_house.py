@@ -37,6 +37,7 @@ NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").par
 NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
 GROUND = (
+    "alone",
     "columns",
     "distributed",
     "ends",

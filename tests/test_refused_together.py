@@ -10,7 +10,7 @@ import torch.distributed as dist
 from any_rank import PATIENCE, refuse_together, results_of
 
 from headrace.transforms import BatchError
-from headrace.transforms.distributed.ranks import sharing
+from headrace.transforms.distributed import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -62,5 +62,5 @@ def test_a_rank_that_cannot_reach_the_others_raises_its_own_error():
         def meet(self, error=None):
             raise dist.DistNetworkError("Connection reset by peer")
 
-    with pytest.raises(BatchError, match="group 7"), sharing(Alone()):
+    with pytest.raises(BatchError, match="group 7"), Ranks.block(Alone()):
         raise BatchError("group 7")

@@ -436,7 +436,7 @@ class CompletenessGate(
         ranks = rows.table.ranks
         own = rows.of_this_rank(rows.groups.labels)
         dispatched = self._dispatched(own) or ()
-        if ranks is not None and ranks.shared_ids != "different":
+        if ranks.shared_ids != "different":
             every = ranks.gather_objects(list(map(int, dispatched)))
             dispatched = [group for groups in every for group in groups]
             own = rows.groups.labels

@@ -375,8 +375,7 @@ class Rows:
         s = "" if len(bad) == 1 else "s"
         facts = {"ids": "", **facts} | ({} if role is None else self.facts(role))
         err = error(message + "{stamped}", found=found, count=len(bad), s=s, **facts)
-        if self.table.ranks is not None:
-            err.more = self.table.ranks.note(self.table.own.start)
+        err.more = self.table.ranks.note(self.table.own.start)
         raise err
 
     def leave(
@@ -495,11 +494,11 @@ class Rows:
 
     def of_this_rank(self, values: Tensor) -> Tensor:
         """The part of (M, ...) `values` for the rows of this rank. All of them without ranks."""
-        if self.table.ranks is None:
+        if self.table.ranks.size == 1:
             return values
         if self.index is None:
-            return self.table.part_of_rank(values, self.table.rank)
-        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.table.rank))).tolist()
+            return self.table.part_of_rank(values, self.table.ranks.rank)
+        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.table.ranks.rank))).tolist()
         return torch.cat([values[a:b] for a, b in spans])
 
     # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
@@ -870,8 +869,7 @@ class Rows:
         """
         table = Table(batch, len(batch))
         table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)
-        if ranks is not None:
-            ranks.share(table, about)
+        (ranks or table.ranks).share(table, about)
         table.fates.came(*map(table.columns.get, (IN_LOSS, COUNTED)))  # from stages that ran alone
         return cls(table, DEFAULTS)
 

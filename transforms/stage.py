@@ -16,8 +16,9 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
+from .alone import Alone
 from .columns import TakesColumns
-from .distributed import Ranks, resolve_group, sharing
+from .distributed import connect
 from .entry import enter_rows, labels_in_errors
 from .fates import Effect
 from .options import describe_options, nested_key
@@ -135,7 +136,7 @@ class BatchTransform(TakesColumns, Transform):
 
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         ranks = self._own_ranks()
-        with labels_in_errors(batch, self._id_keys()), sharing(ranks):
+        with labels_in_errors(batch, self._id_keys()), ranks.block():
             if not self.knows_the_table():
                 flat = self.enter(batch)
                 return self.apply(shallow_copy(flat)) if flat.shape.numel() else batch
@@ -148,20 +149,18 @@ class BatchTransform(TakesColumns, Transform):
         self.state_after(rows)
         return out
 
-    def _own_ranks(self) -> Ranks | None:
-        """The ranks of this transform's `process_group`; None without one."""
-        group = resolve_group(getattr(self, "process_group", None))
-        return None if group is None else Ranks(group, getattr(self, "shared_ids", None))
+    def _own_ranks(self) -> Alone:
+        """The ranks of this transform's `process_group`."""
+        return connect(getattr(self, "process_group", None), getattr(self, "shared_ids", None))
 
-    def read_table(self, batch: TensorDictBase, ranks: Ranks | None) -> Rows | None:
+    def read_table(self, batch: TensorDictBase, ranks: Alone) -> Rows | None:
         """Read the table of a batch outside a pipeline; None if no rank has rows."""
-        flat, about = self.enter(batch), ""
-        if ranks is not None:
-            named = [(getattr(self, option, None), name) for option, name in ID_OPTIONS.items()]
-            ranks.id_keys = {key: name for key, name in named if key is not None}
-            about = self.same_on_all_ranks()
-        elif flat.shape.numel() == 0:
+        named = [(getattr(self, option, None), name) for option, name in ID_OPTIONS.items()]
+        ranks.id_keys = {key: name for key, name in named if key is not None}
+        flat = self.enter(batch)
+        if ranks.size == 1 and flat.shape.numel() == 0:
             return None
+        about = self.same_on_all_ranks() if ranks.size > 1 else ""
         rows = Rows.read(flat, keys=self.in_keys, tokens=self.tokens_counted, ranks=ranks, about=about)
         return rows if rows.table.size else None
 

@@ -15,6 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from .alone import Alone
 from .fates import Fates
 from .ids import Ids, as_ids
 from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
@@ -116,7 +117,7 @@ class Table:
         metrics: metrics of the stages, ``<stage>/<name>``.
         compared: what the advantage compared each row with; None: not known.
         notes: data that a stage keeps from `decide` to `state_after`, by stage.
-        ranks: ranks that share the batch; None: this process has all rows.
+        ranks: the ranks that share the batch, or this process :class:`Alone`.
         starts: for the rows that came, and for those of an earlier batch behind them: table index of the
             first row of each rank, and the end.
         own: slice of this rank's rows.
@@ -142,8 +143,7 @@ class Table:
         self.no_lengths = not self.lacks(NO_LENGTHS) and any_row_has(batch, NO_LENGTHS)
         self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
         self.kept_finite: Tokens | None = None
-        self.ranks: Any = None
-        self.starts: list[list[int]] = []
+        self.ranks = Alone()
         self.begin(size, slice(0, size))
 
     def begin(self, size: int, own: slice) -> None:
@@ -154,6 +154,7 @@ class Table:
             own: slice of this rank's rows.
         """
         self.size, self.own = size, own
+        self.starts = [[0, size]]
         self.fates = Fates(size)
         self.kept = self.fates.here
         self.into: Tensor | None = None
@@ -176,11 +177,8 @@ class Table:
         return at.index_select(0, numbers)
 
     def indices_by_rank(self, chosen: Tensor) -> list[Tensor]:
-        """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order.
-
-        A list with one entry if no ranks share the batch.
-        """
-        if self.ranks is None:
+        """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order."""
+        if self.ranks.size == 1:
             return [chosen.nonzero().flatten()]
         return [
             torch.cat([chosen[a:b].nonzero().flatten() + a for a, b in self.spans(rank)])
@@ -193,22 +191,17 @@ class Table:
 
     def own_rows(self) -> Tensor:
         """(n,) int64: table indices of this rank's rows that have not left."""
-        return self.indices_by_rank(self.fates.here)[self.rank]
+        return self.indices_by_rank(self.fates.here)[self.ranks.rank]
 
     def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
         parts = [values[a:b] for a, b in self.spans(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    @property
-    def rank(self) -> int:
-        """The rank of this process among `ranks`."""
-        return 0 if self.ranks is None else self.ranks.rank
-
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
         rank = torch.zeros(self.size, dtype=torch.int64)
-        for number in range(0 if self.ranks is None else self.ranks.size):
+        for number in range(self.ranks.size):
             for a, b in self.spans(number):
                 rank[a:b] = number
         return rank
@@ -274,11 +267,10 @@ class Table:
 
     def from_batch(self, values: Tensor) -> Tensor:
         """Map (B, ...) values of the batch to (N, ...). Rows that left it get NaN, False or −1."""
-        if self.ranks is None and len(values) == self.size:
+        if self.ranks.size == 1 and len(values) == self.size:
             return values
         kept = self.indices_by_rank(self.kept)
-        if self.ranks is not None:
-            values = self.ranks.gather_rows(values, list(map(len, kept)))
+        values = self.ranks.gather_rows(values, list(map(len, kept)))
         column = unknown(values, self.size)
         return column.index_copy_(0, torch.cat(kept), values)
 
@@ -424,8 +416,6 @@ class Table:
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
-        if self.ranks is None and self.carried is None:
-            return self.numbers_of_rank
         numbers = torch.zeros(self.size, dtype=torch.int64)
         numbers[self.numbers_of_rank] = torch.arange(len(self.numbers_of_rank))
         return numbers

@@ -192,7 +192,7 @@ def tokens_of_all_ranks(rows: Rows, *columns: Tensor, fill: float = 0) -> list[T
         columns: (B, T) each, of one dtype.
         fill: padding of ranks whose rows are shorter.
     """
-    if rows.table.ranks is None:
+    if rows.table.ranks.size == 1:
         return list(columns)
     width = columns[0].shape[1]
     widest = int(rows.measured(width=torch.full((len(columns[0]),), width))["width"].max())

@@ -417,7 +417,7 @@ class LossWeight(
         weighed = weigh(tokens, self.unit, *ids, minibatch, self.length, inside, self.power)
         weight, total = weighed.weight, weighed.total
         if self.gradients == "mean":
-            averaged = self.ranks if rows.table.ranks is None else rows.table.ranks.size
+            averaged = self.ranks * rows.table.ranks.size
             weight, total = weight * averaged, total * averaged
         # 3. Write the weights, or multiply the advantage by them.
         dtype = self.dtype or FLOAT

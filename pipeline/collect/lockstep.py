@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms.distributed import Ranks, resolve_group, sharing
+from headrace.transforms.distributed import Ranks, resolve_group
 from headrace.transforms.options import takes_options
 
 
@@ -44,7 +44,7 @@ def on_every_rank(
     group = resolve_group(process_group)
     ranks, source = Ranks(group, patience=patience), iter(batches)
     while True:
-        with sharing(ranks):
+        with ranks.block():
             ranks.place = "the next batch of its source"
             batch = next(source, None)
             if not any(ranks.gather_objects(batch is not None)):

@@ -259,7 +259,7 @@ def make_report(
     columns["row"] = np.arange(len(columns["reason"]))
     comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]
     if (
-        comparing and run.rows.table.ranks is None
+        comparing and run.rows.table.ranks.size == 1
     ):  # of groups that are spread over ranks, a part says nothing
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}

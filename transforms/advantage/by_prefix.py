@@ -375,7 +375,7 @@ class TreeAdvantage(
         head = rollouts.spread(rollouts.max(torch.where(begins, row, -1)))
         own, home = rollouts.labels, torch.zeros_like(row)
         ranks = rows.table.ranks
-        if ranks is not None and ranks.shared_ids == "different" and self.rollout_key is not None:
+        if ranks.shared_ids == "different" and self.rollout_key is not None:
             # Each rank has its own ids, so the parent of a row is on the same rank.
             numbers = number_column(batch, self.rollout_key)
             both = torch.stack([numbers, torch.full_like(numbers, ranks.rank)], 1)

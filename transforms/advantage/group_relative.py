@@ -486,7 +486,7 @@ class GroupRelativeAdvantage(
 
     def _make_groups(self, rows: Rows) -> None:
         """Write group ids from row positions, if `without_ids` allows it and no row has a group id."""
-        if rows.table.ranks is not None:
+        if rows.table.ranks.size > 1:
             raise BatchError(
                 f"without_ids={self.without_ids!r} makes groups from row positions, which are not known "
                 "across ranks: stamp group_id where prompts are dispatched"

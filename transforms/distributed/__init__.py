@@ -2,7 +2,7 @@
 
 from .barrier import OtherRankError
 from .process_group import RankOptions, SharedIds, check_one_way, resolve_group
-from .ranks import Ranks, sharing, tell_apart
+from .ranks import Ranks, connect, tell_apart
 
 __all__ = [
     "OtherRankError",
@@ -10,7 +10,7 @@ __all__ = [
     "Ranks",
     "SharedIds",
     "check_one_way",
+    "connect",
     "resolve_group",
-    "sharing",
     "tell_apart",
 ]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.transforms.alone import Alone
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.ids import Ids
 from headrace.transforms.tensordicts import (
@@ -26,12 +27,12 @@ from headrace.transforms.tensordicts import (
 )
 
 from .barrier import Barrier, OtherRankError
-from .process_group import SharedIds
+from .process_group import SharedIds, resolve_group
 
 log = logging.getLogger(__name__)
 
 
-class Ranks:
+class Ranks(Alone):
     """The connection of this process to the other ranks that share a batch.
 
     Args:
@@ -53,6 +54,32 @@ class Ranks:
         self.place = "a batch"  # what this rank is doing, for messages
         self.refused = False  # all ranks know that the current batch is refused
         self._barrier = Barrier(group, patience)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Share the batch of a block with other ranks: an error in the block of one rank is raised on all.
+
+        Raises:
+            OtherRankError: another rank raised in its block, or did not reach its end in time.
+        """
+        lock = _LOCKS.setdefault(id(self.group), threading.RLock())
+        lock.acquire()  # several threads may share a group, which can process one batch at a time
+        try:
+            yield
+            self.place = "the end of a batch"
+            self.meet()
+        except Exception as err:
+            if not self.refused:  # tell the others; all raise the first error that was told
+                try:
+                    self.meet(error=err)
+                except OtherRankError as first:
+                    if not str(first).startswith(f"rank {self.rank}:"):
+                        raise
+                except dist.DistError as gone:  # rank 0 has the store, and may have ended after a refusal
+                    log.warning("rank %d cannot send its error to the others: %s", self.rank, gone)
+            raise
+        finally:
+            lock.release()
 
     def meet(self, about: str = "", error: BaseException | None = None) -> None:
         """Wait until all ranks are at the same place, or one of them refuses (:meth:`Barrier.meet`)."""
@@ -103,8 +130,8 @@ class Ranks:
             if key in table.columns:
                 table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
         starts = [0, *accumulate(counts)]
-        table.starts = [starts]
         table.begin(sum(counts), slice(starts[self.rank], starts[self.rank + 1]))
+        table.starts = [starts]
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
         """The columns to exchange, with their dtypes and shape per row.
@@ -198,34 +225,10 @@ def _hashed(text: str) -> int:
 _LOCKS: dict[int, Any] = {}
 
 
-@contextmanager
-def sharing(ranks: Ranks | None) -> Iterator[None]:
-    """Share the batch of a block with other ranks: an error in the block of one rank is raised on all.
-
-    Raises:
-        OtherRankError: another rank raised in its block, or did not reach its end in time.
-    """
-    if ranks is None:
-        yield
-        return
-    lock = _LOCKS.setdefault(id(ranks.group), threading.RLock())
-    lock.acquire()  # several threads may share a group, which can process one batch at a time
-    try:
-        yield
-        ranks.place = "the end of a batch"
-        ranks.meet()
-    except Exception as err:
-        if not ranks.refused:  # tell the others; all raise the first error that was told
-            try:
-                ranks.meet(error=err)
-            except OtherRankError as first:
-                if not str(first).startswith(f"rank {ranks.rank}:"):
-                    raise
-            except dist.DistError as gone:  # rank 0 has the store, and may have ended after a refusal
-                log.warning("rank %d cannot send its error to the others: %s", ranks.rank, gone)
-        raise
-    finally:
-        lock.release()
+def connect(group: Any, shared_ids: SharedIds | None = None, patience: float = 600.0) -> Alone:
+    """The ranks of a process group or its name; a process alone if it is None."""
+    group = resolve_group(group)
+    return Alone() if group is None else Ranks(group, shared_ids, patience)
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:

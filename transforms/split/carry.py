@@ -57,9 +57,9 @@ def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -
 
 
 def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
-    if carried is None and (table.ranks is None or remainder != "carry"):
+    if carried is None and (table.ranks.size == 1 or remainder != "carry"):
         return
-    if table.ranks is not None and remainder != "carry":
+    if table.ranks.size > 1 and remainder != "carry":
         raise BatchError(
             "rows were carried from an earlier batch, and ranks that share a batch can only use them "
             "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
@@ -74,13 +74,12 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
         counts = [key for key in table.columns if isinstance(key, TokenCount)]
         more.load([*(key for key in table.columns if key not in counts), *OF_THE_TABLE], counts)
     ranks, before = table.ranks, table.size
-    if ranks is not None:
-        ranks.share(more)
-        if not more.starts:  # no rank has carried rows
-            return
-        if more.batch is None:
-            more.batch = table.batch[:0]
-    if more.batch is not None and len(more.batch):
+    ranks.share(more)
+    if not more.size:  # no rank has carried rows
+        return
+    if more.batch is None:
+        more.batch = table.batch[:0]
+    if len(more.batch):
         # Columns that stages wrote are in the table, also for the carried rows.
         written = [*table.written, *OF_THE_TABLE]
         plain = leave_out(more.batch, [key for key in written if column_of(table.batch, key) is None])
@@ -102,11 +101,11 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
     more.fates.came(*map(more.columns.get, (IN_LOSS, COUNTED)))
     in_loss, counted = more.fates.in_loss, more.fates.counts
     told = reasons, not bool(in_loss.all()), not bool(counted.all())
-    every = [told] if ranks is None else ranks.gather_objects(told)
+    every = ranks.gather_objects(told)
     table.fates.masks |= any(masked for _, masked, _ in every)
     table.fates.excludes |= any(excluded for *_, excluded in every)
     table.fates.extend([name for names, *_ in every for name in names], in_loss, counted)
-    own = slice(0, more.size) if ranks is None else more.own
+    own = more.own
     table.live = torch.cat([table.live, torch.arange(before + own.start, before + own.stop)])
     table.size = before + more.size
     table.numbers_of_rank = torch.cat(
@@ -134,7 +133,7 @@ def refuse_again(rows: Rows, unit: str) -> None:
     ids = rows.integers(unit, f"{unit}_id")
     came = table.fates.here.index_fill(0, table.carried, False)
     waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
-    if table.ranks is not None and table.ranks.shared_ids == "different":  # compare this rank's own ids
+    if table.ranks.shared_ids == "different":  # compare this rank's own ids
         ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())
         own = torch.zeros_like(came).index_fill_(0, table.live, True)
         came, waiting = came & own, waiting & own

@@ -70,9 +70,8 @@ class SplitMemory:
         # 1. Before: skip a batch that is trained; else the carried rows join it.
         if skips and self._skips(split, rows):
             return Remembered()
-        if self.state.carried is not None or table.ranks is not None:
-            join(rows, self.state.carried, split.remainder)
-            rows = rows.seen_by(split, rows.stage)
+        join(rows, self.state.carried, split.remainder)
+        rows = rows.seen_by(split, rows.stage)
         own, came = table.own_rows(), without_carried(table, table.own_rows())
         cut_by = split.options.plain | {"unit": split.unit, "keys": repr(split.in_keys), "epochs": epochs}
         batch = KnownBatch(len(came), identifying_columns(table, came, split.reward_key))
@@ -103,7 +102,7 @@ class SplitMemory:
         came = KnownBatch(len(own), identifying_columns(table, own, split.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []
-        votes_of_ranks = [vote] if table.ranks is None else table.ranks.gather_objects(vote)
+        votes_of_ranks = table.ranks.gather_objects(vote)
         votes = [vote for votes in votes_of_ranks for vote in votes]
         if len(set(votes)) > 1:
             again = [rank for rank, votes in enumerate(votes_of_ranks) if True in votes]

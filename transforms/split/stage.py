@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.columns import ColumnNames
-from headrace.transforms.distributed import sharing
 from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.fates import Effect
@@ -237,7 +236,7 @@ class ShuffleSplit(
             left = table.fates.here & (torch.stack([each["minibatch"] for each in passes]).amax(0) < 0)
 
         # 3. Record the metrics of this rank's rows.
-        plans, own = by_rank[table.rank], rows_of_ranks[table.rank]
+        plans, own = by_rank[table.ranks.rank], rows_of_ranks[table.ranks.rank]
         measured = measure_plan(plans[-1], lengths, options, forest)
         measured["left"] = float(left[own].sum())
         if options.max_tokens is not None and len(plans[-1].sizes):
@@ -250,7 +249,7 @@ class ShuffleSplit(
         """Permute and gather a batch outside a pipeline. One thread at a time may use the state."""
         ranks = self._own_ranks()
         with self.memory.lock:
-            with labels_in_errors(batch, self._id_keys()), sharing(ranks):
+            with labels_in_errors(batch, self._id_keys()), ranks.block():
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
@@ -281,7 +280,7 @@ class ShuffleSplit(
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)
         labels = torch.arange(rows.table.size) if key is None else rows.on_arrival.integers(self.unit, name)
-        if ranks is None:
+        if ranks.size == 1:
             return labels, [known]
         if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):
             rank = rows.from_arrival(rows.table.rank_of_rows())
@@ -303,7 +302,7 @@ class ShuffleSplit(
         """
         rows = rows[lengths[rows] > self.max_tokens][:10]
         if len(rows):
-            note = "" if table.ranks is None else table.ranks.note(table.own.start)
+            note = table.ranks.note(table.own.start)
             raise BatchError(
                 f"rows {rows.tolist()} have {lengths[rows].tolist()} tokens, and a micro-batch may have "
                 f"max_tokens={self.max_tokens}: raise max_tokens, filter these rows before the split, or set "

@@ -1,0 +1,49 @@
+"""A process that has all rows of its batch: what a table asks of the ranks that share one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+
+class Alone:
+    """One process without others. :class:`~headrace.transforms.distributed.Ranks` does the same for several.
+
+    A table is extended by the rows of all ranks when it is read (:meth:`share`), numbers that are computed
+    from tokens are exchanged (:meth:`gather_rows`), and each rank gathers its own rows
+    (:meth:`Table.own_rows`).
+
+    Attributes:
+        size: number of ranks.
+        rank: number of this one.
+        shared_ids: whether an id on several ranks is the same unit.
+        id_keys: columns of ids, with their names for messages.
+        place: what this rank is doing, for messages.
+    """
+
+    size, rank = 1, 0
+    shared_ids: Any = None
+    id_keys: Mapping[Any, str] = {}
+    place = ""
+
+    def block(self) -> AbstractContextManager[None]:
+        """Share the batch of a block with other ranks: an error of one rank is raised on all."""
+        return nullcontext()
+
+    def share(self, table: Any, about: str = "") -> None:
+        """Extend a table by the rows of all ranks; `about` must be equal on all of them."""
+
+    def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
+        """Join (B, ...) values of the rows of each rank."""
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Exchange small objects; the result is sorted by rank."""
+        return [value]
+
+    def note(self, start: int) -> str:
+        """Explain row numbers and ids, at the end of a message."""
+        return ""
