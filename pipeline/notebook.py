@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from .tables import FittedColumn, FittedTable
 from .wording import printable
@@ -17,26 +16,17 @@ from .wording import printable
 LINES = 12  # rows that a table of columns shows; the caption counts the rest
 
 
-class StageListing:
-    """Show stages in order, each with the options that differ from their defaults."""
-
-    stages: nn.ModuleDict
-    order: list[str]
-
-    def __repr__(self) -> str:
-        lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
-        return "\n".join(["Pipeline", *lines])
-
-    def _repr_html_(self) -> str:
-        head = [FittedColumn("", right=True), *map(FittedColumn, ("stage", "class", "options"))]
-        table = FittedTable(head, "Pipeline")
-        for number, name in enumerate(self.order, start=1):
-            kind, _, options = repr(self.stages[name]).partition("(")
-            table.add(str(number), name, kind, options.removesuffix(")"))
-        return table._repr_html_()
+def pipeline_html(pipeline: Any) -> str:
+    """A pipeline as a table for a notebook."""
+    head = [FittedColumn("", right=True), *map(FittedColumn, ("stage", "class", "options"))]
+    table = FittedTable(head, "Pipeline")
+    for number, name in enumerate(pipeline.order, start=1):
+        kind, _, options = repr(pipeline.stages[name]).partition("(")
+        table.add(str(number), name, kind, options.removesuffix(")"))
+    return table._repr_html_()
 
 
-def show_pipeline(pipeline: StageListing) -> Group:
+def show_pipeline(pipeline: Any) -> Group:
     """Return a pipeline for Rich to print. Long options wrap below the stage's name.
 
     Args:

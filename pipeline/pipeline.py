@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
+from importlib import import_module
 from numbers import Integral
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, cast
@@ -36,7 +37,6 @@ from headrace.transforms.tensordicts import column_of, describe_columns, device_
 
 from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, make_halves
-from .notebook import StageListing
 from .order import arrange, check_column_names, check_order, index_of_split
 from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
 from .stage import StageError, as_module
@@ -60,7 +60,7 @@ class Epoch(NamedTuple):
     """The rows, with the token columns that the stages have changed."""
 
 
-class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
+class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
     """Run named stages in order over a batch, and record what happens to each row.
 
     Each input row is trained, or has exactly one recorded reason why it is not. The pipeline marks the rows
@@ -196,6 +196,13 @@ class Pipeline(StageListing, LastRun, BatchTransform, columns=("loss_mask", "log
     def weighs(self) -> bool:
         """Whether a stage writes loss weights. If not, they are folded into the advantage, or absent."""
         return self._keys.weight_is_written(dict(self.stages.items()))
+
+    def __repr__(self) -> str:
+        lines = [f"  {i}. {name}: {self.stages[name]!r}" for i, name in enumerate(self.order, start=1)]
+        return "\n".join(["Pipeline", *lines])
+
+    def _repr_html_(self) -> str:
+        return import_module("headrace.pipeline.notebook").pipeline_html(self)
 
     def halves(self) -> tuple[Pipeline, Pipeline]:
         """Split the pipeline for a replay buffer: one half for writing, one for sampling.

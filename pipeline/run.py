@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
@@ -22,8 +22,6 @@ from headrace.transforms.tensordicts import column_of, fill_out_of_loss, flat_ro
 from .account_keys import OF_TOKENS, TEXTS, Keys
 from .conversations import strings
 from .ledger import Ledger
-from .report import StepReport, print_report
-from .report.texts import Decode
 
 log = logging.getLogger(__name__)
 
@@ -188,11 +186,11 @@ class Run:
         self,
         *,
         step: int | None = None,
-        console: Console | None = None,
+        console: Any = None,
         solved: float = 1.0,
         batch: TensorDictBase | None = None,
-        decode: Decode | None = None,
-    ) -> StepReport:
+        decode: Callable[[list[int]], list[str]] | None = None,
+    ) -> Any:
         """Print a funnel and a table of groups, and return the report (:func:`make_report`).
 
         Args:
@@ -202,7 +200,8 @@ class Run:
             batch: the input batch, to compute the cost of its rows as prefix trees. None: not computed.
             decode: function from a list of token ids to one string for each id. None: no texts of tokens.
         """
-        return print_report(self, step=step, console=console, solved=solved, batch=batch, decode=decode)
+        options = {"step": step, "console": console, "solved": solved, "batch": batch, "decode": decode}
+        return import_module("headrace.pipeline.report").print_report(self, **options)
 
     def __repr__(self) -> str:
         return f"Run({self.ledger})"
@@ -327,13 +326,13 @@ class LastRun:
         """Metrics of the last batch (:attr:`Run.metrics`); empty before the first batch."""
         return {} if self.last_run is None else self.last_run.metrics
 
-    def report(self, **options: Any) -> StepReport:
+    def report(self, **options: Any) -> Any:
         """Print a funnel and a table of groups of the last batch, and return its report (:meth:`Run.report`).
 
         Raises:
             RuntimeError: before the first batch, and after a refused batch.
         """
-        return print_report(cast(Any, self), **options)
+        return import_module("headrace.pipeline.report").print_report(self, **options)
 
 
 class _PerThread:

@@ -227,8 +227,7 @@ _LOCKS: dict[int, Any] = {}
 
 def connect(group: Any, shared_ids: SharedIds | None = None, patience: float = 600.0) -> Alone:
     """The ranks of a process group or its name; a process alone if it is None."""
-    group = resolve_group(group)
-    return Alone() if group is None else Ranks(group, shared_ids, patience)
+    return Alone() if group is None else Ranks(resolve_group(group), shared_ids, patience)
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:

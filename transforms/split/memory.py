@@ -70,8 +70,9 @@ class SplitMemory:
         # 1. Before: skip a batch that is trained; else the carried rows join it.
         if skips and self._skips(split, rows):
             return Remembered()
-        join(rows, self.state.carried, split.remainder)
-        rows = rows.seen_by(split, rows.stage)
+        if self.state.carried is not None or table.ranks.size > 1:
+            join(rows, self.state.carried, split.remainder)
+            rows = rows.seen_by(split, rows.stage)
         own, came = table.own_rows(), without_carried(table, table.own_rows())
         cut_by = split.options.plain | {"unit": split.unit, "keys": repr(split.in_keys), "epochs": epochs}
         batch = KnownBatch(len(came), identifying_columns(table, came, split.reward_key))
