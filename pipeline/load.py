@@ -16,9 +16,9 @@ from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.columns import COLUMNS
 from headrace.transforms.distributed import SharedIds
+from headrace.transforms.empty import Empty
 from headrace.transforms.gate import OnIncomplete
 from headrace.transforms.rewards import Missing
-from headrace.transforms.rows import Empty
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, for_hydra

@@ -24,10 +24,11 @@ from headrace.transforms.distributed import (
     SharedIds,
     connect,
 )
+from headrace.transforms.empty import Empty, take_empty_out
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.options import nested_key
-from headrace.transforms.rows import Empty, Rows, column_keys, few, stage_parts
+from headrace.transforms.rows import Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.split.memory import Remembered
 from headrace.transforms.split.stage import ShuffleSplit
@@ -298,7 +299,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         # 1. The stages before the split.
         if self._takes_empty_out and self._half != "second":
-            rows.seen_by(self, "pipeline").take_empty_out(self.empty)
+            take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
         for name in self.order[:split_index]:
             self._run_stage(name, stages[name], rows)
         note_advantage(rows, keys)

@@ -38,8 +38,10 @@ NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
 GROUND = (
     "alone",
+    "checks",
     "columns",
     "distributed",
+    "empty",
     "ends",
     "entry",
     "errors",

@@ -10,6 +10,7 @@ from tensordict import NestedKey
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .checks import describe_rollout, require_identity, require_rewards, require_turns
 from .columns import ColumnNames
 from .ends import require_unseen_ends
 from .errors import BatchError
@@ -71,7 +72,7 @@ def collapse_fan_out(
     rows = Rows.of(reward=reward, rollout=rollout_id, group=group_id, turn=turn)
     if len(reward) == 0:
         return Collapsed(reward, torch.empty_like(reward, dtype=torch.bool))
-    rows.require_identity()
+    require_identity(rows)
     collapsed = collapse_column(rows, rows["reward"], reduce)
     return Collapsed(collapsed.to(reward.dtype).to(reward.device), rows.rollouts.is_first.to(reward.device))
 
@@ -81,8 +82,8 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     rollouts = rows.rollouts
     turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
     if turn is not None:
-        rows.require_turns(turn)
-    rows.require_rewards(reward, siblings_agree=how == "shared")
+        require_turns(rows, turn)
+    require_rewards(rows, reward, siblings_agree=how == "shared")
     if rollouts.n == len(reward):
         return reward
     if how in ("first", "last") and turn is not None:
@@ -92,7 +93,7 @@ def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     if how in ("shared", "first"):
         return rollouts.spread(reward.index_select(0, rollouts.first))
     if how == "last":
-        return rollouts.spread(reward[rollouts.max(torch.arange(len(reward)))])
+        return rollouts.spread(reward[rollouts.max(torch.arange(len(reward))).clamp_min(0)])
     if how == "max":
         return rollouts.spread(rollouts.max(reward))
     total = rollouts.sum(reward)
@@ -183,8 +184,7 @@ class FanOutCollapse(
 
     def decide(self, rows: Rows) -> None:
         """Write the rollouts' rewards and mark their first segments."""
-        every, rows = rows, rows.statistics  # excluded rows get 0
-        rows.require_identity()
+        require_identity(rows)
         if rows.has("done") and not rows.has(FINISHED):  # no gate has checked the ends
             require_unseen_ends(rows)
         if self.reward in ("first", "last"):
@@ -205,16 +205,14 @@ class FanOutCollapse(
         reward = value.double().reshape(len(rows), width)  # (M, K)
         missing = None if self.missing == "raise" else reward.isnan()
         if missing is not None:
-            of = rows.rollouts.with_excluded
             rows.require(
-                (missing[of.spread(of.first)] == missing).all(1),
+                (missing[rows.rollouts.spread(rows.rollouts.first)] == missing).all(1),
                 "a missing reward (NaN) must be missing on all segments of its rollout; found {found}",
-                lambda row: rows.segments(row, reward),
+                lambda row: describe_rollout(rows, row, reward),
             )
             if self.missing == "mask":
                 none = missing.all(1)
-                every.leave(every.from_statistics(none), "no_reward", "excluded")
-                rows, reward, missing = every.statistics, reward[~none], missing[~none]
+                rows.leave(none if rows.counted is None else none & rows.counted, "no_reward", "excluded")
             reward = reward.masked_fill(missing, 0.0)
         rewards = torch.stack([collapse_column(rows, column, self.reward) for column in reward.unbind(1)], 1)
         dtype = rows.table.dtypes.get(self.reward_key, torch.float64)
@@ -232,11 +230,14 @@ class FanOutCollapse(
         rewards = rewards.to(dtype)
         total = rewards[:, 0] if REWARDS not in self.out_keys else weighted_reward(rewards, self.weights)
         total = total.double()
-        every.put(REWARD, every.from_statistics(total), dtype=dtype, ndim=1)
+        if rows.counted is not None:  # excluded rows get 0
+            total = total.masked_fill(~rows.counted, 0.0)
+            rewards = rewards.masked_fill(~rows.counted[:, None], 0.0)
+        rows.put(REWARD, total, dtype=dtype, ndim=1)
         if REWARDS in self.out_keys:
-            every.put(REWARDS, every.from_statistics(rewards.double()), dtype=dtype, ndim=2)
+            rows.put(REWARDS, rewards.double(), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
-        every.put(IS_FIRST_SEGMENT, every.from_statistics(first), dtype=torch.bool, ndim=1)
+        rows.put(IS_FIRST_SEGMENT, first, dtype=torch.bool, ndim=1)
         own = rows.of_this_rank(total)[rows.of_this_rank(first)]
         rows.metric("rollouts", len(own))
         rows.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))

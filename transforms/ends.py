@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import describe_rollout
 from .ids import Ids
 from .rows import Rows
 from .schema import EXPECTED_SEGMENTS
@@ -66,7 +67,7 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         BatchError: a rollout has too many beginnings or ends, or rows after its end; the message lists them.
     """
     done, begins, segment, expected = ends
-    rollouts = rows.rollouts.with_excluded
+    rollouts = rows.rollouts
     piece = rollouts if segment is None else rollouts.paired_with(Ids(segment))
     if begins is not None:
         begun = piece.spread(piece.sum(begins))
@@ -77,13 +78,13 @@ def require_ends(rows: Rows, ends: Ends) -> None:
             "same id? The rewards of both attempts would be added up. {workers}. If segments have "
             "their own beginnings, such as those of sub-agents, give the batch a column expected_segments, "
             "or set segment_key of the gate",
-            lambda row: rows.segments(row, begins),
+            lambda row: describe_rollout(rows, row, begins),
         )
     if expected is not None:
         rows.require(
             (expected >= 1) & (rollouts.spread(rollouts.min(expected)) == expected),
             "expected_segments must be one number ≥ 1 per rollout; found {found}",
-            lambda row: rows.segments(row, expected),
+            lambda row: describe_rollout(rows, row, expected),
         )
     require_single_ends(rows, ends)
     last = torch.zeros(piece.n, dtype=torch.int64).scatter_reduce_(
@@ -98,7 +99,7 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         "a rollout ends with its last row; found rows after the end (True) in {found}. Are ids reused by "
         "two workers? {workers}. If the rows are in another order, set segment_key to the column "
         "that numbers them",
-        lambda row: rows.segments(row, done),
+        lambda row: describe_rollout(rows, row, done),
     )
 
 
@@ -109,10 +110,10 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
         BatchError: a rollout has more ends; the message lists its rows.
     """
     done, _, segment, expected = ends
-    rollouts = rows.rollouts.with_excluded
+    rollouts = rows.rollouts
 
     def describe(row: int) -> str:
-        return rows.segments(row, done)
+        return describe_rollout(rows, row, done)
 
     if expected is not None:
         rows.require(

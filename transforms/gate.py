@@ -11,12 +11,14 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .checks import require_identity
 from .columns import ColumnNames
+from .empty import Empty, take_empty_out
 from .ends import Ends, finished, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .fates import Effect
 from .options import above_zero, at_least, takes_options
-from .rows import Empty, Rows, few
+from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status
 from .stage import BatchTransform
 
@@ -64,8 +66,8 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         BatchError: a rollout is in two groups or has wrong ends, a status is unknown, the expected number
             differs within a group or from `group_size`, or a group has more rollouts than expected.
     """
-    rollouts, groups = rows.rollouts.with_excluded, rows.groups.with_excluded
-    rows.require_identity()
+    rollouts, groups = rows.rollouts, rows.groups
+    require_identity(rows)
     if ends is not None:
         require_ends(rows, ends)
     lost = torch.zeros(rollouts.n, dtype=torch.bool)
@@ -242,7 +244,7 @@ def describe_group(rows: Rows, row: int, status: Tensor | None, presence: Presen
 def shared_ids(rows: Rows, presence: Presence) -> str:
     """A hint that rollout ids may be repeated: a group lacks ids, and two of its rows share one."""
     groups, rollouts = rows.groups, rows.rollouts
-    ids = torch.bincount(groups.of[rollouts.with_excluded.first], minlength=groups.n)
+    ids = torch.bincount(groups.of[rollouts.first], minlength=groups.n)
     size = torch.bincount(groups.of, minlength=groups.n)
     suspect = groups.spread((ids < presence.expected) & (ids < size)).nonzero().flatten()
     of = rollouts.of[suspect]
@@ -369,6 +371,7 @@ class CompletenessGate(
 
     def decide(self, rows: Rows) -> None:
         """Take out or refuse incomplete groups."""
+        rows = rows.with_excluded  # a rollout is present also if it is out of the statistics
         # 1. Count the present rollouts of each group. Without a rollout_key each row is a whole rollout.
         ends = self._ends(rows) if self.rollout_key is not None and rows.has("done") else None
         status = rows.status
@@ -379,7 +382,7 @@ class CompletenessGate(
                 **rows.facts("expected"),
             )
         presence = count_present(rows, self.group_size, ends, status)
-        rollouts, groups = rows.rollouts.with_excluded, rows.groups.with_excluded
+        rollouts, groups = rows.rollouts, rows.groups
         incomplete = presence.have < presence.expected
         without_rows = [] if self.expected_groups is None else self._groups_without_rows(rows)
 
@@ -405,7 +408,7 @@ class CompletenessGate(
         rows.leave(groups.spread(dropped) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")
-        rows.take_empty_out(self.empty)
+        take_empty_out(rows, self.empty)
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))

@@ -7,7 +7,6 @@ Ids are labels, in any order and with any gaps. They are never used to index. :c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cached_property
 from hashlib import blake2b
 
@@ -219,29 +218,19 @@ class Ids:
 
     @cached_property
     def first(self) -> Tensor:
-        """(n,) int64, index of the first row of each id that counts; M if none counts."""
+        """(n,) int64, index of the first row of each id that counts; the last of all rows if none counts."""
         rows = torch.arange(len(self.labels), device=self.labels.device)
         if self.counts is None and self.n == len(rows):
             return rows if self.ascending else torch.empty_like(rows).scatter_(0, self.of, rows)
-        return self.min(rows).clamp_max(len(rows))
+        return self.min(rows).clamp_max(len(rows) - 1)
 
     @cached_property
     def is_first(self) -> Tensor:
         """(M,) bool: True on the first row of each id that counts."""
         if self.counts is None and self.n == len(self.labels):
             return torch.ones_like(self.labels, dtype=torch.bool)
-        return self.spread(self.first) == torch.arange(len(self.labels), device=self.labels.device)
-
-    @property
-    def with_excluded(self) -> Ids:
-        """The same ids, where excluded rows count as well."""
-        if self.counts is None:
-            return self
-        same = copy(self)
-        same.counts = None
-        for name in ("count", "first", "is_first"):
-            same.__dict__.pop(name, None)
-        return same
+        first = self.spread(self.first) == torch.arange(len(self.labels), device=self.labels.device)
+        return first if self.counts is None else first & self.counts
 
     def paired_with(self, other: Ids) -> Ids:
         """The ids of pairs: two rows get the same id if both of their ids are equal."""

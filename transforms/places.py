@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks import require_turns
 from .ids import Ids
 from .rows import Rows
 from .schema import SEGMENTS
@@ -20,20 +21,20 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
     rows.ids("rollout", checked=checked)
     everyone, turn = rows.on_arrival, None
     if rows.key("turn") is not None:
-        rows.require_turns(rows.integers("turn", "turn"))
+        require_turns(rows.with_excluded, rows.integers("turn", "turn"))
         turn = everyone.integers("turn", "turn")
-    rollouts = everyone.ids("rollout", checked=False).with_excluded
+    rollouts = everyone.ids("rollout", checked=False)
     whole = torch.ones(rollouts.n, dtype=torch.bool)
     if rows.has(SEGMENTS):
         whole = rollouts.max(everyone[SEGMENTS]) <= rollouts.count
     if rows.table.into is not None:
         whole = whole & ~rollouts.any(rows.table.into != torch.arange(rows.table.size))
-    _require(
-        rows,
+    rows.require(
         rows.from_arrival(rollouts.spread(whole)),
         f"{rows.reader} needs the index of each row in its rollout; found {{found}}, of which rows were "
         "merged, or dropped by a stage outside this pipeline. Put it before that stage, use mask or exclude, "
         "or drop whole rollouts (unit='rollout'). Rows that are dropped within a pipeline keep their indices",
+        lambda row: f"rollout {rows.name('rollout', row)}",
     )
     return rollouts, rollouts.positions(turn)
 
@@ -47,16 +48,10 @@ def require_edge(rows: Rows, which: str) -> None:
     """
     rollouts, place = places_on_arrival(rows)
     edge = place == (0 if which == "first" else rollouts.spread(rollouts.count) - 1)
-    here = rows.to_arrival(torch.ones(len(rows), dtype=torch.bool))
-    _require(
-        rows,
+    here = rows.to_arrival(torch.ones(len(rows), dtype=torch.bool) if rows.counted is None else rows.counted)
+    rows.require(
         rows.from_arrival(rollouts.spread(rollouts.any(edge & here))),
         f"the reward of a rollout is that of its {which} segment, but this segment was taken out of "
         "{found} and others stay. Take whole rollouts out (unit='rollout'), or mask the row",
+        lambda row: f"rollout {rows.name('rollout', row)}",
     )
-
-
-def _require(rows: Rows, ok: Tensor, message: str) -> None:
-    """Refuse the batch if (M,) bool `ok` is False for a row that is not excluded."""
-    ok = ok if rows.counted is None else ok | ~rows.counted
-    rows.require(ok, message, lambda row: f"rollout {rows.name('rollout', row)}")

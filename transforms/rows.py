@@ -12,6 +12,9 @@ rollout in the statistics (``rows.voters``), and numbers that were computed from
 It refuses the batch (``require``), takes rows out (``leave``), writes columns (``put``) and records numbers
 of the batch (``metric``). It declares the roles that it reads as `columns`, and then has their keys.
 
+An excluded row trains nothing and enters no statistic, so ``require`` and the sums of ``rows.groups`` and
+``rows.rollouts`` skip it. In the view ``rows.with_excluded`` it is checked and counts like any other row.
+
 >>> from tensordict import TensorDict
 >>> from headrace.transforms import BatchTransform, Criterion
 >>> class AboveMiddle(BatchTransform, columns=("reward", "group", "rollout", "advantage")):
@@ -48,17 +51,16 @@ fan-out, ranks and checks.
 
 >>> above_smallest = lambda g, formula: g.reward - g.spread(g.smallest)  # spread: (P,) per group to (V,)
 
-A view keeps its rows when some of them leave. The next stage gets a new view without these rows. Only the
-statistics of a view (``rows.statistics``, ``rows.voters``) lose rows that it excludes, and at once.
+A view keeps its rows when some of them leave. The next stage gets a new view without these rows. Rows that
+a view excludes are skipped at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from math import isfinite
 from operator import is_
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -83,7 +85,7 @@ from .schema import (
     no_lengths,
     not_written,
 )
-from .table import AHEAD, OF_THE_TABLE, Late, Reduced, Table, TokenCount, Written, sources_of
+from .table import AHEAD, OF_THE_TABLE, Late, Table, TokenCount, Written
 from .tensordicts import (
     ATTENTION,
     PROMPT,
@@ -95,12 +97,10 @@ from .tensordicts import (
     number_of,
     parts_of,
     read_packed,
-    same_column,
     shallow_copy,
     write_column,
 )
 
-Empty = Literal["exclude", "count", "raise"]
 _NAMES = {"group": "group_id", "rollout": "rollout_id"}  # names of the id columns in messages
 DESCRIBED = 100  # most rows that an error describes
 
@@ -108,20 +108,19 @@ DESCRIBED = 100  # most rows that an error describes
 class Rows:
     """A view of the table: the rows that a stage sees, with columns under the names that the stage uses.
 
-    M is the number of rows of this view, N ≥ M ≥ S ≥ V, and N ≥ B. To convert values of other rows to the M
-    rows and back, use:
+    M is the number of rows of this view, N ≥ M ≥ V, and N ≥ B. To convert values of other rows to the M rows
+    and back, use:
 
-    ======================================================= ======================= =====================
-    of                                                      to the M rows           from the M rows
-    ======================================================= ======================= =====================
-    the N rows of the table (:attr:`on_arrival`)            :meth:`from_arrival`    :meth:`to_arrival`
-    the S rows that are not excluded (:attr:`statistics`)   :meth:`from_statistics` :meth:`to_statistics`
-    the V first rows of their rollouts (:attr:`voters`)     :meth:`from_voters`     :meth:`to_voters`
-    the B rows of this rank's batch                         :meth:`from_batch`      :meth:`to_batch`
-    ======================================================= ======================= =====================
+    =================================================== ==================== ==================
+    of                                                  to the M rows        from the M rows
+    =================================================== ==================== ==================
+    the N rows of the table (:attr:`on_arrival`)        :meth:`from_arrival` :meth:`to_arrival`
+    the V first rows of their rollouts (:attr:`voters`) :meth:`from_voters`  :meth:`to_voters`
+    the B rows of this rank's batch                     :meth:`from_batch`   :meth:`to_batch`
+    =================================================== ==================== ==================
 
-    :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`measure` and
-    :meth:`reduce` also keep it as a column of the table.
+    :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`measure` also
+    keeps it as a column of the table.
 
     Args:
         table: the table, which all views share.
@@ -130,6 +129,7 @@ class Rows:
         stage: name of the stage in the pipeline; a prefix of its reasons and metrics.
         index: (M,) int64, table indices of the rows of this view; None: all rows.
         declared: roles whose key the stage has an option for; None: not known.
+        all_count: excluded rows count and are checked like the others.
 
     Example:
         >>> from tensordict import TensorDict
@@ -151,9 +151,10 @@ class Rows:
         stage: str = "",
         index: Tensor | None = None,
         declared: Collection[str] | None = None,
+        all_count: bool = False,
     ):
         self.table, self.names, self.reader, self.stage, self.index = table, names, reader, stage, index
-        self.declared = declared
+        self.declared, self.all_count = declared, all_count
 
     # -- columns -------------------------------------------------------------------------------------------
 
@@ -325,8 +326,8 @@ class Rows:
             raise self.missing(role)
         # Numbering ids costs a sort. So the table keeps those of its rows, and those of the last other view,
         # until something that they were made from is another object.
-        made_from = table.columns.get(key), self.index, table.fates.counted, table.size
-        slot = key, self.index is table.fates.index
+        made_from = table.columns.get(key), self.index, self.all_count or table.fates.counted, table.size
+        slot = key, self.all_count, self.index is table.fates.index
         before, ids = table.ids.get(slot, (made_from, None))
         if ids is None or not all(map(is_, before, made_from)):
             labels = torch.arange(len(self)) if key is None else as_ids(self.number(role), f"{role}_id")
@@ -348,7 +349,7 @@ class Rows:
         role: Any = None,
         **facts: Any,
     ) -> None:
-        """Refuse the batch unless (M,) bool `ok` is True for all rows.
+        """Refuse the batch unless (M,) bool `ok` is True for all rows that are not excluded.
 
         Args:
             ok: one bool per row of this view.
@@ -367,6 +368,10 @@ class Rows:
         """
         if bool(ok.all()):
             return
+        if (counted := self.counted) is not None:
+            ok = ok | ~counted
+            if bool(ok.all()):
+                return
         bad = (~ok).nonzero().flatten().tolist()
         describe = describe or (lambda row: f"row {self.at(row)}")
         found = listing(dict.fromkeys(map(describe, bad[:DESCRIBED])))
@@ -405,8 +410,7 @@ class Rows:
             return
         fates.leave(self.to_arrival(rows), name, effect)
         if effect == "excluded":
-            for known in ("statistics", "voters"):  # computed again, from the new `fates.counted`
-                self.__dict__.pop(known, None)
+            self.__dict__.pop("voters", None)  # made again, from the new `fates.counted`
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
@@ -439,28 +443,16 @@ class Rows:
             column[~self.counted] = 0
         return column
 
-    @cached_property
-    def statistics(self) -> Rows:
-        """A view of the rows that are in the statistics, which are those that are not excluded."""
-        return self if self.counted is None else self.where(self.counted)
-
-    def to_statistics(self, values: Tensor) -> Tensor:
-        """Map (M, ...) values of this view to (S, ...) values of :attr:`statistics`."""
-        return values if self.statistics is self else values[self.counted]
-
-    def from_statistics(self, values: Tensor) -> Tensor:
-        """Map (S, ...) values of :attr:`statistics` to (M, ...) values of this view, 0 on excluded rows."""
-        if self.statistics is self:
-            return values
-        column = values.new_zeros(len(self), *values.shape[1:])
-        column[self.counted] = values
-        return column
-
     @property
     def counted(self) -> Tensor | None:
-        """(M,) bool: True at the rows of :attr:`statistics`; None: at all rows."""
-        counted = self.table.fates.counted
+        """(M,) bool: rows that are in the statistics, so not excluded; None: all rows are."""
+        counted = None if self.all_count else self.table.fates.counted
         return None if counted is None else self.from_arrival(counted)
+
+    @property
+    def with_excluded(self) -> Rows:
+        """The same rows, where excluded rows count and are checked like the others."""
+        return self if self.counted is None else self._view(self.index, all_count=True)
 
     @property
     def in_loss(self) -> Tensor:
@@ -469,10 +461,8 @@ class Rows:
 
     @property
     def on_arrival(self) -> Rows:
-        """A view of all rows of the table, including rows that have left."""
-        if self.index is None:
-            return self
-        return Rows(self.table, self.names, self.reader, self.stage, declared=self.declared)
+        """A view of all rows of the table: also those that have left, and excluded ones count."""
+        return self.with_excluded if self.index is None else self._view(None, all_count=True)
 
     def from_arrival(self, values: Tensor) -> Tensor:
         """Map (N, ...) values of :attr:`on_arrival` to (M, ...) values of this view."""
@@ -484,13 +474,15 @@ class Rows:
             return values
         return values.new_zeros(self.table.size, *values.shape[1:]).index_copy_(0, self.index, values)
 
-    def where(self, chosen: Tensor) -> Rows:
-        """A view of the rows where (M,) bool `chosen` is True."""
-        if bool(chosen.all()):
+    def where(self, chosen: Tensor | None) -> Rows:
+        """A view of the rows where (M,) bool `chosen` is True; None: of all."""
+        if chosen is None or bool(chosen.all()):
             return self
         rows = chosen.nonzero().flatten()
-        index = rows if self.index is None else self.index[rows]
-        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared)
+        return self._view(rows if self.index is None else self.index[rows], self.all_count)
+
+    def _view(self, index: Tensor | None, all_count: bool) -> Rows:
+        return Rows(self.table, self.names, self.reader, self.stage, index, self.declared, all_count)
 
     def of_this_rank(self, values: Tensor) -> Tensor:
         """The part of (M, ...) `values` for the rows of this rank. All of them without ranks."""
@@ -506,24 +498,20 @@ class Rows:
     @property
     def lengths(self) -> Tensor:
         """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
-        return self._as_arrived(self.count("loss_mask"))
+        return self.count("loss_mask", arrived=True)
 
     @property
     def masked_tokens(self) -> Tensor:
         """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
         return self.count("loss_mask") * self.in_loss
 
-    @property
-    def loss_tokens(self) -> Tensor:
-        """(M,) int64: tokens in the loss mask with a finite log-probability; 0 for rows out of the loss."""
-        return self.count("loss_mask", finite=True) * self.in_loss
-
-    def count(self, role: str, *, finite: bool = False) -> Tensor:
+    def count(self, role: str, *, finite: bool = False, arrived: bool = False) -> Tensor:
         """(M,) int64: number of True entries in each row of a token mask, dense or ragged.
 
         Args:
             role: of the mask.
             finite: count only tokens with a finite log-probability.
+            arrived: rows that a stage has masked get the count that they had before.
 
         Raises:
             MissingKeyError: the mask is missing.
@@ -536,40 +524,11 @@ class Rows:
             if finite and not self.table.no_lengths:
                 raise no_loss_mask(self.table.batch, count.mask)
             raise self.missing(role)
-        return self.from_arrival(self.table.columns[count])
-
-    def _as_arrived(self, tokens: Tensor) -> Tensor:
-        """(M,) token counts. Rows that a stage has masked get the count that they had before."""
-        if LENGTH not in self.table.columns:
+        tokens = self.from_arrival(self.table.columns[count])
+        if not arrived or LENGTH not in self.table.columns:
             return tokens
         before = self[LENGTH]
         return torch.where(before < 0, tokens, before)
-
-    def reduce(self, role: Any, number: Callable[[Tensor], Tensor], *, name: str, option: str = "") -> Tensor:
-        """(M,): reduce a column of any width to one number per row, on its device.
-
-        Args:
-            role: role or key of the column.
-            number: a function (B, ...) → (B,). It is called with (1, ...) for each row of ragged columns.
-            name: name of the result, under which the table keeps it.
-            option: name of the column's option in messages.
-
-        Raises:
-            MissingKeyError: the column is missing.
-        """
-        key = self.key(role)
-        if self.table.is_late(key):
-            self.table.settle()
-        made = Reduced(name, key)
-        if made in self.table.columns:
-            return self[made]
-        column = column_of(self.table.batch, key)
-        if column is None:
-            raise self.missing(role, option)
-        ragged = isinstance(column, list)
-        return self.measure(
-            made, torch.cat([number(row[None]) for row in column]) if ragged else number(column)
-        )
 
     def measure(self, name: Any, values: Tensor) -> Tensor:
         """Make a table column of numbers that were computed from tokens: one device read and one exchange.
@@ -620,31 +579,6 @@ class Rows:
         """Map (M, ...) values of this view to (B, ...) for the rows of :meth:`tokens`, on their device."""
         return self.of_this_rank(values).to(device_of(self.table.batch))
 
-    def accept(self, batch: TensorDictBase) -> None:
-        """Take the batch that a token-level stage made from :meth:`tokens`.
-
-        Columns and token counts that the stage has changed are read again when they are needed.
-
-        Args:
-            batch: TensorDict of all rows of :meth:`tokens`, or of those that have not left.
-
-        Raises:
-            BatchError: the batch has another number of rows.
-        """
-        table, before = self.table, self.table.batch
-        live = table.live[table.fates.here[table.live]]
-        if len(batch) == len(live):
-            table.live, table.kept = live, table.fates.here
-        elif len(batch) != len(table.live):
-            raise BatchError(
-                f"a stage must return the {len(live)} rows that have not left; it returned {len(batch)}. "
-                "Take rows out with rows.leave"
-            )
-        table.batch = batch
-        in_table = {key for key in table.written if column_of(batch, key) is None}
-        read = {key for column in table.columns for key in sources_of(column)} - in_table
-        table.forget({key for key in read if not same_column(before, batch, key)})
-
     def when_gathered(
         self,
         change: Callable[[TensorDictBase, dict[str, Tensor]], None],
@@ -663,32 +597,6 @@ class Rows:
         """
         every = {name: self.to_arrival(values) for name, values in numbers.items()}
         self.table.late.append(Late(change, every, tuple(writes)))
-
-    @property
-    def advantage_dtype(self) -> torch.dtype | None:
-        """The dtype of the advantage, per row or per token; None: the batch has no advantage."""
-        key, batch = self.key("advantage"), self.table.batch
-        if self.table.is_late(key):  # compute one row: the others will have the same dtype
-            self.table.compact()
-            batch = self.table.decided_between(slice(1))
-        elif key in self.table.columns:
-            return self.dtype("advantage")
-        column = column_of(batch, key)
-        if column is None:
-            return None
-        return column[0].dtype if isinstance(column, list) else column.dtype
-
-    # -- checks that several stages share ------------------------------------------------------------------
-
-    def require_size(
-        self, values: Tensor, most: float, message: str, describe: Callable[[int], str] | None = None
-    ) -> None:
-        """:meth:`require` (M,) values of at most this size, and no NaN."""
-        if not len(values):
-            return
-        low, high = values.aminmax()
-        if not -most <= float(low) <= float(high) <= most:
-            self.require(values.abs() <= most, message, describe)
 
     def require_set(
         self, ids: Ids | Tensor, name: str, why: str, *, who: str = "every row", needed: Tensor | None = None
@@ -713,101 +621,6 @@ class Rows:
             ids=name,
         )
 
-    def require_identity(self) -> None:
-        """Require that all ids are set and that each rollout belongs to one group.
-
-        Raises:
-            BatchError: an id is missing, or a rollout is in several groups; the message lists the ids.
-        """
-        rollouts = self.rollouts
-        if self.key("group") is None:
-            return
-        groups = self.groups.labels
-        if rollouts.n == len(groups):
-            return
-        group_of_rollout = rollouts.with_excluded.spread(rollouts.with_excluded.min(groups))
-
-        def describe(row: int) -> str:
-            segments = rollouts.of == rollouts.of[row]
-            numbers = few([self.at(int(i)) for i in segments.nonzero().flatten()])
-            found = few(groups[segments].unique())
-            return f"rollout {self.name('rollout', row)} in groups {found} (rows {numbers})"
-
-        fewer = rollouts.n < self.groups.n
-        self.require(
-            group_of_rollout == groups,
-            "a rollout belongs to one group; found {found}. "
-            + "Are group ids and rollout ids swapped? " * fewer
-            + "Are ids reused? {workers}",
-            describe,
-        )
-
-    def require_rewards(self, reward: Tensor, *, siblings_agree: bool) -> None:
-        """Require finite rewards (M,) and, with `siblings_agree`, one reward on all segments of a rollout.
-
-        Raises:
-            BatchError: a reward is not finite, or the segments of a rollout differ; the message lists the
-                rows.
-        """
-        if not isfinite(reward.sum().item()):  # else each reward is finite
-            self.require(
-                torch.isfinite(reward),
-                "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
-                "{collapse/missing=mask}{infinite}",
-                lambda row: (
-                    f"{float(reward[row])} at row {self.at(row)} (rollout {self.name('rollout', row)})"
-                ),
-            )
-        if siblings_agree and self.rollouts.n < len(reward):
-            self.require(
-                self.rollouts.spread(reward[self.rollouts.first]) == reward,
-                "all segments of a rollout must have the same reward; found {found}. If each segment has its "
-                "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
-                lambda row: self.segments(row, reward),
-            )
-
-    def require_turns(self, turn: Tensor) -> None:
-        """Require that no two segments of a rollout have the same turn (M,).
-
-        Raises:
-            BatchError: two segments have the same turn; the message lists the rows.
-        """
-        self.require(
-            self.rollouts.with_excluded.paired_with(Ids(turn)).is_first,
-            "the segments of a rollout must have different turns; found {found}",
-            lambda row: self.segments(row, turn),
-        )
-
-    def take_empty_out(self, empty: Empty) -> None:
-        """Exclude the rollouts of which no row arrived with a finite log-probability in the loss mask.
-
-        If the batch does not say which tokens train, no rollout is empty.
-
-        Raises:
-            BatchError: `empty` is ``raise`` and a rollout is empty. The message lists the rollouts.
-        """
-        table, count = self.table, TokenCount(self.key("loss_mask"), self.key("log_prob"))
-        if empty == "count":
-            return
-        table.load(tokens=[count])
-        if count not in table.columns:
-            return
-        nothing = self._as_arrived(self.from_arrival(table.columns[count])) == 0
-        if bool(nothing.any()):
-            if self.has("rollout"):  # else each row is a rollout
-                rollouts = self.ids("rollout", checked=False).with_excluded
-                nothing = rollouts.spread(rollouts.all(nothing))
-            nothing = nothing & self.from_arrival(table.fates.here)
-        if empty == "raise":
-            self.require(
-                ~nothing,
-                "each rollout needs at least one token in the loss; found none in {found}. Its reward would "
-                "change the baseline of its group, but the rollout would not train. Was its response cut off "
-                "or masked? Set {empty=exclude} to leave it out of the statistics",
-                lambda row: f"rollout {self.name('rollout', row)}",
-            )
-        self.leave(nothing, "empty", "excluded", mask_tokens=False)
-
     # -- what messages say ---------------------------------------------------------------------------------
 
     def at(self, row: int) -> int:
@@ -817,13 +630,6 @@ class Rows:
     def name(self, role: str, row: int) -> str:
         """The id of row i of this view as text; its row number if the batch has no such ids."""
         return str(int(self[role][row]) if self.has(role) else self.at(row))
-
-    def segments(self, row: int, values: Tensor) -> str:
-        """Describe the rollout of row i of this view: all its rows, with their (M,) `values`."""
-        of = self.rollouts.of
-        rows = (of == of[row]).nonzero().flatten()
-        numbers = rows if self.index is None else self.index[rows]
-        return f"rollout {self.name('rollout', row)} (rows {few(numbers)}: {few(values[rows])})"
 
     def missing(self, role: Any, option: str = "") -> MissingKeyError:
         """Make the error for a missing column: it lists the columns of the batch and the option to set."""
@@ -906,7 +712,7 @@ class Rows:
         """
         segments = None
         if self.table.fates.index is not None and self.has("rollout"):
-            rollouts = self.on_arrival.ids("rollout", checked=False).with_excluded
+            rollouts = self.on_arrival.ids("rollout", checked=False)
             had, left = rollouts.count, rollouts.sum(self.table.fates.here)
             if self.has(SEGMENTS):
                 had = torch.maximum(had, rollouts.max(self.on_arrival[SEGMENTS]))
@@ -967,17 +773,6 @@ class Rows:
             else:
                 lengths = torch.where(rows, tokens, -1)
             self.put(LENGTH, lengths, ndim=1, fill=-1)
-
-    def ask(self, criterion: Callable[[TensorDictBase], Any]) -> Any:
-        """(M,) bool: the result of a user's criterion, which gets the batch with all decisions so far.
-
-        A result that is not one bool per row is returned as it is, for the caller to refuse.
-        """
-        batch = self.write()
-        # A user's function may not expect a rank without rows.
-        keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
-        fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(self.table.live)
-        return self.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
 
 
 def stage_parts(stage: Any) -> list[Any]:

@@ -202,7 +202,7 @@ class _LengthShaping(_RewardShaping):
 
     def rollout_lengths(self, rows: Rows) -> Tensor:
         """(M,) int64: tokens of each row's rollout, over all its rows."""
-        rollouts = rows.ids("rollout", checked=False).with_excluded
+        rollouts = rows.with_excluded.ids("rollout", checked=False)
         rows.require(
             rollouts.labels >= 0,
             "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up",

@@ -120,7 +120,7 @@ class BatchTransform(TakesColumns, Transform):
     def work_on(self, rows: Rows) -> None:
         """Run the stage on the rows that it sees: call ``apply(batch, rows)`` or ``decide(rows)``."""
         if _takes_rows(cast(Any, type(self))):
-            rows.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg]
+            rows.table.accept(self.apply(rows.tokens(), rows))  # type: ignore[call-arg]
         else:
             self.decide(rows)
 

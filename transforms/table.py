@@ -16,6 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .alone import Alone
+from .errors import BatchError
 from .fates import Fates
 from .ids import Ids, as_ids
 from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
@@ -33,6 +34,7 @@ from .tensordicts import (
     number_of,
     read_packed,
     rows_between,
+    same_column,
     shallow_copy,
     take_rows,
     write_column,
@@ -281,6 +283,30 @@ class Table:
                 del self.columns[key]
                 self.dtypes.pop(key, None)
                 self.written.pop(key, None)
+
+    def accept(self, batch: TensorDictBase) -> None:
+        """Take the batch that a token-level stage made from :meth:`Rows.tokens`.
+
+        Columns and token counts that the stage has changed are read again when they are needed.
+
+        Args:
+            batch: TensorDict of all rows of this rank, or of those that have not left.
+
+        Raises:
+            BatchError: the batch has another number of rows.
+        """
+        before, live = self.batch, self.live[self.fates.here[self.live]]
+        if len(batch) == len(live):
+            self.live, self.kept = live, self.fates.here
+        elif len(batch) != len(self.live):
+            raise BatchError(
+                f"a stage must return the {len(live)} rows that have not left; it returned {len(batch)}. "
+                "Take rows out with rows.leave"
+            )
+        self.batch = batch
+        in_table = {key for key in self.written if column_of(batch, key) is None}
+        read = {key for column in self.columns for key in sources_of(column)} - in_table
+        self.forget({key for key in read if not same_column(before, batch, key)})
 
     def reread(self, batch: TensorDictBase, numbers: Tensor) -> None:
         """Read the table again from a batch that a user's code made from the result of :meth:`write`.

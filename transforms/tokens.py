@@ -296,7 +296,7 @@ def change_advantage(
         MissingKeyError: the batch has no advantage.
         BatchError: the advantage is not floating-point.
     """
-    table, key, dtype = rows.table, rows.key("advantage"), rows.advantage_dtype
+    table, key, dtype = rows.table, rows.key("advantage"), advantage_dtype(rows)
     if dtype is None:
         raise rows.missing("advantage")
     if not dtype.is_floating_point:
@@ -323,6 +323,21 @@ def change_advantage(
             part.set(key, how(wide, **own).to(kept))
 
     rows.when_gathered(change, [key], **numbers)
+
+
+def advantage_dtype(rows: Rows) -> torch.dtype | None:
+    """The dtype of the advantage, per row or per token; None: the batch has no advantage."""
+    table, key = rows.table, rows.key("advantage")
+    batch = table.batch
+    if table.is_late(key):  # compute one row: the others will have the same dtype
+        table.compact()
+        batch = table.decided_between(slice(1))
+    elif key in table.columns:
+        return rows.dtype("advantage")
+    column = column_of(batch, key)
+    if column is None:
+        return None
+    return column[0].dtype if isinstance(column, list) else column.dtype
 
 
 def first_token(chosen: Tensor, *columns: Tensor) -> list[Tensor]:

@@ -31,6 +31,7 @@ from .schema import (
 from .stage import BatchTransform
 from .tensordicts import column_of
 from .tokens import (
+    advantage_dtype,
     change_advantage,
     describe_row,
     in_blocks,
@@ -400,11 +401,11 @@ class LossWeight(
         if rows.table.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         # 2. What is counted in each step: tokens, and the units that have a token in the loss.
-        tokens = rows.loss_tokens
+        tokens = rows.count("loss_mask", finite=True) * rows.in_loss
         units = dict[str, Ids]()
         for unit in ("rollout", "group"):
             if unit == self._needs or rows.has(unit):
-                units[f"{unit}_id"] = rows.ids(unit, checked=False).with_excluded
+                units[f"{unit}_id"] = rows.with_excluded.ids(unit, checked=False)
         if self.turn_key is not None:
             units["turn"] = Ids(rows.integers("turn", "turn"))
         for name, each in units.items():
@@ -421,7 +422,7 @@ class LossWeight(
             weight, total = weight * averaged, total * averaged
         # 3. Write the weights, or multiply the advantage by them.
         dtype = self.dtype or FLOAT
-        if self.dtype is None and (credit := rows.advantage_dtype) is not None:
+        if self.dtype is None and (credit := advantage_dtype(rows)) is not None:
             dtype = torch.promote_types(credit, torch.float32)
         if self.fold == "none":
             rows.put("weight", weight, dtype=dtype, ndim=1)

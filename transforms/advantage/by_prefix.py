@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_identity, require_rewards
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
@@ -100,7 +101,7 @@ def tree_advantage(
         shapes = f"{tuple(tokens.shape)} and {tuple(present.shape)}"
         raise BatchError(f"tokens and mask must be (N, T), for {len(rows)} rewards; found {shapes}")
     groups = rows.groups
-    rows.require_rewards(rows["reward"], siblings_agree=False)
+    require_rewards(rows, rows["reward"], siblings_agree=False)
     labels = left_aligned(tokens.long(), present)
     credit = credit_of_branches(rows["reward"], labels, groups, baseline, alone)
     require_fit(rows, credit.largest(len(rows)), dtype)
@@ -298,8 +299,8 @@ class TreeAdvantage(
         if self.missing == "skip":
             chosen = chosen & ~reward.isnan()
         some, place = rows.where(chosen), rows.from_arrival(places_on_arrival(rows)[1])
-        some.require_identity()
-        some.require_rewards(reward[chosen], siblings_agree=True)
+        require_identity(some)
+        require_rewards(some, reward[chosen], siblings_agree=True)
         rollouts, begins = some.rollouts, place[chosen] == 0
         heads = rollouts.max(torch.where(begins, torch.arange(len(some)), -1))
         some.require(
@@ -371,7 +372,7 @@ class TreeAdvantage(
             BatchError: a parent is missing, is in another group than its child, or was forked from its child.
         """
         parent, row = rows.integers("parent", "parent_id"), torch.arange(len(rows))
-        rollouts = rows.ids("rollout", checked=False).with_excluded
+        rollouts = rows.with_excluded.ids("rollout", checked=False)
         head = rollouts.spread(rollouts.max(torch.where(begins, row, -1)))
         own, home = rollouts.labels, torch.zeros_like(row)
         ranks = rows.table.ranks

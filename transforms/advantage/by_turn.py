@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_identity, require_rewards
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids
@@ -132,7 +133,7 @@ def credit_of_turns(
         BatchError: as the function.
     """
     rollouts, reward = rows.rollouts, reward.masked_fill(~has_turn, 0.0)
-    rows.require_identity()
+    require_identity(rows)
     number = torch.arange(has_turn.shape[1])
     rows.require(
         reward.isfinite().all(1),
@@ -157,7 +158,7 @@ def credit_of_turns(
     has = times > 0
     # 2. The return from each turn on: G_k = r_k + γ G_{k+1}.
     if outcome is not None:
-        rows.require_rewards(outcome, siblings_agree=True)
+        require_rewards(rows, outcome, siblings_agree=True)
         last = torch.where(has, number, -1).amax(1)
         returns += torch.where(has & (number == last[:, None]), outcome[rollouts.first][:, None], 0.0)
     returns = returns_from(returns, discount)
@@ -327,8 +328,8 @@ class TurnAdvantage(
         """Compute the advantage if rows are turns. An excluded row still counts as a turn."""
         reward, dtype = rows.number("reward").double(), dtype_of_reward(rows)
         _, place = places_on_arrival(rows)
-        some, reward = rows.statistics, rows.to_statistics(reward)
-        place = rows.to_statistics(rows.from_arrival(place))
+        some = rows.where(rows.counted)
+        reward, place = some.from_arrival(rows.to_arrival(reward)), some.from_arrival(place)
         credit = torch.zeros_like(reward)
         if len(some):
             has_turn = place[:, None] == torch.arange(int(place.max()) + 1)
@@ -336,7 +337,7 @@ class TurnAdvantage(
             table = credit_of_turns(some, reward[:, None].expand(has_turn.shape), has_turn, None, *options)
             credit = table.gather(1, place[:, None]).squeeze(1)
         require_fit(some, credit, dtype)
-        rows.put("advantage", rows.from_statistics(credit), dtype=dtype, ndim=3)
+        rows.put("advantage", rows.from_arrival(some.to_arrival(credit)), dtype=dtype, ndim=3)
 
     def _write(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Write the advantage of gathered rows: each token gets that of its turn, or 0 without a turn."""

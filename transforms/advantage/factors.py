@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_identity
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import takes_options, within
@@ -107,8 +108,8 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
-        reward, some = rows[REWARD], rows.statistics
-        some.require_identity()
+        reward = rows[REWARD]
+        require_identity(rows)
         counts = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
         rows.require(
             ~counts | ((reward >= 0) & (reward <= 1)),

@@ -12,6 +12,7 @@ from tensordict import NestedKey
 from torch import Tensor
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_identity, require_rewards
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, mean_of
@@ -177,12 +178,11 @@ def advantage_of(
     Raises:
         BatchError: as :func:`group_relative_advantage`.
     """
-    statistics = rows.statistics
-    if len(statistics) == 0:
-        return torch.zeros_like(reward), none_compared
-    statistics.require_identity()
-    statistics.require_rewards(rows.to_statistics(reward), siblings_agree=True)
+    require_identity(rows)
+    require_rewards(rows, reward, siblings_agree=True)
     voters, per_rollout = rows.voters, rows.to_voters(reward)
+    if len(voters) == 0:
+        return torch.zeros_like(reward), none_compared
     groups = voters.groups
     if formula.least_group > 1:
         needs = "at least two rollouts; found one in {found}. Gate incomplete groups, or set {singleton=zero}"
@@ -248,7 +248,8 @@ def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
             lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
     largest = largest_to_square(len(reward), torch.float64)
-    rows.require_size(
+    require_size(
+        rows,
         reward,
         largest,
         f"rewards must be at most {largest:.2g}, so that the sum of their squares fits into float64; found "
@@ -263,13 +264,25 @@ def require_fit(rows: Rows, credit: Tensor, dtype: torch.dtype) -> None:
     Raises:
         BatchError: an advantage is too large or NaN; the message lists the rows.
     """
-    rows.require_size(
+    require_size(
+        rows,
         credit,
         torch.finfo(dtype).max,
         f"an advantage must fit into {dtype}; found {{found}}. Scale the rewards, set clip, or give rewards "
         "of a larger dtype",
         lambda row: f"{float(credit[row]):g} at row {rows.at(row)}",
     )
+
+
+def require_size(
+    rows: Rows, values: Tensor, most: float, message: str, describe: Callable[[int], str]
+) -> None:
+    """:meth:`Rows.require` (M,) values of at most this size, and no NaN."""
+    if not len(values):
+        return
+    low, high = values.aminmax()
+    if not -most <= float(low) <= float(high) <= most:
+        rows.require(values.abs() <= most, message, describe)
 
 
 class GroupRelativeAdvantage(
@@ -400,23 +413,23 @@ class GroupRelativeAdvantage(
         # 1. One reward for each rollout, on all its rows.
         if self.without_ids != "raise":
             self._make_groups(rows)
-        reward, statistics = rows.reward, rows.statistics
+        reward = rows.reward
         if not rows.has(REWARD):
             rollouts = rows.rollouts
-            statistics.require(
-                statistics.rollouts.is_first,
+            rows.require(
+                rollouts.is_first,
                 "each rollout must be one row; found {found}. Its reward would be counted once per row: put "
                 "FanOutCollapse before GroupRelativeAdvantage",
                 lambda row: (
-                    f"rollout {statistics.name('rollout', row)} in "
-                    f"{int((rollouts.labels == statistics.rollouts.labels[row]).sum())} rows"
+                    f"rollout {rows.name('rollout', row)} in "
+                    f"{int((rollouts.labels == rollouts.labels[row]).sum())} rows"
                 ),
             )
         if self.several == "decoupled" or self.weights is not None:
             rewards = rows[REWARDS] if rows.has(REWARDS) else reward[:, None]
             self._require_weighed(rows, reward, rewards)
         if self.missing == "mask":
-            statistics.require_rewards(rows.to_statistics(reward), siblings_agree=False)
+            require_rewards(rows, reward, siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
         if self.several == "decoupled":
@@ -475,7 +488,7 @@ class GroupRelativeAdvantage(
         }
         ok = (reward == expected) | (reward.isnan() & expected.isnan())
         rows.require(
-            ok if rows.counted is None else ok | ~rows.counted,
+            ok,
             "a rollout's reward, which filters and the report read, must be the sum of its rewards with the "
             f"weights of the advantage; found {{found}}. {todo[self.several]}",
             lambda row: (
@@ -494,7 +507,7 @@ class GroupRelativeAdvantage(
         # If only some rows have no id, the batch is invalid and is refused later.
         if rows.has("group") and bool((rows["group"] >= 0).any()):
             return
-        rollouts = rows.on_arrival.ids("rollout", checked=False).with_excluded
+        rollouts = rows.on_arrival.ids("rollout", checked=False)
         size = self.group_size or 1
         number = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # in order of first rows
         if self.without_ids == "rigid_or_global" and rollouts.n != size * (self.groups_per_batch or 1):

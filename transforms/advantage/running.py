@@ -10,6 +10,7 @@ from tensordict import NestedKey
 from torch import Tensor
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_rewards
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids, mean_of
 from headrace.transforms.options import above_zero, within
@@ -166,14 +167,12 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         if self.baseline_key is not None:
             keys = rows.integers("baseline", str(self.baseline_key))
         # A rollout has one reward, finite or missing, and one key ≥ 0.
-        some, key = rows.statistics, rows.to_statistics(keys)
-        paid = rows.to_statistics(reward.nan_to_num(0.0, torch.inf, -torch.inf))
-        some.require_rewards(paid, siblings_agree=True)
-        some.require_set(key, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
-        some.require(
-            some.rollouts.spread(key[some.rollouts.first]) == key,
+        require_rewards(rows, reward.nan_to_num(0.0, torch.inf, -torch.inf), siblings_agree=True)
+        rows.require_set(keys, last_of(self.baseline_key or ""), "rows without a key would have one baseline")
+        rows.require(
+            rows.rollouts.spread(keys[rows.rollouts.first]) == keys,
             "all rows of a rollout must have the same baseline_key; found {found}",
-            lambda row: f"{int(key[row])} at row {some.at(row)} (rollout {some.name('rollout', row)})",
+            lambda row: f"{int(keys[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
         )
         counts = rows.rollouts.is_first & ~reward.isnan()
         came = torch.stack([keys, rows.rollouts.labels, reward.view(torch.int64)])[:, counts]

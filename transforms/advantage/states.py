@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_rewards
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import has_effect
@@ -142,10 +143,10 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
 
     def decide(self, rows: Rows) -> None:
         """Add the term to the advantage."""
-        credit, some = rows.number("advantage"), rows.statistics
+        credit, some = rows.number("advantage"), rows.where(rows.counted)
         returns = some[RETURN]
         states = some.groups.paired_with(Ids(some.integers("state", "state_id")))
-        some.require_rewards(returns, siblings_agree=False)
+        require_rewards(some, returns, siblings_agree=False)
         require_range(some, returns, self.formula)
         steps = Grouped(returns, states)
         within = steps.unsorted(advantage_in_groups(steps, self.formula))
@@ -159,4 +160,4 @@ class StateAdvantage(BatchTransform, columns=("state", "advantage", "group", "ro
                 lone = states.spread(states.count) == own.spread(own.count)
                 within = torch.where(lone, returns, within)
         require_fit(some, within, rows.dtype(RETURN))
-        rows["advantage"] = credit + rows.from_statistics(self.weight * within)
+        rows["advantage"] = credit + rows.from_arrival(some.to_arrival(self.weight * within))

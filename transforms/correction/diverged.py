@@ -234,7 +234,7 @@ class Diverged(
         out = made.pop("out", torch.empty(0))
         found = rows.measured(**policies.counted(), **made)
         policies.require_known(rows, found)
-        rollouts = rows.rollouts.with_excluded if self.unit == "rollout" else None
+        rollouts = rows.with_excluded.rollouts if self.unit == "rollout" else None
         for name, value in distance(found, rollouts).items():
             rows.metric(name, value)
         if self.level == "every":

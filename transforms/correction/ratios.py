@@ -221,7 +221,7 @@ def clamped(log: Tensor) -> Tensor:
 
 def over_units(values: Tensor, rollouts: Ids | None) -> Tensor:
     """Sum (M,) values over the rows of each rollout, (n,). Unchanged if `rollouts` is None."""
-    return values if rollouts is None else rollouts.with_excluded.sum(values)
+    return values if rollouts is None else rollouts.sum(values)
 
 
 def distance(found: Mapping[str, Tensor], rollouts: Ids | None) -> dict[str, Tensor]:

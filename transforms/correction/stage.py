@@ -115,7 +115,7 @@ class RolloutCorrection(
                 "would apply weights twice. Remove one RolloutCorrection, or the column"
             )
         policies, credit = self._read(batch, in_loss_there(rows), rows)
-        rollouts, formula = rows.rollouts if self.unit == "rollout" else None, self.formula
+        rollouts, formula = rows.with_excluded.rollouts if self.unit == "rollout" else None, self.formula
         counted = policies.counted()
         # The largest absolute advantage of each row's tokens.
         if credit.shape[1] == 1:

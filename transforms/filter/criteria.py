@@ -12,6 +12,7 @@ costs one more device read. Optional attributes:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -30,7 +31,8 @@ from headrace.transforms.options import (
 )
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, STATUS_KEYS, Status
-from headrace.transforms.tensordicts import flat_rows
+from headrace.transforms.table import Reduced
+from headrace.transforms.tensordicts import column_of, flat_rows
 
 
 class Criterion(TakesColumns):
@@ -59,7 +61,7 @@ class Criterion(TakesColumns):
         """(M,) bool, True where the row stays. A subclass may implement ``__call__(batch)`` instead."""
         if type(self).__call__ is Criterion.__call__:
             raise NotImplementedError(f"{type(self).__name__} must implement decide(rows) or __call__(batch)")
-        return rows.ask(self)
+        return ask(rows, self)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -75,6 +77,18 @@ class Criterion(TakesColumns):
         return f"{type(self).__name__}({describe_options(self)})"
 
 
+def ask(rows: Rows, criterion: Callable[[TensorDictBase], Any]) -> Any:
+    """(M,) bool: the result of a user's criterion, which gets the batch with all decisions so far.
+
+    A result that is not one bool per row is returned as it is, for the caller to refuse.
+    """
+    batch = rows.write()
+    # A user's function may not expect a rank without rows.
+    keep = criterion(batch) if len(batch) else torch.zeros(0, dtype=torch.bool)
+    fits = isinstance(keep, Tensor) and keep.dtype is torch.bool and keep.numel() == len(rows.table.live)
+    return rows.measured(asked=keep.reshape(-1))["asked"].bool() if fits else keep
+
+
 class _FunctionCriterion(Criterion):
     """A callable from a batch to (N,) bool, or one with `decide`, with the attributes that it may lack."""
 
@@ -87,7 +101,7 @@ class _FunctionCriterion(Criterion):
 
     def decide(self, rows: Rows) -> Tensor:
         decide = getattr(self.function, "decide", None)
-        return rows.ask(self.function) if decide is None else decide(rows.seen_by(self.function, rows.stage))
+        return ask(rows, self.function) if decide is None else decide(rows.seen_by(self.function, rows.stage))
 
     def __repr__(self) -> str:
         return repr(self.function)
@@ -171,12 +185,15 @@ class Finite(Criterion):
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
-        return rows.reduce(
-            self.key,
-            lambda column: flat_rows(torch.isfinite(column)).all(-1),
-            name="all finite",
-            option="key",
-        )
+        table, made = rows.table, Reduced("all finite", self.key)
+        if table.is_late(self.key):
+            table.settle()
+        if made not in table.columns:
+            if (column := column_of(table.batch, self.key)) is None:
+                raise rows.missing(self.key, "key")
+            ragged = [row[None] for row in column] if isinstance(column, list) else [column]
+            rows.measure(made, torch.cat([flat_rows(torch.isfinite(part)).all(-1) for part in ragged]))
+        return rows[made]
 
 
 class NotTruncated(Criterion, columns=("status", "truncated")):

@@ -120,7 +120,7 @@ class BestOf(Criterion, columns=("loss_mask", "group", "rollout")):
         voters, number = rows.where(votes), rollouts.of[votes]
         length = None
         if self.by in ("length", "efficiency"):
-            length = rollouts.with_excluded.sum(rows.lengths)[number]
+            length = rows.with_excluded.rollouts.sum(rows.lengths)[number]
         kept = best_of(voters[REWARD], voters.groups, voters.rollouts.labels, self.k, self.by, length)
         stays = torch.ones(rollouts.n, dtype=torch.bool)
         stays[number] = kept

@@ -131,7 +131,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             if rows.counted is not None:
                 keep = keep | ~rows.counted  # an excluded row must not take the rest of its unit out
             if unit != "sample":
-                ids = rows.ids(unit).with_excluded
+                rows.ids(unit)  # refuses rows without an id
+                ids = rows.with_excluded.ids(unit, checked=False)
                 keep = ids.spread(ids.all(keep))
             kept.append(keep)
         keep = kept[0] if len(kept) == 1 else kept[0] & kept[1]

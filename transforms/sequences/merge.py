@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from headrace.transforms.checks import require_turns
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.fates import Effect
@@ -215,6 +216,7 @@ class MergeTurns(
         """Merge rows, and remove the merged ones."""
         if has_key(batch, MINIBATCH):
             raise BatchError("rows must be merged before they are split: put MergeTurns before ShuffleSplit")
+        rows = rows.with_excluded  # rows out of the statistics are merged, too
         batch = rows.write()
         device = device_of(batch)
         tokens = read_tokens(batch, self.tokens_key, reader=rows.reader, option="tokens_key").long()
@@ -230,7 +232,7 @@ class MergeTurns(
         )
         turn = None if self.turn_key is None else rows.integers("turn", "turn")
         if turn is not None:
-            rows.require_turns(turn)
+            require_turns(rows, turn)
         in_loss = in_loss_there(rows)
         trains = loss if in_loss is None else loss & in_loss[:, None]
         into, broken, source, to = merge_turns(

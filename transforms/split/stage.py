@@ -275,7 +275,7 @@ class ShuffleSplit(
         if self.unit == "sample":
             return None, [None] * len(rows_of_ranks)
         key, name, ranks = rows.key(self.unit), f"{self.unit}_id", rows.table.ranks
-        known = rows.ids(self.unit, checked=False).with_excluded
+        known = rows.with_excluded.ids(self.unit, checked=False)
         if known.lowest < 0:  # also an id of an excluded row
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)

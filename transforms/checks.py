@@ -1,0 +1,83 @@
+"""Checks of ids, rewards and turns that several stages share. Like `require`, they skip excluded rows."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from .ids import Ids
+from .rows import Rows, few
+
+
+def require_identity(rows: Rows) -> None:
+    """Require that all ids are set and that each rollout belongs to one group.
+
+    Raises:
+        BatchError: an id is missing, or a rollout is in several groups; the message lists the ids.
+    """
+    rollouts = rows.rollouts
+    if rows.key("group") is None:
+        return
+    groups = rows.groups.labels
+    if rollouts.n == len(groups):
+        return
+
+    def describe(row: int) -> str:
+        segments = rollouts.of == rollouts.of[row]
+        numbers = few([rows.at(int(i)) for i in segments.nonzero().flatten()])
+        found = few(groups[segments].unique())
+        return f"rollout {rows.name('rollout', row)} in groups {found} (rows {numbers})"
+
+    fewer = rollouts.n < rows.groups.n
+    rows.require(
+        rollouts.spread(rollouts.min(groups)) == groups,
+        "a rollout belongs to one group; found {found}. "
+        + "Are group ids and rollout ids swapped? " * fewer
+        + "Are ids reused? {workers}",
+        describe,
+    )
+
+
+def require_rewards(rows: Rows, reward: Tensor, *, siblings_agree: bool) -> None:
+    """Require finite rewards (M,) and, with `siblings_agree`, one reward on all segments of a rollout.
+
+    Raises:
+        BatchError: a reward is not finite, or the segments of a rollout differ; the message lists the rows.
+    """
+    if not isfinite(reward.sum().item()):  # else each reward is finite
+        rows.require(
+            torch.isfinite(reward),
+            "every reward must be finite; found {found}. Score those rollouts, or mask them: for NaN "
+            "{collapse/missing=mask}{infinite}",
+            lambda row: f"{float(reward[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
+        )
+    if siblings_agree and rows.rollouts.n < len(reward):
+        rows.require(
+            rows.rollouts.spread(reward[rows.rollouts.first]) == reward,
+            "all segments of a rollout must have the same reward; found {found}. If each segment has its "
+            "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
+            lambda row: describe_rollout(rows, row, reward),
+        )
+
+
+def require_turns(rows: Rows, turn: Tensor) -> None:
+    """Require that no two segments of a rollout have the same turn (M,).
+
+    Raises:
+        BatchError: two segments have the same turn; the message lists the rows.
+    """
+    rows.require(
+        rows.rollouts.paired_with(Ids(turn)).is_first,
+        "the segments of a rollout must have different turns; found {found}",
+        lambda row: describe_rollout(rows, row, turn),
+    )
+
+
+def describe_rollout(rows: Rows, row: int, values: Tensor) -> str:
+    """Describe the rollout of row i: all its rows in this view, with their (M,) `values`."""
+    of = rows.rollouts.of
+    segments = (of == of[row]).nonzero().flatten()
+    numbers = segments if rows.index is None else rows.index[segments]
+    return f"rollout {rows.name('rollout', row)} (rows {few(numbers)}: {few(values[segments])})"
