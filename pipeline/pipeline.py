@@ -27,13 +27,14 @@ from headrace.transforms.distributed import (
 from headrace.transforms.empty import Empty, take_empty_out
 from headrace.transforms.entry import enter_rows, labels_in_errors
 from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.masking import Tokens
 from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.split.memory import Remembered
 from headrace.transforms.split.stage import ShuffleSplit
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Tokens, Written
+from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Written
 from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
@@ -275,7 +276,9 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                 rows = None
                 if len(flat) or ranks.size > 1:
                     rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
-                    rows.table.kept_finite = None if self.masked_log_prob == "nan" else self._kept_finite()
+                    rows.table.masking.kept_finite = (
+                        None if self.masked_log_prob == "nan" else self._kept_finite()
+                    )
                 if rows is None or not rows.table.size:  # no rank has a row
                     refuse_nothing(stages, flat)
                     return Run(stages, self._keys, None, batch=batch, epochs=epochs)
@@ -440,7 +443,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         if are_known and (not weights_came or self.weighs):
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
         masked = ~trains & (table.fates.reason == 0)
-        if table.no_lengths and not bool(masked.any()):
+        if table.masking.no_lengths and not bool(masked.any()):
             return  # who has no token is not known, and 0 rows would be a claim
         table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 
@@ -465,7 +468,7 @@ def stage_in_errors(name: str, stage: nn.Module, table: Table | None = None) -> 
 def name_reasons(rows: Rows, name: str, stage: Any) -> None:
     """Add the reasons of a stage that did not run to the ledger, each with 0 rows."""
     for reason, effect in getattr(stage, "reasons", {}).items():
-        rows.seen_by(stage, name).name_reason(reason, effect)
+        rows.table.fates.register(f"{name}/{reason}", effect)
 
 
 def refuse_nothing(stages: Mapping[str, nn.Module], batch: TensorDictBase) -> None:

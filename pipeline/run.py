@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace.transforms.fates import TRAINED
 from headrace.transforms.rows import Rows
-from headrace.transforms.table import TokenCount
+from headrace.transforms.table import Lacking, TokenCount
 from headrace.transforms.tensordicts import column_of, fill_out_of_loss, flat_rows, shallow_copy
 
 from .account_keys import OF_TOKENS, TEXTS, Keys
@@ -86,8 +86,8 @@ class Run:
                 "a pipeline's last_run holds no rows. To read them, keep the result of pipeline.run(batch)"
             )
         batch = self.rows.write()
-        if self.rows.table.kept_finite is not None:
-            fill_out_of_loss(batch, *self.rows.table.kept_finite)
+        if self.rows.table.masking.kept_finite is not None:
+            fill_out_of_loss(batch, *self.rows.table.masking.kept_finite)
         return batch
 
     def minibatches(self) -> Iterator[TensorDictBase]:
@@ -121,7 +121,7 @@ class Run:
         if self.rows is None:
             return Run(self.stages, self.keys, None)
         table: Any = copy(self.rows.table)
-        table.batch, table.late, table.looked_up = None, [], None
+        table.batch, table.late, table.lacking = None, [], Lacking(None)
         rows = Rows(table, self.rows.names)
         return Run(self.stages, self.keys, rows, places=self.places, texts=self.texts)
 
@@ -141,9 +141,7 @@ class Run:
     def of_rank(self, values: Tensor) -> Tensor:
         """From (N, ...) values of the table, those of this rank's rows and of rows carried to this rank."""
         table = self.known_rows.table
-        if table.ranks.size == 1:
-            return values
-        return values[table.numbers_of_rank]
+        return table.part_of_rank(values, table.ranks.rank)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -274,7 +272,7 @@ def note_advantage(rows: Rows, keys: Keys) -> None:
             continue
         for row, own in zip(values, [None] * len(values) if mask is None else mask, strict=True):
             both.append(_mean_and_size(row[None], own if own is None else own[None]))
-    rows.measure(OF_TOKENS, torch.cat(both))
+    rows.table.measure(OF_TOKENS, torch.cat(both))
 
 
 def _mean_and_size(values: Tensor, mask: Tensor | None) -> Tensor:

@@ -47,6 +47,7 @@ GROUND = (
     "errors",
     "fates",
     "ids",
+    "masking",
     "options",
     "places",
     "prefixes",

@@ -44,6 +44,6 @@ class Alone:
         """Exchange small objects; the result is sorted by rank."""
         return [value]
 
-    def note(self, start: int) -> str:
+    def note(self, starts: list[int]) -> str:
         """Explain row numbers and ids, at the end of a message."""
         return ""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import describe_rollout
+from .errors import BatchError
 from .ids import Ids
 from .rows import Rows
 from .schema import EXPECTED_SEGMENTS
@@ -135,4 +136,20 @@ def require_unseen_ends(rows: Rows) -> None:
     """Call :func:`require_single_ends` for the ends that the batch marks, which no gate has checked."""
     has_number = rows.has("expected_segments")
     expected = rows.integers("expected_segments", EXPECTED_SEGMENTS) if has_number else None
-    require_single_ends(rows, Ends(rows.flags("done"), expected=expected))
+    require_single_ends(rows, Ends(read_flags(rows, "done"), expected=expected))
+
+
+def read_flags(rows: Rows, role: str) -> Tensor:
+    """(M,) bool: a column of one bool per row.
+
+    Raises:
+        MissingKeyError: the column is missing.
+        BatchError: its dtype is not bool.
+    """
+    column = rows.number(role)
+    if column.dtype is not torch.bool:
+        found = rows.table.dtypes[rows.key(role)]
+        raise BatchError(
+            f"{{reader}} needs one bool per row in {{column}}; found {found}", **rows.facts(role)
+        )
+    return column

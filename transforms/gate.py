@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from .checks import require_identity
 from .columns import ColumnNames
 from .empty import Empty, take_empty_out
-from .ends import Ends, finished, require_ends
+from .ends import Ends, finished, read_flags, require_ends
 from .errors import BatchError, IncompleteGroupsError, MissingKeyError, listing
 from .fates import Effect
 from .options import above_zero, at_least, takes_options
@@ -185,8 +185,8 @@ def incomplete_groups(
         ends = None
         if done is not None:
             ends = Ends(
-                done=rows.flags("done"),
-                begins=rows.flags("begins") if rows.has("begins") else None,
+                done=read_flags(rows, "done"),
+                begins=read_flags(rows, "begins") if rows.has("begins") else None,
                 segment=rows["segment"] if rows.has("segment") else None,
                 expected=rows["expected_segments"] if rows.has("expected_segments") else None,
             )
@@ -417,8 +417,8 @@ class CompletenessGate(
     def _ends(self, rows: Rows) -> Ends:
         """The columns that mark where rollouts begin and end."""
         return Ends(
-            done=rows.flags("done"),
-            begins=rows.flags("init") if rows.has("init") else None,
+            done=read_flags(rows, "done"),
+            begins=read_flags(rows, "init") if rows.has("init") else None,
             segment=None if self.segment_key is None else rows.integers("segment", "segment"),
             expected=rows.integers("expected_segments", EXPECTED_SEGMENTS)
             if rows.has("expected_segments")

@@ -8,7 +8,7 @@ from torch import Tensor
 from .checks import require_turns
 from .ids import Ids
 from .rows import Rows
-from .schema import SEGMENTS
+from .schema import INTO, SEGMENTS
 
 
 def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]:
@@ -27,8 +27,8 @@ def places_on_arrival(rows: Rows, *, checked: bool = True) -> tuple[Ids, Tensor]
     whole = torch.ones(rollouts.n, dtype=torch.bool)
     if rows.has(SEGMENTS):
         whole = rollouts.max(everyone[SEGMENTS]) <= rollouts.count
-    if rows.table.into is not None:
-        whole = whole & ~rollouts.any(rows.table.into != torch.arange(rows.table.size))
+    if everyone.has(INTO):
+        whole = whole & ~rollouts.any(everyone[INTO] >= 0)
     rows.require(
         rows.from_arrival(rollouts.spread(whole)),
         f"{rows.reader} needs the index of each row in its rollout; found {{found}}, of which rows were "

@@ -67,7 +67,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from .columns import COLUMNS, DEFAULTS, WRITERS
-from .errors import BatchError, ColumnFact, MissingKeyError, listing
+from .errors import BatchError, MissingKeyError, listing
 from .fates import Effect
 from .ids import Ids, as_ids
 from .options import nested_key
@@ -81,7 +81,6 @@ from .schema import (
     SEGMENTS,
     STATUS_KEYS,
     facts_of,
-    key_names,
     no_lengths,
     not_written,
 )
@@ -90,12 +89,9 @@ from .tensordicts import (
     ATTENTION,
     PROMPT,
     RESPONSE,
-    column_of,
     device_of,
     flat_rows,
     number_column,
-    number_of,
-    parts_of,
     read_packed,
     shallow_copy,
     write_column,
@@ -119,8 +115,8 @@ class Rows:
     the B rows of this rank's batch                     :meth:`from_batch`   :meth:`to_batch`
     =================================================== ==================== ==================
 
-    :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`measure` also
-    keeps it as a column of the table.
+    :meth:`from_batch` takes one column, :meth:`measured` several with one exchange. :meth:`Table.measure`
+    also keeps it as a column of the table.
 
     Args:
         table: the table, which all views share.
@@ -200,21 +196,6 @@ class Rows:
                 f"{{reader}} needs one number per row in {{column}}, for {len(self)} rows; found "
                 f"{tuple(column.shape)}",
                 **self.facts(role),
-            )
-        return column
-
-    def flags(self, role: Any) -> Tensor:
-        """(M,) bool: a column of one bool per row.
-
-        Raises:
-            MissingKeyError: the column is missing.
-            BatchError: its dtype is not bool.
-        """
-        column = self.number(role)
-        if column.dtype is not torch.bool:
-            found = self.table.dtypes[self.key(role)]
-            raise BatchError(
-                f"{{reader}} needs one bool per row in {{column}}; found {found}", **self.facts(role)
             )
         return column
 
@@ -380,7 +361,7 @@ class Rows:
         s = "" if len(bad) == 1 else "s"
         facts = {"ids": "", **facts} | ({} if role is None else self.facts(role))
         err = error(message + "{stamped}", found=found, count=len(bad), s=s, **facts)
-        err.more = self.table.ranks.note(self.table.own.start)
+        err.more = self.table.ranks.note(self.table.starts[0])
         raise err
 
     def leave(
@@ -400,10 +381,10 @@ class Rows:
             BatchError: rows must be masked, but the batch has neither a loss mask nor log-probabilities.
             ValueError: the reason is registered with another effect.
         """
-        fates, name = self.table.fates, self._reason(reason)
+        fates, name = self.table.fates, f"{self.stage}/{reason}" if self.stage else reason
         fates.register(name, effect)
         if effect in ("masked", "excluded") and mask_tokens:
-            self.note_masks(rows)
+            self.mask(rows)
             fates.masks = True
         fates.excludes |= effect == "excluded"
         if len(rows.nonzero()) == 0:
@@ -411,6 +392,22 @@ class Rows:
         fates.leave(self.to_arrival(rows), name, effect)
         if effect == "excluded":
             self.__dict__.pop("voters", None)  # made again, from the new `fates.counted`
+
+    def mask(self, rows: Tensor) -> None:
+        """Mask the tokens of (M,) bool `rows` when the batch is written, and note how many they have now.
+
+        Raises:
+            BatchError: the batch has no column in which they can be masked.
+        """
+        masking, batch = self.table.masking, self.table.batch
+        if masking.note(batch, self.key("loss_mask"), self.key("log_prob"), rows):
+            tokens = self.count("loss_mask")
+            if self.has(LENGTH):
+                before = self[LENGTH]
+                lengths = torch.where(rows & (before < 0), tokens, before)
+            else:
+                lengths = torch.where(rows, tokens, -1)
+            self.put(LENGTH, lengths, ndim=1, fill=-1)
 
     def metric(self, name: str, value: Tensor | float) -> None:
         """Record a metric of this batch as ``<stage>/<name>``."""
@@ -521,7 +518,7 @@ class Rows:
         if count not in self.table.columns:
             self.table.load(tokens=[count])
         if count not in self.table.columns:
-            if finite and not self.table.no_lengths:
+            if finite and not self.table.masking.no_lengths:
                 raise no_loss_mask(self.table.batch, count.mask)
             raise self.missing(role)
         tokens = self.from_arrival(self.table.columns[count])
@@ -529,20 +526,6 @@ class Rows:
             return tokens
         before = self[LENGTH]
         return torch.where(before < 0, tokens, before)
-
-    def measure(self, name: Any, values: Tensor) -> Tensor:
-        """Make a table column of numbers that were computed from tokens: one device read and one exchange.
-
-        Args:
-            name: name of the column.
-            values: (B,) for the rows of the batch, on their device.
-
-        Returns:
-            (M,) for the rows of this view.
-        """
-        self.table.dtypes[name] = values.dtype
-        self.table.columns[name] = self.table.from_batch(read_packed([values])[0])
-        return self[name]
 
     def measured(self, **numbers: Tensor) -> dict[str, Tensor]:
         """Read numbers that were computed from tokens, in one device read and one exchange.
@@ -636,7 +619,7 @@ class Rows:
         if (key := self.key(role)) in WRITERS:
             return not_written(self.reader, key, WRITERS[key])
         facts = self.facts(role, option)
-        if self.table.no_lengths and (facts["option"] or f"{role}_key") in OF_LENGTHS:
+        if self.table.masking.no_lengths and (facts["option"] or f"{role}_key") in OF_LENGTHS:
             return no_lengths(self.reader, self.stage)
         return MissingKeyError("{reader} {missing}", **facts)
 
@@ -733,46 +716,6 @@ class Rows:
         if role in self.names:
             return self.names[role]
         return role[0] if type(role) is tuple and len(role) == 1 else role
-
-    def name_reason(self, reason: str, effect: Effect) -> None:
-        """Register a reason in the ledger, even if no row has it (:meth:`Fates.register`)."""
-        self.table.fates.register(self._reason(reason), effect)
-
-    def _reason(self, reason: str) -> str:
-        return f"{self.stage}/{reason}" if self.stage else reason
-
-    def note_masks(self, rows: Tensor) -> None:
-        """Note for :meth:`write` which columns mask (M,) bool `rows`, and what lengths these rows have now.
-
-        The loss mask becomes False and log-probabilities NaN, or under ``masked_log_prob='keep'`` the loss
-        mask alone.
-        """
-        table, batch, loss_mask = self.table, self.table.batch, self.key("loss_mask")
-        log_prob = self.key("log_prob") if table.kept_finite is None else None
-        # Tokens that are stored elsewhere are masked there.
-        given = [key for key in (loss_mask, log_prob) if key is not None]
-        to_mask = [key for key in given if table.elsewhere or parts_of(batch, key)]
-        table.masked_columns |= dict.fromkeys(to_mask)
-        if not to_mask and bool(rows.any()):
-            lacks = "neither {mask} nor {log_prob}"
-            if table.kept_finite is not None:
-                lacks = "no {mask}, the only mask under masked_log_prob='keep'"
-            raise BatchError(
-                f"{int(rows.sum())} rows must be masked out of the loss, but the batch has {lacks}, so they "
-                "would still train; {present}. Set the keys, or drop the rows",
-                mask=ColumnFact(loss_mask, "loss_mask_key"),
-                log_prob=ColumnFact(log_prob, "log_prob_key"),
-                batch=key_names(batch),
-            )
-        has_counts = not table.elsewhere or column_of(batch, number_of(loss_mask)) is not None
-        if loss_mask in to_mask and has_counts:
-            tokens = self.count("loss_mask")
-            if self.has(LENGTH):
-                before = self[LENGTH]
-                lengths = torch.where(rows & (before < 0), tokens, before)
-            else:
-                lengths = torch.where(rows, tokens, -1)
-            self.put(LENGTH, lengths, ndim=1, fill=-1)
 
 
 def stage_parts(stage: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from .alone import Alone
 from .errors import BatchError
 from .fates import Fates
 from .ids import Ids, as_ids
+from .masking import Masking
 from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
 from .tensordicts import (
     ELSEWHERE,
@@ -29,9 +30,7 @@ from .tensordicts import (
     device_of,
     first_names,
     leave_out,
-    mask_tokens_of,
     number_column,
-    number_of,
     read_packed,
     rows_between,
     same_column,
@@ -40,23 +39,8 @@ from .tensordicts import (
     write_column,
 )
 
-Compared = Callable[[int], Tensor]
-"""A function of the number N of rows that the table then has: (N, 2) float64, how many rollouts the advantage
-compared with the row's, itself included, and the baseline ``b + δ`` or NaN."""
-
 OF_THE_TABLE = (IN_LOSS, COUNTED, LENGTH)  # columns in which a batch stores the state of the table
 AHEAD = 16  # columns with more numbers per row are only read when a stage asks for them
-
-
-class Tokens(NamedTuple):
-    """The token columns that a loss reads."""
-
-    mask: NestedKey
-    """(N, T) bool, True at tokens in the loss."""
-    log_prob: NestedKey | None
-    """(N, T) float; a token whose value is not finite is out of the loss."""
-    others: Sequence[NestedKey]
-    """(N, T) float each; columns that the batch does not have are ignored."""
 
 
 class Written(NamedTuple):
@@ -109,23 +93,14 @@ class Table:
         written: columns that stages have written.
         late: changes of token columns that are made when rows are gathered.
         fates: which rows are here, in the loss and in the statistics, and why the others are not.
-        masked_columns: token columns in which rows must be masked.
-        elsewhere: the batch has no tokens; they are masked where they are stored.
-        no_lengths: the batch has no token counts either, because it was read from a dump of texts.
-        kept_finite: token columns that stay finite at masked tokens, under ``masked_log_prob="keep"``; None:
-            masked log-probabilities become NaN.
-        into: (N,) int64, table index of the row that each row was merged into, or its own. None: no row was
-            merged.
+        masking: how rows that are out of the loss are masked in the batch.
         metrics: metrics of the stages, ``<stage>/<name>``.
-        compared: what the advantage compared each row with; None: not known.
-        notes: data that a stage keeps from `decide` to `state_after`, by stage.
+        notes: what a stage keeps of the batch, for its `state_after` or for a report, by stage or by name.
         ranks: the ranks that share the batch, or this process :class:`Alone`.
+        size: N.
         starts: for the rows that came, and for those of an earlier batch behind them: table index of the
             first row of each rank, and the end.
-        own: slice of this rank's rows.
-        numbers_of_rank: (n,) int64, table indices of this rank's rows as they arrived, then of rows carried
-            to it.
-        carried: (C,) int64, table indices of rows of earlier batches.
+        lacking: the batch, and what it is known to lack.
         ids: the :class:`Ids` that views have read, with the tensors that they were made from.
     """
 
@@ -136,33 +111,32 @@ class Table:
         self.written: dict[NestedKey, Written] = {}
         self.late: list[Late] = []
         self.metrics: dict[str, float] = {}
-        self.compared: Compared | None = None
         self.notes: dict[Any, Any] = {}
-        self.masked_columns: dict[NestedKey, None] = {}
-        self.looked_up: TensorDictBase | None = None  # the batch that the next two are about
-        self.absent: set[Any] = set()
-        self.first_names: set[str] | None = None
-        self.no_lengths = not self.lacks(NO_LENGTHS) and any_row_has(batch, NO_LENGTHS)
-        self.elsewhere = self.no_lengths or (not self.lacks(ELSEWHERE) and any_row_has(batch, ELSEWHERE))
-        self.kept_finite: Tokens | None = None
+        self.lacking = Lacking(None)
+        elsewhere, no_lengths = (
+            not self.lacks(key) and any_row_has(batch, key) for key in (ELSEWHERE, NO_LENGTHS)
+        )
+        self.masking = Masking(elsewhere=elsewhere, no_lengths=no_lengths)
         self.ranks = Alone()
-        self.begin(size, slice(0, size))
+        self.begin([0, size])
 
-    def begin(self, size: int, own: slice) -> None:
-        """Reset all decisions for N rows.
+    def begin(self, starts: list[int]) -> None:
+        """Reset all decisions.
 
         Args:
-            size: N.
-            own: slice of this rank's rows.
+            starts: index of the first row of each rank, and the number of rows N.
         """
-        self.size, self.own = size, own
-        self.starts = [[0, size]]
-        self.fates = Fates(size)
+        self.starts, self.size = [starts], starts[-1]
+        own = slice(starts[self.ranks.rank], starts[self.ranks.rank + 1])
+        self.fates = Fates(self.size)
         self.kept = self.fates.here
-        self.into: Tensor | None = None
+        self.live = torch.arange(own.start, own.stop)
         self.ids: dict[Any, tuple[tuple[Any, ...], Ids]] = {}
-        self.live = self.numbers_of_rank = torch.arange(own.start, own.stop)
-        self.carried: Tensor | None = None
+
+    @property
+    def carried(self) -> Tensor | None:
+        """(C,) int64, table indices of rows of earlier batches; None: there are none."""
+        return None if len(self.starts) == 1 else torch.arange(self.starts[1][0], self.size)
 
     # -- rows, and the ranks that they belong to ----------------------------------------------------------
 
@@ -200,6 +174,17 @@ class Table:
         parts = [values[a:b] for a, b in self.spans(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def row_numbers(self) -> Tensor:
+        """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
+        own = self.part_of_rank(torch.arange(self.size), self.ranks.rank)
+        return torch.zeros(self.size, dtype=torch.int64).index_copy_(0, own, torch.arange(len(own)))
+
+    def numbers_of(self, batch: TensorDictBase) -> Tensor:
+        """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""
+        if len(batch) == 0:  # an empty lazy stack has no columns
+            return torch.zeros(0, dtype=torch.int64)
+        return self.part_of_rank(torch.arange(self.size), self.ranks.rank)[column_of(batch, ROW).cpu()]
+
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
         rank = torch.zeros(self.size, dtype=torch.int64)
@@ -208,20 +193,16 @@ class Table:
                 rank[a:b] = number
         return rank
 
-    def with_merged(self, counts: Tensor) -> Tensor:
-        """(N,) counts per row, where each merged row is added to the row that it was merged into."""
-        return counts if self.into is None else torch.zeros_like(counts).index_add_(0, self.into, counts)
-
     # -- from a batch -------------------------------------------------------------------------------------
 
     def lacks(self, key: NestedKey) -> bool:
         """Whether the batch is known to have no such column, so that no row needs to be asked."""
         if self.batch is None:
             return True
-        if self.looked_up is not self.batch:
-            self.looked_up, self.absent, self.first_names = self.batch, set(), first_names(self.batch)
-        first = key if isinstance(key, str) else key[0]
-        return key in self.absent or (self.first_names is not None and first not in self.first_names)
+        if self.lacking.batch is not self.batch:
+            self.lacking = Lacking(self.batch)
+        first, names = key if isinstance(key, str) else key[0], self.lacking.names
+        return key in self.lacking.keys or (names is not None and first not in names)
 
     def find(self, key: NestedKey) -> Any:
         """What the batch has under a key (:func:`column_of`)."""
@@ -246,7 +227,7 @@ class Table:
                 continue
             column = number_column(self.batch, key, most=most)
             if column is None:
-                self.absent.add(key)
+                self.lacking.keys.add(key)
             if isinstance(column, list):  # text ids, some of which may be missing
                 there = [row for row, label in enumerate(column) if label not in ("", None)]
                 numbers = torch.full((len(column),), -1)
@@ -275,6 +256,20 @@ class Table:
         values = self.ranks.gather_rows(values, list(map(len, kept)))
         column = unknown(values, self.size)
         return column.index_copy_(0, torch.cat(kept), values)
+
+    def measure(self, name: Any, values: Tensor) -> Tensor:
+        """Make a column of numbers that were computed from tokens: one device read and one exchange.
+
+        Args:
+            name: name of the column.
+            values: (B,) or (B, K) for the rows of the batch, on their device.
+
+        Returns:
+            (N,) or (N, K), the column.
+        """
+        self.dtypes[name] = values.dtype
+        self.columns[name] = self.from_batch(read_packed([values])[0])
+        return self.columns[name]
 
     def forget(self, changed: Collection[NestedKey]) -> None:
         """Forget columns, and counts and reductions of them. They are read again when they are needed."""
@@ -354,13 +349,7 @@ class Table:
         """
         batch, in_loss = self.as_decided(), self.fates.in_loss[self.live]
         if self.fates.masks and not bool(in_loss.all()):
-            masked = (~in_loss).to(device_of(batch))
-            for key in self.masked_columns:
-                if not self.elsewhere:
-                    mask_tokens_of(batch, key, masked)
-                elif (counts := column_of(batch, number_of(key))) is not None:  # their tokens are elsewhere
-                    out = masked.view(-1, *[1] * (counts.ndim - 1))
-                    write_column(batch, number_of(key), counts.masked_fill(out, 0))
+            self.masking.mask(batch, ~in_loss)
         return batch
 
     def as_decided(self) -> TensorDictBase:
@@ -440,17 +429,19 @@ class Table:
             self.batch = take_rows(self.batch, there, on_cpu=kept, shared=True)
         self.live, self.kept = self.live[kept], here
 
-    def row_numbers(self) -> Tensor:
-        """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
-        numbers = torch.zeros(self.size, dtype=torch.int64)
-        numbers[self.numbers_of_rank] = torch.arange(len(self.numbers_of_rank))
-        return numbers
 
-    def numbers_of(self, batch: TensorDictBase) -> Tensor:
-        """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""
-        if len(batch) == 0:  # an empty lazy stack has no columns
-            return torch.zeros(0, dtype=torch.int64)
-        return self.numbers_of_rank[column_of(batch, ROW).cpu()]
+class Lacking:
+    """What a batch is known to lack, so that no row needs to be asked again.
+
+    Attributes:
+        batch: the batch.
+        names: the first names of all of its keys; None: not known.
+        keys: keys that were looked for and not found.
+    """
+
+    def __init__(self, batch: TensorDictBase | None):
+        self.batch, self.names = batch, None if batch is None else first_names(batch)
+        self.keys: set[Any] = set()
 
 
 def unknown(like: Tensor, size: int) -> Tensor:

@@ -398,7 +398,7 @@ class LossWeight(
                 f"these rows already have token weights, {TOKEN_WEIGHT!r}, which would be applied twice: "
                 "remove the column with batch.exclude"
             )
-        if rows.table.no_lengths and self.fold == "none":
+        if rows.table.masking.no_lengths and self.fold == "none":
             return  # a weight is for the loss of tokens, and here are none; a fold would change the advantage
         # 2. What is counted in each step: tokens, and the units that have a token in the loss.
         tokens = rows.count("loss_mask", finite=True) * rows.in_loss

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from headrace.pipeline.account_keys import OF_TOKENS
+from headrace.transforms.advantage.group_relative import COMPARED
 from headrace.transforms.rewards import weighted_reward
 from headrace.transforms.schema import REWARD
+from headrace.transforms.sequences.merge import with_merged
 from headrace.transforms.table import TokenCount
 from headrace.transforms.tensordicts import flat_rows
 
@@ -58,10 +60,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["reward"] = now
     if (logged := number("logged_advantage")) is not None:
         found["logged_advantage"] = logged
-    if table.no_lengths:
+    if table.masking.no_lengths:
         found["no_lengths"] = torch.ones(table.size, dtype=torch.int64)
     if (tokens := table.columns.get("collected tokens")) is not None:
-        found["tokens"] = tokens = table.with_merged(tokens)
+        found["tokens"] = tokens = with_merged(table, tokens)
         now = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob), tokens)
         found["trained_tokens"] = now * table.fates.in_loss
     if OF_TOKENS in table.columns:
@@ -87,9 +89,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
 def _compared(run: Run) -> tuple[Tensor, Tensor]:
     """(N,) rollouts that were compared with a row, −1: not known; (N,) the baseline, NaN: not known."""
     table = run.known_rows.table
-    if table.compared is None:
+    compared = table.notes.get(COMPARED)
+    if compared is None:
         return torch.full((table.size,), -1), torch.full((table.size,), torch.nan, dtype=torch.float64)
-    number, baseline = table.compared(table.size).unbind(1)
+    number, baseline = compared(table.size).unbind(1)
     if table.carried is not None:  # which were compared at an earlier step
         number = number.index_fill(0, table.carried, -1)
     stages = list(run.stages.values())

@@ -101,7 +101,7 @@ def turn_advantage(
         )
     if has_turn.numel() == 0:
         return reward.to(credit_dtype(reward))
-    own = rows.measure("turn_reward", reward.detach().double())
+    own = rows.from_batch(reward.detach().double())
     credit = credit_of_turns(
         rows, own, rows["has_turn"], None if paid is None else rows["reward"], discount, baseline, alone
     )

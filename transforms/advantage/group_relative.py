@@ -21,7 +21,6 @@ from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, facto
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import Compared
 
 from .baselines import (
     Baseline,
@@ -40,6 +39,11 @@ from .reshape_formula import reshaped
 
 Several = Literal["sum", "decoupled"]
 WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
+
+COMPARED = "compared"  # the name of a `Compared` in the notes of the table, for a report
+Compared = Callable[[int], Tensor]
+"""A function of the number N of rows that the table then has: (N, 2) float64, how many rollouts the advantage
+compared with the row's, itself included, and the baseline ``b + δ`` or NaN."""
 
 
 @takes_options
@@ -437,12 +441,13 @@ class GroupRelativeAdvantage(
             of_columns = [self._among_known(rows, column, each, length) for column in rewards.unbind(1)]
             credits, by_reward = zip(*of_columns, strict=True)
             credit = torch.stack([w * of_one for w, of_one in zip(factors, credits, strict=True)]).sum(0)
-            rows.table.compared = partial(compared_by_reward, by_reward)
+            compared: Compared = partial(compared_by_reward, by_reward)
             if self.clip is not None:  # rows without a reward, and excluded rows, keep 0
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit, rows.table.compared = self._among_known(rows, reward, self.formula, length)
+            credit, compared = self._among_known(rows, reward, self.formula, length)
+        rows.table.notes[COMPARED] = compared
         # 3. Write the advantage in the dtype of the collected reward.
         collected = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64

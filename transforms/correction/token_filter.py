@@ -117,7 +117,7 @@ class TokenFilter(BatchTransform, columns=("loss_mask", "log_prob", "advantage")
         shorter = (before < 0) & (found["out"] > 0)
         rows.put(LENGTH, torch.where(shorter, found["tokens"].long(), before), ndim=1, fill=-1)
         if (
-            rows.table.kept_finite is None
+            rows.table.masking.kept_finite is None
             and self.log_prob_key is not None
             and has_key(batch, self.log_prob_key)
         ):

@@ -118,7 +118,6 @@ class Ranks(Alone):
         # 1. Exchange the number of rows and a hash of the columns, so that equal columns need no message.
         counts, hashes = self._all_gather(torch.tensor([own, _hashed(repr(kinds))])).T.tolist()
         if not any(counts):
-            table.size = 0
             return
         if 0 in counts or len(set(hashes)) > 1:
             kinds = self._agree_on_columns(table, kinds, counts)
@@ -129,9 +128,7 @@ class Ranks(Alone):
         for key, name in self.id_keys.items():
             if key in table.columns:
                 table.columns[key] = tell_apart(table.columns[key], rank, self.shared_ids, name)
-        starts = [0, *accumulate(counts)]
-        table.begin(sum(counts), slice(starts[self.rank], starts[self.rank + 1]))
-        table.starts = [starts]
+        table.begin([0, *accumulate(counts)])
 
     def _agree_on_columns(self, table: Any, kinds: dict[Any, Any], counts: list[int]) -> dict[Any, Any]:
         """The columns to exchange, with their dtypes and shape per row.
@@ -210,9 +207,9 @@ class Ranks(Alone):
     def _to_exchange(self, values: Tensor) -> Tensor:
         return values.cuda() if dist.get_backend(self.group) == "nccl" else values
 
-    def note(self, start: int) -> str:
+    def note(self, starts: list[int]) -> str:
         """Explain the row numbers and ids of messages."""
-        note = f" (Rows are numbered over all ranks, from {start} on rank {self.rank}.)"
+        note = f" (Rows are numbered over all ranks, from {starts[self.rank]} on rank {self.rank}.)"
         if self.shared_ids == "different":
             note += " (Short ids have the number of their rank in front.)"
         return note

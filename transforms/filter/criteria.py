@@ -192,7 +192,7 @@ class Finite(Criterion):
             if (column := column_of(table.batch, self.key)) is None:
                 raise rows.missing(self.key, "key")
             ragged = [row[None] for row in column] if isinstance(column, list) else [column]
-            rows.measure(made, torch.cat([flat_rows(torch.isfinite(part)).all(-1) for part in ragged]))
+            table.measure(made, torch.cat([flat_rows(torch.isfinite(part)).all(-1) for part in ragged]))
         return rows[made]
 
 

@@ -21,6 +21,7 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
     IN_LOSS,
     INIT,
+    INTO,
     IS_FIRST_SEGMENT,
     LENGTH,
     MINIBATCH,
@@ -30,6 +31,7 @@ from headrace.transforms.schema import (
     has_key,
 )
 from headrace.transforms.stage import BatchTransform
+from headrace.transforms.table import Table
 from headrace.transforms.tensordicts import count_true, device_of, entries_of, parts_of, send_packed
 from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, read_tokens, write_tokens
 
@@ -325,18 +327,28 @@ class MergeTurns(
 def leave_merged(rows: Rows, into: Tensor) -> None:
     """Merge rows into other rows: the tokens move there, and the merged rows leave.
 
-    Rows that are out of the loss leave, and their tokens are not merged (:meth:`Table.with_merged`).
+    Rows that are out of the loss leave, and their tokens are not merged (:func:`with_merged`).
 
     Args:
         rows: the view of the stage.
         into: (M,) int64, for each row of the view the table index of the row that it is merged into; its
             own table index if it stays.
     """
-    table = rows.table
-    own = torch.arange(table.size) if rows.index is None else rows.index
-    step = torch.arange(table.size).index_copy_(0, own, torch.where(rows.in_loss, into, own))
-    table.into = step if table.into is None else step[table.into]
+    columns, every = rows.table.columns, torch.arange(rows.table.size)
+    own = rows.from_arrival(every)
+    step = every.index_copy(0, own, torch.where(rows.in_loss, into, own))
+    before = columns.get(INTO, torch.full_like(every, -1))
+    now = step[torch.where(before < 0, every, before)]
+    columns[INTO] = torch.where(now == every, -1, now)
     rows.leave(into != own, "merged", "dropped")
+
+
+def with_merged(table: Table, counts: Tensor) -> Tensor:
+    """(N,) counts per row, where those of each merged row are added to the row that it was merged into."""
+    if (into := table.columns.get(INTO)) is None:
+        return counts
+    into = torch.where(into < 0, torch.arange(len(into)), into)
+    return torch.zeros_like(counts).index_add_(0, into, counts)
 
 
 def _by_token(batch: TensorDictBase, key: NestedKey, like: NestedKey) -> Tensor:

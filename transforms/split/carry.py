@@ -53,7 +53,8 @@ def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -
     table, arrived, has_masked = rows.table, rows.table.size, rows.table.fates.masks
     _append(table, carried, remainder)
     if table.fates.masks and not has_masked:  # only carried rows are out of the loss
-        rows.on_arrival.note_masks(~table.fates.in_loss & (torch.arange(table.size) >= arrived))
+        out = ~table.fates.in_loss & (torch.arange(table.size) >= arrived)
+        rows.on_arrival.mask(out)
 
 
 def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
@@ -96,8 +97,6 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
         for name, values in late.numbers.items():
             late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
     table.kept = torch.cat([table.kept, more.fates.here])
-    if table.into is not None:
-        table.into = torch.cat([table.into, torch.arange(before, before + more.size)])
     more.fates.came(*map(more.columns.get, (IN_LOSS, COUNTED)))
     in_loss, counted = more.fates.in_loss, more.fates.counts
     told = reasons, not bool(in_loss.all()), not bool(counted.all())
@@ -105,14 +104,9 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
     table.fates.masks |= any(masked for _, masked, _ in every)
     table.fates.excludes |= any(excluded for *_, excluded in every)
     table.fates.extend([name for names, *_ in every for name in names], in_loss, counted)
-    own = more.own
-    table.live = torch.cat([table.live, torch.arange(before + own.start, before + own.stop)])
+    table.live = torch.cat([table.live, more.live + before])
+    table.starts.append([before + start for start in more.starts[0]])
     table.size = before + more.size
-    table.numbers_of_rank = torch.cat(
-        [table.numbers_of_rank, table.live[len(table.live) - (own.stop - own.start) :]]
-    )
-    table.carried = torch.arange(before, table.size)
-    table.starts += [[before + start for start in starts] for starts in more.starts]
     if ROW in table.columns:
         table.columns[ROW] = table.row_numbers()
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.transforms.errors import BatchError, ColumnFact, listing
+from headrace.transforms.masking import Tokens
 from headrace.transforms.schema import (
     IN_LOSS,
     MASKS,
@@ -31,7 +32,7 @@ from headrace.transforms.schema import (
     key_names,
     read_written,
 )
-from headrace.transforms.table import Late, Table, Tokens
+from headrace.transforms.table import Late, Table
 from headrace.transforms.tensordicts import (
     any_row_has,
     as_data,
@@ -96,7 +97,7 @@ class OptimiserSteps:
         in_order: bool = False,
     ):
         self.table, self.passes, self.rank, self.loss_columns = table, list(passes), rank, loss_columns
-        if table.kept_finite is not None:
+        if table.masking.kept_finite is not None:
             self.loss_columns = loss_columns._replace(log_prob=None)
         self.progress = progress = progress or Progress()
         self.resumed_after = progress.taken
@@ -113,7 +114,7 @@ class OptimiserSteps:
 
     def _require_mask_of_padding(self) -> None:
         batch, (mask, log_prob, _) = self.table.batch, self.loss_columns
-        if self.table.elsewhere:
+        if self.table.masking.elsewhere:
             return
         if not (has_key(batch, mask) or has_key(batch, log_prob)):
             where = "{mask}" if log_prob is None else "{mask} or {log_prob}"
@@ -235,18 +236,18 @@ class GatheredRows:
             batch,
             list(late),
             list(sizes),
-            steps.table.kept_finite,
+            steps.table.masking.kept_finite,
         )
         self.masks: tuple[list[NestedKey], Tokens | None] | None = None
         """For tokens that are stored elsewhere: the columns to mask there, and those to make finite."""
-        if steps.table.elsewhere:
+        if steps.table.masking.elsewhere:
             if changed := [key for each in self.late for key in each.writes]:
                 columns_of_tokens = listing(map(str, dict.fromkeys(changed)))
                 raise BatchError(
                     f"{columns_of_tokens} are computed from tokens, and the tokens of these rows are stored "
                     "elsewhere: fetch the rows before the pipeline (RolloutQueue.fetch)"
                 )
-            keys = dict.fromkeys([*steps.table.masked_columns, *steps.loss_columns[:2]])
+            keys = dict.fromkeys([*steps.table.masking.columns, *steps.loss_columns[:2]])
             self.masks = [key for key in keys if key is not None], self.kept_finite
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, numbers = plan.of_rank(steps.rank)  # `order` has rows of the table
@@ -285,7 +286,7 @@ class GatheredRows:
         how: dict[NestedKey | None, tuple[Tensor, float | None]] = {}
         out = padding if in_loss is None or bool(in_loss.all()) else ~in_loss
         if out is not None:
-            how |= dict.fromkeys([*steps.table.masked_columns, mask, log_prob], (out, None))
+            how |= dict.fromkeys([*steps.table.masking.columns, mask, log_prob], (out, None))
         if padding is not None:
             how |= {ROW: (padding, -1), weight: (padding, 0), IN_LOSS: (padding, 0)}
         self.masked: dict[NestedKey, tuple[Tensor, float]] = {}

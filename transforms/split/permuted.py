@@ -36,11 +36,9 @@ class Permuted:
 
     def leave(self) -> None:
         """Take out the rows that no pass trains."""
-        for reason, effect in self.split.reasons.items():
-            self.rows.name_reason(reason, effect)
-        if bool(self.left.any()):
-            reason = "carried" if self.split.remainder == "carry" else "remainder"
-            self.rows.leave(self.rows.from_arrival(self.left), reason, self.split.reasons[reason])
+        waits, left = self.split.remainder == "carry", self.rows.from_arrival(self.left)
+        self.rows.leave(left & (not waits), "remainder", "dropped")
+        self.rows.leave(left & waits, "carried", "carried")
 
     def steps(
         self,

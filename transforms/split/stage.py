@@ -213,7 +213,7 @@ class ShuffleSplit(
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
         if options.measures:
             lengths = rows.on_arrival.count("length")
-            if self.length_key in table.masked_columns:  # masked tokens cost nothing
+            if self.length_key in table.masking.columns:  # masked tokens cost nothing
                 lengths = lengths * table.fates.in_loss
             if options.max_tokens is not None and options.oversized == "raise":
                 self._refuse_oversized(table, lengths, torch.cat(rows_of_ranks))
@@ -302,7 +302,7 @@ class ShuffleSplit(
         """
         rows = rows[lengths[rows] > self.max_tokens][:10]
         if len(rows):
-            note = table.ranks.note(table.own.start)
+            note = table.ranks.note(table.starts[0])
             raise BatchError(
                 f"rows {rows.tolist()} have {lengths[rows].tolist()} tokens, and a micro-batch may have "
                 f"max_tokens={self.max_tokens}: raise max_tokens, filter these rows before the split, or set "
@@ -322,7 +322,7 @@ class ShuffleSplit(
         rank = torch.arange(len(order))
         by_row = torch.empty(len(order), 2, dtype=torch.int64)
         by_row[order] = torch.stack([rank, shared], 1)
-        by_row = on_arrival.measure(Reduced("prefixes", self.tokens_key), by_row)  # of all ranks
+        by_row = table.measure(Reduced("prefixes", self.tokens_key), by_row)  # of all ranks
         rank, shared = by_row.unbind(1)
         order = torch.cat([own[rank[own].argsort()] for own in rows_of_ranks])
         return Forest(order, shared[order], lengths)
