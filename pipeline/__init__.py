@@ -5,11 +5,11 @@ A name is imported when it is first used, so that ``headrace --help`` does not w
 
 from __future__ import annotations
 
-import ast
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .public_names import hint, modules_of
 
 if TYPE_CHECKING:
     from .coefficients import (
@@ -102,20 +102,10 @@ __all__ = [
 ]
 
 
-@cache
-def _modules() -> dict[str, str]:
-    """The module of each name, read from the imports above, which run for type checkers only."""
-    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
-    return {alias.name: node.module or "" for node in imports for alias in node.names}
-
-
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        from headrace import hint  # here: it is imported while `headrace` is
-
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint(name)}")
-    globals()[name] = value = getattr(import_module(f".{_modules()[name]}", __name__), name)
+    globals()[name] = value = getattr(import_module(f".{modules_of('pipeline')[name]}", __name__), name)
     return value
 
 

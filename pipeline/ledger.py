@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,10 @@ class Ledger:
         return f"Ledger({', '.join(f'{name}: {count}' for name, count in self.counts().items() if count)})"
 
     def _repr_html_(self) -> str:
-        # Imported here, because the module of notebooks imports reports, which import this module.
-        from headrace.pipeline.notebook import ledger_html
-
         ids = {unit: column.numpy() for unit, column in self.ids.items()}
-        return ledger_html(self.reason.numpy(), self.names, self.actions, ids)
+        return import_module("headrace.pipeline.report.notebook").ledger_html(
+            self.reason.numpy(), self.names, self.actions, ids
+        )
 
     def sentence(self) -> str:
         """Return the outcome in one line: ``3 of 4 rows trained; out: gate/failed 1 row``."""

@@ -204,7 +204,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         return "\n".join(["Pipeline", *lines])
 
     def _repr_html_(self) -> str:
-        return import_module("headrace.pipeline.notebook").pipeline_html(self)
+        return import_module("headrace.pipeline.report.notebook").pipeline_html(self)
 
     def halves(self) -> tuple[Pipeline, Pipeline]:
         """Split the pipeline for a replay buffer: one half for writing, one for sampling.

@@ -15,6 +15,7 @@ import pytest
 import headrace
 import headrace.pipeline
 import headrace.transforms
+from headrace.pipeline.public_names import INNER, OF_OTHERS
 
 PUBLIC = {*headrace.pipeline.__all__, *headrace.transforms.__all__}
 
@@ -85,9 +86,9 @@ def test_an_unknown_name_is_refused_with_its_module_or_nearest_name(name, hint):
 
 
 def test_each_hinted_module_has_the_name():
-    for module, names in headrace.OF_OTHERS.items():
+    for module, names in OF_OTHERS.items():
         assert all(hasattr(import_module(module), name) for name in names), module
-    for package in headrace.INNER:
+    for package in INNER:
         assert set(import_module(f"headrace.{package}").__all__)
 
 

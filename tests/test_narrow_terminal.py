@@ -14,8 +14,8 @@ from rich.console import Console
 
 from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.certify import Certificate, Judgement
-from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.report import Comparison, show_report
+from headrace.pipeline.report.notebook import show_pipeline
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.tasks.certify import show_certificates
 from headrace.pipeline.tasks.compare import show_comparison

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, make_report
-from headrace.pipeline.notebook import shown_value
+from headrace.pipeline.report.notebook import shown_value
 from headrace.transforms import Criterion, FanOutCollapse, SampleFilter
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from tensordict import TensorDictBase
 
 from headrace.pipeline.account_keys import TEXTS
 from headrace.pipeline.conversations import labels_of_ids, strings
-from headrace.pipeline.notebook import ColumnTable, shown_value
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.user_turn import last_user_turn
 from headrace.pipeline.wording import printable, suggest
@@ -26,6 +25,7 @@ from headrace.transforms.schema import FINISHED
 from .advice import Advisory, advise
 from .funnel import Level, funnel, funnel_table, left_numbers
 from .groups import compared_ids, groups_of, reading_order, rollouts_of, staleness_of
+from .notebook import ColumnTable, shown_value
 from .numbers import numbers_of
 from .over_steps import Numbers
 from .row_columns import report_columns
@@ -33,7 +33,6 @@ from .shared_tokens import count_shared_tokens, linear_of
 from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
-    from headrace.pipeline.decision import Decision
     from headrace.pipeline.pipeline import Pipeline
     from headrace.pipeline.run import Run
 
@@ -193,9 +192,15 @@ class StepReport:
         return {f"response_characters/{name}": float(value) for name, value in numbers.items()}
 
 
+class Decided(Protocol):
+    """What a report needs of a :class:`~headrace.pipeline.Decision`, which knows reports, and not they it."""
+
+    run: Run
+
+
 @takes_options
 def make_report(
-    processed: Run | Pipeline | Decision,
+    processed: Run | Pipeline | Decided,
     *,
     step: int | None = None,
     solved: float = 1.0,
@@ -212,7 +217,7 @@ def make_report(
     few more reads of the device.
 
     Args:
-        processed: a :class:`Run`, a :class:`Decision`, or a :class:`Pipeline` after a batch.
+        processed: a :class:`Run`, a `Decision`, or a :class:`Pipeline` after a batch.
         step: its number; None: that of the run, 0 unless an adapter has set it.
         solved: least reward of a solved rollout.
         batch: the input of the pipeline. If it has tokens, the report says what its rows would cost as trees
@@ -239,7 +244,8 @@ def make_report(
         >>> make_report(run, step=7)
         StepReport(step=7, 2 of 2 rows trained)
     """
-    one: Any = getattr(processed, "run") if hasattr(processed, "loss_weight") else processed  # noqa: B009
+    inner: Any = getattr(processed, "run", None)  # of a pipeline it is a method
+    one: Any = inner if hasattr(inner, "ledger") else processed
     run: Run | None = one.last_run if hasattr(one, "last_run") else one
     if run is None:
         raise RuntimeError(

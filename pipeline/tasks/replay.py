@@ -11,7 +11,6 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from headrace.pipeline.load import build_pipeline
-from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.report import (
     ReportFolder,
     StepReport,
@@ -21,6 +20,7 @@ from headrace.pipeline.report import (
     show_report,
 )
 from headrace.pipeline.report.advice import LENGTH
+from headrace.pipeline.report.notebook import show_pipeline
 from headrace.pipeline.train import history_table
 
 from .dump_steps import DumpSteps

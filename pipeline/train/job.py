@@ -14,10 +14,10 @@ from torchrl.collectors import Collector
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.load import ConfigError, build_pipeline
-from headrace.pipeline.notebook import show_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.pipeline.refused_steps import refused_report
 from headrace.pipeline.report import ReportFolder, StepReport, decoder_of, make_report, show_advisories
+from headrace.pipeline.report.notebook import show_pipeline
 from headrace.transforms import BatchError, weighted_loss
 from headrace.transforms.schema import FINISHED
 

@@ -26,45 +26,14 @@ Example:
 
 from __future__ import annotations
 
-import ast
 import logging
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .pipeline.public_names import HOMES, PACKAGES, SHOWN, hint
 
 # A library prints nothing by itself: who wants to see it configures `logging`.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
-
-FOLDER = Path(__file__).parent
-PACKAGES = ("adapters", "conf", "pipeline", "transforms")
-# Where names are that somebody may look for here.
-INNER = (
-    "adapters",
-    "pipeline.certify",
-    "pipeline.report",
-    "pipeline.reverse",
-    "pipeline.sources",
-    "pipeline.train",
-)
-OF_OTHERS = {
-    "tensordict": ("TensorDict", "LazyStackedTensorDict", "NonTensorData"),
-    "torchrl.collectors": ("Collector", "MultiCollector"),
-    "torchrl.collectors.llm": ("LLMCollector",),
-    "torchrl.data": ("ReplayBuffer",),
-    "torchrl.objectives.llm": ("CISPOLoss", "DAPO", "GRPOLoss", "MCAdvantage"),
-}
-
-
-def names_in(package: str) -> list[str]:
-    """The `__all__` of a package, read from its text: to import it may bring torch along."""
-    text = FOLDER.joinpath(*package.split("."), "__init__.py").read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
-
-
-HOMES = {name: package for package in ("pipeline", "transforms") for name in names_in(package)}
 
 if TYPE_CHECKING:  # type checkers follow the two packages by their `__all__`, and refuse any other name
     from .pipeline import *  # noqa: F403
@@ -90,21 +59,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *HOMES, *PACKAGES])
-
-
-def hint(name: str) -> str:
-    """Where a name is that is not here, or which is meant; nothing for those that Python asks for itself."""
-    if name.startswith("_"):
-        return ""
-    for package in INNER:
-        if name in names_in(package):
-            return f": it is headrace.{package}.{name}"
-    for module, names in OF_OTHERS.items():
-        if name in names:
-            return f": it is {module}.{name}"
-    if (FOLDER / "conf" / "pipeline" / f"{name}.yaml").exists():
-        return f": it is a recipe, headrace.load_pipeline({name!r})"
-    from .pipeline.wording import suggest
-
-    return suggest(name, __dir__()) or "; dir(headrace) lists the public names"
+    return SHOWN

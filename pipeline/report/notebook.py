@@ -10,8 +10,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from .tables import FittedColumn, FittedTable
-from .wording import printable
+from headrace.pipeline.tables import FittedColumn, FittedTable
+from headrace.pipeline.wording import printable
+
+from .funnel import funnel, funnel_table
 
 LINES = 12  # rows that a table of columns shows; the caption counts the rest
 
@@ -61,8 +63,6 @@ def ledger_html(
         actions: ``masked``, ``excluded``, ``dropped`` or ``carried``, by code.
         ids: (N,) ids by unit.
     """
-    from .report.funnel import funnel, funnel_table  # imported here, because reports import this module
-
     columns = {"reason": reason} | {f"{unit.removesuffix('s')}_id": column for unit, column in ids.items()}
     return funnel_table("", funnel(columns, [], names, actions), title="Ledger")._repr_html_()
 
