@@ -15,9 +15,9 @@ from typing_extensions import Unpack
 from headrace.transforms.advantage.baselines import Baseline, Scale
 from headrace.transforms.collapse import Reduction
 from headrace.transforms.columns import COLUMNS
-from headrace.transforms.distributed import SharedIds
 from headrace.transforms.empty import Empty
 from headrace.transforms.gate import OnIncomplete
+from headrace.transforms.process_group import SharedIds
 from headrace.transforms.rewards import Missing
 from headrace.transforms.weight import Mean
 

@@ -17,21 +17,17 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from headrace.transforms.alone import connect
 from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
-from headrace.transforms.distributed import (
-    OtherRankError,
-    RankOptions,
-    SharedIds,
-    connect,
-)
 from headrace.transforms.empty import Empty, take_empty_out
 from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.errors import BatchError, OtherRankError, listing
 from headrace.transforms.masking import Tokens
 from headrace.transforms.options import nested_key
+from headrace.transforms.process_group import RankOptions, SharedIds
 from headrace.transforms.rows import Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
-from headrace.transforms.split.memory import Remembered
+from headrace.transforms.split.permuted import CutBatch
 from headrace.transforms.split.stage import ShuffleSplit
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Written
@@ -294,7 +290,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, locks: ExitStack, *, whole: bool
-    ) -> tuple[Run, Remembered | None]:
+    ) -> tuple[Run, CutBatch | None]:
         """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch."""
         table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
@@ -342,7 +338,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         rows: Rows,
         names: Sequence[str],
         epochs: int,
-    ) -> tuple[list[Epoch], Remembered | None]:
+    ) -> tuple[list[Epoch], CutBatch | None]:
         """Run the split, which is the first of these names, once, and the other stages on each epoch."""
         table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
         split, weight_key = cast(ShuffleSplit, stages[name]), self._keys.weight

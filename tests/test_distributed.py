@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from headrace.transforms import (
     BatchError,
 )
-from headrace.transforms.distributed import check_one_way, resolve_group, tell_apart
+from headrace.transforms.distributed import tell_apart
+from headrace.transforms.process_group import check_one_way, resolve_group
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=20)
 

@@ -50,6 +50,7 @@ GROUND = (
     "masking",
     "options",
     "places",
+    "process_group",
     "prefixes",
     "rewards",
     "rows",
@@ -107,6 +108,7 @@ INNER = {
     "transforms.ids",
     "transforms.options",
     "transforms.prefixes",
+    "transforms.process_group",
     "transforms.rows",
     "transforms.split.bins",
     "transforms.split.trees",
@@ -121,6 +123,15 @@ MODULES |= {NAMES[path]: path for path in ROOTS}
 
 # Inner functions that import an outer part when they are called: who, what, and why.
 DOORS = {
+    ("transforms.alone", "transforms.distributed"): "only a process that is given a group needs the others",
+    (
+        "transforms.split.stage",
+        "transforms.split.memory",
+    ): "what a split leaves to the next batch is around it",
+    (
+        "transforms.split.stage",
+        "transforms.split.trees",
+    ): "only rows with `tree` are sorted by their prefixes",
     ("pipeline.run", "pipeline.report"): "run.report() and pipeline.report() print the report of a run",
     ("pipeline.pipeline", "pipeline.report.notebook"): "a notebook shows a pipeline as a table",
     ("pipeline.ledger", "pipeline.report.notebook"): "a notebook shows a ledger as a table",

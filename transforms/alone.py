@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
+
+from .process_group import SharedIds, resolve_group
 
 
 class Alone:
@@ -47,3 +50,10 @@ class Alone:
     def note(self, starts: list[int]) -> str:
         """Explain row numbers and ids, at the end of a message."""
         return ""
+
+
+def connect(group: Any, shared_ids: SharedIds | None = None, patience: float = 600.0) -> Alone:
+    """The ranks of a process group or its name; a process alone if it is None."""
+    if group is None:
+        return Alone()
+    return import_module("headrace.transforms.distributed").Ranks(resolve_group(group), shared_ids, patience)

@@ -153,6 +153,10 @@ class IncompleteGroupsError(BatchError):
     """Groups have missing rollouts that were dispatched."""
 
 
+class OtherRankError(BatchError):
+    """An error of one rank, raised on all ranks."""
+
+
 class StreamWarning(UserWarning):
     """Rollouts were lost on their way to an assembler, or do not end."""
 

@@ -16,9 +16,8 @@ from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Transform
 
-from .alone import Alone
+from .alone import Alone, connect
 from .columns import TakesColumns
-from .distributed import connect
 from .entry import enter_rows, labels_in_errors
 from .fates import Effect
 from .options import describe_options, nested_key

@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .columns import ColumnNames
-from .distributed import SharedIds, check_one_way
 from .errors import BatchError, MissingKeyError
 from .ids import Ids
 from .options import as_dtype, at_least, takes_options, within
+from .process_group import SharedIds, check_one_way
 from .rows import Rows
 from .schema import (
     FLOAT,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms.distributed import Ranks, resolve_group
+from headrace.transforms.distributed import Ranks
 from headrace.transforms.options import takes_options
+from headrace.transforms.process_group import resolve_group
 
 
 @takes_options

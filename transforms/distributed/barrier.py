@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.errors import OtherRankError, listing
 
 GO = "go"
 LONGEST = 8000  # largest number of characters of a decision
@@ -15,10 +15,6 @@ LONG = 30.0  # seconds after which a waiting rank logs which ranks are missing
 LAST = 2.0  # seconds that rank 0 stays, so that the others can read the reason of a refusal
 
 log = logging.getLogger(__name__)
-
-
-class OtherRankError(BatchError):
-    """An error of one rank, raised on all ranks."""
 
 
 class Barrier:

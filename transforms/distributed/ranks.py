@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.transforms.alone import Alone
-from headrace.transforms.errors import BatchError, listing
+from headrace.transforms.errors import BatchError, OtherRankError, listing
 from headrace.transforms.ids import Ids
+from headrace.transforms.process_group import SharedIds
 from headrace.transforms.tensordicts import (
     bits_of,
     describe_columns,
@@ -26,8 +27,7 @@ from headrace.transforms.tensordicts import (
     without_rows,
 )
 
-from .barrier import Barrier, OtherRankError
-from .process_group import SharedIds, resolve_group
+from .barrier import Barrier
 
 log = logging.getLogger(__name__)
 
@@ -220,11 +220,6 @@ def _hashed(text: str) -> int:
 
 
 _LOCKS: dict[int, Any] = {}
-
-
-def connect(group: Any, shared_ids: SharedIds | None = None, patience: float = 600.0) -> Alone:
-    """The ranks of a process group or its name; a process alone if it is None."""
-    return Alone() if group is None else Ranks(resolve_group(group), shared_ids, patience)
 
 
 def tell_apart(ids: Tensor, rank: Tensor, shared: SharedIds | None, name: str) -> Tensor:

@@ -51,7 +51,6 @@ from headrace.transforms.tensordicts import (
 from headrace.transforms.tokens import check_mask
 
 from .plan import Plan
-from .resume import Progress
 
 SMALL = 2**20  # bytes; a smaller batch is gathered at once, not by minibatch
 
@@ -68,6 +67,26 @@ class LossColumns(NamedTuple):
     """(N, T) float, set to NaN; None: unchanged, only the mask counts."""
     weight: NestedKey
     """(N,) float, set to 0."""
+
+
+class Progress:
+    """Counts the minibatches of one batch that were taken.
+
+    A minibatch counts as taken when it is yielded. Whether it was trained, and whether ``break`` or an
+    exception closed an iterator, is unknown here. So a batch is done only when all minibatches were taken.
+    """
+
+    def __init__(self, taken: int = 0):
+        self.taken = taken
+        self.minibatches = 0  # counted by OptimiserSteps
+        self.begun = False  # an iterator was started
+        self.open = 0  # number of iterators that have not ended
+        self.done = False  # no further minibatch will be taken
+
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether some minibatches were taken and an iterator is open for the others."""
+        return not self.done and self.open > 0 and 0 < self.taken < self.minibatches
 
 
 class OptimiserSteps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -13,25 +13,17 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import Rows
 
 from .carry import join, refuse_again, take, without_carried
-from .gather import OptimiserSteps
-from .permuted import Permuted
-from .resume import KnownBatch, Progress, SplitState, identifying_columns
+from .permuted import CutBatch
+from .resume import BatchProgress, KnownBatch, SplitState, identifying_columns
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Remembered:
-    """A batch that was cut, with what is remembered of it once all stages have accepted it."""
+class Remembered(CutBatch):
+    """A batch that was cut, with the state that is remembered once all stages have accepted it."""
 
-    permuted: Permuted | None = None
-    """None: the batch is skipped, because it was trained before the state was saved."""
     state: SplitState | None = None
-    progress: Progress | None = None
-
-    def steps(self, passes: Any) -> OptimiserSteps:
-        """The optimiser steps (:meth:`Permuted.steps`), whose minibatches `progress` counts."""
-        return cast(Permuted, self.permuted).steps(passes, self.progress)
 
 
 class SplitMemory:
@@ -50,8 +42,8 @@ class SplitMemory:
     def restart(self) -> None:
         """Forget all batches."""
         self.state, self.restored = SplitState(), False
-        self._progress: Progress | None = None  # of the last accepted batch
-        self._earlier: list[Progress] = []  # of earlier batches that were not done when it came
+        self._progress: BatchProgress | None = None  # of the last accepted batch
+        self._earlier: list[BatchProgress] = []  # of earlier batches that were not done when it came
 
     def cut(self, split: Any, rows: Rows, epochs: int = 1, *, skips: bool = True) -> Remembered:
         """Permute a batch, with what is remembered: skip it, or join the carried rows and continue it.
@@ -76,7 +68,7 @@ class SplitMemory:
         own, came = table.own_rows(), without_carried(table, table.own_rows())
         cut_by = split.options.plain | {"unit": split.unit, "keys": repr(split.in_keys), "epochs": epochs}
         batch = KnownBatch(len(came), identifying_columns(table, came, split.reward_key))
-        progress = Progress(self.state, batch, cut_by)
+        progress = BatchProgress(self.state, batch, cut_by)
         if table.carried is not None and carries:
             refuse_again(rows.on_arrival, "group" if split.unit == "group" else "rollout")
         # 2. Permute.
@@ -88,7 +80,7 @@ class SplitMemory:
             kept = take(table, left) if len(left) else None
             rows.metric("carried_in", float(len(own) - len(came)))
         permuted.leave()
-        return Remembered(permuted, SplitState(self.state.calls + epochs, kept), progress)
+        return Remembered(permuted, progress, SplitState(self.state.calls + epochs, kept))
 
     def _skips(self, split: Any, rows: Rows) -> bool:
         """Take all rows out if this batch was trained before the loaded state was saved.
@@ -123,10 +115,10 @@ class SplitMemory:
 
     def remember(self, cut: Remembered) -> None:
         """Store the state after a batch, once no stage has refused it."""
-        if cut.state is None or cut.progress is None:  # skipped; given once more, it is trained
-            self.restored = False
-            return
         progress = cut.progress
+        if cut.state is None or not isinstance(progress, BatchProgress):
+            self.restored = False  # skipped; given once more, it is trained
+            return
         if (last := self._progress) is not None:
             self._earlier = [each for each in (*self._earlier, last) if each.in_the_middle]
             progress.before = progress.before._replace(trained=last.trained)

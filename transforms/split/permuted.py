@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch import Tensor
 from headrace.transforms.rows import Rows
 from headrace.transforms.table import Late
 
-from .gather import Columns, LossColumns, OptimiserSteps
+from .gather import Columns, LossColumns, OptimiserSteps, Progress
 from .plan import Plan
-from .resume import Progress
 
 
 @dataclass
@@ -61,3 +60,16 @@ class Permuted:
         return OptimiserSteps(
             self.rows.table, planned, rank, loss_columns, progress, in_order=not split.shuffle
         )
+
+
+@dataclass
+class CutBatch:
+    """A batch that a split has cut, in a pipeline."""
+
+    permuted: Permuted | None = None
+    """None: the batch is skipped, because it was trained before the state was saved."""
+    progress: Progress | None = None
+
+    def steps(self, passes: Any) -> OptimiserSteps:
+        """The optimiser steps (:meth:`Permuted.steps`), whose minibatches `progress` counts."""
+        return cast(Permuted, self.permuted).steps(passes, self.progress)

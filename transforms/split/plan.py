@@ -8,23 +8,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, islice, zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.transforms.distributed import check_one_way
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, stable_order
 from headrace.transforms.options import at_least, has_effect, takes_options, within
+from headrace.transforms.process_group import check_one_way
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed
-from .trees import Forest, Tree
 
 Balance = Literal["none", "tokens", "attention"]
 Oversized = Literal["alone", "raise"]
+Tree = Literal["none", "rollout", "group"]
+
+
+class PrefixTrees(Protocol):
+    """Rows that share tokens, for ``tree`` (`Forest`)."""
+
+    def shared(self, rows: Tensor, part: Tensor | None = None) -> Tensor:
+        """(n,) the leading tokens of each row that an earlier one already has."""
+
+    def pieces(self, rows: Tensor, budget: int | None) -> tuple[Tensor, Tensor]:
+        """(n,) the tree of each row, and (n,) the leading tokens that another row of it computes."""
 
 
 @takes_options
@@ -299,7 +309,7 @@ def assign_minibatches(
     cut: Cut,
     lengths: Tensor,
     options: CutOptions,
-    forest: Forest | None,
+    forest: PrefixTrees | None,
     multiples: Sequence[int] | None = None,
 ) -> list[Assigned]:
     """Assign the rows of each minibatch to ranks and micro-batches (:func:`assign_rows`).
@@ -382,7 +392,7 @@ def make_plan(cut: Cut, assigned: Sequence[Assigned], options: CutOptions) -> Pl
 
 
 def measure_plan(
-    plan: Plan, lengths: Tensor, options: CutOptions, forest: Forest | None = None
+    plan: Plan, lengths: Tensor, options: CutOptions, forest: PrefixTrees | None = None
 ) -> dict[str, float]:
     """Compute the metrics of a plan: its minibatches, micro-batches, padding, and the balance of ranks.
 
@@ -426,7 +436,7 @@ def draw_plans(
     *,
     calls: int,
     epochs: int,
-    forest: Forest | None = None,
+    forest: PrefixTrees | None = None,
 ) -> list[list[Plan]]:
     """Draw a permutation of the rows for each pass, and cut it.
 

@@ -15,6 +15,8 @@ from headrace.transforms.schema import REASON
 from headrace.transforms.table import Table
 from headrace.transforms.tensordicts import column_of, flat_rows, from_plain, leaves_of, to_plain
 
+from .gather import Progress
+
 CLOSE = 1e-4  # tolerance: rewards that were shaped on another device differ in the last digits
 
 
@@ -114,9 +116,6 @@ class SplitState(NamedTuple):
         )
 
 
-BEGINNING, NO_BATCH = SplitState(), KnownBatch(0, {})
-
-
 def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) -> dict[str, Tensor]:
     """Copy the columns that identify the rows: the reward, and each with one integer per row, such as ids.
 
@@ -157,11 +156,8 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
     return found
 
 
-class Progress:
-    """Counts the minibatches of one batch that were taken.
-
-    A minibatch counts as taken when it is yielded. Whether it was trained, and whether ``break`` or an
-    exception closed an iterator, is unknown here. So a batch is done only when all minibatches were taken.
+class BatchProgress(Progress):
+    """The progress of a batch that is recognised if it comes again.
 
     Args:
         before: the state before this batch.
@@ -173,18 +169,9 @@ class Progress:
             The message lists the differences.
     """
 
-    def __init__(
-        self,
-        before: SplitState = BEGINNING,
-        batch: KnownBatch = NO_BATCH,
-        options: Mapping[str, Any] | None = None,
-    ):
-        self.before, self.batch, self.options = before, batch, options or {}
-        self.taken = 0 if before.interrupted is None else before.interrupted.taken
-        self.minibatches = 0  # counted by OptimiserSteps
-        self.begun = False  # an iterator was started
-        self.open = 0  # number of iterators that have not ended
-        self.done = False  # no further minibatch will be taken
+    def __init__(self, before: SplitState, batch: KnownBatch, options: Mapping[str, Any]):
+        super().__init__(0 if before.interrupted is None else before.interrupted.taken)
+        self.before, self.batch, self.options = before, batch, options
         last = before.interrupted
         if last is not None and (differences := list(_differences(last, batch, self.options))):
             raise BatchError(
@@ -194,11 +181,6 @@ class Progress:
                 "discard_batch() of this stage, such as pipeline.stages['split'].discard_batch()",
                 found="; ".join(differences),
             )
-
-    @property
-    def in_the_middle(self) -> bool:
-        """Whether some minibatches were taken and an iterator is open for the others."""
-        return not self.done and self.open > 0 and 0 < self.taken < self.minibatches
 
     @property
     def trained(self) -> KnownBatch | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,19 +19,15 @@ from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.fates import Effect
 from headrace.transforms.ids import Ids
 from headrace.transforms.options import has_effect
-from headrace.transforms.prefixes import left_aligned, prefix_order
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import Reduced, Table
 from headrace.transforms.tokens import read_tokens
 
-from .memory import SplitMemory
 from .permuted import Permuted
-from .plan import Balance, CutOptions, Oversized, Plan, draw_plans, measure_plan
-from .resume import SplitState
+from .plan import Balance, CutOptions, Oversized, Plan, PrefixTrees, Tree, draw_plans, measure_plan
 from .shuffle import TOGETHER, Remainder
-from .trees import Forest, Tree
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +145,7 @@ class ShuffleSplit(
         self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
-        self.memory = SplitMemory()
+        self.memory: Any = import_module("headrace.transforms.split.memory").SplitMemory()
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.options.measures else [])]
         has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
@@ -171,8 +168,8 @@ class ShuffleSplit(
         return f"{super().same_on_all_ranks()}\n{self.memory.same_on_all_ranks()}"
 
     @property
-    def state(self) -> SplitState:
-        """The state after the last accepted batch."""
+    def state(self) -> Any:
+        """The `SplitState` after the last accepted batch."""
         return self.memory.state
 
     def restart(self) -> None:
@@ -309,7 +306,7 @@ class ShuffleSplit(
                 f"oversized='alone'{note}"
             )
 
-    def _forest(self, on_arrival: Rows, rows_of_ranks: Sequence[Tensor], lengths: Tensor) -> Forest:
+    def _forest(self, on_arrival: Rows, rows_of_ranks: Sequence[Tensor], lengths: Tensor) -> PrefixTrees:
         """The prefix trees of the rows; only rows of one rollout or group share a prefix."""
         table, reader = on_arrival.table, type(self).__name__
         table.settle()
@@ -318,14 +315,10 @@ class ShuffleSplit(
         mask = read_tokens(table.batch, self.length_key, reader=reader, option="length_key").bool()
         key = on_arrival.key(self.tree)
         ids = torch.arange(len(lengths)) if key is None else on_arrival.integers(self.tree, f"{self.tree}_id")
-        order, shared = prefix_order(left_aligned(tokens, mask), ids[table.live])
-        rank = torch.arange(len(order))
-        by_row = torch.empty(len(order), 2, dtype=torch.int64)
-        by_row[order] = torch.stack([rank, shared], 1)
+        trees = import_module("headrace.transforms.split.trees")
+        by_row = trees.prefix_ranks(tokens, mask, ids[table.live])
         by_row = table.measure(Reduced("prefixes", self.tokens_key), by_row)  # of all ranks
-        rank, shared = by_row.unbind(1)
-        order = torch.cat([own[rank[own].argsort()] for own in rows_of_ranks])
-        return Forest(order, shared[order], lengths)
+        return trees.forest_of(by_row, rows_of_ranks, lengths)
 
 
 def _numbers_by_row(plans: Sequence[Plan], rows: int) -> dict[str, Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Tree = Literal["none", "rollout", "group"]
+from headrace.transforms.prefixes import left_aligned, prefix_order
 
 
 class Forest:
@@ -87,3 +87,30 @@ class Forest:
             pieces.append(number)
         tree = torch.empty_like(rows).scatter_(0, order, torch.tensor(pieces, dtype=torch.int64))
         return tree, self.shared(rows, tree)
+
+
+def prefix_ranks(tokens: Tensor, mask: Tensor, ids: Tensor) -> Tensor:
+    """(N, 2) int64: each row's place in the order of prefixes, and the tokens it shares with the one before.
+
+    Args:
+        tokens: (N, T) int64.
+        mask: (N, T) bool, the tokens that a row has.
+        ids: (N,) int64, only rows of one id share tokens.
+    """
+    order, shared = prefix_order(left_aligned(tokens, mask), ids)
+    by_row = torch.empty(len(order), 2, dtype=torch.int64)
+    by_row[order] = torch.stack([torch.arange(len(order)), shared], 1)
+    return by_row
+
+
+def forest_of(by_row: Tensor, rows_of_ranks: Sequence[Tensor], lengths: Tensor) -> Forest:
+    """The trees of all rows.
+
+    Args:
+        by_row: (N, 2) int64, as from :func:`prefix_ranks`, each rank's on its own.
+        rows_of_ranks: the rows of each rank.
+        lengths: (N,) int64, tokens per row.
+    """
+    rank, shared = by_row.unbind(1)
+    order = torch.cat([own[rank[own].argsort()] for own in rows_of_ranks])
+    return Forest(order, shared[order], lengths)

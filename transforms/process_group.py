@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from headrace.transforms.options import at_least, takes_options, within
+from .options import at_least, takes_options, within
 
 SharedIds = Literal["raise", "same", "different"]
 
