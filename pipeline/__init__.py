@@ -5,11 +5,11 @@ A name is imported when it is first used, so that ``headrace --help`` does not w
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .public_names import hint, modules_of
+from headrace.faces import lazy
+
+from .public_names import hint
 
 if TYPE_CHECKING:
     from .coefficients import (
@@ -102,12 +102,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint(name)}")
-    globals()[name] = value = getattr(import_module(f".{modules_of('pipeline')[name]}", __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, *(path.parent.name for path in Path(__file__).parent.glob("*/__init__.py"))])
+__getattr__, __dir__ = lazy(__name__, __all__, hint)

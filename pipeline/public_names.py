@@ -1,17 +1,11 @@
-"""Where the public names of headrace are, and where a name is that somebody looks for in vain.
-
-To import a package may bring torch along. So the names are read from its text.
-"""
+"""Where the public names of headrace are, and where a name is that somebody looks for in vain."""
 
 from __future__ import annotations
 
-import ast
-from functools import cache
-from pathlib import Path
+from headrace.faces import FOLDER, exported
 
 from .wording import suggest
 
-FOLDER = Path(__file__).parents[1]
 PACKAGES = ("adapters", "conf", "pipeline", "transforms")
 # Where names are that somebody may look for in `headrace`.
 INNER = (
@@ -31,28 +25,7 @@ OF_OTHERS = {
 }
 
 
-@cache
-def _face(package: str) -> ast.Module:
-    path = FOLDER.joinpath(*package.split("."), "__init__.py")
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def exported(package: str) -> list[str]:
-    """The `__all__` of a package of headrace."""
-    for node in _face(package).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
-
-
-@cache
-def modules_of(package: str) -> dict[str, str]:
-    """The module of each name that a package imports from its own, under `TYPE_CHECKING` too."""
-    imports = [node for node in ast.walk(_face(package)) if isinstance(node, ast.ImportFrom) and node.level]
-    return {alias.name: node.module or "" for node in imports for alias in node.names}
-
-
-HOMES = {name: package for package in ("pipeline", "transforms") for name in exported(package)}
+HOMES = {name: package for package in ("pipeline", "transforms") for name in exported(f"headrace.{package}")}
 SHOWN = sorted(["__version__", *HOMES, *PACKAGES])
 
 
@@ -61,7 +34,7 @@ def hint(name: str) -> str:
     if name.startswith("_"):
         return ""
     for package in INNER:
-        if name in exported(package):
+        if name in exported(f"headrace.{package}"):
             return f": it is headrace.{package}.{name}"
     for module, names in OF_OTHERS.items():
         if name in names:

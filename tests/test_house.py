@@ -117,8 +117,8 @@ INNER = {
 }
 
 
-ROOTS = [ROOT / "src" / "headrace" / name for name in ("__init__.py", "__main__.py")]
-NAMES |= dict(zip(ROOTS, ("headrace", "headrace.__main__"), strict=True))
+ROOTS = [ROOT / "src" / "headrace" / name for name in ("__init__.py", "__main__.py", "faces.py")]
+NAMES |= dict(zip(ROOTS, ("headrace", "headrace.__main__", "headrace.faces"), strict=True))
 MODULES |= {NAMES[path]: path for path in ROOTS}
 
 # Inner functions that import an outer part when they are called: who, what, and why.
@@ -379,4 +379,4 @@ def test_root_folders_are_installed_once():
     }
     links = {name: path.resolve() for name, path in entries.items() if path.is_symlink()}
     assert links == {name: ROOT / name for name in (*FOLDERS, "conf")}
-    assert entries.keys() - links.keys() == {"__init__.py", "__main__.py", "py.typed"}
+    assert entries.keys() - links.keys() == {"__init__.py", "__main__.py", "faces.py", "py.typed"}

@@ -1,0 +1,57 @@
+"""Faces: the public names of a package, each imported when it is first used.
+
+To import a package may bring torch along. So its names are read from its text.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+@cache
+def _text_of(package: str) -> ast.Module:
+    path = FOLDER.joinpath(*package.split(".")[1:], "__init__.py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def exported(package: str) -> list[str]:
+    """The `__all__` of a package of headrace."""
+    for node in _text_of(package).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+@cache
+def _modules_of(package: str) -> dict[str, str]:
+    """The module of each name that a package imports from its own, for type checkers."""
+    imports = [node for node in ast.walk(_text_of(package)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f".{node.module or ''}" for node in imports if node.level for alias in node.names}
+
+
+def lazy(
+    package: str, names: list[str], hint: Callable[[str], str] = lambda name: ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package whose names are imported when they are first used.
+
+    Args:
+        package: its full name. It imports its names under ``TYPE_CHECKING``.
+        names: its `__all__`.
+        hint: what the error says behind an unknown name.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}")
+        value = getattr(import_module(_modules_of(package)[name], package), name)
+        setattr(import_module(package), name, value)
+        return value
+
+    return get, lambda: sorted(names)
