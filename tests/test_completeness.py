@@ -7,7 +7,7 @@ import torch
 from alone import said_by
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from headrace.transforms import (
     BatchError,
@@ -181,3 +181,71 @@ def test_the_function_counts_unique_present_rollouts(rollouts):
 def test_the_function_requires_a_dispatched_count():
     with pytest.raises(BatchError, match="give group_size"):
         incomplete_groups([0], [0])
+
+
+def who_passes(groups, rollouts, size, said):
+    """By a loop: the groups that lack rollouts, or in words what is wrong with the numbers."""
+    wrong = []
+    for group in dict.fromkeys(groups):
+        own = {number for number, home in zip(said, groups, strict=True) if home == group}
+        if len(own) > 1 or min(own) < 1:
+            return "one number ≥ 1 per group"
+        if size is not None and own != {size}:
+            wrong.append(f"group {group} expects {own.pop()}")
+    if wrong:
+        return wrong
+    short = []
+    for group in dict.fromkeys(groups):
+        there = {rollout for rollout, home in zip(rollouts, groups, strict=True) if home == group}
+        expected = next(number for number, home in zip(said, groups, strict=True) if home == group)
+        if len(there) > expected:
+            return f"more rollouts than were dispatched; found .*group {group} has {len(there)} of {expected}"
+        if len(there) < expected:
+            short.append((group, len(there), expected))
+    return short
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=8),
+    st.sampled_from([None, 1, 2, 3]),
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    st.booleans(),
+)
+def test_a_group_size_must_match_the_column_and_groups_pass_as_by_a_loop(rows, size, of_group, agree):
+    groups = [group for group, _ in rows]
+    rollouts = [group * 10 + number for group, number in rows]
+    said = [size if agree and size else of_group[group] for group in groups]
+    expected = who_passes(groups, rollouts, size, said)
+    batch = TensorDict(
+        {"group_id": groups, "rollout_id": rollouts, "expected_rollouts": said}, batch_size=[len(rows)]
+    )
+    gate = CompletenessGate(group_size=size, on_incomplete="drop")
+    counts = {"group_size": size, "expected_rollouts": said}
+    if isinstance(expected, str) or (expected and isinstance(expected[0], str)):
+        message = expected if isinstance(expected, str) else ", ".join(expected)
+        for judge in (lambda: gate(batch), lambda: incomplete_groups(groups, rollouts, **counts)):
+            with pytest.raises(BatchError, match=message) as caught:
+                judge()
+            assert not isinstance(caught.value, IncompleteGroupsError)
+        return
+    short = incomplete_groups(groups, rollouts, **counts)
+    assert sorted(zip(*(column.tolist() for column in short), strict=True)) == sorted(expected)
+    lacking = {group for group, *_ in expected}
+    assert gate(batch)["group_id"].tolist() == [group for group in groups if group not in lacking]
+
+
+def test_the_error_has_both_sizes_and_what_to_do():
+    batch = TensorDict(
+        {"group_id": [7] * 4, "rollout_id": [0, 1, 2, 3], "expected_rollouts": [5] * 4}, batch_size=[4]
+    )
+    said = (
+        r"group_size and the column 'expected_rollouts' \(expected_key\) must give the same number of "
+        r"rollouts per group: group_size=4, but group 7 expects 5\. Leave group_size out, or correct"
+    )
+    for how in ({}, {"on_incomplete": "drop"}, {"on_incomplete": "keep", "min_rollouts": 1}):
+        with pytest.raises(BatchError, match=said):
+            CompletenessGate(group_size=4, **how)(batch)
+    renamed = batch.rename_key_("expected_rollouts", "size")
+    with pytest.raises(BatchError, match=r"the column 'size' \(expected_key\)"):
+        CompletenessGate(group_size=4, expected_key="size")(renamed)
+    assert len(CompletenessGate(group_size=5, on_incomplete="drop")(torch.cat([renamed, renamed[:0]]))) == 0

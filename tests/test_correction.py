@@ -7,11 +7,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from policies import (
     MASK,
     OLD,
     SAMPLER,
     alone,
+    clamp,
     log_ratios,
     ragged,
     stated_divergence,
@@ -354,3 +357,45 @@ def test_divergences_are_measured_before_rejection(unit):
         names = [f"{name}_{by}" for name in ("kl_k1", "kl_k3", "chi2") for by in ("token", "sequence")]
         assert [found[name] for name in names] == [expected[name] for name in names]
         assert found["fraction_kept"] < 1
+
+
+@given(st.integers(0, 99), st.floats(0.01, 0.9), st.floats(1.1, 50), st.booleans(), st.booleans())
+def test_every_removes_a_row_if_the_ratio_of_a_token_is_out_of_bounds(seed, least, most, of_rollout, half):
+    """ρ = π_old / μ in [a, b], by a loop over tokens; low and high bound its inverse."""
+    batch = two_policies(8, 6, seed, spread=1.5)
+    logs = log_ratios(batch)
+    inside = [all(math.log(least) <= clamp(log) <= math.log(most) for log in row) for row in logs]
+    if half:  # open above
+        inside = [all(math.log(least) <= clamp(log) for log in row) for row in logs]
+    if of_rollout:  # rows of one rollout lie two by two, and stay or go as one
+        inside = [inside[row - row % 2] and inside[row - row % 2 + 1] for row in range(8)]
+    criterion = Diverged(
+        estimator="k1",
+        level="every",
+        low=0.0 if half else 1 / most,
+        high=1 / least,
+        unit="rollout" if of_rollout else "sample",
+    )
+    assert criterion(batch).tolist() == inside
+    gone = alone(SampleFilter(criterion=criterion, action="drop"), batch)
+    assert len(gone.batch) == sum(inside)
+    assert criterion(ragged(batch)).tolist() == inside
+
+
+def test_max_bounds_the_largest_token_and_every_bounds_all():
+    # μ / π_old of the tokens is 0.33 and 1: the second is the largest, and 1/3 bounds nothing else.
+    logs = torch.tensor([[math.log(3.03), 0.0]], dtype=torch.float64)
+    zero = torch.zeros(1, 2, dtype=torch.float64)
+    batch = TensorDict({OLD: logs, SAMPLER: zero, MASK: zero == 0}, batch_size=[1])
+    assert Diverged(estimator="k1", level="max", low=1 / 3, high=None)(batch).tolist() == [True]
+    assert Diverged(estimator="k1", level="every", low=1 / 3, high=None)(batch).tolist() == [False]
+    assert Diverged(estimator="k1", level="every", low=1 / 3.1, high=None)(batch).tolist() == [True]
+    for estimator in ("k2", "k3"):  # which are bounded above alone
+        for high in (0.5, 0.62, 1.0, 3.0):
+            levels = [Diverged(estimator=estimator, level=level, high=high) for level in ("max", "every")]
+            assert levels[0](batch).tolist() == levels[1](batch).tolist()
+
+
+def test_every_judges_rows_and_token_judges_single_tokens():
+    with pytest.raises(ValueError, match="level must be one of 'token', 'sum', 'mean', 'max'"):
+        divergence(*[torch.zeros(1, 1)] * 2, torch.ones(1, 1) > 0, level="every")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from recipes import of
+from rollouts import make_collector, make_env, make_policy
 from tensordict import TensorDict
 from test_contract import rows, undeclared
 
@@ -19,11 +20,13 @@ from headrace.transforms import (
     Fresh,
     GroupMeanWithin,
     LengthWithin,
+    MissingKeyError,
     NotTruncated,
     RewardsVary,
     RewardWithin,
     Rows,
     SampleFilter,
+    Status,
 )
 from headrace.transforms.schema import COUNTED, REWARD
 
@@ -122,3 +125,19 @@ def test_these_laws_find_a_criterion_that_counts_rows_or_hides_what_it_reads(mon
         AssertionError, match=r"row-mean: .*'number' to its in_keys.*self.reward_key to its in_keys"
     ):
         test_what_a_criterion_reads_is_in_its_columns_and_keys()
+
+
+TRUNCATED = int(Status.TRUNCATED)
+
+
+@pytest.mark.slow
+def test_all_stages_read_truncation_where_the_gate_reads_it():
+    """An environment has the status before the step at the root; every truncated row is found."""
+    batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)
+    after = batch["next", "status"].flatten()
+    assert int((after == TRUNCATED).sum()) > 10
+    assert torch.equal(NotTruncated()(batch), after != TRUNCATED)
+    root = batch.exclude(("next", "status"))
+    assert torch.equal(NotTruncated()(root), root["status"].flatten() != TRUNCATED)
+    with pytest.raises(MissingKeyError, match=r"needs the key \('next', 'status'\) \(status_key\)"):
+        NotTruncated()(root.exclude("status"))

@@ -14,10 +14,13 @@ from headrace.pipeline import ConfigError, Decider, load_pipeline
 from headrace.transforms import (
     BatchError,
     CombineIds,
+    CompletenessGate,
+    FanOutCollapse,
     IncompleteGroupsError,
     Rows,
     SampleFilter,
     TreeAdvantage,
+    group_relative_advantage,
     number_labels,
 )
 from headrace.transforms.distributed import barrier
@@ -141,3 +144,26 @@ def test_what_is_said_of_plain_columns_names_no_option_of_a_key(recipe):
                 continue
     assert said
     assert not [words for words in said if "_key)" in words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda ids, odd: FanOutCollapse()(odd),
+        lambda ids, odd: CompletenessGate(group_size=2)(odd),
+        lambda ids, odd: group_relative_advantage(torch.arange(len(ids)).float(), ids, ids),
+        lambda ids, odd: SampleFilter(criterion=lambda b: b["group_id"] < 0, unit="group")(odd),
+    ],
+    ids=["siblings that disagree", "a rollout in many groups", "many rewards of one rollout", "an unset id"],
+)
+def test_an_error_is_short_for_any_number_of_rows(make_batch, refuse):
+    rows = 50_000
+    ids = torch.zeros(rows, dtype=torch.int64)
+    odd = make_batch([0.0], [0]).exclude("prompt_text").expand(rows).clone()
+    odd["next", "reward"] = torch.arange(rows).float()[:, None]
+    odd["group_id"] = torch.arange(rows) - 1
+    odd["rollout_id"] = ids
+    with pytest.raises(BatchError) as info:
+        refuse(ids, odd)
+    assert len(str(info.value)) < 10_000

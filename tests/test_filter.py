@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from alone import said_by
+from any_rank import collected
+from composed import composed
 from tensordict import TensorDict, lazy_stack
 
+from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
     FanOutCollapse,
@@ -205,3 +208,15 @@ def test_every_value_of_a_ragged_column_is_checked():
     rows = [[1.0, 2.0], [1.0, float("nan"), 2.0], [float("inf")], [0.0]]
     batch = lazy_stack([TensorDict({"x": torch.tensor(row)}, batch_size=[]) for row in rows])
     assert Finite(key="x")(batch).tolist() == [True, False, False, True]
+
+
+def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
+    for action in ("mask", "exclude"):
+        judged = {"judged": SampleFilter(criterion=lambda rows: rows["rollout_id"] % 2 == 0, action=action)}
+        dense = collected("uniform", "opd")
+        one, other = (Pipeline(judged | dict(composed("pipeline=opd").stages.items())) for _ in range(2))
+        ragged, expected = one.run(lazy_stack(list(dense.unbind(0)))), other.run(dense)
+        assert ragged.ledger.counts() == expected.ledger.counts()
+        for rows, dense_rows in zip(ragged.minibatches(), expected.minibatches(), strict=True):
+            credit = torch.stack(rows.get("advantage", as_list=True))
+            assert torch.equal(credit, dense_rows["advantage"])

@@ -11,6 +11,7 @@ from headrace.pipeline import Pipeline, StageError
 from headrace.transforms import (
     BatchError,
     BatchTransform,
+    FanOutCollapse,
     GroupRelativeAdvantage,
     RewardWithin,
     SampleFilter,
@@ -77,3 +78,19 @@ def test_a_stage_that_loses_row_ids_is_refused(stage, found, make_batch):
 
 def test_a_pipelines_state_includes_its_modules():
     assert "stages.linear.weight" in Pipeline({"linear": nn.Linear(2, 2)}).state_dict()
+
+
+class Noisy(FanOutCollapse):
+    """Has a forward of its own."""
+
+    def forward(self, batch):
+        return super().forward(batch)
+
+
+def test_hooks_that_a_pipeline_would_skip_are_refused():
+    with pytest.raises(ValueError, match=r"never its `forward`"):
+        Pipeline({"noisy": Noisy()})
+    hooked = FanOutCollapse()
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="or of its hooks"):
+        Pipeline({"hooked": hooked})

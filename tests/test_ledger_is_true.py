@@ -18,7 +18,7 @@ from policies import OLD, with_old
 from recipes import CHAINS, FEW
 from tensordict import NestedKey, TensorDict, lazy_stack
 
-from headrace.pipeline import Pipeline
+from headrace.pipeline import Pipeline, load_pipeline
 from headrace.pipeline.report import make_report
 from headrace.transforms import LossWeight, SampleFilter, ShuffleSplit
 from headrace.transforms.schema import MINIBATCH
@@ -256,3 +256,11 @@ def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
             if (part[row][MASK] & part[row][LOG_PROBS].isfinite()).any()
         ]
         assert found == [line.rollout for line in trains]
+
+
+def test_an_empty_result_has_the_same_reasons(make_batch):
+    words = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
+    full = load_pipeline(*words).run(make_batch([1.0, 2], [0, 0]))
+    nothing = load_pipeline(*words).run(make_batch([1.0], [0]))
+    assert set(full.ledger.names) == set(nothing.ledger.names)
+    assert len(full.ledger.names) == len(full.ledger.actions)

@@ -277,3 +277,21 @@ def test_weights_need_terms_per_token():
         weighted_loss(TensorDict({"objective": torch.zeros(3, 3)}), batch)
     with pytest.raises(MissingKeyError, match="loss_weight"):
         weighted_loss(TensorDict({"loss_objective": torch.zeros(3, 3)}), batch_of(NINE))
+
+
+@pytest.mark.parametrize("name", ["loss_weight", "w"])
+def test_a_row_of_weight_0_is_not_trained_under_any_name(make_batch, name):
+    batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1])
+    batch["log_probs", "full"][0] = float("nan")
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=1), "weight": LossWeight(weight_key=name)})
+    assert pipeline.run(batch).metrics["rows/trained"] == 3
+    assert pipeline.weighs
+    assert not Pipeline({"weight": LossWeight(weight_key=name, fold="sum")}).weighs
+
+
+def test_weights_in_the_input_are_ignored(make_batch):
+    batch = make_batch([1.0, 2], [0, 0])
+    batch["loss_weight"] = torch.zeros(2)
+    batch["advantage"] = torch.ones(2, 1, 1)
+    assert Pipeline({"weight": LossWeight(fold="sum")}).run(batch).metrics["rows/trained"] == 2
+    assert Pipeline({"weight": LossWeight()}).run(batch).metrics["rows/trained"] == 2

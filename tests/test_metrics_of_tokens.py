@@ -7,7 +7,9 @@ import weakref
 
 import pytest
 import torch
-from policies import MASK, OLD, SAMPLER, two_policies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies import MASK, OLD, SAMPLER, alone, two_policies
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, optimise, total_loss
@@ -104,3 +106,32 @@ def test_rows_masked_later_change_no_metric():
     assert [run.metrics[name] for name in names] == [before[name] for name in names]
     shared = [name for name in names if name.startswith(("weigh/kl", "weigh/chi2"))]
     assert [run.metrics[f"rows/{name[6:]}"] for name in shared] == [before[name] for name in shared]
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(st.data())
+def test_row_order_changes_no_bit_of_divergences_and_padding_only_rounding(data):
+    rows, tokens = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 12))
+    batch = two_policies(rows, tokens, data.draw(st.integers(0, 99)))
+    left, right = data.draw(st.integers(0, 70)), data.draw(st.integers(0, 70))
+    order = torch.tensor(data.draw(st.permutations(range(rows))))
+    padded = batch.clone()
+    for key in (OLD, SAMPLER, MASK):
+        padded[key] = torch.nn.functional.pad(batch[key], (left, right))
+    level = data.draw(st.sampled_from(["token", "sequence", "mean"]))
+    unit = data.draw(st.sampled_from(["sample", "rollout"]))
+    for stage in (
+        RolloutCorrection(level=level, unit=unit),
+        SampleFilter(criterion=Diverged(high=0.1, unit=unit)),
+        TokenFilter(criterion=Diverged(high=0.1, level="token")),
+        TokenAdvantage(term=LogRatio(numerator_key=OLD, denominator_key=SAMPLER)),
+    ):
+        here, there, elsewhere = (alone(stage, each) for each in (batch, batch[order], padded[order]))
+        assert here.metrics == there.metrics
+        assert elsewhere.metrics == pytest.approx(here.metrics, rel=1e-12, abs=1e-12)
+        for key in ("advantage", "importance_weight", MASK):  # and no bit of what is trained
+            if here.batch.get(key) is not None:
+                trained = elsewhere.batch[key]
+                trained = trained[:, left : left + tokens] if trained.shape[1] > 1 else trained
+                assert torch.equal(trained, here.batch[key][order].expand_as(trained))

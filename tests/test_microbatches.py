@@ -378,3 +378,16 @@ def test_a_copied_minibatch_has_the_same_micro_batches(ranks, inference):
             minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody, since
             with pytest.raises(BatchError, match="reordered since"):
                 split_microbatches(minibatch)
+
+
+def some_rows(make_batch, n: int = 8) -> TensorDict:
+    return make_batch([float(i) for i in range(n)], [0] * n)
+
+
+def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, microbatches=2, remainder="pad")})
+    batch = some_rows(make_batch, 5).exclude("masks", "log_probs")
+    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are masked in"):
+        pipeline.run(batch)
+    assert pipeline.stages["split"].state.calls == 0
+    assert pipeline.ledger is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from busy import stages
+from composed import composed
 from torchrl.envs.transforms import RewardScaling
 
 from headrace.pipeline import Pipeline
@@ -96,3 +97,11 @@ def test_stages_with_an_effect_are_accepted():
 def test_an_object_that_is_no_stage_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Pipeline(given)
+
+
+@pytest.mark.slow
+def test_one_override_removes_a_stage_also_from_an_order():
+    for word in ("overlong", "split"):
+        expected = composed("pipeline=dapo").order
+        expected.remove(word)
+        assert composed("pipeline=dapo", f"~pipeline.stages.{word}").order == expected

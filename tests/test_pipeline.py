@@ -7,18 +7,22 @@ import pytest
 import torch
 from batches import batch_of
 from busy import busy_batch, keep_positive, stages
+from composed import composed
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tensordict import lazy_stack
+from tensordict import NonTensorData, NonTensorStack, lazy_stack
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
     BatchError,
+    BatchTransform,
     CompletenessGate,
+    FanOutCollapse,
     GroupRelativeAdvantage,
     IncompleteGroupsError,
     MissingKeyError,
     NotTruncated,
+    RewardsVary,
     RewardWithin,
     SampleFilter,
     ShuffleSplit,
@@ -167,3 +171,79 @@ def test_renamed_ids_are_counted_under_the_same_metrics(make_batch):
     pipeline = Pipeline({"keep": keep_positive}, group_key=["meta", "gid"])
     pipeline(batch)
     assert pipeline.metrics["groups/in"] == 1
+
+
+def test_images_stay_with_their_rows():
+    """A column of one size, and lists of some images each, which are no tensors."""
+    batch = batch_of([1.0, 3, 5, 11], [0, 0, 1, 1], expected_rollouts=[2] * 4)
+    batch["pixels"] = torch.arange(4 * 3 * 2 * 2).view(4, 3, 2, 2).to(torch.uint8)
+    batch["images"] = NonTensorStack(
+        *(NonTensorData([f"{row}-{i}.png" for i in range(row)]) for row in range(4))
+    )
+    out = composed("pipeline=dr_grpo", "pipeline.stages.split.minibatches=2")(batch)
+    rows = out["headrace", "row"].tolist()
+    assert sorted(rows) == [0, 1, 2, 3]
+    assert torch.equal(out["pixels"], batch["pixels"][rows])
+    assert [list(each) for each in out["images"]] == [[f"{r}-{i}.png" for i in range(r)] for r in rows]
+
+
+@pytest.mark.parametrize("name", ["half", "keys", "type"])
+def test_stage_names_reserved_by_torch_are_refused(name):
+    with pytest.raises(ValueError, match=f"ModuleDict; got {name!r}"):
+        Pipeline({name: FanOutCollapse()})
+
+
+def test_loggers_and_hooks_never_get_a_refused_batch(make_batch):
+    seen = []
+    stages = {
+        "collapse": FanOutCollapse(),
+        "log": lambda batch: seen.append("log") or batch,
+        "filter": SampleFilter(criterion=RewardsVary(), on_batch=lambda *_: seen.append("hook")),
+    }
+    with pytest.raises(
+        BatchError, match=r"^stage 'collapse', FanOutCollapse\(\): every reward must be finite"
+    ):
+        Pipeline(stages).run(make_batch([1.0, float("nan")], [0, 0]))
+    with pytest.raises(BatchError, match=r"^stage 'collapse'"):
+        Pipeline(stages | {"log": None}).run(make_batch([1.0, float("nan")], [0, 0]))
+    assert seen == []
+
+
+class Least(BatchTransform):
+    """Keeps a key as YAML gives it."""
+
+    def __init__(self, *, reward_key=("next", "reward")):
+        super().__init__(in_keys=[reward_key])
+        self.reward_key = reward_key
+
+    def decide(self, rows):
+        rows.metric("least", rows["reward"].min())
+
+
+def test_a_nested_key_may_be_a_yaml_list(make_batch):
+    pipeline = Pipeline({"least": Least(reward_key=["next", "reward"])})
+    assert pipeline.run(make_batch([3.0, 2.0], [0, 0])).metrics["least/least"] == 2
+    assert pipeline.stages["least"].in_keys == [("next", "reward")]
+
+
+@pytest.mark.slow
+def test_without_a_rollout_key_each_row_is_a_rollout_for_every_stage(make_batch):
+    batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
+    words = (
+        "pipeline.stages.gate.group_size=2",
+        "pipeline.stages.split.shuffle=false",
+        "pipeline.stages.weight.unit=rollout",
+    )
+    expected = composed(*words).run(batch)
+    run = composed(*words, "pipeline.rollout_key=null").run(batch.exclude("rollout_id"))
+    for key in ("advantage", "loss_weight", ("headrace", "minibatch")):
+        assert torch.equal(run.batch[key], expected.batch[key])
+    assert "rollouts/in" not in run.metrics
+    assert run.metrics["groups/trained"] == 2
+
+
+@pytest.mark.slow
+def test_a_stage_the_command_line_cannot_reach_is_refused():
+    for name in ("a.b", "", "two words", "1st"):
+        with pytest.raises(ValueError, match="a stage's name must consist of letters"):
+            Pipeline({name: FanOutCollapse()})

@@ -14,6 +14,7 @@ import torch
 from batches import batch_of
 from busy import busy_batch, stages
 from live_bytes import LiveBytes, bytes_of
+from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, Run, StageError
 from headrace.transforms import (
@@ -324,3 +325,34 @@ def test_a_call_keeps_no_reference_to_the_batch(split):
     assert [ref() for ref in alive] == [None] * 8
     assert pipeline.metrics["rows/in"] == 12
     assert len(pipeline.report()) == 12
+
+
+def four_steps() -> Pipeline:
+    return Pipeline({"split": ShuffleSplit(minibatches=4, unit="sample")})
+
+
+def eight_rows(make_batch, n: int = 8) -> TensorDict:
+    return make_batch([float(i) for i in range(n)], [0] * n)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda run: run.batch,
+        lambda run: next(run.minibatches()),
+        lambda run: list(run.minibatches()),
+        lambda run: None,
+    ],
+    ids=["the whole batch", "a peek", "a first full pass", "nothing"],
+)
+def test_reading_a_run_before_training_leaves_its_checkpoint_unchanged(make_batch, look):
+    """After one of four minibatches three are left, whatever was read before."""
+    pipeline, batch = four_steps(), eight_rows(make_batch)
+    run = pipeline.run(batch)
+    orders = [part["rollout_id"].tolist() for part in four_steps().minibatches(batch)]
+    look(run)
+    taken = run.minibatches()
+    assert next(taken)["rollout_id"].tolist() == orders[0]
+    restored = four_steps()
+    restored.load_state_dict(pipeline.state_dict())
+    assert [part["rollout_id"].tolist() for part in restored.minibatches(batch)] == orders[1:]

@@ -1,0 +1,191 @@
+"""Rows that were trained are not trained again, wherever a run is interrupted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from any_rank import results_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import BatchError, FanOutCollapse, ShuffleSplit
+
+
+def make(remainder: str = "uneven", **options) -> Pipeline:
+    return Pipeline({"split": ShuffleSplit(minibatch_size=3, unit="sample", remainder=remainder, **options)})
+
+
+def numbered(batch: int, rows: int) -> TensorDict:
+    """Rows of the n-th batch, with ids that no other batch has, and rewards that all have."""
+    ids = torch.arange(rows) + 100 * batch
+    return TensorDict({"rollout_id": ids, ("next", "reward"): torch.ones(rows)}, batch_size=[rows])
+
+
+def trained(minibatches) -> list[list[int]]:
+    return [part["rollout_id"].tolist() for part in minibatches]
+
+
+@given(
+    rows=st.lists(st.integers(3, 10), min_size=2, max_size=3),
+    epochs=st.integers(1, 2),
+    remainder=st.sampled_from(["uneven", "carry", "drop"]),
+    again=st.sampled_from(["as it was", "permuted", "not at all"]),
+    saved=st.sampled_from(["before the next batch", "when the next batch has begun"]),
+    data=st.data(),
+)
+def test_an_interruption_anywhere_trains_nothing_again(rows, epochs, remainder, again, saved, data):
+    """An uninterrupted loop over all minibatches, compared with one interrupted after the n-th.
+
+    The source gives the batch again that came last, whether or not it was finished, and then the others.
+    """
+    batches = [numbered(number, size) for number, size in enumerate(rows)]
+    whole = make(remainder)
+    of_batch = [trained(whole.minibatches(batch, epochs=epochs)) for batch in batches]
+    expected = [part for parts in of_batch for part in parts]
+    last = data.draw(st.integers(0, len(batches) - 1))
+    taken = data.draw(st.integers(0, len(of_batch[last])))
+
+    pipeline, found = make(remainder), []
+    for batch in batches[:last]:
+        found += trained(pipeline.minibatches(batch, epochs=epochs))
+    stream = pipeline.minibatches(batches[last], epochs=epochs)
+    found += [next(stream)["rollout_id"].tolist() for _ in range(taken)]
+    finished = taken == len(of_batch[last])
+    if finished and saved == "when the next batch has begun" and last + 1 < len(batches):
+        pipeline.minibatches(batches[last + 1], epochs=epochs)
+    state = pipeline.state_dict()
+
+    restored = make(remainder)
+    restored.load_state_dict(state)
+    first = batches[last]
+    if finished and again == "permuted":
+        first = first[torch.randperm(len(first))]
+    if not (finished and again == "not at all"):
+        run = restored.run(first, epochs=epochs)
+        found += trained(run.minibatches())
+        if finished:
+            assert run.ledger.counts()["split/trained_before"] == len(first)
+            assert trained([run.batch]) == [[]]
+    for batch in batches[last + 1 :]:
+        found += trained(restored.minibatches(batch, epochs=epochs))
+    assert found == expected
+
+
+@pytest.mark.parametrize("how", ["minibatches", "call", "stage alone"])
+def test_a_second_pass_in_one_process_is_trained(how):
+    def rows_of(pipeline, batch):
+        if how == "minibatches":
+            return sorted(row for part in trained(pipeline.minibatches(batch)) for row in part)
+        stage = pipeline if how == "call" else pipeline.stages["split"]
+        return sorted(stage(batch)["rollout_id"].tolist())
+
+    pipeline, batch = make(), numbered(0, 7)
+    for _ in range(3):
+        assert rows_of(pipeline, batch) == list(range(7))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert [len(rows_of(restored, batch)) for _ in range(3)] == [0, 7, 7], "what was saved, then new passes"
+    restored.load_state_dict(restored.state_dict())
+    assert rows_of(restored, numbered(1, 7)) == list(range(100, 107))
+    assert len(rows_of(restored, batch)) == 7, "the last batch is known, and none before it"
+
+
+def test_a_batch_with_several_integer_rewards_is_known_again():
+    def rows_after_a_restart(batch):
+        restored = make()
+        restored.load_state_dict(state)
+        return len([row for part in trained(restored.minibatches(batch)) for row in part])
+
+    pipeline, batch = make(), numbered(0, 30)
+    batch["next", "reward"] = torch.arange(60).view(30, 2) % 3
+    trained(pipeline.minibatches(batch))
+    state = pipeline.state_dict()
+    regraded, other = batch.clone(), numbered(1, 30)
+    regraded["next", "reward"][-1] += 1
+    other["next", "reward"] = batch["next", "reward"]
+    again = [rows_after_a_restart(each) for each in (batch, batch[torch.randperm(30)], regraded, other)]
+    assert again == [0, 0, 30, 30]
+
+
+def test_a_discarded_batch_is_not_trained_again():
+    pipeline, batch = make(), numbered(0, 7)
+    next(pipeline.minibatches(batch))
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    restored.stages["split"].discard_batch()
+    pipeline.stages["split"].discard_batch()
+    for state in (pipeline.state_dict(), restored.state_dict()):
+        other = make()
+        other.load_state_dict(state)
+        assert trained(other.minibatches(batch)) == []
+    assert trained(restored.minibatches(batch)) == []
+    assert len(trained(restored.minibatches(numbered(1, 7)))) == 3
+
+
+def test_an_interrupted_second_pass_resumes():
+    pipeline, batch = make(), numbered(0, 7)
+    list(pipeline.minibatches(batch))
+    stream = pipeline.minibatches(batch)
+    next(stream)
+    restored = make()
+    restored.load_state_dict(pipeline.state_dict())
+    assert trained(restored.minibatches(batch)) == trained(stream)
+
+
+def test_other_batches_and_batches_without_ids_are_trained():
+    """Equal ids are not the same batch if rewards differ."""
+    other = numbered(0, 7)
+    other["next", "reward"][3] = 0.0
+    for first, second in ((numbered(0, 7), other), (numbered(0, 7), numbered(0, 6)), (None, None)):
+        nothing = TensorDict({"x": torch.ones(7)}, batch_size=[7])
+        pipeline, restored = make(), make()
+        list(pipeline.minibatches(nothing if first is None else first))
+        restored.load_state_dict(pipeline.state_dict())
+        assert len(list(restored.minibatches(nothing if second is None else second))) >= 2
+
+
+def test_the_second_half_trains_repeated_samples_of_a_buffer():
+    first, second = Pipeline(
+        {"collapse": FanOutCollapse(group_key="rollout_id"), "split": ShuffleSplit(minibatches=2)}
+    ).halves()
+    rows = first(numbered(0, 6))
+    list(second.minibatches(rows))
+    second.load_state_dict(second.state_dict())
+    assert len(list(second.minibatches(rows))) == 2
+
+
+def interrupt_on_ranks(rank: int, world: int) -> dict[str, object]:
+    """What a rank trains of two batches, interrupted behind each minibatch of the first."""
+
+    def shared() -> Pipeline:
+        split = ShuffleSplit(minibatches=2, unit="sample", remainder="uneven")
+        return Pipeline({"split": split}, process_group="world", shared_ids="different", patience=30)
+
+    found: dict[str, object] = {}
+    for name, rows in {"even": (6, 6), "uneven": (7, 3), "one has none": (6, 0)}.items():
+        first, second = (numbered(2 * batch + rank, rows[rank]) for batch in (0, 1))
+        whole = trained(shared().minibatches(first))
+        for taken in range(len(whole) + 1):
+            pipeline, restored = shared(), shared()
+            stream = pipeline.minibatches(first)
+            parts = [next(stream)["rollout_id"].tolist() for _ in range(taken)]
+            restored.load_state_dict(pipeline.state_dict())
+            parts += trained(restored.minibatches(first))
+            found[f"{name}, {taken} taken"] = parts == whole
+            follows = trained(pipeline.minibatches(second)) if taken == len(whole) else None
+            found[f"{name}, {taken} taken, next"] = follows in (None, trained(restored.minibatches(second)))
+    restored.load_state_dict(pipeline.state_dict())
+    try:
+        restored.minibatches(numbered(2 + rank if rank == 0 else 9, 6))
+    except BatchError as err:
+        found["torn"] = str(err)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_what_was_trained(tmp_path):
+    for found in results_of(interrupt_on_ranks, 2, tmp_path):
+        assert "ranks [0] hold rows that were trained before" in found.pop("torn")
+        assert all(found.values()), [name for name, right in found.items() if not right]
