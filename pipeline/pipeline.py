@@ -438,8 +438,8 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         are_known = all(weight is not None and weight.ndim == 1 for weight in weights)
         if are_known and (not weights_came or self.weighs):
             trains = torch.logical_and(trains, reduce(torch.logical_or, weights))
-        masked = ~trains & (table.fates.reason == 0)
-        if table.masking.no_lengths and not bool(masked.any()):
+        masked = ~trains
+        if table.masking.no_lengths and not bool((masked & (table.fates.reason == 0)).any()):
             return  # who has no token is not known, and 0 rows would be a claim
         table.fates.note(masked, "pipeline/no_loss_tokens", "masked")
 

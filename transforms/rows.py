@@ -365,12 +365,13 @@ class Rows:
         raise err
 
     def leave(
-        self, rows: Tensor, reason: str, effect: Effect = "dropped", *, mask_tokens: bool = True
+        self, rows: Tensor | None, reason: str, effect: Effect = "dropped", *, mask_tokens: bool = True
     ) -> None:
         """Take out the rows where (M,) bool `rows` is True, and record the reason in the ledger.
 
         Args:
             rows: the rows that leave. A row keeps its first reason. A masked row may still be dropped later.
+                None: no row; the ledger lists the reason.
             reason: name of the reason.
             effect: ``masked``: out of the loss. ``excluded``: out of the loss and the statistics. ``dropped``
                 or ``carried``: out of the batch.
@@ -383,6 +384,8 @@ class Rows:
         """
         fates, name = self.table.fates, f"{self.stage}/{reason}" if self.stage else reason
         fates.register(name, effect)
+        if rows is None:
+            return
         if effect in ("masked", "excluded") and mask_tokens:
             self.mask(rows)
             fates.masks = True

@@ -155,7 +155,7 @@ class Table:
     def indices_by_rank(self, chosen: Tensor) -> list[Tensor]:
         """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order."""
         if self.ranks.size == 1:
-            return [chosen.nonzero().flatten()]
+            return [chosen.nonzero().view(-1)]
         return [
             torch.cat([chosen[a:b].nonzero().flatten() + a for a, b in self.spans(rank)])
             for rank in range(self.ranks.size)
@@ -176,8 +176,11 @@ class Table:
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
-        own = self.part_of_rank(torch.arange(self.size), self.ranks.rank)
-        return torch.zeros(self.size, dtype=torch.int64).index_copy_(0, own, torch.arange(len(own)))
+        every = torch.arange(self.size)
+        if self.ranks.size == 1:
+            return every
+        own = self.part_of_rank(every, self.ranks.rank)
+        return torch.zeros_like(every).index_copy_(0, own, torch.arange(len(own)))
 
     def numbers_of(self, batch: TensorDictBase) -> Tensor:
         """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""

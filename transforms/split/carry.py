@@ -137,8 +137,3 @@ def refuse_again(rows: Rows, unit: str) -> None:
             f"{unit}_ids again. remainder='carry' needs ids that are unique over batches, such as those "
             "of RepeatSampler"
         )
-
-
-def without_carried(table: Table, rows: Tensor) -> Tensor:
-    """The given (n,) rows without the carried ones."""
-    return rows if table.carried is None else rows[~torch.isin(rows, table.carried)]

@@ -12,7 +12,7 @@ import torch
 from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import Rows
 
-from .carry import join, refuse_again, take, without_carried
+from .carry import join, refuse_again, take
 from .permuted import CutBatch
 from .resume import BatchProgress, KnownBatch, SplitState, identifying_columns
 
@@ -60,37 +60,37 @@ class SplitMemory:
         """
         table, carries = rows.table, split.remainder == "carry"
         # 1. Before: skip a batch that is trained; else the carried rows join it.
-        if skips and self._skips(split, rows):
+        if skips and self.trained_before is not None and self._skips(split, rows, self.trained_before):
             return Remembered()
         if self.state.carried is not None or table.ranks.size > 1:
             join(rows, self.state.carried, split.remainder)
             rows = rows.seen_by(split, rows.stage)
-        own, came = table.own_rows(), without_carried(table, table.own_rows())
+        own = came = table.own_rows()
+        if (carried := table.carried) is not None:
+            came = own[~torch.isin(own, carried)]
         cut_by = split.options.plain | {"unit": split.unit, "keys": repr(split.in_keys), "epochs": epochs}
         batch = KnownBatch(len(came), identifying_columns(table, came, split.reward_key))
         progress = BatchProgress(self.state, batch, cut_by)
-        if table.carried is not None and carries:
+        if carried is not None and carries:
             refuse_again(rows.on_arrival, "group" if split.unit == "group" else "rollout")
         # 2. Permute.
         permuted = split.permute(rows, epochs, calls=self.state.calls)
         # 3. After: keep the rows that are left over, as they are before they leave.
         kept = None
         if carries:
-            left = own[permuted.left[own]]
+            left = own[:0] if permuted.left is None else own[permuted.left[own]]
             kept = take(table, left) if len(left) else None
             rows.metric("carried_in", float(len(own) - len(came)))
         permuted.leave()
         return Remembered(permuted, progress, SplitState(self.state.calls + epochs, kept))
 
-    def _skips(self, split: Any, rows: Rows) -> bool:
-        """Take all rows out if this batch was trained before the loaded state was saved.
+    def _skips(self, split: Any, rows: Rows, trained: KnownBatch) -> bool:
+        """Take all rows out if this batch is the one that was trained before the loaded state was saved.
 
         Raises:
             BatchError: some ranks hold the trained batch, and others do not.
         """
-        trained, table = self.trained_before, rows.table
-        if trained is None:
-            return False
+        table = rows.table
         own = table.own_rows()
         came = KnownBatch(len(own), identifying_columns(table, own, split.reward_key))
         # A rank without rows has no vote.
@@ -183,17 +183,8 @@ class SplitMemory:
         self.restored = True
 
 
-class Lock:
+class Lock(type(threading.RLock())):  # type: ignore[misc]  # RLock is a function, this is its class
     """A reentrant lock that can be pickled and copied; the copy is unlocked."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
         return Lock, ()

@@ -24,20 +24,21 @@ class Permuted:
         passes: one per epoch: ``minibatch``, ``microbatch`` and, with several ranks, ``rank`` of each row of
             the table; (N,) int64, −1: not trained.
         plans: one per epoch, of this rank's rows, in row numbers of the table.
-        left: (N,) bool, rows that no pass trains.
+        left: (N,) bool, rows that no pass trains; None: there are none.
     """
 
     rows: Rows
     split: Any
     passes: list[dict[str, Tensor]]
     plans: list[Plan]
-    left: Tensor
+    left: Tensor | None
 
     def leave(self) -> None:
         """Take out the rows that no pass trains."""
-        waits, left = self.split.remainder == "carry", self.rows.from_arrival(self.left)
-        self.rows.leave(left & (not waits), "remainder", "dropped")
-        self.rows.leave(left & waits, "carried", "carried")
+        left = None if self.left is None else self.rows.from_arrival(self.left)
+        for reason, effect in self.split.reasons.items():
+            applies = (reason == "carried") == (self.split.remainder == "carry")
+            self.rows.leave(left if applies else None, reason, effect)
 
     def steps(
         self,

@@ -228,14 +228,14 @@ class ShuffleSplit(
             forest=forest,
         )
         passes = [_numbers_by_row(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
-        left = torch.zeros(table.size, dtype=torch.bool)
+        left = None
         if any(len(plan.left) for plans in by_rank for plan in plans):
             left = table.fates.here & (torch.stack([each["minibatch"] for each in passes]).amax(0) < 0)
 
         # 3. Record the metrics of this rank's rows.
         plans, own = by_rank[table.ranks.rank], rows_of_ranks[table.ranks.rank]
         measured = measure_plan(plans[-1], lengths, options, forest)
-        measured["left"] = float(left[own].sum())
+        measured["left"] = 0.0 if left is None else float(left[own].sum())
         if options.max_tokens is not None and len(plans[-1].sizes):
             measured["oversized"] = float((lengths[own] > options.max_tokens).sum())
         for name, value in measured.items():
