@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from numbers import Integral
 from time import perf_counter
@@ -260,22 +260,17 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         if not isinstance(epochs, Integral) or epochs < 1:
             raise ValueError(f"epochs must be an integer ≥ 1; got {epochs!r}")
         stages, asked, options = dict(self.stages.items()), self.asked, self.rank_options
-        ranks = connect(options.process_group, options.shared_ids, options.patience)
-        ranks.place, ranks.id_keys = "a batch", asked.ids
+        ranks = connect(options.process_group, options.shared_ids, options.patience, asked.ids)
         with ExitStack() as locks:
             with ranks.block(), labels_in_errors(batch, list(asked.ids)):
                 # 1. Read the table. A second half accepts only rows of the first half.
                 given = batch if self._half is None else check_half(batch, self._half)
-                flat, about = enter_rows(given, list(asked.ids), reader=type(self).__name__), ""
-                if ranks.size > 1:
-                    about = self._same_on_all_ranks(epochs)
-                rows = None
-                if len(flat) or ranks.size > 1:
-                    rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
-                    rows.table.masking.kept_finite = (
-                        None if self.masked_log_prob == "nan" else self._kept_finite()
-                    )
-                if rows is None or not rows.table.size:  # no rank has a row
+                flat = enter_rows(given, list(asked.ids), reader=type(self).__name__)
+                about = partial(self._same_on_all_ranks, epochs)
+                rows = Rows.read(flat, keys=asked.columns, tokens=asked.counts, ranks=ranks, about=about)
+                if self.masked_log_prob == "keep":
+                    rows.table.masking.kept_finite = self._kept_finite()
+                if not rows.table.size:  # no rank has a row
                     refuse_nothing(stages, flat)
                     return Run(stages, self._keys, None, batch=batch, epochs=epochs)
                 # 2. Decide.

@@ -145,19 +145,18 @@ class Run:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The outcome of each row."""
+        """The outcome of each row of this rank."""
+        return self._ledger_of(self.of_rank)
+
+    def _ledger_of(self, some: Callable[[Tensor], Tensor]) -> Ledger:
+        """The outcome of `some` of the rows of the table."""
         if self.rows is None:
             none = torch.zeros(0, dtype=torch.int64)
             return Ledger(none, [TRAINED], [TRAINED], none.bool(), dict.fromkeys(self.keys.units, none), {})
-        table = self.rows.table
-        ids = {
-            unit: self.of_rank(table.columns[key])
-            for unit, key in self.keys.units.items()
-            if key in table.columns
-        }
+        columns, fates = self.rows.table.columns, self.rows.table.fates
+        ids = {unit: some(columns[key]) for unit, key in self.keys.units.items() if key in columns}
         labels = {unit: self.texts.get(f"{unit.removesuffix('s')}_label") for unit in ids}
-        fates = table.fates
-        reason, left = self.of_rank(fates.reason), self.of_rank(~fates.here)
+        reason, left = some(fates.reason), some(~fates.here)
         return Ledger(reason, list(fates.names), list(fates.effects), left, ids, labels)
 
     @property
@@ -165,9 +164,13 @@ class Run:
         """Counts of rows, rollouts and groups, and the metrics of the stages.
 
         ``rows/in``, ``rows/trained``, ``rollouts/…``, ``groups/…``, rows by reason
-        (``out/<stage>/<reason>``), metrics of stages (``<stage>/<name>``), and seconds (``time/<stage>``).
+        (``out/<stage>/<reason>``), metrics of stages (``<stage>/<name>``), and seconds (``time/<stage>``). If
+        ranks share a batch, all numbers but the seconds are of the rows of all ranks, so they are equal on
+        every rank. ``run.ledger.numbers()`` counts the rows of this rank.
         """
-        return self.ledger.numbers() | ({} if self.rows is None else self.rows.table.metrics)
+        if self.rows is None:
+            return self.ledger.numbers()
+        return self._ledger_of(lambda every: every).numbers() | self.rows.table.metrics
 
     @property
     def trained_at(self) -> dict[str, Tensor]:

@@ -7,25 +7,31 @@ import math
 import socket
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from batches import batch_of
 from composed import composed
-from policies import with_old
+from policies import MASK, with_old
 from processes import run_processes
 from tensordict import TensorDict, lazy_stack
 
-from headrace.pipeline import Pipeline, StageError, on_every_rank
+from headrace.pipeline import Pipeline, StageError, on_every_rank, optimise
 from headrace.transforms import (
     BatchError,
+    BatchTransform,
+    CompletenessGate,
+    GroupRelativeAdvantage,
     LossWeight,
     RewardsVary,
+    RewardWithin,
     SampleFilter,
     ShuffleSplit,
     StalledError,
     split_microbatches,
+    split_minibatches,
     take_rows,
 )
 
@@ -144,6 +150,11 @@ def cases_of(number: int) -> tuple[tuple[str, str], ...]:
     return CASES[2 * (number % 2) :][:2]
 
 
+def without_seconds(metrics: dict[str, float]) -> dict[str, float]:
+    """All metrics but the seconds of stages."""
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
 def compare_with_one_process(
     rank: int, world: int, pipelines: list[tuple[str, Pipeline]]
 ) -> tuple[int, list[str]]:
@@ -160,16 +171,22 @@ def compare_with_one_process(
             if kind == "ragged" and len(mine):
                 rows = lazy_stack(list(rows.unbind(0)))
             found = by_row(mine, pipeline(rows))
-            measured = [each for each in of_one.metrics if each.endswith(("_token", "_sequence"))]
+            measured, expected = without_seconds(pipeline.metrics), without_seconds(of_one.metrics)
             compared += len(measured)
-            numbers = [(each, pipeline.metrics.get(each), of_one.metrics[each]) for each in measured]
+            if measured.keys() != expected.keys():
+                differs.append((recipe, kind, how, "metrics", sorted(measured.keys() ^ expected.keys())))
             # Ragged rows are padded to the longest of a rank: sums that only show are rounded otherwise.
             near = 1e-12 if kind == "ragged" else 0.0
             differs += [
-                (recipe, kind, how, name, one, other)
-                for name, one, other in numbers
-                if one is None or not math.isclose(one, other, rel_tol=near, abs_tol=near)
+                (recipe, kind, how, name, one, expected.get(name))
+                for name, one in measured.items()
+                if not name.startswith("split/")  # each rank permutes its own rows
+                and not math.isclose(one, expected.get(name, math.nan), rel_tol=near, abs_tol=near)
             ]
+            of_first = [measured]
+            dist.broadcast_object_list(of_first, 0)
+            if measured != of_first[0]:
+                differs.append((recipe, kind, how, "metrics of the first rank", of_first[0]))
             for key, values in found.items():
                 compared += len(values)
                 other = [(row, value, alone[key].get(row)) for row, value in values.items()]
@@ -178,6 +195,47 @@ def compare_with_one_process(
             if set(found.get("advantage", ())) != here:
                 differs.append((recipe, kind, how, "rows that stay", sorted(here)))
     return compared, [str(each) for each in differs]
+
+
+def metrics_of_stages(
+    rank: int, world: int, stages: dict[str, BatchTransform], batch: TensorDict
+) -> tuple[int, list[str]]:
+    """How many numbers stages record, each alone in a pipeline; which differ from those of one process."""
+    recorded, wrong, each = 0, list[str](), torch.arange(len(batch))
+    for parts in (each.split([4, 4]), each.split([8, 0])):
+        for name, stage in stages.items():
+            of_one, together = (Pipeline({"it": copy.deepcopy(stage)}, **how) for how in ({}, TOGETHER))
+            expected = without_seconds(of_one.run(batch).metrics)
+            mine = take_rows(batch, parts[rank]) if len(parts[rank]) else TensorDict({}, batch_size=[0])
+            found = without_seconds(together.run(mine).metrics)
+            recorded += sum(each.startswith("it/") for each in found)
+            of_first = [found]
+            dist.broadcast_object_list(of_first, 0)
+            if found != of_first[0]:
+                wrong.append(f"{name}: {found}, of the first rank {of_first[0]}")
+            if name.startswith("split"):  # each rank permutes its own rows
+                found, expected = ({"rows/in": numbers["rows/in"]} for numbers in (found, expected))
+            if found != expected:
+                wrong.append(f"{name}: {found}, of one process {expected}")
+    return recorded, wrong
+
+
+def lack_groups(rank: int, world: int, shared_ids: str) -> tuple[float, str]:
+    """How many groups of all ranks have no row, and what is raised. Ranks may number their groups alike."""
+    first = 0 if shared_ids == "different" else 10 * rank
+    groups = [first, first, first + 1, first + 1]
+    batch = batch_of([0.0, 1, 1, 0], groups, [2 * first + k for k in range(4)])
+    sent = [first, first + 1, *range(first + 2, first + 3 + rank)]  # one more of each rank has no row
+    ranks = TOGETHER | {"shared_ids": shared_ids}
+    gates = [
+        CompletenessGate(group_size=2, expected_groups=sent, on_incomplete=way) for way in ("drop", "raise")
+    ]
+    said = Pipeline({"gate": gates[0]}, **ranks).run(batch).metrics["gate/missing_groups"]
+    try:
+        Pipeline({"gate": gates[1]}, **ranks).run(batch)
+    except BatchError as err:
+        return said, str(err)
+    return said, ""
 
 
 # -- a stream of batches ----------------------------------------------------------------------------------
@@ -224,9 +282,128 @@ def fold_stream(rank: int, world: int) -> tuple[float, float, list[tuple[float, 
                 expected = same["advantage"].double() * same["loss_weight"].double() * held.sum()
                 off = max(off, float((part["advantage"].double() / expected - 1).abs().max()))
                 tokens += int(held.sum())
-        counted.append((plain.metrics.get("weight/tokens", 0), tokens))
+        every: list = [None] * world
+        dist.all_gather_object(every, tokens)
+        counted.append((plain.metrics.get("weight/tokens", 0), sum(every)))
         carried += folded.metrics.get("split/carried_in", 0)
     return off, carried, counted
+
+
+def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
+    """The reasons and the trained rows of three batches; the third has a pipeline without filters.
+
+    Rank 0 carries a masked row, and rank 1 one that waits to be trained.
+    """
+    split = {"split": ShuffleSplit(minibatch_size=3, unit="sample", remainder="carry", shuffle=False)}
+    out = SampleFilter(criterion=RewardWithin(high=5.0))
+    stages = {"gate": CompletenessGate(group_size=2, on_incomplete="drop"), "filter": out, **split}
+    rewards = [[1.0, 2.0, 1.0, 9.0] if rank == 0 else [1.0, 2.0, 9.0, 1.0], [1.0], [1.0, 2.0]]
+    whole, last, found = (*(Pipeline(copy.deepcopy(each), **TOGETHER) for each in (stages, split)), [])
+    for number, of_rows in enumerate(rewards):
+        batch = batch_of(of_rows, [10 * number + 100 * rank + row // 2 for row in range(len(of_rows))])
+        batch["rollout_id"] += 1000 * number + 100 * rank
+        if number == 2:
+            last.stages["split"].load_state_dict(whole.stages["split"].state_dict())
+        run = (last if number == 2 else whole).run(batch)
+        trained = [
+            row
+            for part in run.minibatches()
+            for row, mask in zip(part["headrace", "row"].tolist(), part[MASK], strict=True)
+            if mask.any()
+        ]
+        found.append(([run.ledger.names[code] for code in run.ledger.reason], trained))
+    return found
+
+
+# -- as many steps and micro-batches on each rank ---------------------------------------------------------
+
+CUTS = (
+    {"minibatches": 1},
+    {"minibatches": 2, "microbatches": 3},
+    {"minibatches": 2, "microbatch_size": 2, "shuffle": False},
+    {"minibatches": 2, "max_tokens": 13},
+    {"minibatches": 1, "max_tokens": 13, "tree": "group"},
+)
+
+
+def parts_of_ranks(batch: TensorDict, how: str, world: int) -> list[torch.Tensor]:
+    """The rows of each rank; with "a few" the second has one group, with "none" no rank has rows."""
+    rows = torch.arange(len(batch))
+    if how == "none":
+        return [rows[:0]] * world
+    if how == "a few":
+        return [rows[4:], rows[:4], *[rows[:0]] * (world - 2)]
+    return spread(batch, how, world)
+
+
+def take_as_many_steps(rank: int, world: int) -> tuple[int, list[str]]:
+    """The micro-batches of each step on each rank, through the pipeline and the split alone; what differs."""
+    tried, wrong = 0, list[str]()
+    batch = collected("uniform", "grpo")
+    for remainder in ("uneven", "carry", "drop"):  # without padding, as many steps
+        mine = parts_of_ranks(batch, "one without", world)[rank]
+        rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
+        split = {"split": ShuffleSplit(remainder=remainder, minibatches=2, microbatches=2)}
+        steps = list(map(len, Pipeline(split, **TOGETHER).minibatches(rows)))
+        if len(steps) != 2 or any(steps) != bool(len(mine)):
+            wrong.append(f"{remainder}: {steps}")
+    for cut in CUTS:
+        for how in ("one without", "a few", "none"):
+            for kind in ("dense", "ragged"):
+                if kind == "ragged" and "tree" in cut:
+                    continue
+                mine = parts_of_ranks(batch, how, world)[rank]
+                rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
+                if kind == "ragged" and len(mine):
+                    rows = lazy_stack(list(rows.unbind(0)))
+                alone = ShuffleSplit(remainder="pad", process_group="world", **cut)
+                stages = {"split": ShuffleSplit(remainder="pad", **cut), "weight": LossWeight()}
+                through = Pipeline(stages, **TOGETHER)
+                for name, minibatches in (
+                    ("alone", split_minibatches(alone(rows))),
+                    ("pipeline", through.minibatches(rows, epochs=2)),
+                ):
+                    steps = [[len(part) for part in split_microbatches(each)] for each in minibatches]
+                    every: list = [None] * world
+                    dist.all_gather_object(every, [len(sizes) for sizes in steps])
+                    tried += len(steps)
+                    if any(counts != every[0] for counts in every) or not all(map(all, steps)):
+                        wrong.append(f"{cut} {how} {kind} {name}: {steps}, of the ranks {every}")
+    return tried, wrong
+
+
+def gradients_of_ddp(rank: int, world: int) -> list[float]:
+    """How far the gradient of DDP, and that of `optimise`, is from that of one process with all rows."""
+    off = []
+    for how in ("one without", "a few"):
+        batch = collected("uniform", "grpo")
+        mine = parts_of_ranks(batch, how, world)[rank]
+        rows = take_rows(batch, mine) if len(mine) else TensorDict({}, batch_size=[0])
+        cut = {"minibatches": 1, "microbatches": 3, "remainder": "pad"}
+        for gradients in ("mean", "sum"):
+            model = torch.nn.Embedding(50, 1, dtype=torch.float64)
+            torch.nn.init.zeros_(model.weight)
+            stages = {"advantage": GroupRelativeAdvantage(), "split": ShuffleSplit(**cut)}
+            together = Pipeline({**stages, "weight": LossWeight(gradients=gradients)}, **TOGETHER)
+            net = torch.nn.parallel.DistributedDataParallel(model) if gradients == "mean" else model
+            group = None if gradients == "mean" else "world"
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimise(together.minibatches(rows), partial(linear_loss, net), optimizer, process_group=group)
+            expected = torch.nn.Embedding(50, 1, dtype=torch.float64)
+            torch.nn.init.zeros_(expected.weight)
+            stages = {"advantage": GroupRelativeAdvantage(), "split": ShuffleSplit(**cut)}
+            alone = Pipeline({**stages, "weight": LossWeight()})
+            optimizer = torch.optim.SGD(expected.parameters(), lr=1.0)
+            optimise(alone.minibatches(batch), partial(linear_loss, expected), optimizer)
+            assert float(expected.weight.detach().abs().max()) > 1e-3
+            off.append(float((model.weight - expected.weight).detach().abs().max()))
+    return off
+
+
+def linear_loss(model: torch.nn.Module, rows: TensorDict) -> TensorDict:
+    """A loss per token: the advantage times what an embedding says of the token."""
+    said = model(rows["tokens", "full"] % 50).squeeze(-1)
+    return TensorDict({"loss_objective": rows["advantage"].reshape(len(rows), -1) * said}, [len(rows)])
 
 
 # -- refusing together ------------------------------------------------------------------------------------

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from any_rank import VARIED, compare_with_one_process, fold_stream, results_of
+from any_rank import (
+    VARIED,
+    carry_masked,
+    compare_with_one_process,
+    fold_stream,
+    gradients_of_ddp,
+    lack_groups,
+    metrics_of_stages,
+    results_of,
+    take_as_many_steps,
+)
 from composed import composed
 from recipes import ADVANTAGES, FEW
+from test_contract import STAGES, rows
 
 
 @pytest.mark.slow
@@ -19,9 +30,54 @@ def test_every_recipe_has_the_bits_of_one_process_for_any_spread_of_rows(world, 
 
 
 @pytest.mark.slow
-def test_carried_rows_are_weighted_and_counted_on_their_rank(tmp_path):
+def test_every_stage_records_the_metrics_of_one_process_on_each_rank(tmp_path):
+    stages = {name: make() for name, make in STAGES.items() if name not in ("pipeline", "split-budget")}
+    for recorded, wrong in results_of(metrics_of_stages, 2, tmp_path, stages, rows()):
+        assert recorded > 100
+        assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_ids", ["same", "different"])
+def test_groups_that_lack_all_rows_are_counted_over_ranks_that_share_ids_or_do_not(shared_ids, tmp_path):
+    for said, raised in results_of(lack_groups, 2, tmp_path, shared_ids):
+        assert said == 1 + 2
+        assert "3 incomplete groups" in raised
+
+
+@pytest.mark.slow
+def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all(tmp_path):
     """Under ``fold="token_mean"`` a row is multiplied by the tokens of its own micro-batch."""
     for off, carried, counted in results_of(fold_stream, 2, tmp_path):
         assert carried > 0
         assert off < 1e-6
         assert all(said == tokens for said, tokens in counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_takes_the_same_steps_and_micro_batches(world, tmp_path):
+    """Under ``pad``: also a rank without rows, or with fewer units than there are steps."""
+    for tried, wrong in results_of(take_as_many_steps, world, tmp_path):
+        assert tried > 50
+        assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_without_rows_trains_with_ddp_and_with_optimise(world, tmp_path):
+    """The gradient is that of one process with all rows: padding is not in the loss."""
+    for off in results_of(gradients_of_ddp, world, tmp_path):
+        assert len(off) == 4
+        assert max(off) < 1e-12
+
+
+@pytest.mark.slow
+def test_carried_rows_of_ranks_keep_their_first_reason(tmp_path):
+    masked, waits, gone = "filter/reward_bounds", "split/carried", "gate/incomplete"
+    for rank, found in enumerate(results_of(carry_masked, 2, tmp_path)):
+        reasons = [["trained"] * 3 + [masked], [gone, masked], ["trained", "trained", masked]]
+        if rank == 1:
+            reasons = [["trained", "trained", masked, waits], [gone, waits], ["trained"] * 3]
+        trained = [[row for row, why in enumerate(of_batch) if why == "trained"] for of_batch in reasons]
+        assert found == list(zip(reasons, trained, strict=True))

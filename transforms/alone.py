@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,7 @@ class Alone:
         size: number of ranks.
         rank: number of this one.
         shared_ids: whether an id on several ranks is the same unit.
-        id_keys: columns of ids, with their names for messages.
+        id_keys: columns of ids that :meth:`share` may renumber, with their names for messages.
         place: what this rank is doing, for messages.
     """
 
@@ -36,8 +36,8 @@ class Alone:
         """Share the batch of a block with other ranks: an error of one rank is raised on all."""
         return nullcontext()
 
-    def share(self, table: Any, about: str = "") -> None:
-        """Extend a table by the rows of all ranks; `about` must be equal on all of them."""
+    def share(self, table: Any, about: Callable[[], str] = str) -> None:
+        """Extend a table by the rows of all ranks; what `about` returns must be equal on all of them."""
 
     def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
         """Join (B, ...) values of the rows of each rank."""
@@ -47,13 +47,23 @@ class Alone:
         """Exchange small objects; the result is sorted by rank."""
         return [value]
 
+    def send_object(self, value: Any, sender: int) -> Any:
+        """The object of one rank, on all ranks."""
+        return value
+
     def note(self, starts: list[int]) -> str:
         """Explain row numbers and ids, at the end of a message."""
         return ""
 
 
-def connect(group: Any, shared_ids: SharedIds | None = None, patience: float = 600.0) -> Alone:
+def connect(
+    group: Any,
+    shared_ids: SharedIds | None = None,
+    patience: float = 600.0,
+    id_keys: Mapping[Any, str] | None = None,
+) -> Alone:
     """The ranks of a process group or its name; a process alone if it is None."""
     if group is None:
         return Alone()
-    return import_module("headrace.transforms.distributed").Ranks(resolve_group(group), shared_ids, patience)
+    ranks = import_module("headrace.transforms.distributed").Ranks
+    return ranks(resolve_group(group), shared_ids, patience, id_keys)

@@ -238,6 +238,6 @@ class FanOutCollapse(
             rows.put(REWARDS, rewards.double(), dtype=dtype, ndim=2)
         first = rows.rollouts.is_first
         rows.put(IS_FIRST_SEGMENT, first, dtype=torch.bool, ndim=1)
-        own = rows.of_this_rank(total)[rows.of_this_rank(first)]
-        rows.metric("rollouts", len(own))
-        rows.metric("reward_mean", mean_of(own if missing is None else own[~own.isnan()]))
+        of_rollouts = total[first]
+        rows.metric("rollouts", len(of_rollouts))
+        rows.metric("reward_mean", mean_of(of_rollouts[~of_rollouts.isnan()]))

@@ -21,6 +21,7 @@ from .options import above_zero, at_least, takes_options
 from .rows import Rows, few
 from .schema import COUNTED, EXPECTED_SEGMENTS, FINISHED, Status
 from .stage import BatchTransform
+from .tensordicts import number_column
 
 OnIncomplete = Literal["raise", "drop", "keep"]
 NAMES = ", ".join(f"{status.value} {status.name}" for status in Status)
@@ -412,7 +413,7 @@ class CompletenessGate(
 
         # 4. Record the metrics; rows of incomplete groups count, whether they are kept or not.
         rows.metric("missing_groups", len(without_rows))
-        rows.metric("incomplete_rows", rows.of_this_rank(groups.spread(incomplete)).sum())
+        rows.metric("incomplete_rows", groups.spread(incomplete).sum())
 
     def _ends(self, rows: Rows) -> Ends:
         """The columns that mark where rollouts begin and end."""
@@ -432,18 +433,18 @@ class CompletenessGate(
         return self.expected_groups() if callable(self.expected_groups) else self.expected_groups
 
     def _groups_without_rows(self, rows: Rows) -> list[int]:
-        """List the dispatched groups that have no row.
+        """List the dispatched groups of all ranks that have no row.
 
         Ranks with shared ids compare the groups of all ranks. Ranks with their own ids compare only theirs.
         """
-        ranks = rows.table.ranks
-        own = rows.of_this_rank(rows.groups.labels)
-        dispatched = self._dispatched(own) or ()
-        if ranks.shared_ids != "different":
-            every = ranks.gather_objects(list(map(int, dispatched)))
-            dispatched = [group for groups in every for group in groups]
-            own = rows.groups.labels
-        return missing_groups(own, dispatched)
+        ranks, own = rows.table.ranks, rows.of_this_rank(rows.groups.labels)
+        apart = ranks.shared_ids == "different"
+        if apart:  # the sampler of a rank knows its ids as they are in its batch
+            own = number_column(rows.tokens(), self.group_key).cpu()
+        found: Iterable[int] = map(int, self._dispatched(own) or ())
+        every = ranks.gather_objects(missing_groups(own, found) if apart else list(found))
+        listed = [group for groups in every for group in groups]
+        return listed if apart else missing_groups(rows.groups.labels, listed)
 
     def _doubt(self, have: Tensor, incomplete: Tensor) -> str:
         """A hint that `group_size` is wrong: most groups lack the same number of rollouts."""

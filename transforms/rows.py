@@ -485,13 +485,12 @@ class Rows:
         return Rows(self.table, self.names, self.reader, self.stage, index, self.declared, all_count)
 
     def of_this_rank(self, values: Tensor) -> Tensor:
-        """The part of (M, ...) `values` for the rows of this rank. All of them without ranks."""
-        if self.table.ranks.size == 1:
-            return values
-        if self.index is None:
-            return self.table.part_of_rank(values, self.table.ranks.rank)
-        spans = torch.searchsorted(self.index, torch.tensor(self.table.spans(self.table.ranks.rank))).tolist()
-        return torch.cat([values[a:b] for a, b in spans])
+        """The part of (M, ...) `values` for the rows of this rank."""
+        spans = self.table.spans(self.table.ranks.rank)
+        if self.index is not None:
+            spans = torch.searchsorted(self.index, torch.tensor(spans)).tolist()
+        parts = [values[a:b] for a, b in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
 
@@ -647,7 +646,7 @@ class Rows:
         keys: Iterable[NestedKey | None] = (),
         tokens: Iterable[tuple[NestedKey, NestedKey | None]] = (),
         ranks: Any = None,
-        about: str = "",
+        about: Callable[[], str] = str,
     ) -> Rows:
         """Read the table of a batch: all columns in one packed device read.
 
@@ -657,7 +656,7 @@ class Rows:
                 when a stage asks for them.
             tokens: token counts that stages will need: pairs of a loss mask and log-probabilities (or None).
             ranks: the ranks that share the batch. One exchange sends the rows of all ranks to each rank.
-            about: text about the stages that read the batch, which must be equal on all ranks.
+            about: returns text about the stages that read the batch, which must be equal on all ranks.
         """
         table = Table(batch, len(batch))
         table.load([*keys, *OF_THE_TABLE], tokens, most=AHEAD)

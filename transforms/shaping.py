@@ -147,11 +147,10 @@ class _RewardShaping(BatchTransform):
         # Rounded here, so that rewards that are equal in the batch are also equal in the table.
         shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
         rows.put(REWARD, shaped)
-        before, after = rows.of_this_rank(reward), rows.of_this_rank(shaped)
-        known = ~before.isnan()  # a missing reward stays missing
+        known = ~reward.isnan()  # a missing reward stays missing
         rewarded = known.double().sum().clamp_min(1)
-        rows.metric("reward_changed", (known & (after != before)).sum() / rewarded)
-        rows.metric("mean", add_up(torch.where(known, after - before, 0.0)) / rewarded)
+        rows.metric("reward_changed", (known & (shaped != reward)).sum() / rewarded)
+        rows.metric("mean", add_up(torch.where(known, shaped - reward, 0.0)) / rewarded)
 
 
 class RewardScale(_RewardShaping):

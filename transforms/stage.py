@@ -150,16 +150,14 @@ class BatchTransform(TakesColumns, Transform):
 
     def _own_ranks(self) -> Alone:
         """The ranks of this transform's `process_group`."""
-        return connect(getattr(self, "process_group", None), getattr(self, "shared_ids", None))
+        named = {getattr(self, option, None): name for option, name in ID_OPTIONS.items()}
+        id_keys = {key: name for key, name in named.items() if key is not None}
+        group, shared_ids = getattr(self, "process_group", None), getattr(self, "shared_ids", None)
+        return connect(group, shared_ids, id_keys=id_keys)
 
     def read_table(self, batch: TensorDictBase, ranks: Alone) -> Rows | None:
         """Read the table of a batch outside a pipeline; None if no rank has rows."""
-        named = [(getattr(self, option, None), name) for option, name in ID_OPTIONS.items()]
-        ranks.id_keys = {key: name for key, name in named if key is not None}
-        flat = self.enter(batch)
-        if ranks.size == 1 and flat.shape.numel() == 0:
-            return None
-        about = self.same_on_all_ranks() if ranks.size > 1 else ""
+        flat, about = self.enter(batch), self.same_on_all_ranks
         rows = Rows.read(flat, keys=self.in_keys, tokens=self.tokens_counted, ranks=ranks, about=about)
         return rows if rows.table.size else None
 

@@ -444,9 +444,8 @@ class LossWeight(
         for name in ("tokens", "samples", "rollouts", "groups"):
             if (count := getattr(weighed, name)) is not None:
                 rows.put(f"num_{name}", count, dtype=torch.int64, ndim=1)
-        own = rows.of_this_rank(tokens)
-        rows.metric("tokens", own.sum())
-        rows.metric("samples", own.count_nonzero())
+        rows.metric("tokens", tokens.sum())
+        rows.metric("samples", tokens.count_nonzero())
         if self.length is not None:
             rows.metric("divisor", self.length)
 

@@ -50,7 +50,8 @@ def optimise(
         gradient = Σ_ranks Σ_micro-batches ∇ reduce(loss(micro-batch), micro-batch)
 
     With the weights of :class:`LossWeight` this is the gradient of the mean that its `unit` names, over the
-    whole minibatch of all ranks. A step in which no rank has a token in the loss is skipped.
+    whole minibatch of all ranks. A step in which no rank has a token in the loss is skipped. With DDP, each
+    rank needs as many micro-batches as the others (``remainder="pad"``) if one may have no rows.
 
     Args:
         minibatches: TensorDicts ``[n]``, such as those of a pipeline's run.
@@ -228,7 +229,7 @@ def count_step(
     weight_key: NestedKey,
     group: dist.ProcessGroup | None,
 ) -> float:
-    """Count the tokens in the loss of an optimiser step, over all ranks of a group.
+    """Count the tokens in the loss of an optimiser step, over all ranks.
 
     Weighted rows carry their step's number of tokens and its sum of weights (``num_tokens`` and
     ``("headrace", "step_weight")``). The rows must then have these sums, and no row may be there twice. This
@@ -271,7 +272,8 @@ def count_step(
             f"{weighs:.4g}, and {twice:g} duplicate rows. For samples of a replay buffer use first, second = "
             "pipeline.halves(), and run the second on each sample"
         )
-    return found
+    # With DDP, a rank that has none of the step's tokens must take part in the step, too.
+    return max(found, most)
 
 
 def _differs(found: float, most: float, least: float, share: float, part: bool) -> bool:

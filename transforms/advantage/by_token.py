@@ -181,15 +181,9 @@ class TokenAdvantage(BatchTransform, columns=("advantage", "loss_mask")):
             of_some = partial(how_much_changes, factor=factor, how=self.how)
             return in_blocks(of_some, term, before, trains)
 
-        own = rows.of_this_rank(torch.arange(len(rows)))
-
-        def average(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            tokens = found["tokens"][own].sum().clamp_min(1)
-            names = "changed", "abs_mean", "term_mean"
-            return {name: add_up(found[name][own]) / tokens for name in names}
-
-        for name, value in average(rows.measured(**measure(term))).items():
-            rows.metric(name, value)
+        found = rows.measured(**measure(term))
+        for name in ("changed", "abs_mean", "term_mean"):
+            rows.metric(name, add_up(found[name]) / found["tokens"].sum().clamp_min(1))
         if after is None:
             rows.when_gathered(partial(self._change, factor=factor), [key], known=known)
         else:

@@ -123,5 +123,4 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         if rows.counted is not None:
             factor = factor * rows.counted
         change_advantage(rows, lambda advantage, factor: advantage * factor, factor=factor)
-        own, counted = rows.of_this_rank(factor), rows.of_this_rank(counts)
-        rows.metric("mean", mean_of(own[counted]))
+        rows.metric("mean", mean_of(factor[counts]))

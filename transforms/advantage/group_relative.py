@@ -459,11 +459,10 @@ class GroupRelativeAdvantage(
             kept = collected if collected.is_floating_point else torch.float64
             rows.put(REWARD, reward, dtype=torch.promote_types(kept, torch.float32), ndim=1)
         # 4. Record the metrics.
-        own = rows.of_this_rank(credit)
-        rows.metric("abs_mean", mean_of(own.abs()))
-        rows.metric("zero", mean_of(own == 0))
+        rows.metric("abs_mean", mean_of(credit.abs()))
+        rows.metric("zero", mean_of(credit == 0))
         if self.missing == "skip":
-            rows.metric("unscorable", rows.of_this_rank(reward).isnan().sum())
+            rows.metric("unscorable", reward.isnan().sum())
 
     def _among_known(
         self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None

@@ -185,8 +185,7 @@ class RunningBaseline(BatchTransform, columns=("baseline", "advantage", "rollout
         dtype = rows.dtype("advantage")
         rows.put("advantage", credit - baseline, dtype=dtype if dtype.is_floating_point else torch.float64)
         rows.table.notes[self] = came
-        own = rows.of_this_rank(baseline)
-        rows.metric("mean", mean_of(own))
+        rows.metric("mean", mean_of(baseline))
         rows.metric("keys", len(before.keys))
 
     def state_after(self, rows: Rows) -> None:

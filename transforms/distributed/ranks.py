@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import accumulate
@@ -40,6 +40,7 @@ class Ranks(Alone):
         shared_ids: whether an id on several ranks is the ``same`` unit or ``different`` ones; ``raise``
             refuses such ids. None: not checked, as ids of different ranks are never compared.
         patience: seconds to wait for the other ranks.
+        id_keys: columns of ids, with their names for messages.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Ranks(Alone):
         group: dist.ProcessGroup,
         shared_ids: SharedIds | None = None,
         patience: float = 600.0,
+        id_keys: Mapping[Any, str] | None = None,
     ):
-        self.group, self.shared_ids = group, shared_ids
+        self.group, self.shared_ids, self.id_keys = group, shared_ids, id_keys or {}
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.id_keys: dict[Any, str] = {}  # columns of ids, with their names for messages
         self.place = "a batch"  # what this rank is doing, for messages
         self.refused = False  # all ranks know that the current batch is refused
         self._barrier = Barrier(group, patience)
@@ -96,7 +97,14 @@ class Ranks(Alone):
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def share(self, table: Any, about: str = "") -> None:
+    def send_object(self, value: Any, sender: int) -> Any:
+        """Send a picklable object of the rank `sender` to all. A barrier and two collectives."""
+        self.meet()
+        sent = [value]
+        dist.broadcast_object_list(sent, dist.get_global_rank(self.group, sender), group=self.group)
+        return sent[0]
+
+    def share(self, table: Any, about: Callable[[], str] = str) -> None:
         """Extend the table of each rank by the rows of all: one barrier and two collectives.
 
         If columns differ, one more barrier and two collectives find out how. A rank without rows gets the
@@ -104,7 +112,7 @@ class Ranks(Alone):
 
         Args:
             table: a :class:`~headrace.transforms.table.Table` of this rank's rows, changed in place.
-            about: a description that must be equal on all ranks.
+            about: returns a description that must be equal on all ranks.
 
         Raises:
             BatchError: on all ranks, if columns differ, or if ranks have the same id under ``raise``.
@@ -114,7 +122,7 @@ class Ranks(Alone):
             key: (column.dtype, table.dtypes.get(key), tuple(column.shape[1:]))
             for key, column in table.columns.items()
         }
-        self.meet(about)
+        self.meet(about())
         # 1. Exchange the number of rows and a hash of the columns, so that equal columns need no message.
         counts, hashes = self._all_gather(torch.tensor([own, _hashed(repr(kinds))])).T.tolist()
         if not any(counts):

@@ -141,9 +141,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
             batch = rows.write()
             if len(batch):  # a rank may have no rows
                 self.on_batch(batch, rows.to_batch(keep))
-        own = rows.of_this_rank(keep)
-        count = int(own.sum())
+        count = int(keep.sum())
         rows.metric("kept", count)
-        rows.metric("fraction_kept", count / max(len(own), 1))
+        rows.metric("fraction_kept", count / max(len(keep), 1))
         for stays, reason in zip(kept, self._reasons, strict=True):
             rows.leave(~stays, reason, EFFECTS[self.action])

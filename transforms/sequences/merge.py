@@ -291,13 +291,13 @@ class MergeTurns(
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = rows.of_this_rank(target) == rows.table.live
+        stays = target == rows.from_arrival(torch.arange(rows.table.size))
         rows.metric("merged", (~stays).sum())
-        rows.metric("broken", rows.of_this_rank(found["broken"]).sum())
+        rows.metric("broken", found["broken"].sum())
         leave_merged(rows, target)
 
         # 4. Move token columns to the rows that are kept.
-        kept = stays.nonzero().flatten().to(device)
+        kept = rows.of_this_rank(stays).nonzero().flatten().to(device)
 
         def moved(values: Tensor) -> Tensor:
             made = values.index_select(0, kept)

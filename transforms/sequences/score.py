@@ -228,7 +228,7 @@ class ScoreRows(
             "policy that sampled them?",
             describe,
         )
-        rows.metric("scored", len(order))
+        rows.metric("scored", lengths.count_nonzero())
         if not isinstance(batch, LazyStackedTensorDict):
             return batch.set(self.log_prob_key, log_probs)
         sizes = [len(entry) for entry in entries_of(batch, self.tokens_key) or []]

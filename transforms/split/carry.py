@@ -58,7 +58,7 @@ def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -
 
 
 def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
-    if carried is None and (table.ranks.size == 1 or remainder != "carry"):
+    if carried is None and remainder != "carry":
         return
     if table.ranks.size > 1 and remainder != "carry":
         raise BatchError(
@@ -66,7 +66,6 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
             "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
             "a split without this state"
         )
-    table.settle()
     # 1. Read the carried rows into a table of their own, and exchange them.
     more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
     if carried is not None:
@@ -78,6 +77,7 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
     ranks.share(more)
     if not more.size:  # no rank has carried rows
         return
+    table.settle()
     if more.batch is None:
         more.batch = table.batch[:0]
     if len(more.batch):

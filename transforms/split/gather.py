@@ -121,18 +121,19 @@ class OptimiserSteps:
         self.progress = progress = progress or Progress()
         self.resumed_after = progress.taken
         progress.minibatches = 0
-        for plan, *_ in self.passes:
+        for plan, *_, batch in self.passes:
             progress.minibatches += len(plan.sizes)
             if plan.padding is not None:
-                self._require_mask_of_padding()
-        # The batch row of each table row; None: the same number.
-        self.batch_rows = (
-            None if len(table.live) == table.size else table.batch_rows(torch.arange(table.size))
-        )
+                self._require_mask_of_padding(batch)
+        # The batch row of each table row; None: the same number. Padding has the table row of another rank
+        # where this rank has no row in the minibatch. It then gets the tokens of the first row here.
+        self.batch_rows = None
+        if len(table.live) < table.size:
+            self.batch_rows = table.batch_rows(torch.arange(table.size)).clamp_min(0)
         self.in_order = in_order
 
-    def _require_mask_of_padding(self) -> None:
-        batch, (mask, log_prob, _) = self.table.batch, self.loss_columns
+    def _require_mask_of_padding(self, batch: TensorDictBase) -> None:
+        mask, log_prob, _ = self.loss_columns
         if self.table.masking.elsewhere:
             return
         if not (has_key(batch, mask) or has_key(batch, log_prob)):

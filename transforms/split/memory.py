@@ -62,9 +62,8 @@ class SplitMemory:
         # 1. Before: skip a batch that is trained; else the carried rows join it.
         if skips and self.trained_before is not None and self._skips(split, rows, self.trained_before):
             return Remembered()
-        if self.state.carried is not None or table.ranks.size > 1:
-            join(rows, self.state.carried, split.remainder)
-            rows = rows.seen_by(split, rows.stage)
+        join(rows, self.state.carried, split.remainder)
+        rows = rows.seen_by(split, rows.stage)
         own = came = table.own_rows()
         if (carried := table.carried) is not None:
             came = own[~torch.isin(own, carried)]
@@ -80,7 +79,7 @@ class SplitMemory:
         if carries:
             left = own[:0] if permuted.left is None else own[permuted.left[own]]
             kept = take(table, left) if len(left) else None
-            rows.metric("carried_in", float(len(own) - len(came)))
+            rows.metric("carried_in", 0 if carried is None else table.fates.here[carried].sum())
         permuted.leave()
         return Remembered(permuted, progress, SplitState(self.state.calls + epochs, kept))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.transforms.rows import Rows
 from headrace.transforms.table import Late
+from headrace.transforms.tensordicts import device_of, take_rows
 
 from .gather import Columns, LossColumns, OptimiserSteps, Progress
 from .plan import Plan
@@ -57,10 +58,27 @@ class Permuted:
         """
         split, rank = self.split, self.split.rank if self.split.ranks > 1 else None
         loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
-        planned = [(plan, *of_pass) for plan, of_pass in zip(self.plans, passes, strict=True)]
+        pairs = zip(self.plans, passes, strict=True)
+        planned = [(plan, columns, late, self._to_gather(batch)) for plan, (columns, late, batch) in pairs]
         return OptimiserSteps(
             self.rows.table, planned, rank, loss_columns, progress, in_order=not split.shuffle
         )
+
+    def _to_gather(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch that minibatches are gathered from: a row of another rank, if padding is all there is.
+
+        All ranks call this together. The first rank that has rows sends one to the ranks without rows.
+        """
+        table = self.rows.table
+        ranks, own = table.ranks, table.indices_by_rank(table.fates.here)
+        if self.split.remainder != "pad" or all(map(len, own)) or not any(map(len, own)):
+            return batch
+        lender, row = next(rank for rank, rows in enumerate(own) if len(rows)), None
+        if ranks.rank == lender:
+            at = table.batch_rows(own[lender][:1])
+            row = take_rows(batch, at.to(device_of(batch)), on_cpu=at).cpu()
+        row = ranks.send_object(row, lender)
+        return batch if len(own[ranks.rank]) else row.to(device_of(batch))
 
 
 @dataclass

@@ -351,18 +351,26 @@ def assign_minibatches(
     return assigned
 
 
-def make_plan(cut: Cut, assigned: Sequence[Assigned], options: CutOptions) -> Plan:
+def make_plan(
+    cut: Cut, assigned: Sequence[Assigned], options: CutOptions, firsts: Sequence[Tensor] = ()
+) -> Plan:
     """Join the assigned rows into one plan. Under ``pad``, add padding rows.
 
     ``pad`` fills all micro-batches up to the row count of the largest. With `max_tokens` it adds one row to
     each empty micro-batch instead.
+
+    Args:
+        cut: rows by minibatch.
+        assigned: the same rows, by rank and micro-batch.
+        options: the options.
+        firsts: by minibatch, (1,) row of another rank, which padding copies if this rank has none there.
 
     Raises:
         BatchError: a micro-batch would be empty, and `remainder` is not ``pad``.
     """
     pieces: list[Tensor] = []
     sizes: list[list[list[int]]] = []
-    if options.remainder != "pad" or len(cut.order) == 0:
+    if options.remainder != "pad" or not cut.sizes:
         for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
             if held and not all(map(all, by_rank)):
                 raise BatchError(
@@ -375,14 +383,13 @@ def make_plan(cut: Cut, assigned: Sequence[Assigned], options: CutOptions) -> Pl
         return Plan(torch.cat(pieces) if pieces else cut.order, None, sizes, cut.left)
     full, start, padding = 1, 0, list[tuple[bool, int]]()
     if options.max_tokens is None:
-        full = max(size for each in assigned for of_rank in each.sizes for size in of_rank)
-    for held, (rows, by_rank) in zip(cut.sizes, assigned, strict=True):
+        full = max(1, *(size for each in assigned for of_rank in each.sizes for size in of_rank))
+    for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
         in_each = [size for of_rank in by_rank for size in of_rank]
-        # Padding copies the first row of this minibatch, or of the batch if this minibatch has no row.
-        copied = start if held else 0
+        copied = cut.order[start : start + 1] if held else firsts[number]
         for part in rows.split(in_each):
             short = max(full - len(part), 0)
-            pieces += [part, cut.order[copied : copied + 1].expand(short)]
+            pieces += [part, copied.expand(short)]
             padding += [(False, len(part)), (True, short)]
         start += held
         sizes.append([[max(size, full) for size in of_rank] for of_rank in by_rank])
@@ -391,37 +398,43 @@ def make_plan(cut: Cut, assigned: Sequence[Assigned], options: CutOptions) -> Pl
     return Plan(torch.cat(pieces), of_rows if bool(of_rows.any()) else None, sizes, cut.left)
 
 
-def measure_plan(
-    plan: Plan, lengths: Tensor, options: CutOptions, forest: PrefixTrees | None = None
+def measure_plans(
+    plans: Sequence[Plan], lengths: Tensor, options: CutOptions, forest: PrefixTrees | None = None
 ) -> dict[str, float]:
-    """Compute the metrics of a plan: its minibatches, micro-batches, padding, and the balance of ranks.
+    """Compute the metrics of a pass: its minibatches, micro-batches, padding, and the balance of ranks.
 
     Args:
-        plan: of a batch.
+        plans: of each rank that has rows of its own, with the same numbers of micro-batches.
         lengths: (N,) int64, tokens per row.
         options: the options it was cut by.
         forest: counts the shared tokens of a micro-batch once; None: no tokens are shared.
     """
-    counts = [len(ranks[0]) for ranks in plan.sizes]
+    counts = [len(ranks[0]) for ranks in plans[0].sizes]
     measured = {
-        "minibatches": float(len(plan.sizes)),
+        "minibatches": float(len(counts)),
         "microbatches": float(sum(counts)),
-        "padded": 0.0 if plan.padding is None else float(plan.padding.sum()),
+        "padded": sum(0.0 if plan.padding is None else float(plan.padding.sum()) for plan in plans),
     }
-    if options.measures and counts:
+    if not options.measures or not counts:
+        return measured
+    loads, shared_tokens = list[Tensor](), 0.0  # (K, R, M) by minibatch, rank and micro-batch
+    for plan in plans:
         k, m, *ranks = plan.numbers
         r = ranks[0] if ranks else torch.zeros_like(k)
-        loads = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
+        load = torch.zeros(len(counts), len(plan.sizes[0]), max(counts), dtype=torch.float64)
         real = torch.tensor(1) if plan.padding is None else ~plan.padding
         tokens = lengths[plan.order]
         if forest is not None:
             shared = forest.shared(plan.order, (k * len(plan.sizes[0]) + r) * max(counts) + m)
             tokens = tokens - shared
-            measured["shared_tokens"] = float((shared * real).sum())
-        loads.index_put_((k, r, m), (tokens * real).double(), accumulate=True)
-        by_rank = loads.sum(-1)
-        measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
-        measured["max_tokens"] = float(loads.max())
+            shared_tokens += float((shared * real).sum())
+        loads.append(load.index_put_((k, r, m), (tokens * real).double(), accumulate=True))
+    if forest is not None:
+        measured["shared_tokens"] = shared_tokens
+    every = torch.cat(loads, 1)
+    by_rank = every.sum(-1)
+    measured["rank_imbalance"] = float((by_rank.amax(-1) / by_rank.mean(-1).clamp_min(1)).max() - 1)
+    measured["max_tokens"] = float(every.max())
     return measured
 
 
@@ -441,8 +454,9 @@ def draw_plans(
     """Draw a permutation of the rows for each pass, and cut it.
 
     Each rank permutes its own rows, as it would alone. All ranks take the same number of optimiser steps, and
-    the same number of micro-batches in each. A rank without rows for a step takes empty micro-batches. Under
-    ``carry`` the first pass decides which rows are carried, and the other passes permute the remaining rows.
+    the same number of micro-batches in each. A rank without rows for a step takes micro-batches of padding
+    under ``pad``, else empty ones, which :func:`split_microbatches` does not yield. Under ``carry`` the first
+    pass decides which rows are carried, and the other passes permute the remaining rows.
 
     Args:
         parts: by rank, (n,) int64, its row numbers, ascending; and the unit of each, None: each row is one.
@@ -499,11 +513,21 @@ def draw_plans(
                 if [len(each.sizes[0]) for each in own_assigned[epoch]] != most:
                     own_assigned[epoch] = assign_minibatches(own[epoch], lengths, options, forest, most)
     # 3. One plan for each rank and pass.
+    firsts = [_first_rows(of_pass) for of_pass in zip(*cuts, strict=True)]
     plans = []
     for rank, (own, own_assigned) in enumerate(zip(cuts, assigned, strict=True)):
         with _rank_in_errors(rank, len(parts)):
-            plans.append([make_plan(*pair, options) for pair in zip(own, own_assigned, strict=True)])
+            passes = zip(own, own_assigned, firsts, strict=True)
+            plans.append([make_plan(cut, rows, options, first) for cut, rows, first in passes])
     return plans
+
+
+def _first_rows(cuts: Sequence[Cut]) -> list[Tensor]:
+    """(1,) for each minibatch of a pass: its first row, of the first rank that has one. `cuts`: by rank."""
+    if len(cuts) == 1:  # no minibatch lacks rows
+        return []
+    by_rank = [cut.order.split(cut.sizes) if cut.sizes else () for cut in cuts]
+    return [torch.cat(rows)[:1] for rows in zip(*by_rank, strict=True)]
 
 
 @contextmanager

@@ -136,8 +136,7 @@ def identifying_columns(table: Table, numbers: Tensor, reward_key: NestedKey) ->
     batch, at, found = table.batch, None, dict[str, Tensor]()
     is_ragged = isinstance(batch, LazyStackedTensorDict) and len(batch) > 0
     row, each = (batch.tensordicts[0], 1) if is_ragged else (batch, len(batch))
-    # With several ranks the table has renumbered these ids, so they are read from the batch.
-    renumbered = table.ranks.id_keys if table.ranks.size > 1 else ()
+    renumbered = table.ranks.id_keys  # the table has other ids than the batch
     for key, value in {**dict.fromkeys(table.written), **dict(leaves_of(row))}.items():
         column, is_reward = None if key in renumbered else table.columns.get(key), key == reward_key
         if isinstance(key, tuple) and key[0] == "headrace":

@@ -26,7 +26,7 @@ from headrace.transforms.table import Reduced, Table
 from headrace.transforms.tokens import read_tokens
 
 from .permuted import Permuted
-from .plan import Balance, CutOptions, Oversized, Plan, PrefixTrees, Tree, draw_plans, measure_plan
+from .plan import Balance, CutOptions, Oversized, Plan, PrefixTrees, Tree, draw_plans, measure_plans
 from .shuffle import TOGETHER, Remainder
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class ShuffleSplit(
         unit: ``sample``, ``rollout`` or ``group``; the rows of one stay in one minibatch.
         remainder: for leftover units. ``raise`` an error; ``drop`` them; cut ``uneven`` minibatches;
             ``carry`` them into the next batch, which must have other ids; or ``pad``: uneven minibatches,
-            filled up with masked copies of rows until all micro-batches have the same number of rows. With
+            filled up with masked copies of rows until all micro-batches have the same number of rows; a rank
+            without rows gets copies of another rank's row, so that it takes as many micro-batches. With
             `max_tokens`, ``pad`` fills only empty micro-batches, and ``drop`` also drops the last units of a
             minibatch that needs more micro-batches than a rank has rows.
         microbatches: micro-batches per minibatch and rank, ≥ 1; give at most one of this and the next two.
@@ -232,15 +233,14 @@ class ShuffleSplit(
         if any(len(plan.left) for plans in by_rank for plan in plans):
             left = table.fates.here & (torch.stack([each["minibatch"] for each in passes]).amax(0) < 0)
 
-        # 3. Record the metrics of this rank's rows.
-        plans, own = by_rank[table.ranks.rank], rows_of_ranks[table.ranks.rank]
-        measured = measure_plan(plans[-1], lengths, options, forest)
-        measured["left"] = 0.0 if left is None else float(left[own].sum())
-        if options.max_tokens is not None and len(plans[-1].sizes):
-            measured["oversized"] = float((lengths[own] > options.max_tokens).sum())
+        # 3. Record the metrics.
+        measured = measure_plans([plans[-1] for plans in by_rank], lengths, options, forest)
+        measured["left"] = 0.0 if left is None else float(left.sum())
+        if options.max_tokens is not None and measured["minibatches"]:
+            measured["oversized"] = float((table.fates.here & (lengths > options.max_tokens)).sum())
         for name, value in measured.items():
             rows.metric(name, value)
-        return Permuted(rows, self, passes, plans, left)
+        return Permuted(rows, self, passes, by_rank[table.ranks.rank], left)
 
     def _alone(self, batch: TensorDictBase) -> TensorDictBase:
         """Permute and gather a batch outside a pipeline. One thread at a time may use the state."""
