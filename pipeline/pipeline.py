@@ -9,7 +9,7 @@ from functools import partial, reduce
 from importlib import import_module
 from numbers import Integral
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.process_group import RankOptions, SharedIds
 from headrace.transforms.rows import Rows, column_keys, few, stage_parts
 from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
-from headrace.transforms.split.permuted import CutBatch
 from headrace.transforms.split.stage import ShuffleSplit
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Written
@@ -45,17 +44,9 @@ log = logging.getLogger(__name__.rpartition(".")[0])
 MaskedLogProb = Literal["nan", "keep"]
 
 
-class Epoch(NamedTuple):
-    """The result of the split and of the stages after it, for one epoch."""
-
-    places: dict[str, Tensor]
-    """Minibatch, micro-batch, rank and loss weight of each row of the table, by name."""
-    columns: dict[NestedKey, tuple[Tensor, torch.dtype, int]]
-    """Columns that the stages have written (:meth:`Table.written_columns`)."""
-    late: list[Late]
-    """Changes that are applied to rows when they are gathered."""
-    batch: TensorDictBase
-    """The rows, with the token columns that the stages have changed."""
+OfEpoch = tuple[dict[NestedKey, tuple[Tensor, torch.dtype, int]], list[Late], TensorDictBase]
+"""What stages have written in one epoch (:meth:`Table.written_columns`), the changes that are made when rows
+are gathered, and the rows with the token columns that stages have changed."""
 
 
 class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
@@ -274,10 +265,9 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
                     refuse_nothing(stages, flat)
                     return Run(stages, self._keys, None, batch=batch, epochs=epochs)
                 # 2. Decide.
-                run, cut = self._decide(stages, rows, epochs, locks, whole=whole)
+                run, remember = self._decide(stages, rows, epochs, locks, whole=whole)
             # 3. Change the states: no stage has refused the batch on any rank.
-            if self._split is not None and cut is not None:
-                self._split.memory.remember(cut)
+            remember()
             for stage in stages.values():
                 if isinstance(stage, BatchTransform):
                     stage.state_after(rows)
@@ -285,8 +275,12 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
 
     def _decide(
         self, stages: dict[str, nn.Module], rows: Rows, epochs: int, locks: ExitStack, *, whole: bool
-    ) -> tuple[Run, CutBatch | None]:
-        """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch."""
+    ) -> tuple[Run, Callable[[], object]]:
+        """Run the stages. The split is locked until `locks` closes: it may carry rows to the next batch.
+
+        Returns:
+            The run; and what changes the state of the split, once no stage has refused the batch.
+        """
         table, keys, split_index = rows.table, self._keys, self._split_index
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
@@ -298,75 +292,71 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             self._run_stage(name, stages[name], rows)
         note_advantage(rows, keys)
         # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
-        each_epoch, cut, split = list[Epoch](), None, self._split
-        if split is not None:
+        each_epoch, places, cut = list[OfEpoch](), list[dict[str, Tensor]](), None
+        if split_index is not None:
+            name, *later = self.order[split_index:]
+            split = cast(ShuffleSplit, stages[name])
             locks.enter_context(split.memory.lock)
-            each_epoch, cut = self._run_epochs(stages, rows, self.order[split_index:], epochs)
+            if len(table.fates) == 0 and table.ranks.size == 1:
+                name_reasons(rows, name, split)
+            else:
+                with stage_in_errors(name, split, table):
+                    # A replay buffer's sampler decides whether a row comes twice, so a second half allows it.
+                    skips = self._half != "second"
+                    cut = split.memory.cut(split, rows.seen_by(split, name), epochs, skips=skips)
+            if cut is not None and cut.permuted is not None:
+                places, before = cut.permuted.passes, (table.batch, table.live, table.kept)
+                for of_epoch in places:  # each begins with the rows as they were before the first
+                    table.batch, table.live, table.kept = before
+                    each_epoch.append(self._run_epoch(stages, rows, later, of_epoch))
             if table.carried is not None:
                 note_carried(rows, keys)
                 texts = texts_with_carried(texts, split.state.carried, keys)
         # 3. The reason of rows that train nothing, and a mark for batches that were processed before.
-        places = [epoch.places for epoch in each_epoch]
         self._record_no_loss_tokens(rows, places, weights_came)
         processed = torch.full((table.size,), self._half != "first")
         table.columns[PROCESSED], table.written[PROCESSED] = processed, Written(torch.bool, 1)
         # 4. How minibatches are gathered: each epoch has columns of its own, with those of the table.
         steps = None
-        if split is not None and cut is not None and cut.permuted is not None:
-            for epoch in each_epoch:
-                epoch.columns[PROCESSED] = (processed, torch.bool, 1)
-            with stage_in_errors(self.order[cast(int, split_index)], split, table):
-                steps = cut.steps([(epoch.columns, epoch.late, epoch.batch) for epoch in each_epoch])
+        if cut is not None and cut.permuted is not None:
+            for columns, *_ in each_epoch:
+                columns[PROCESSED] = (processed, torch.bool, 1)
+            with stage_in_errors(name, split, table):
+                steps = cut.steps(each_epoch)
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)
-        return run, cut
+        return run, (int if cut is None else partial(split.memory.remember, cut))
 
-    @property
-    def _split(self) -> ShuffleSplit | None:
-        index = self._split_index
-        return None if index is None else cast(ShuffleSplit, self.stages[self.order[index]])
+    def _run_epoch(
+        self, stages: dict[str, nn.Module], rows: Rows, names: Sequence[str], places: dict[str, Tensor]
+    ) -> OfEpoch:
+        """Run the stages after the split on one epoch.
 
-    def _run_epochs(
-        self,
-        stages: dict[str, nn.Module],
-        rows: Rows,
-        names: Sequence[str],
-        epochs: int,
-    ) -> tuple[list[Epoch], CutBatch | None]:
-        """Run the split, which is the first of these names, once, and the other stages on each epoch."""
-        table, (name, *later), each_epoch = rows.table, names, list[Epoch]()
-        split, weight_key = cast(ShuffleSplit, stages[name]), self._keys.weight
-        if len(table.fates) == 0 and table.ranks.size == 1:
-            name_reasons(rows, name, split)
-            return [], None
-        with stage_in_errors(name, split, table):
-            # A replay buffer may sample a row twice. Its sampler decides that, so the second half allows it.
-            cut = split.memory.cut(split, rows.seen_by(split, name), epochs, skips=self._half != "second")
-        if cut.permuted is None:
-            return [], cut
-        before = table.batch, table.live, table.kept
-        for places in cut.permuted.passes:
-            table.batch, table.live, table.kept = before
-            with table.restoring_columns():
-                # 1. Write the places of this epoch into the table.
-                for key in PLACES:
-                    table.columns.pop(key, None)
-                    table.written.pop(key, None)
-                    if key[-1] in places:
-                        table.columns[key], table.written[key] = places[key[-1]], Written(torch.int64, 1)
-                # 2. Run the stages after the split.
-                for each in later:
-                    self._run_stage(each, stages[each], rows, after_split=True)
-                # 3. Keep what they wrote, and the loss weight in the precision of the loss.
-                table.load([weight_key], most=AHEAD)
-                weight_is_at = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else weight_key
-                weight = table.columns.get(weight_is_at)
-                if weight is not None and weight.ndim == 1:
-                    weight = weight.to(rows.dtype(weight_is_at)).double()
-                    places = {**places, "loss_weight": weight}
-                each_epoch.append(Epoch(places, table.written_columns(), table.late, table.batch))
-        return each_epoch, cut
+        Args:
+            stages: all stages by name.
+            rows: the table.
+            names: of the stages after the split.
+            places: minibatch, micro-batch and rank of each row of the table. Gets the loss weight.
+        """
+        table, weight_key = rows.table, self._keys.weight
+        with table.restoring_columns():
+            # 1. Write the places of this epoch into the table.
+            for key in PLACES:
+                table.columns.pop(key, None)
+                table.written.pop(key, None)
+                if key[-1] in places:
+                    table.columns[key], table.written[key] = places[key[-1]], Written(torch.int64, 1)
+            # 2. Run the stages after the split.
+            for name in names:
+                self._run_stage(name, stages[name], rows, after_split=True)
+            # 3. Keep what they wrote, and the loss weight in the precision of the loss.
+            table.load([weight_key], most=AHEAD)
+            weight_is_at = FOLDED_WEIGHT if FOLDED_WEIGHT in table.columns else weight_key
+            weight = table.columns.get(weight_is_at)
+            if weight is not None and weight.ndim == 1:
+                places["loss_weight"] = weight.to(rows.dtype(weight_is_at)).double()
+            return table.written_columns(), table.late, table.batch
 
     def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""
