@@ -16,7 +16,8 @@ from headrace.transforms.errors import listing
 from .over_steps import MIN_STEPS, RECENT, UNITS, Numbers, StepMean, mean_over, percent, quarter_means
 
 History = Sequence[tuple[int, Numbers]]
-REWARD, LENGTH = "reward/all/mean", "response_length/mean"
+REWARD = "reward/all/mean"
+LENGTH = "response_length/mean"
 ABSENT = object()
 LENGTH_UNITS = {LENGTH: "tokens", "response_characters/mean": "characters"}  # a step has one of them
 LENGTHS = 2.0  # times as long as in the beginning is too long
