@@ -63,8 +63,13 @@ def weigh_samples(
             "--calculate-per-token-loss ignores weights of rows: leave it out; weight.unit=token"
         )
     size = args.global_batch_size
-    cut = {"minibatches": "null", "minibatch_size": size, "unit": "rollout", "remainder": "drop"}
-    words = [f"pipeline.stages.split.{name}={value}" for name, value in (cut | {"shuffle": "false"}).items()]
+    words = [
+        "pipeline.stages.split.minibatches=null",
+        f"pipeline.stages.split.minibatch_size={size}",
+        "pipeline.stages.split.unit=rollout",
+        "pipeline.stages.split.remainder=drop",
+        "pipeline.stages.split.shuffle=false",
+    ]
     rewards, decision = decide_samples(args, samples, *words, part="whole")
     ids = rollout_ids(samples)
     found = [len({ids[row] for row in step.tolist()}) for step in decision.steps]

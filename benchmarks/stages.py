@@ -44,7 +44,7 @@ OF_TOKENS = {
     "token_advantage": TokenAdvantage(term=LogRatio(numerator_key=("old_log_probs", "full")), factor=0.1),
     "turns": TurnAdvantage(),
     "tree": TreeAdvantage(),
-    "states": StateAdvantage(state_key="turn"),
+    "states": StateAdvantage(weight=1.0, state_key="turn"),
     "running": RunningBaseline(),
 }
 GATHER_BY_TOKEN = "gather, by token"

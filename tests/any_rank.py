@@ -132,10 +132,9 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
 CORRECTION, REJECT = "pipeline.stages.correction", "pipeline.stages.reject.criterion"
 WEIGHT = "pipeline.stages.weight"
 VARIED = (  # by words that no recipe has
-    ("tis", f"{CORRECTION}.normalise=batch"),
-    ("tis", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
+    ("tis", f"{CORRECTION}.level=sequence", f"{CORRECTION}.unit=rollout"),
     ("mt_grpo", f"{WEIGHT}.unit=turn", f"{WEIGHT}.length=null", f"{WEIGHT}.turn_index_key=turn_index"),
-    ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.normalise=batch", f"{CORRECTION}.level=mean"),
+    ("mis", f"{REJECT}.unit=rollout", f"{CORRECTION}.level=mean"),
     ("mlperf", "pipeline.stages.mask.denominator=kept"),  # of these, what a rank without rows has differs
     ("gtpo", "pipeline.stages.weight.fold=sum"),
     ("as/trl", "pipeline.stages.collapse.missing=mask"),  # whose batches lack rewards

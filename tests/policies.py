@@ -71,7 +71,7 @@ def log_ratios(batch: TensorDict) -> list[list[float]]:
     ]
 
 
-def stated_weights(rows: list[list[float]], level, bound, low, high, normalise) -> list[list[float]]:
+def stated_weights(rows: list[list[float]], level, bound, low, high) -> list[list[float]]:
     """The weights of each row's tokens in the loss."""
     weights = []
     for logs in rows:
@@ -83,11 +83,6 @@ def stated_weights(rows: list[list[float]], level, bound, low, high, normalise) 
         else:
             found = []
         weights.append([stated_bound(w, bound, low, high) for w in found])
-    if normalise == "batch":
-        each = [w for row in weights for w in row] if level == "token" else [row[0] for row in weights if row]
-        mean = math.fsum(each) / len(each)
-        if mean > 1e-8:
-            weights = [[w / mean for w in row] for row in weights]
     return weights
 
 

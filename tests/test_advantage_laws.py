@@ -33,9 +33,7 @@ SCALES = [name for name in get_args(HINTS["scale"]) if name != "mean"]
 
 def go_together(options):
     """A spread of others that are equal is 0, which only ``skip`` does not divide by."""
-    own = {"temperature": options.pop("temperature")} if options["baseline"] == "log_mean_exp" else {}
-    options.pop("temperature", None)
-    return options | own | ({"eps_mode": "skip"} if options["scale"] in ("leave_one_out", "mad") else {})
+    return options | ({"eps_mode": "skip"} if options["scale"] in ("leave_one_out", "mad") else {})
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -43,7 +41,6 @@ OPTIONS = st.fixed_dictionaries(
         "baseline": st.sampled_from(BASELINES),
         "scale": st.sampled_from(SCALES),
         "shift": st.sampled_from([0.0, 0.0, -0.1, 0.5]),
-        "temperature": st.sampled_from([0.1, 1.0, 100.0]),
         "eps_mode": st.sampled_from(["add", "clamp", "skip"]),
         "ddof": st.sampled_from([0, 1]),
         "eps": st.sampled_from([0.0, 1e-6, 1e-4, 0.5]),
@@ -80,9 +77,9 @@ def batches(draw, *, least_segments=1):
     return reward, torch.tensor(groups), torch.tensor(ids)
 
 
-def log_mean_exp(values, temperature):
+def log_mean_exp(values):
     best = max(values)
-    return best + temperature * math.log(statistics.fmean(math.exp((x - best) / temperature) for x in values))
+    return best + math.log(statistics.fmean(math.exp(x - best) for x in values))
 
 
 def mad(values):
@@ -90,7 +87,7 @@ def mad(values):
     return statistics.median(abs(x - middle) for x in values)
 
 
-def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton, shift, temperature=1.0):
+def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singleton, shift):
     """The definition, one rollout after another, in float64 by the standard library."""
     rollouts = {r: (g, x) for x, g, r in zip(reward.tolist(), groups.tolist(), ids.tolist(), strict=True)}
     everyone = [x for _, x in rollouts.values()]
@@ -114,7 +111,7 @@ def by_loops(reward, groups, ids, *, baseline, scale, ddof, eps, eps_mode, singl
             "mean": lambda: statistics.fmean(members),
             "leave_one_out": lambda: statistics.fmean(others),
             "median": lambda: statistics.median(members),
-            "log_mean_exp": lambda: log_mean_exp(members, temperature),
+            "log_mean_exp": lambda: log_mean_exp(members),
             "best_other": lambda: max(others),
             "batch": lambda: statistics.fmean(everyone),
             "none": lambda: 0.0,
@@ -211,8 +208,6 @@ def test_every_baseline_equals_its_definition_in_groups_of_1_to_11(baseline):
     """Equal rewards get exactly 0 in spite of rounding; `batch` and `none` compare with other groups."""
     options = {"baseline": baseline, "scale": "none", "shift": 0.0, "singleton": "zero"}
     options |= {"ddof": 1, "eps": 0.0, "eps_mode": "add"}
-    if baseline == "log_mean_exp":
-        options["temperature"] = 1.0
     sizes = torch.arange(1, 12)
     group = torch.arange(11).repeat_interleave(sizes)
     rollout = torch.arange(len(group))

@@ -78,8 +78,6 @@ def test_a_mean_over_tokens_biases_the_gradient():
 
 def test_return_to_go_against_the_others_is_unbiased():
     assert ratio("mt_grpo") == pytest.approx([1, 1, 1], abs=1e-12)
-    zero = ratio("mt_grpo", "pipeline.stages.turns.alone=zero")
-    assert zero == pytest.approx([1, 0.923, 0.592], abs=5e-4)
 
 
 def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
@@ -91,9 +89,6 @@ def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
     whole = ratio("gigpo", *words, "pipeline.stages.states.weight=0.0", **steps)
     alone = [a - b for a, b in zip(both, whole, strict=True)]
     assert alone == pytest.approx([0.75, 0.58, 0.33], abs=5e-3)
-    others = ratio("gigpo", *words, "pipeline.stages.states.baseline=leave_one_out",
-                   "pipeline.stages.states.alone=return", **steps)  # fmt: skip
-    assert [a - b for a, b in zip(others, whole, strict=True)] == pytest.approx([1, 1, 1], abs=1e-12)
 
 
 class TurnMeans(BatchTransform):

@@ -55,11 +55,11 @@ def close(found: torch.Tensor, expected) -> None:
 
 
 def test_weights_equal_those_of_a_loop():
-    batch, names = two_policies(9, 7, 0), ("level", "bound", "low", "high", "normalise")
-    for level, bound, limits, normalise in itertools.product(LEVELS, BOUNDS, LIMITS, ("none", "batch")):
+    batch, names = two_policies(9, 7, 0), ("level", "bound", "low", "high")
+    for level, bound, limits in itertools.product(LEVELS, BOUNDS, LIMITS):
         if (bound, *limits) == ("zero", None, None):
             continue
-        options = dict(zip(names, (level, bound, *limits, normalise), strict=True))
+        options = dict(zip(names, (level, bound, *limits), strict=True))
         expected = spread_out(stated_weights(log_ratios(batch), **options), batch[MASK])
         with of(str(options)):
             close(importance_weight(batch[OLD], batch[SAMPLER], batch[MASK], **options), expected)
@@ -128,29 +128,10 @@ def test_bounds_are_inclusive(old, low, high, dtype):
     assert Diverged(estimator="k1", low=low or 0.0, high=high)(batch).item()
 
 
-@pytest.mark.parametrize(
-    ("logs", "expected"),
-    [
-        ([-10.0, math.log(3.0) - 10.0], [0.5, 1.5]),  # weights x and 3x, their mean 2x = 9.1e-5
-        ([-18.0, -18.0], [1.0, 1.0]),  # the mean is 1.5e-8
-        ([-19.0, -19.0], [math.exp(-19.0)] * 2),  # 5.6e-9 is next to nothing: they stay as they are
-        ([-20.0, -90.0], [math.exp(-20.0)] * 2),  # so is 2.1e-9, the least that a clamped ratio can be
-    ],
-)
-@pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_divided_by_their_mean_unless_below_1e_8(level, logs, expected):
-    """Two rows of one token each, whose weight is ρ at every level."""
-    old, zero = torch.tensor(logs, dtype=torch.float64).unsqueeze(-1), torch.zeros(2, 1, dtype=torch.float64)
-    batch = TensorDict({OLD: old, SAMPLER: zero, MASK: zero == 0, "advantage": torch.ones(2, 1, 1)}, [2])
-    options = {"level": level, "bound": "none", "normalise": "batch"}
-    close(importance_weight(old, zero, zero == 0, **options).flatten(), expected)
-    close(RolloutCorrection(**options)(batch)["importance_weight"].flatten(), expected)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_ragged_rows_have_the_bits_of_dense_ones(level):
     batch = two_policies(9, 7, 4)
-    stage = RolloutCorrection(level=level, bound="truncate", normalise="batch")
+    stage = RolloutCorrection(level=level, bound="truncate")
     dense, rows = alone(stage, batch), alone(stage, ragged(batch))
     for row, own in enumerate(rows.batch.tensordicts):
         length = own[MASK].numel()
@@ -177,7 +158,7 @@ def test_a_rollout_is_one_sequence_for_any_cut_into_rows(level):
     whole = TensorDict({"rollout_id": torch.arange(4), "advantage": torch.ones(4, 1, 1).double()}, [4])
     for key in (OLD, SAMPLER, MASK):
         whole[key] = batch[key].reshape(4, 12)
-    options = {"level": level, "unit": "rollout", "normalise": "batch"}
+    options = {"level": level, "unit": "rollout"}
     cut, one = alone(RolloutCorrection(**options), batch), alone(RolloutCorrection(**options), whole)
     assert torch.equal(cut.batch["importance_weight"].reshape(4, 12), one.batch["importance_weight"])
     assert cut.metrics == pytest.approx(one.metrics, rel=1e-14)
@@ -211,7 +192,7 @@ def test_masked_rows_are_in_no_weight_and_no_metric():
     gone[MASK][2] = False
     for key in (OLD, SAMPLER):
         batch[key][2] = math.nan
-    with_row, without = (alone(RolloutCorrection(normalise="batch"), each) for each in (batch, gone))
+    with_row, without = (alone(RolloutCorrection(), each) for each in (batch, gone))
     assert torch.equal(with_row.batch["importance_weight"], without.batch["importance_weight"])
     assert with_row.metrics == without.metrics
     assert Diverged(high=1e-9)(batch)[2]
@@ -242,7 +223,7 @@ def test_a_pipeline_equals_its_stages_one_after_another(level, form):
     keys = {"numerator_key": OLD, "denominator_key": SAMPLER}
     stages = {
         "term": TokenAdvantage(term=LogRatio(**keys), factor=0.5),
-        "share": TokenAdvantage(term=DirectedWeight(**keys), how="multiply"),
+        "share": TokenAdvantage(term=DirectedWeight(clip=0.2, **keys), how="multiply"),
         "weigh": RolloutCorrection(level=level, bound="zero", high=1.5),
         "reject": TokenFilter(criterion=Diverged(high=0.3, judges="negative"), denominator="all"),
     }
@@ -319,8 +300,8 @@ def test_metrics_equal_those_of_a_loop():
 def check_metrics(level, bound) -> None:
     batch = two_policies(9, 6, 7)
     logs = log_ratios(batch)
-    weights = stated_weights(logs, level, bound, 0.5, 2.0, "none")
-    ratios = stated_weights(logs, level, "none", None, None, "none")
+    weights = stated_weights(logs, level, bound, 0.5, 2.0)
+    ratios = stated_weights(logs, level, "none", None, None)
     found = alone(
         RolloutCorrection(level=level, bound=bound, low=0.5, high=2.0, least_ess=None), batch
     ).metrics

@@ -87,7 +87,6 @@ def gradient(policy, total) -> torch.Tensor:
         ({}, 0.2),
         ({"level": "sequence"}, 0.01),
         ({"level": "mean", "bound": "zero", "low": 0.5}, (0.1, 0.3)),
-        ({"normalise": "batch"}, 0.2),
     ],
 )
 def test_folding_equals_weighting_the_clipped_loss(scene, options, clip_epsilon):
@@ -160,10 +159,10 @@ def order(*names: str) -> Pipeline:
         "turns": TurnAdvantage(turn_rewards="none"),
         "turn_rows": TurnAdvantage(turn_index_key=None),
         "tree": TreeAdvantage(),
-        "states": StateAdvantage(),
+        "states": StateAdvantage(weight=1.0),
         "returns": RewardsToGo(),
         "running": RunningBaseline(),
-        "length": RelativeLength(),
+        "length": RelativeLength(coefficient=1.0),
         "sum": FanOutCollapse(reward="sum"),
         "drop_rollouts": SampleFilter(criterion=Diverged(high=0.1), unit="rollout", action="drop"),
         "finite": SampleFilter(criterion=Finite(key=("next", "reward")), action="drop"),
@@ -320,7 +319,7 @@ def test_a_recipe_equals_its_formula(name, kind):
             bound, low, high = {"icepop": ("zero", 0.5, 5.0), "mlperf": ("none", None, None)}.get(
                 name, ("truncate", None, 2.0)
             )
-            weights = stated_weights([logs[row]], "token", bound, low, high, "none")[0]
+            weights = stated_weights([logs[row]], "token", bound, low, high)[0]
         if name == "opsm" and credit < 0 and -means[row] > 1e-4:
             credit = 0.0
         if name == "mlperf" and not 0.999 <= math.exp(means[row]) <= 1.002:
@@ -402,7 +401,7 @@ def test_a_preset_of_verl_behaves_as_documented(name, tmp_path):
         credit = credit_of(others, rewards[row])
         weights = [1.0] * len(logs[row])
         if weigh:
-            weights = stated_weights([logs[row]], *weigh, "none")[0]
+            weights = stated_weights([logs[row]], *weigh)[0]
         inside = run.batch[MASK][row]
         assert bool(inside.any()) == (row not in rejected)
         if row not in rejected:

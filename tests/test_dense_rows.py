@@ -116,19 +116,6 @@ def test_a_dense_batch_is_unchanged(rows):
     assert all(twice.get(key) is once.get(key) for key in (FULL, ATTENTION, LOSS_MASK))
 
 
-@given(some_rows)
-def test_a_width_changes_only_padding(rows):
-    longest = max(len(prompt + response) for prompt, response in rows)
-    for batch in (ragged(rows), as_written_padded(rows)):
-        for width in (longest, longest + 3):
-            assert read(DenseRows(pad_id=PAD, width=width)(batch)) == by_hand(rows, width)
-    if longest > 1:
-        with pytest.raises(
-            BatchError, match=rf"no row may have more tokens than width={longest - 1}; found more in row"
-        ):
-            DenseRows(pad_id=PAD, width=longest - 1)(ragged(rows))
-
-
 ROWS = [([5, 6], [7]), ([5], [8, 9])]
 
 

@@ -92,7 +92,7 @@ def test_braces_in_data_are_shown_as_they_are(make_batch, data):
         lambda: decide(ids | {data: [0]}),
         lambda: SampleFilter(criterion=Odd(data))(make_batch([1.0, 2.0], [5, 5])),
         lambda: one_rank().meet("a batch", ValueError(data)),
-        lambda: CombineIds(keys=(data, "b"), into="c")(TensorDict({data: [-1], "b": [0]}, batch_size=[1])),
+        lambda: CombineIds(keys=(data, "b"))(TensorDict({data: [-1], "b": [0]}, batch_size=[1])),
         lambda: Rows.of(group=[1]).require(torch.zeros(1, dtype=torch.bool), "{found} {column}", role=data),
         lambda: Rows.of(group=[1])[data],
     ):

@@ -47,7 +47,7 @@ def test_an_excluded_reward_changes_no_other_row(make_batch, value):
         "collapse": FanOutCollapse(reward="sum"),
         "returns": RewardsToGo(),
         "advantage": GroupRelativeAdvantage(scale="none"),
-        "states": StateAdvantage(),
+        "states": StateAdvantage(weight=1.0),
     }
     # By hand: rewards and returns 1, 3, 5, each compared twice with their mean.
     assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-4.0, 0.0, 0.0, 4.0]

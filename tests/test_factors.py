@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -36,7 +35,7 @@ def test_stages_change_a_token_advantage_as_that_of_its_row():
     batch = FanOutCollapse()(batch_of([1.0, 1, 0, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3]))
     batch["advantage"] = torch.tensor([-2.0, 1, 3, 4, -5]).view(5, 1, 1)
     stages = {
-        "difficulty": DifficultyWeight(strength=2.0),
+        "difficulty": DifficultyWeight(),
         "signs": SignFactors(positive=0.5),
         "discount": TurnDiscount(discount=0.5),
         "weight": LossWeight(fold="sum"),
@@ -51,14 +50,14 @@ def test_stages_change_a_token_advantage_as_that_of_its_row():
 
 def test_a_group_is_weighted_by_its_difficulty():
     """MGPO, arXiv:2511.06221."""
-    for strength, successes in itertools.product((0.0, 1.0, 4.0), range(5)):
+    for successes in range(5):
         batch = batch_of([1.0] * successes + [0.0] * (4 - successes), [0] * 4)
         batch = GroupRelativeAdvantage(scale="none")(FanOutCollapse()(batch))
         p = successes / 4
-        weight = math.exp(-strength * sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
-        found = DifficultyWeight(strength=strength)(batch)["advantage"]
+        weight = math.exp(-sum(x * math.log(2 * x) for x in (p, 1 - p) if x))
+        found = DifficultyWeight()(batch)["advantage"]
         torch.testing.assert_close(found, batch["advantage"] * weight)
-        assert float(difficulty_weight(torch.tensor([p]), strength)) == pytest.approx(weight)
+        assert float(difficulty_weight(torch.tensor([p]))) == pytest.approx(weight)
 
 
 def test_difficulty_needs_rewards_from_0_to_1():

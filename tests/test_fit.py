@@ -44,9 +44,9 @@ def longest_start(units, rows, **how) -> list[int]:
     return []
 
 
-@given(ROWS, st.integers(1, 4), st.integers(1, 3), st.integers(3, 20))
-def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, multiple_of, max_tokens):
-    how = {"ranks": ranks, "multiple_of": multiple_of, "max_tokens": max_tokens}
+@given(ROWS, st.integers(1, 4), st.integers(3, 20))
+def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, max_tokens):
+    how = {"ranks": ranks, "max_tokens": max_tokens}
     split = ShuffleSplit(minibatches=1, shuffle=False, remainder="drop", **how)
     expected = longest_start(by_unit(rows), rows, **how)
     if not expected:
@@ -60,7 +60,6 @@ def test_whole_units_are_dropped_until_no_micro_batch_is_empty(rows, ranks, mult
     place = torch.stack([out.get(RANK, torch.zeros(len(out), dtype=torch.int64)), out[MICROBATCH]], 1)
     counts = [len(place[place[:, 0] == rank].unique(dim=0)) for rank in range(ranks)]
     assert len(set(counts)) == 1
-    assert counts[0] % multiple_of == 0
     for number in place.unique(dim=0):
         held = out[(place == number).all(1)]
         assert len(held) == 1 or int(held[ATTENTION].sum()) <= max_tokens

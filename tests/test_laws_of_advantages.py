@@ -43,21 +43,20 @@ FIRST = {
     "length": lambda: GroupRelativeAdvantage(baseline="length_weighted", scale="none"),
     "nonzero": lambda: GroupRelativeAdvantage(scale="nonzero"),
     "turns": lambda: TurnAdvantage(turn_rewards="token"),
-    "turns against the mean": lambda: TurnAdvantage(turn_rewards="token", baseline="mean", discount=0.5),
     "rows as turns": lambda: TurnAdvantage(turn_index_key=None, rollout_key=None),
     "tree": TreeAdvantage,
     "tree against the others": lambda: TreeAdvantage(baseline="leave_one_out"),
 }
 SECOND = {  # which change an advantage that is there
-    "states": lambda: StateAdvantage(state_key="role"),
+    "states": lambda: StateAdvantage(weight=1.0, state_key="role"),
     "whitening": BatchWhitening,
     "whitening by sample": lambda: BatchWhitening(per="sample"),
     "discount": lambda: TurnDiscount(discount=0.5),
     "signs": lambda: SignFactors(positive=0.5),
-    "difficulty": lambda: DifficultyWeight(strength=2.0),
+    "difficulty": lambda: DifficultyWeight(),
     "running": lambda: RunningBaseline(baseline_key="group_id"),
-    "weight by token": lambda: RolloutCorrection(normalise="batch"),
-    "weight by row": lambda: RolloutCorrection(level="sequence", high=1e6, normalise="batch"),
+    "weight by token": lambda: RolloutCorrection(),
+    "weight by row": lambda: RolloutCorrection(level="sequence", high=1e6),
     "weight by rollout": lambda: RolloutCorrection(level="mean", unit="rollout", bound="zero"),
     "ratio": lambda: TokenAdvantage(term=LogRatio(), factor=0.3),
     "centred ratio": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=-0.2),
@@ -65,7 +64,7 @@ SECOND = {  # which change an advantage that is there
     "top": lambda: TokenAdvantage(term=TopShare(share=0.3), how="multiply"),
     "share": lambda: TokenAdvantage(term=EntropyShare(), factor=0.4, how="multiply"),
     "stale": lambda: TokenAdvantage(
-        term=StalenessWeight(current=9, decay=0.5, max_staleness=2, version_key="version"), how="multiply"
+        term=StalenessWeight(current=9, decay=0.5, version_key="version"), how="multiply"
     ),
 }
 STAGES = FIRST | SECOND

@@ -231,7 +231,7 @@ def test_each_minibatch_has_its_own_mean_for_any_cut(unit, make_batch):
     length = 5 if unit == "constant" else None
     split = {"minibatches": 3, "seed": 3, "remainder": "pad"}
     wholes = None
-    for cut in ({}, {"microbatches": 2}, {"max_tokens": 9}, {"microbatch_size": 1, "balance": "attention"}):
+    for cut in ({}, {"microbatches": 2}, {"max_tokens": 9}, {"microbatches": 4, "balance": "attention"}):
 
         def pipeline(cut=cut):
             weight = LossWeight(unit=unit, length=length, power=power_of(unit), dtype="float64")

@@ -11,7 +11,6 @@ from policies import with_old
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import (
     FanOutCollapse,
-    Finite,
     RewardsVary,
     SampleFilter,
     ShuffleSplit,
@@ -78,15 +77,12 @@ class Looks(torch.nn.Module):
         return batch
 
 
-@pytest.mark.parametrize("place", ["before the cut", "after it", "as a hook"])
+@pytest.mark.parametrize("place", ["before the cut", "after it"])
 def test_a_user_stage_sees_masked_rows_as_masked(place):
     batch = batch_of([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], tokens=4).exclude("prompt_text")
     looks, vary = Looks(), SampleFilter(criterion=RewardsVary())
     stages = {"collapse": FanOutCollapse(), "filter": vary, "split": ShuffleSplit(minibatches=2)}
-    if place == "as a hook":
-        hook = SampleFilter(criterion=Finite(), on_batch=lambda rows, _: looks(rows))
-        stages = {"collapse": stages["collapse"], "filter": vary, "second": hook, "split": stages["split"]}
-    elif place == "before the cut":
+    if place == "before the cut":
         stages = {"collapse": stages["collapse"], "filter": vary, "looks": looks, "split": stages["split"]}
     else:
         stages["looks"] = looks

@@ -19,11 +19,10 @@ from headrace.transforms import (
     GroupRelativeAdvantage,
     LossWeight,
     MergeTurns,
-    RewardWithin,
     SampleFilter,
     ShuffleSplit,
 )
-from headrace.transforms.schema import IN_LOSS, IS_FIRST_SEGMENT
+from headrace.transforms.schema import IN_LOSS, IS_FIRST_SEGMENT, ROW
 
 # A rollout: by turn, how many tokens are new to the prompt, how many are sampled, and whether the prompt
 # before is tokenised anew.
@@ -115,10 +114,10 @@ def test_turns_are_merged_by_turn_index(rollouts, order):
     rows = rows_of(rollouts)
     shuffled = sorted(range(len(rows)), key=lambda i: (order[rows[i]["rollout"]] * 7 + i * 3) % 5)
     batch = batch_of(rows, turn=True)
-    batch["place"] = torch.arange(len(rows))
-    stage = MergeTurns(turn_key="turn", last_keys=["place"])
+    batch[ROW] = torch.arange(len(rows))
+    stage = MergeTurns(turn_key="turn")
     plain, other = stage(batch), stage(batch[torch.tensor(shuffled)])
-    back = other[other["place"].argsort()]
+    back = other[other[ROW].argsort()]
     for key in (FULL, LOSS, LOG_PROBS, "advantage"):
         assert torch.equal(back[key].nan_to_num(9.0), plain[key].nan_to_num(9.0)), key
 
@@ -173,9 +172,8 @@ def test_a_masked_turn_trains_nothing_in_the_merged_row():
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     batch = batch_of(rows)
     for quiet in (0, 1):
-        batch["next", "reward"] = torch.tensor([1.0 + 9 * (quiet == 0), 1.0 + 9 * (quiet == 1), 1.0])
-        masked = SampleFilter(criterion=RewardWithin(high=5.0), unit="sample")(batch)
-        merged = MergeTurns(last_keys=[("next", "reward")])(masked)
+        masked = SampleFilter(criterion=lambda _, quiet=quiet: torch.arange(3) != quiet)(batch)
+        merged = MergeTurns()(masked)
         trains = merged[LOSS][0][merged[ATTENTION][0]]
         own = [place for place, inside in enumerate(rows[1 - quiet]["trains"]) if inside]
         assert trains.nonzero().flatten().tolist() == own
@@ -191,13 +189,10 @@ def test_a_masked_turn_trains_nothing_in_the_merged_row():
 def test_the_ledger_counts_tokens_of_merged_rows_as_trained(quiet):
     rows = rows_of([[(2, 2, False), (1, 2, False)], [(1, 1, False)]])
     batch = batch_of(rows)
-    rewards = [1.0, 1.0, 1.0]
-    if quiet is not None:
-        rewards[quiet] = 10.0
-    batch["next", "reward"] = torch.tensor(rewards)
+    batch["next", "reward"] = torch.ones(3)
     stages = {
-        "filter": SampleFilter(criterion=RewardWithin(high=5.0), unit="sample"),
-        "merge": MergeTurns(last_keys=[("next", "reward")]),
+        "filter": SampleFilter(criterion=lambda _: torch.arange(3) != (3 if quiet is None else quiet)),
+        "merge": MergeTurns(),
     }
     run = Pipeline(stages).run(batch, epochs=1)
     out = run.batch
@@ -227,9 +222,8 @@ def test_rows_that_cannot_be_merged_raise_with_the_reason():
     for layout in ("left", "ragged"):
         batch = batch_of(rows, layout)
         batch["score"] = torch.tensor([[1.0], [2.0], [3.0]])
-        with pytest.raises(BatchError, match=r"'score' differs in row 0 \(rollout 0\)\. .*last_keys"):
+        with pytest.raises(BatchError, match=r"'score' differs in row 0 \(rollout 0\)\. .*remove it"):
             MergeTurns()(batch)
-        assert MergeTurns(last_keys=["score"])(batch)["score"].flatten().tolist() == [2.0, 3.0]
     batch = batch_of(rows)
     batch["score"] = torch.full((3, 1), torch.nan)
     assert len(MergeTurns()(batch)) == 2  # NaN is itself

@@ -47,7 +47,6 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=4, max_size=24)
 CUT = st.one_of(
     st.just({}),
     st.integers(1, 4).map(lambda m: {"microbatches": m}),
-    st.integers(1, 5).map(lambda s: {"microbatch_size": s}),
     st.tuples(st.integers(4, 30), st.sampled_from(["pad", "drop"])).map(
         lambda cut: {"max_tokens": cut[0], "remainder": cut[1]}
     ),
@@ -114,8 +113,6 @@ def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut)
         assert all(t <= cut["max_tokens"] or len(part) == 1 for t, part in zip(tokens, real, strict=True))
     elif options["remainder"] == "pad":
         assert len({len(part) for part in parts}) <= 1
-    if "microbatch_size" in cut and options["remainder"] != "pad":
-        assert all(len(part) <= cut["microbatch_size"] for part in parts)
     if "microbatches" in cut and options["remainder"] == "pad":
         assert len(parts) == len(out[MINIBATCH].unique()) * options["ranks"] * cut["microbatches"]
 
@@ -175,38 +172,23 @@ def test_too_few_rows_make_fewer_micro_batches_on_every_rank(rows, ranks, each):
         assert outcome.batch[MICROBATCH][held == rank].unique().tolist() == list(range(each))
 
 
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["none", "tokens"]))
-def test_micro_batches_have_at_most_so_many_rows_and_are_as_few_as_possible(lengths, size, ranks, balance):
-    options = {"ranks": ranks, "microbatch_size": size, "balance": balance, "remainder": "pad"}
-    out = ShuffleSplit(minibatches=1, **options)(batch_of(lengths))
-    counts = [len(part) for part in split_microbatches(out)]
-    assert max(counts) <= size
-    assert len(counts) == ranks * -(-len(lengths) // (ranks * size))
-
-
 @given(
     st.lists(st.integers(0, 9), max_size=20),
     st.integers(1, 3),
-    st.integers(1, 4),
-    st.sampled_from([{}, {"microbatches": 3}, {"microbatch_size": 2}, {"max_tokens": 9}]),
+    st.sampled_from([{}, {"microbatches": 3}, {"max_tokens": 9}]),
     st.sampled_from(["none", "tokens", "attention"]),
 )
-def test_every_rank_has_a_multiple_of_so_many_micro_batches(lengths, ranks, multiple, cut, balance):
-    """So that ranks with their own rows do equally many forward passes."""
-    assigned = assign_rows(
-        torch.tensor(lengths).long(), ranks=ranks, multiple_of=multiple, balance=balance, **cut
-    )
+def test_every_rank_has_as_many_micro_batches(lengths, ranks, cut, balance):
+    assigned = assign_rows(torch.tensor(lengths).long(), ranks=ranks, balance=balance, **cut)
     (number,) = {len(parts) for parts in assigned}
     assert len(assigned) == ranks
-    assert number % multiple == 0
     if "max_tokens" in cut and len(lengths) >= ranks * number:
         assert all(len(part) for parts in assigned for part in parts)
     assert sorted(torch.cat([part for parts in assigned for part in parts]).tolist()) == list(
         range(len(lengths))
     )
-    if multiple == 1 and "max_tokens" not in cut:
-        by_size = max(-(-len(lengths) // (2 * ranks)), 1)
-        assert number == (by_size if "microbatch_size" in cut else cut.get("microbatches", 1))
+    if "max_tokens" not in cut:
+        assert number == cut.get("microbatches", 1)
 
 
 def test_each_epoch_of_each_batch_has_its_own_order():
@@ -239,21 +221,18 @@ def test_padding_costs_nothing():
     assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)
 
 
-def test_a_row_above_the_budget_is_alone_counted_or_refused():
+def test_a_row_above_the_budget_is_alone_and_counted():
     batch = batch_of([3, 20, 3, 3])
     split = ShuffleSplit(minibatches=1, max_tokens=9)
     outcome = cut_alone(split, batch)
     parts = list(split_microbatches(outcome.batch))
     assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
     assert outcome.measured["oversized"] == 1
-    with pytest.raises(BatchError, match=r"rows \[1\] have \[20\] tokens.*max_tokens=9.*oversized='alone'"):
-        ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)
 
 
 def test_a_row_as_long_as_the_budget_is_not_above_it():
     batch = batch_of([9, 9, 3])
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=9), batch).measured["oversized"] == 0
-    assert len(ShuffleSplit(minibatches=1, max_tokens=9, oversized="raise")(batch)) == 3
     assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=8), batch).measured["oversized"] == 2
 
 

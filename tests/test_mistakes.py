@@ -73,7 +73,7 @@ MISTAKES = {
     "pipeline.stages.advantage.scael=none": "(did you mean pipeline.stages.advantage.scale=none?",
     "+pipeline.stages.advantage.scael=none": "no option 'scael' (did you mean 'scale'",
     "+pipeline.stages.advantge.scale=none": "must be a node with a _target_, or null (did you mean 'advan",
-    "+pipeline.stages.filter.criterion.tolerance=1": "no option 'tolerance' (did",
+    "+pipeline.stages.filter.criterion.reward_kye=1": "no option 'reward_kye' (did",
     "pipeline.order=[gate]": "order must name each stage once",
     "pipeline.stages.gate._target_=headrace.transforms.Gate": "'headrace.transforms.Gate' cannot be",
     "~pipeline.stages.weight": "Set aggregation='token_mean' on GRPOLoss",

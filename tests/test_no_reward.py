@@ -80,7 +80,7 @@ def test_the_keyword_of_the_recipe_is_enough(make_batch, recipe):
 
 
 def test_rows_that_are_turns_may_lack_a_reward(make_batch):
-    stages = {"turns": {"turn_index_key": None, "turn_rewards": "none", "outcome": "last"}}
+    stages = {"turns": {"turn_index_key": None, "turn_rewards": "none"}}
     batch = make_batch([1.0, 2.0, 5.0, NAN, NAN], [0] * 3 + [0] * 2, [0, 0, 1, 2, 2])
     batch["expected_rollouts"] = torch.full((5,), 3)
     pipeline = load_pipeline(

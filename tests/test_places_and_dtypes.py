@@ -277,9 +277,9 @@ class Halved(BatchTransform):
 
 
 def balanced(batch):
-    lengths = torch.tensor([1, 2, 40, 90])[:, None]
-    batch[REAL] = torch.arange(100) < lengths
-    options = {"balance": "attention", "linear": 70_000.0, "unit": "sample", "shuffle": False}
+    lengths = torch.tensor([1, 2, 2001, 3001])[:, None]
+    batch[REAL] = torch.arange(3001) < lengths
+    options = {"balance": "attention", "unit": "sample", "shuffle": False}
     return ShuffleSplit(minibatches=1, microbatches=2, **options)(batch)
 
 
@@ -295,7 +295,7 @@ def calls() -> dict:
         "advantage": partial(group_relative_advantage, [0.1, 0.2, 0.7, 1.0], ids),
         "of integers": partial(group_relative_advantage, torch.tensor([1, 2, 4, 7]), ids, scale="none"),
         "overlong": partial(overlong_punishment, lengths, max_length=70_003, cache=7),
-        "penalty": partial(length_penalty, lengths, coefficient=0.0011, free=3),
+        "penalty": partial(length_penalty, lengths, coefficient=0.0011),
         "relative": partial(relative_length, torch.tensor([1, 1, 0, 1]), lengths, ids, coefficient=0.3),
         "weight": partial(loss_weight, lengths, "rollout", rollout_id=ids),
         "turns": partial(turn_advantage, whole[:, None].expand(2, 2), mask, whole, discount=0.3),
@@ -319,8 +319,8 @@ def test_lengths_beyond_half_precision_are_penalized_as_by_python_floats():
     lengths = [random.Random(0).randrange(150_000) for _ in range(20)] + [70_001, 80]
     for other in (torch.float32, *OTHERS):
         with default_dtype(other):
-            found = length_penalty(torch.tensor(lengths), coefficient=0.0011, free=3).tolist()
-            assert found == [-0.0011 * max(length - 3, 0) for length in lengths]
+            found = length_penalty(torch.tensor(lengths), coefficient=0.0011).tolist()
+            assert found == [-0.0011 * length for length in lengths]
             found = overlong_punishment(torch.tensor(lengths), max_length=70_003, cache=7).tolist()
             assert found == [-min(max(length - 69_996, 0), 7) / 7 for length in lengths]
             rows = TensorDict({"rollout_id": [0, 1], REWARD: torch.tensor([80, 80]).double()}, [2])

@@ -261,7 +261,7 @@ def test_shaping_counts_tokens_of_all_segments_and_keeps_one_reward(make_batch):
     batch = make_batch([1.0, 1, 2], [0, 0, 0], [5, 5, 6])
     batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     collapsed = FanOutCollapse()(batch)
-    assert LengthPenalty(coefficient=0.1, free=2)(collapsed)[REWARD].tolist() == pytest.approx([0.5, 0.5, 2])
+    assert LengthPenalty(coefficient=0.1)(collapsed)[REWARD].tolist() == pytest.approx([0.3, 0.3, 1.9])
     assert OverlongPunishment(max_length=8, cache=2)(collapsed)[REWARD].tolist() == [0.5, 0.5, 2]
     assert RewardScale(scale=2.0, bias=-1.0, high=2.5)(collapsed)[REWARD].tolist() == [1, 1, 2.5]
 

@@ -52,10 +52,8 @@ CHANGES = [
     ({"minibatches": None, "minibatch_size": 2}, "minibatch_size was None and is 2"),
     ({"remainder": "drop"}, "remainder was 'raise' and is 'drop'"),
     ({"microbatches": 2}, "microbatches was None and is 2"),
-    ({"microbatch_size": 2}, "microbatch_size was None and is 2"),
     ({"max_tokens": 9}, "max_tokens was None and is 9"),
     ({"balance": "tokens"}, "balance was 'none' and is 'tokens'"),
-    ({"multiple_of": 2}, "multiple_of was 1 and is 2"),
     ({"rollout_key": "group_id"}, "keys was .*rollout_id.* and is .*group_id"),
 ]
 

@@ -15,7 +15,7 @@ from headrace.transforms import pack
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 CUTS = {
     "in micro-batches": {"microbatches": 3},
-    "row by row": {"microbatch_size": 1},
+    "row by row": {"microbatches": 99},
     "not shuffled": {"shuffle": False, "microbatches": 2},
     "shuffled otherwise": {"seed": 9, "unit": "sample"},
     "by tokens": {"max_tokens": 30, "balance": "attention"},

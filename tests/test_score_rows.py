@@ -85,18 +85,16 @@ def expected(rows, actor) -> list[list[float]]:
 bounds = st.one_of(st.none(), st.integers(1, 5))
 
 
-@given(some_rows, bounds, st.one_of(st.none(), st.integers(8, 20)))
-def test_each_row_has_the_score_of_the_row_alone_for_any_passes(rows, max_rows, max_tokens):
+@given(some_rows, bounds)
+def test_each_row_has_the_score_of_the_row_alone_for_any_passes(rows, max_rows):
     for batch in (dense(rows), ragged(rows)):
         actor = Bigram()
-        out = ScoreRows(actor=actor, max_rows=max_rows, max_tokens=max_tokens)(batch)
+        out = ScoreRows(actor=actor, max_rows=max_rows)(batch)
         for row, (found, wanted) in enumerate(zip(out.unbind(0), expected(rows, actor), strict=True)):
             trains = found[LOSS_MASK]
             assert found[LOG_PROB][trains].tolist() == pytest.approx(wanted, abs=1e-6), row
             assert found[LOG_PROB][~trains].isnan().all()
-        assert all(
-            n <= (max_rows or n) and n * width <= (max_tokens or n * width) for n, width in actor.shapes
-        )
+        assert all(n <= (max_rows or n) for n, _ in actor.shapes)
         assert sum(n for n, _ in actor.shapes) == sum(bool(response) for _, response in rows)
 
 
@@ -166,8 +164,6 @@ def test_rows_that_cannot_be_scored_are_refused_with_their_ids():
             ScoreRows(actor=Wrong(value))(batch)
     with pytest.raises(BatchError, match=r"each token, \(2, 3\); Wrong returned \(2, 4\).*pad_output=True"):
         ScoreRows(actor=Wrong(width=1))(batch)
-    with pytest.raises(BatchError, match=r"max_tokens=2 tokens; found 3 in row 2"):
-        ScoreRows(actor=Bigram(), max_tokens=2)(dense([([1], []), ([1, 2, 3], []), ([1], [2, 3])]))
     with pytest.raises(ValueError, match=r'pipeline.stages\["score"\].actor = actor'):
         ScoreRows()(batch)
     for place in (0, 1):  # padding, and the first token

@@ -59,9 +59,9 @@ def test_estimate_by_hand():
     counts = count_shared_tokens(batch, ids_of(batch))
     assert counts.tokens == {"rows": 6, "rollout": 6, "group": 4}
     assert counts.squares == {"rows": 18, "rollout": 18, "group": 9 + 9 - 4}
-    numbers = counts.numbers(linear=12, parameters=1e15)
-    assert numbers["tree/flops/group"] == pytest.approx((4 + 14 / 12) / (6 + 18 / 12))
-    assert numbers["tree/pflops/rows"] == pytest.approx(6 * (6 + 18 / 12))
+    numbers = counts.numbers(parameters=1e15)
+    assert numbers["tree/flops/group"] == pytest.approx((4 + 14 / 24576) / (6 + 18 / 24576))
+    assert numbers["tree/pflops/rows"] == pytest.approx(6 * (6 + 18 / 24576))
     assert "tree/pflops/rows" not in counts.numbers()
     twice = counts + counts
     assert twice.tokens == {unit: 2 * count for unit, count in counts.tokens.items()}

@@ -158,7 +158,6 @@ def test_trees_are_assigned_by_their_shared_cost():
     lengths, tree = torch.tensor([10, 10, 10, 20, 15, 5]), torch.tensor([0, 0, 0, 1, 2, 3])
     for balance in ("tokens", "attention"):
         options = {"microbatches": 2, "balance": balance, "tree": tree}
-        options |= {"linear": 100.0} if balance == "attention" else {}
         assigned = assign_rows(lengths, shared=torch.tensor([0, 10, 10, 0, 0, 0]), **options)
         assert sorted(rows.tolist() for rows in assigned[0]) == [[0, 1, 2, 4], [3, 5]]
         apart = assign_rows(lengths, **options)

@@ -43,8 +43,8 @@ def test_a_name_has_the_columns_of_the_pipeline():
 
 
 def test_a_term_and_a_whole_stage_are_replaced_in_the_same_way():
-    term = load_pipeline("gtpo", stages={"entropy": {"term": "top_share"}}).stages["entropy"].term
-    assert type(term).__name__ == "TopShare"
+    term = load_pipeline("gtpo", stages={"entropy": {"term": "log_ratio"}}).stages["entropy"].term
+    assert type(term).__name__ == "LogRatio"
     stage = SampleFilter(criterion=NotTruncated(), action="drop")
     pipeline = load_pipeline("grpo", stages={"filter": stage})
     assert pipeline.stages["filter"] is stage

@@ -93,7 +93,7 @@ def test_a_column_as_an_attribute_is_answered_with_its_name():
 def test_each_stage_that_needs_an_id_checks_it():
     batch = batch_of([1.0, 2, 3, 4], [-1, -1, -1, -1], [0, -1, 2, 3])
     with pytest.raises(BatchError, match=r"rollout_id ≥ 0; found -1 at row 1"):
-        GroupRelativeAdvantage(without_ids="chunks", group_size=2)(batch)
+        GroupRelativeAdvantage(without_ids=[2, 2])(batch)
 
 
 def test_a_column_has_one_name_in_all_stages():

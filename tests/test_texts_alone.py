@@ -146,7 +146,7 @@ def test_with_a_tokenizer_numbers_equal_those_of_a_dump_with_tokens(
         "pipeline=gr3",
         "pipeline=opo",
         "pipeline=tree_grpo",
-        "pipeline.stages.split.max_tokens=100 pipeline.stages.split.microbatch_size=null",
+        "pipeline.stages.split.max_tokens=100",
         "pipeline.stages.weight.fold=sum",
         "criterion@pipeline.stages.filter.criterion=length_within",
     ],

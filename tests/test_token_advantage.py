@@ -31,7 +31,7 @@ TERMS = {
     "entropy": lambda: {"term": TopShare(share=0.3), "how": "multiply"},
     "share": lambda: {"term": EntropyShare(), "factor": 0.4, "how": "multiply"},
     "stale": lambda: {
-        "term": StalenessWeight(current=9, decay=0.5, max_staleness=2, version_key="version"),
+        "term": StalenessWeight(current=9, decay=0.5, version_key="version"),
         "how": "multiply",
     },
 }
@@ -81,7 +81,7 @@ def stated(batch, name) -> list[dict[int, float]]:
             "directed": lambda: a * (0.5 + 0.5 * weight),
             "entropy": lambda: a if float(batch[ENTROPY][place]) >= entropy[number - 1] else 0.0,
             "share": lambda: a * (0.6 + 0.4 * share(place, sign)),
-            "stale": lambda: a * 0.5**age if age <= 2 else 0.0,
+            "stale": lambda: a * 0.5**age,
         }[name]()
 
     return {place: term(place) for place in places}
@@ -143,9 +143,9 @@ def test_invalid_entropies_and_groups_are_named(batch):
 
 def test_a_version_may_be_per_row_and_the_current_one_a_callable(batch):
     batch["version"] = torch.tensor([9, 8, 7, 6, 9, 8]).view(6, 1)
-    term = StalenessWeight(current=lambda: 9, decay=0.5, max_staleness=2, version_key="version")
+    term = StalenessWeight(current=lambda: 9, decay=0.5, version_key="version")
     out = TokenAdvantage(term=term, how="multiply")(batch)["advantage"]
-    factors = torch.tensor([1, 0.5, 0.25, 0, 1, 0.5]).view(6, 1, 1)
+    factors = torch.tensor([1, 0.5, 0.25, 0.125, 1, 0.5]).view(6, 1, 1)
     expected = torch.where(batch[MASK][..., None], batch["advantage"] * factors, batch["advantage"])
     assert torch.equal(out, expected)
 
@@ -208,4 +208,4 @@ def test_a_column_of_another_shape_is_refused(batch):
         TokenAdvantage(term=LogRatio())(batch)
     batch["advantage"] = torch.zeros(6, 3, 1)
     with pytest.raises(BatchError, match=r"'advantage' \(advantage_key\) torch.float32 \(6, 3, 1\)"):
-        TokenAdvantage(term=TopShare())(batch)
+        TokenAdvantage(term=TopShare(share=0.2))(batch)

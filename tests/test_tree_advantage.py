@@ -19,7 +19,7 @@ WORDS = ("tokens", "full")
 # -- against a loop ---------------------------------------------------------------------------------------
 
 
-def stated(paths, groups, rewards, *, baseline, alone):
+def stated(paths, groups, rewards, *, baseline):
     """Per rollout and token: V of the token's node less V of the node that it forks from.
 
     A node is a prefix; a token's own node is the longest that as many rollouts go through, and the one that
@@ -46,7 +46,7 @@ def stated(paths, groups, rewards, *, baseline, alone):
                 (d for d in range(t, -1, -1) if len(through(i, d)) > len(node)), None
             )  # the fork before it
             if begin is None:
-                credit.append(mean(node) if alone == "return" else 0.0)
+                credit.append(0.0)
                 continue
             parent = through(i, begin)
             if baseline == "leave_one_out":
@@ -73,9 +73,7 @@ def trees(draw):
     return [list(column) for column in zip(*leaves, strict=True)]
 
 
-OPTIONS = st.fixed_dictionaries(
-    {"baseline": st.sampled_from(["mean", "leave_one_out"]), "alone": st.sampled_from(["return", "zero"])}
-)
+OPTIONS = st.fixed_dictionaries({"baseline": st.sampled_from(["mean", "leave_one_out"])})
 
 
 def dense(paths, width, side):

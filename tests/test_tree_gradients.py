@@ -15,7 +15,7 @@ every_scene = pytest.mark.parametrize("name", list(SCENES))
 CUTS = {
     "whole": {},
     "in micro-batches": {"microbatches": 2},
-    "row by row": {"microbatch_size": 1},
+    "row by row": {"microbatches": 99},
     "by nodes": {"max_tokens": 20, "tree": "group", "balance": "attention"},
     "shuffled otherwise": {"seed": 7, "microbatches": 2, "balance": "tokens"},
 }

@@ -19,7 +19,7 @@ MASK = ("masks", "all_assistant_mask")
 # -- against a loop ---------------------------------------------------------------------------------------
 
 
-def stated(rollouts, *, discount, baseline, alone):
+def stated(rollouts, *, discount):
     """Per rollout, by turn: the advantage. Rollouts are (group, {turn: reward})."""
     returns = [
         {k: sum(discount ** (u - k) * r for u, r in turns.items() if u >= k) for k in turns}
@@ -31,11 +31,7 @@ def stated(rollouts, *, discount, baseline, alone):
         for k in turns:
             there = [j for j, (g, other) in enumerate(rollouts) if g == group and k in other]
             others = [returns[j][k] for j in there if j != i]
-            if not others:
-                mine[k] = returns[i][k] if alone == "return" else 0.0
-                continue
-            counted = others if baseline == "leave_one_out" else [*others, returns[i][k]]
-            mine[k] = returns[i][k] - math.fsum(counted) / len(counted)
+            mine[k] = returns[i][k] - (math.fsum(others) / len(others) if others else 0.0)
         found.append(mine)
     return found
 
@@ -48,11 +44,7 @@ def drawn_rollouts(draw):
     return draw(st.lists(rollout, min_size=1, max_size=8))
 
 
-OPTIONS = {
-    "discount": st.sampled_from([0.0, 0.5, 1.0]),
-    "baseline": st.sampled_from(["mean", "leave_one_out"]),
-    "alone": st.sampled_from(["return", "zero"]),
-}
+OPTIONS = {"discount": st.sampled_from([0.0, 0.5, 1.0])}
 
 
 @given(drawn_rollouts(), st.fixed_dictionaries(OPTIONS), st.data())
@@ -111,7 +103,7 @@ def test_the_stage_writes_it_to_the_tokens_of_each_turn(rollouts, where, ragged,
     for (group, turns), outcome in zip(rollouts, outcomes, strict=True):
         last = max(turns, default=None)
         with_outcome.append((group, {k: r + outcome * (k == last) for k, r in turns.items()}))
-    expected = stated(with_outcome, discount=1.0, baseline="leave_one_out", alone="return")
+    expected = stated(with_outcome, discount=1.0)
     for row, credit in enumerate(out.get("advantage", as_list=True) if ragged else out["advantage"]):
         index = tds[row]["turn_index"].tolist()
         assert credit.shape == (len(index), 1)
@@ -170,37 +162,27 @@ def test_an_excluded_turn_keeps_its_index():
         assert found == {0: 0, 1: -1, 2: 22, 3: 1}  # turn 0 of rollout 1 is alone, and keeps its return
 
 
-def test_a_scale_per_step_within_a_state_is_refused():
-    with pytest.raises(ValueError, match="needs one scale for all steps of a rollout in a state"):
-        StateAdvantage(baseline="leave_one_out", scale="leave_one_out")
-
-
 # -- states -----------------------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(*[st.integers(0, 2)] * 3, st.floats(-4, 4, width=32)), min_size=1, max_size=9),
-    st.sampled_from(["return", "zero"]),
-)
-def test_a_step_is_compared_with_other_rollouts_in_its_state(steps, alone):
+@given(st.lists(st.tuples(*[st.integers(0, 2)] * 3, st.floats(-4, 4, width=32)), min_size=1, max_size=9))
+def test_a_step_is_compared_with_the_steps_of_its_group_in_its_state(steps):
     groups, rollouts, states, returns = (list(column) for column in zip(*steps, strict=True))
     rollouts = [3 * g + r for g, r in zip(groups, rollouts, strict=True)]
     batch = turns_as_rows(returns, groups, rollouts, state_id=states)
     batch[RETURN] = batch["next", "reward"]
     batch["advantage"] = torch.full((len(steps), 1, 1), 0.5, dtype=torch.float64)
-    out = StateAdvantage(baseline="leave_one_out", alone=alone, weight=2.0)(batch)["advantage"].flatten()
+    out = StateAdvantage(weight=2.0)(batch)["advantage"].flatten()
     for row in range(len(steps)):
         same = [j for j in range(len(steps)) if (groups[j], states[j]) == (groups[row], states[row])]
-        others = [returns[j] for j in same if rollouts[j] != rollouts[row]]
-        own = returns[row] if alone == "return" else 0.0
-        expected = returns[row] - math.fsum(others) / len(others) if others else own
+        expected = returns[row] - math.fsum(returns[j] for j in same) / len(same)
         assert float(out[row]) == pytest.approx(0.5 + 2 * expected, rel=1e-12, abs=1e-12)
 
 
 def test_equal_returns_in_a_state_add_exactly_0():
     batch = turns_as_rows([0.7] * 5, [0] * 5, [0, 0, 1, 2, 3], state_id=[1] * 5)
     batch[RETURN], batch["advantage"] = batch["next", "reward"], torch.zeros(5, 1, 1).double()
-    out = StateAdvantage(baseline="leave_one_out")(batch)
+    out = StateAdvantage(weight=1.0)(batch)
     assert out["advantage"].flatten().tolist() == [0.0] * 5
 
 
@@ -220,7 +202,7 @@ def inside(**columns):
         batch_size=[3],
     )
     for name, values in columns.items():
-        batch[{"mask": MASK}.get(name, name)] = torch.tensor(values)
+        batch[{"mask": MASK, "reward": ("next", "reward")}.get(name, name)] = torch.tensor(values)
     return batch
 
 
@@ -244,7 +226,7 @@ def inside(**columns):
             {"turn_rewards": "token"},
             r"the reward of every turn must be finite; found \[nan, 0.0\] at row 0 \(rollout 4\)",
         ),
-        ({"rollout_id": [4, 4, 6]}, {"outcome": "none", "turn_rewards": "token"},
+        ({"rollout_id": [4, 4, 6], "reward": [1.0, 1.0, 7.0]}, {"turn_rewards": "token"},
          "turn 0 of rollout 4 also on a row other than 0"),
         ({"rollout_id": [4, -5, 6]}, {}, "rollout_id ≥ 0; found -5"),
         ({"group_id": [0, -1, 1]}, {}, "group_id ≥ 0; found -1"),

@@ -96,7 +96,7 @@ class Squares(torch.nn.Module):
 CUTS = {
     "whole": {},
     "in micro-batches": {"microbatches": 2},
-    "row by row": {"microbatch_size": 1},
+    "row by row": {"microbatches": 99},
     "by tokens": {"max_tokens": 9, "balance": "attention"},
     "padded": {"microbatches": 2, "remainder": "pad"},
 }

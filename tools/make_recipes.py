@@ -205,16 +205,17 @@ def row(name: str, pipeline: Pipeline) -> str:
     first, part = next(
         (stage, part) for stage, part in pipeline.stages.items() if "advantage" in part.out_keys
     )
-    scale = getattr(part, "scale", "none")
+    scale, alone = getattr(part, "scale", "none"), "return" if first == "turns" else "zero"
+    alone = getattr(part, "singleton", alone)
     everywhere = {"gate", "collapse", "advantage", "split", "weight"}
     others = [stage for stage in pipeline.order if stage not in everywhere]
     cells = [
         f"`{name}`",
-        "running" if "running" in others else part.baseline.replace("_", " "),
+        "running" if "running" in others else getattr(part, "baseline", "leave_one_out").replace("_", " "),
         scale.replace("_", " "),
         f"{weight.unit}, length {weight.length}" if weight.length else weight.unit,
         ", ".join(f"`{stage}`" for stage in others) or "–",
-        ", ".join(unusual(part, scale, alone=part.singleton if first == "advantage" else part.alone)) or "–",
+        ", ".join(unusual(part, scale, alone=alone)) or "–",
     ]
     return "| " + " | ".join(cells) + " |"
 

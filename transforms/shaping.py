@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from .columns import ColumnNames
 from .ids import Ids, add_up
-from .options import INF, LowerBound, UpperBound, at_least, has_effect, takes_options, within
+from .options import INF, LowerBound, UpperBound, takes_options, within
 from .rows import Rows
 from .schema import REWARD
 from .stage import BatchTransform
@@ -48,23 +48,21 @@ def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tenso
 
 
 @takes_options
-def length_penalty(length: Tensor, *, coefficient: float, free: int = 0) -> Tensor:
-    """Compute a linear length penalty: ``−c · max(L − free, 0)``.
+def length_penalty(length: Tensor, *, coefficient: float) -> Tensor:
+    """Compute a linear length penalty: ``−c · L``.
 
     Args:
         length: (N,) L, number of tokens.
         coefficient: c, reward per token, ≥ 0.
-        free: number of tokens without a penalty.
 
     Returns:
         (N,) float ≤ 0, to be added to the reward; float64 if lengths are integers.
 
     Example:
-        >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5, free=3).tolist()
-        [-0.5, -3.5]
+        >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5).tolist()
+        [-2.0, -5.0]
     """
-    over = (length if length.is_floating_point() else length.double()) - free
-    return -coefficient * over.clamp_min(0)
+    return -coefficient * (length if length.is_floating_point() else length.double())
 
 
 @takes_options
@@ -76,7 +74,6 @@ def relative_length(
     *,
     form: Form = "bonus",
     coefficient: float = 1.0,
-    success: float | None = None,
 ) -> Tensor:
     """Compute a factor for each reward, from the rollout's length relative to its group.
 
@@ -85,9 +82,10 @@ def relative_length(
         bonus    1 + c · min(max(1 − L_i/mean(L of successes), 0), 1) for a success, else 1
         rescale  1 / (1 + c · L_i/mean(L))                  (GR³, arXiv:2603.10535)
 
-    ``bonus`` is the shaping of prime-rl (``orchestrator/algo/advantage.py``). Short successes get up to 1 + c
-    times their reward, and no reward becomes smaller. ``rescale`` reduces the reward of long rollouts in
-    proportion to the reward. A reward of 0 does not change.
+    A success has the best reward of its group, above 0. ``bonus`` is the shaping of prime-rl
+    (``orchestrator/algo/advantage.py``). Short successes get up to 1 + c times their reward, and no
+    reward becomes smaller. ``rescale`` reduces the reward of long rollouts in proportion to the reward. A
+    reward of 0 does not change.
 
     Lengths are added up as integers. A rollout counts once. A missing reward (NaN) is not counted.
 
@@ -98,7 +96,6 @@ def relative_length(
         rollout_id: (N,) int64; None: each row is a rollout.
         form: ``bonus`` or ``rescale``.
         coefficient: c ≥ 0.
-        success: lowest reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
 
     Returns:
         (N,) float64 > 0.
@@ -108,14 +105,11 @@ def relative_length(
         >>> relative_length(reward, length, torch.zeros(3, dtype=torch.int64)).tolist()
         [1.5, 1.0, 1.0]
     """
-    has_effect(relative_length, "success", success, form == "bonus", "form='bonus'")
     groups, present = Ids(group_id), ~reward.isnan()
     among = present
-    if form == "bonus" and success is None:
+    if form == "bonus":
         best = groups.spread(groups.max(torch.where(present, reward, float("-inf"))))
         among = present & (reward == best) & (best > 0)
-    elif form == "bonus":
-        among = present & (reward >= success)
     votes = among
     if rollout_id is not None:
         votes = among & Ids(groups.paired_with(Ids(rollout_id)).of, present).is_first
@@ -220,7 +214,6 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     Args:
         max_length: L_max, tokens in the loss over all segments of a rollout.
         cache: L_cache, number of tokens, in (0, L_max].
-        weight: factor of the punishment, in units of the reward.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
@@ -233,11 +226,11 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
 
     within_groups = True
 
-    def __init__(self, *, max_length: int, cache: int, weight: float = 1.0, **names: Unpack[ColumnNames]):
+    def __init__(self, *, max_length: int, cache: int, **names: Unpack[ColumnNames]):
         super().__init__(names)
         if not 0 < cache <= max_length:
             raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
-        self.max_length, self.cache, self.weight = max_length, cache, weight
+        self.max_length, self.cache = max_length, cache
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the reward, and record the number of tokens that are not punished."""
@@ -247,9 +240,7 @@ class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
         length = self.rollout_lengths(rows)
-        return reward + self.weight * overlong_punishment(
-            length, max_length=self.max_length, cache=self.cache
-        )
+        return reward + overlong_punishment(length, max_length=self.max_length, cache=self.cache)
 
 
 class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
@@ -260,7 +251,6 @@ class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
 
     Args:
         coefficient: reward per token, ≥ 0.
-        free: number of tokens without a penalty.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
@@ -273,14 +263,13 @@ class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
 
     within_groups = True
 
-    def __init__(self, *, coefficient: float, free: int = 0, **names: Unpack[ColumnNames]):
+    def __init__(self, *, coefficient: float, **names: Unpack[ColumnNames]):
         super().__init__(names)
-        self.coefficient, self.free = within("coefficient", coefficient, 0), at_least("free", free, 0)
+        self.coefficient = within("coefficient", coefficient, 0)
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
-        length = self.rollout_lengths(rows)
-        return reward + length_penalty(length, coefficient=self.coefficient, free=self.free)
+        return reward + length_penalty(self.rollout_lengths(rows), coefficient=self.coefficient)
 
 
 class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
@@ -290,9 +279,8 @@ class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
     `rollout_key` and `group_key`. Reads and writes ``("headrace", "reward")``.
 
     Args:
-        form: ``bonus``, ``rescale``.
         coefficient: c ≥ 0.
-        success: lowest reward of a success, for ``bonus``; None: the best of the group, if it is above 0.
+        form: ``bonus``, ``rescale``.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
@@ -301,24 +289,15 @@ class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
 
     Example:
         >>> RelativeLength(form="rescale", coefficient=0.33)
-        RelativeLength(form='rescale', coefficient=0.33)
+        RelativeLength(coefficient=0.33, form='rescale')
     """
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        form: Form = "bonus",
-        coefficient: float = 1.0,
-        success: float | None = None,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, coefficient: float, form: Form = "bonus", **names: Unpack[ColumnNames]):
         super().__init__(names)
         self.form = form
         self.coefficient = within("coefficient", coefficient, 0)
-        has_effect(RelativeLength, "success", success, form == "bonus", "form='bonus'")
-        self.success = success
 
     def shape(self, rows: Rows, reward: Tensor) -> Tensor:
         """(M,)."""
@@ -338,6 +317,5 @@ class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
             rollouts.labels,
             form=self.form,
             coefficient=self.coefficient,
-            success=self.success,
         )
         return torch.where(compared.isnan(), reward, reward * factor)

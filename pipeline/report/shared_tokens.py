@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,12 +11,12 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.ids import stable_order
-from headrace.transforms.schema import MINIBATCH, has_key
+from headrace.transforms.schema import has_key
+from headrace.transforms.split.plan import LINEAR
 from headrace.transforms.tensordicts import ATTENTION, count_true
 from headrace.transforms.tokens import read_tokens
 
 TOKENS: NestedKey = ("tokens", "full")
-LINEAR = 24576.0  # 6 × a hidden size of 4096
 BLOCK = 128  # tokens of a row that are compared before it is asked which rows go on
 CELLS = 2**16  # tokens that are compared at once, so that they stay in the cache
 
@@ -26,9 +26,9 @@ class SharedTokens(NamedTuple):
 
     The estimate is that of ShuffleSplit's balance: with P parameters a forward pass takes 2 · P FLOPs a
     token, and attention 4 · hidden size a layer for each pair of tokens of a row. With P = 12 · layers ·
-    hidden size² and `linear` = 6 · hidden size, and a backward pass of two forward passes::
+    hidden size² and :data:`LINEAR` = 6 · hidden size, and a backward pass of two forward passes::
 
-        FLOPs = 6 P · (tokens + squares / linear),   squares = Σ t² over rows of t tokens
+        FLOPs = 6 P · (tokens + squares / LINEAR),   squares = Σ t² over rows of t tokens
 
     A row that shares its first s tokens has t − s of the tokens, and t² − s² of the squares.
     """
@@ -45,11 +45,11 @@ class SharedTokens(NamedTuple):
         )
         return SharedTokens(*sums)
 
-    def flops(self, unit: str, *, linear: float = LINEAR, parameters: float = 1.0) -> float:
+    def flops(self, unit: str, *, parameters: float = 1.0) -> float:
         """Of forward and backward, with `parameters`."""
-        return 6 * parameters * (self.tokens[unit] + self.squares[unit] / linear)
+        return 6 * parameters * (self.tokens[unit] + self.squares[unit] / LINEAR)
 
-    def numbers(self, *, linear: float = LINEAR, parameters: float | None = None) -> dict[str, float]:
+    def numbers(self, *, parameters: float | None = None) -> dict[str, float]:
         """By name, for a report.
 
         ============================== ==============================================================
@@ -61,28 +61,21 @@ class SharedTokens(NamedTuple):
         ============================== ==============================================================
 
         Args:
-            linear: 6 × the model's hidden size.
             parameters: of the model.
         """
         if not self.tokens.get("rows"):
             return {}
-        whole = self.flops("rows", linear=linear)
+        whole = self.flops("rows")
         found = {f"tree/tokens/{unit}": count for unit, count in self.tokens.items()}
         for unit in self.tokens:
             if unit != "rows":
-                found[f"tree/flops/{unit}"] = self.flops(unit, linear=linear) / whole
+                found[f"tree/flops/{unit}"] = self.flops(unit) / whole
             if parameters is not None:
-                found[f"tree/pflops/{unit}"] = self.flops(unit, linear=linear, parameters=parameters) / 1e15
+                found[f"tree/pflops/{unit}"] = self.flops(unit, parameters=parameters) / 1e15
         return found
 
 
 NOTHING = SharedTokens({}, {})
-
-
-def linear_of(stages: Iterable[Any]) -> float:
-    """6 × the hidden size, as the stage that cuts has it."""
-    cutting = (stage for stage in stages if MINIBATCH in getattr(stage, "out_keys", ()))
-    return getattr(next(cutting, None), "linear", LINEAR)
 
 
 def count_shared_tokens(

@@ -29,7 +29,7 @@ from .notebook import ColumnTable, shown_value
 from .numbers import numbers_of
 from .over_steps import Numbers
 from .row_columns import report_columns
-from .shared_tokens import count_shared_tokens, linear_of
+from .shared_tokens import count_shared_tokens
 from .texts import Decode, TokenValues, texts_of_tokens, values_by_token
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def make_report(
             name: columns[name][: len(batch)] for name in ("group_id", "rollout_id") if name in columns
         }
         counts = count_shared_tokens(batch, ids, ~run.ledger.left.numpy()[: len(batch)])
-        metrics |= counts.numbers(linear=linear_of(run.stages.values()), parameters=parameters)
+        metrics |= counts.numbers(parameters=parameters)
     if unknown := [name for name in texts or {} if name not in TEXTS]:
         raise ValueError(
             f"texts has no {unknown[0]!r}{suggest(unknown[0], TEXTS)}; its names are {', '.join(TEXTS)}"

@@ -18,7 +18,6 @@ from tensordict import TensorDictBase
 from headrace.pipeline.load import ConfigError, build_pipeline
 from headrace.pipeline.report import SharedTokens, StepReport, count_shared_tokens, make_report, said_of_trees
 from headrace.pipeline.report.groups import compared_values, has_reward
-from headrace.pipeline.report.shared_tokens import linear_of
 from headrace.pipeline.tables import FittedColumn, FittedTable
 from headrace.pipeline.valid_json import json_text
 from headrace.transforms.schema import has_key
@@ -130,7 +129,7 @@ def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | No
             "task=plan needs groups with at least two rollouts with rewards; found none in the dump"
         )
     found = show_group_sizes(seen, sizes, config.report.solved, console)
-    numbers = tokens.numbers(linear=linear_of(pipeline.stages.values()))
+    numbers = tokens.numbers()
     if words := said_of_trees(numbers):
         console.print(words, highlight=False)
     failed = [each._asdict() for each in read.failed]

@@ -180,7 +180,7 @@ BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "length_weighted": lambda g, _: g.deviation - g.spread(length_weighted(g)),
     "best_other": lambda g, _: g.reward - g.best_other,
     "best_of_k": lambda g, formula: above_others_of_k(g, formula.k or 2),
-    "log_mean_exp": lambda g, formula: above_log_mean_exp(g, formula.temperature),
+    "log_mean_exp": lambda g, formula: above_log_mean_exp(g),
     "batch": lambda g, _: g.batch_deviation,
     "none": lambda g, _: g.reward,
 }
@@ -219,7 +219,6 @@ class Formula:
     singleton: Singleton = "zero"
     clip: Clip | None = None
     shift: float = 0.0
-    temperature: float = 1.0
     k: int | None = None
 
     def __post_init__(self) -> None:
@@ -234,16 +233,11 @@ class Formula:
                 "often 0 although the rewards of the group differ, and dividing by ε alone makes advantages "
                 "of about a million"
             )
-        within("temperature", self.temperature, torch.finfo(torch.float32).tiny)
         at_least("k", self.k, 2)
         if (self.k is not None) != (self.baseline == "best_of_k"):
             raise ValueError(
                 "baseline='best_of_k' needs k, and no other baseline reads it; got "
                 f"k={self.k} with baseline={self.baseline!r}"
-            )
-        if self.temperature != 1 and self.baseline != "log_mean_exp":
-            raise ValueError(
-                f"temperature is only read with baseline='log_mean_exp'; got baseline={self.baseline!r}"
             )
 
     @cached_property
@@ -321,14 +315,14 @@ def above_others_of_k(g: Grouped, k: int) -> Tensor:
     return g.running(area)
 
 
-def above_log_mean_exp(g: Grouped, temperature: float) -> Tensor:
-    """(V,) ``R − τ log mean exp(R/τ)``. The largest reward is subtracted first, and expm1 and log1p are used.
+def above_log_mean_exp(g: Grouped) -> Tensor:
+    """(V,) ``R − log mean exp(R)``. The largest reward is subtracted first, and expm1 and log1p are used.
 
-    Neither overflows for small τ nor cancels for large τ.
+    Neither overflows for rewards that differ much nor cancels for rewards that differ little.
     """
     from_best = g.reward - g.spread(g.largest)
-    mean = g.sum(torch.expm1(from_best / temperature)) / g.count
-    return from_best - g.spread(temperature * torch.log1p(mean))
+    mean = g.sum(torch.expm1(from_best)) / g.count
+    return from_best - g.spread(torch.log1p(mean))
 
 
 def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:

@@ -43,7 +43,7 @@ from headrace.transforms.tokens import (
 )
 
 from .baselines import Grouped
-from .by_turn import Alone, dtype_of_reward
+from .by_turn import dtype_of_reward
 from .group_relative import require_fit
 
 TreeBaseline = Literal["mean", "leave_one_out"]
@@ -58,7 +58,6 @@ def tree_advantage(
     mask: Tensor | None = None,
     *,
     baseline: TreeBaseline = "mean",
-    alone: Alone = "zero",
 ) -> Tensor:
     """Compare each branch of a tree of rollouts with the node that it forks from.
 
@@ -69,7 +68,8 @@ def tree_advantage(
         mean             A(node) = V(node) − V(parent)
         leave_one_out    A(node) = V(node) − V(parent without the node)
 
-    The root holds the tokens that all rollouts of a group share, such as the prompt. If rollouts share no
+    The root holds the tokens that all rollouts of a group share, such as the prompt, and gets 0. That is a
+    bias if they were sampled once and then forked. If rollouts share no
     token after it, A is R − mean(group), as in Dr. GRPO, or that of RLOO. ``leave_one_out`` is unbiased if
     the branches of a node are sampled independently and their number is fixed before. Branches that begin
     with equal tokens by chance are one node here, which is a bias. ``mean`` has a bias factor of (m − 1)/m
@@ -81,8 +81,6 @@ def tree_advantage(
         group_id: (N,) integers ≥ 0; rollouts with the same id form one tree.
         mask: (N, T) bool, False at padding; None: no padding.
         baseline: ``mean`` or ``leave_one_out``.
-        alone: advantage of the tokens that all rollouts of a group share: ``zero``, which is a bias if they
-            were sampled once and then forked; or the node's mean reward, its ``return``.
 
     Returns:
         (N, T) in the dtype of `reward`, 0 where `mask` is False.
@@ -103,7 +101,7 @@ def tree_advantage(
     groups = rows.groups
     require_rewards(rows, rows["reward"], siblings_agree=False)
     labels = left_aligned(tokens.long(), present)
-    credit = credit_of_branches(rows["reward"], labels, groups, baseline, alone)
+    credit = credit_of_branches(rows["reward"], labels, groups, baseline)
     require_fit(rows, credit.largest(len(rows)), dtype)
     return credit.at_tokens(present, dtype)
 
@@ -136,7 +134,7 @@ class BranchAdvantage(NamedTuple):
 
 
 def credit_of_branches(
-    reward: Tensor, labels: Tensor, groups: Ids, baseline: TreeBaseline, alone: Alone
+    reward: Tensor, labels: Tensor, groups: Ids, baseline: TreeBaseline
 ) -> BranchAdvantage:
     """Compute :func:`tree_advantage` of rollouts with one row each.
 
@@ -145,7 +143,6 @@ def credit_of_branches(
         labels: (N, T) int64, from :func:`~headrace.transforms.prefixes.left_aligned`, on any device.
         groups: group ids of the rollouts.
         baseline: as in the function.
-        alone: as in the function.
     """
     # 1. The tree of each group: its rows in lexicographic order, and the lengths of shared prefixes.
     labels, g = labels.cpu(), Grouped(reward, groups)
@@ -155,8 +152,6 @@ def credit_of_branches(
     tree = branches(shared.tolist(), length.index_select(0, order).tolist())
     # 2. The advantage of each branch, V(node) − V(parent), from deviations: exactly 0 if rewards are equal.
     deviation = g.unsorted(g.deviation).index_select(0, order).tolist()
-    lone = g.spread(g.sum(g.reward) / g.count) if alone == "return" else torch.zeros_like(reward)
-    lone = g.unsorted(lone).index_select(0, order).tolist()
     known: dict[tuple[int, int], float] = {}
 
     def value(first: int, last: int) -> float:
@@ -168,7 +163,7 @@ def credit_of_branches(
     advantage = []
     for first, last, _, _, from_first, from_last in tree:
         if from_first == from_last:
-            advantage.append(lone[first])
+            advantage.append(0.0)
         elif baseline == "mean":
             advantage.append(value(first, last) - value(from_first, from_last))
         else:
@@ -242,8 +237,6 @@ class TreeAdvantage(
     Args:
         baseline: V(parent) is a ``mean`` over all of its rollouts; or ``leave_one_out``, without those of the
             node, which is unbiased if branches are sampled independently.
-        alone: advantage of the tokens that all rollouts of a group share: ``zero``, which under leave_one_out
-            is a bias if they were sampled once and then forked; or their mean reward, its ``return``.
         forks: rollouts share the tokens of a common ``prefix``; or only tokens of their ``parent``, so equal
             tokens of rollouts that were sampled independently are two nodes. If a fork samples the same next
             tokens as its parent by chance, they are one node, which is a bias. Put labels of nodes into
@@ -275,7 +268,6 @@ class TreeAdvantage(
         self,
         *,
         baseline: TreeBaseline = "mean",
-        alone: Alone = "zero",
         forks: Forks = "prefix",
         missing: Missing = "raise",
         **names: Unpack[ColumnNames],
@@ -288,7 +280,6 @@ class TreeAdvantage(
         super().__init__([*reads, self.group_key, self.rollout_key, SEGMENTS, COUNTED], [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
         self.baseline = baseline
-        self.alone = alone
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Write the advantage."""
@@ -330,7 +321,7 @@ class TreeAdvantage(
         tree_of = some.groups.n + torch.arange(len(rows))  # rows that are in no tree have their own number
         tree_of[number[begins]] = some.groups.of[begins]
         counted = torch.where(chosen, reward, 0.0)
-        credit = credit_of_branches(counted, tokens, Ids(tree_of), self.baseline, self.alone)
+        credit = credit_of_branches(counted, tokens, Ids(tree_of), self.baseline)
         behind = torch.zeros_like(counted)
         behind[number] = credit.behind.index_select(0, number.index_select(0, head))
         in_tree = torch.zeros_like(chosen)

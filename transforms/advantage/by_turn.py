@@ -34,10 +34,7 @@ from .baselines import Formula, Grouped, advantage_in_groups
 from .group_relative import require_fit
 from .turns import returns_from
 
-TurnBaseline = Literal["leave_one_out", "mean"]
-Alone = Literal["return", "zero"]
 TurnRewards = Literal["none", "turn", "token"]
-Outcomes = Literal["last", "none"]
 
 
 @takes_options
@@ -49,8 +46,6 @@ def turn_advantage(
     *,
     outcome: Tensor | None = None,
     discount: float = 1.0,
-    baseline: TurnBaseline = "leave_one_out",
-    alone: Alone = "return",
 ) -> Tensor:
     """Compare the return from each turn on with the same turn of the other rollouts in the group.
 
@@ -58,14 +53,11 @@ def turn_advantage(
 
         G_ik = Σ_{l≥k} γ^{l−k} r_il
 
-        leave_one_out    A_ik = G_ik − Σ_{j≠i} G_jk / (m − 1)
-        mean             A_ik = G_ik − Σ_j G_jk / m
+        A_ik = G_ik − Σ_{j≠i} G_jk / (m − 1)
+        A_ik = G_ik                             if no other rollout has a turn k
 
-    The returns of the others do not depend on the actions of rollout i. So ``leave_one_out`` is unbiased for
-    any number of turns, with ``alone="return"``. ``alone="zero"`` is biased against turns that only one
-    rollout reaches. A ``mean`` that includes the rollout itself makes its advantage (m − 1)/m of the unbiased
-    one; the factor is smaller for late turns. Statistics are float64 and rounded once. Sums do not depend on
-    the row order.
+    The returns of the others do not depend on the actions of rollout i, so the advantage is unbiased for any
+    number of turns. Statistics are float64 and rounded once. Sums do not depend on the row order.
 
     Args:
         reward: (N, K) float, r of each turn that a row has; other entries are not read.
@@ -75,9 +67,6 @@ def turn_advantage(
         outcome: (N,) float, a reward at the last turn of the rollout, the same on all its rows. None: no such
             reward.
         discount: γ in [0, 1], per turn.
-        baseline: ``leave_one_out`` or ``mean``.
-        alone: advantage at a turn that no other rollout of the group has: its ``return``, or ``zero``, which
-            is biased.
 
     Returns:
         (N, K) in the dtype of `reward`, 0 where a row does not have the turn.
@@ -102,9 +91,7 @@ def turn_advantage(
     if has_turn.numel() == 0:
         return reward.to(credit_dtype(reward))
     own = rows.from_batch(reward.detach().double())
-    credit = credit_of_turns(
-        rows, own, rows["has_turn"], None if paid is None else rows["reward"], discount, baseline, alone
-    )
+    credit = credit_of_turns(rows, own, rows["has_turn"], None if paid is None else rows["reward"], discount)
     require_fit(rows, credit.abs().amax(1), credit_dtype(reward))
     return credit.to(credit_dtype(reward)).to(reward.device)
 
@@ -115,8 +102,6 @@ def credit_of_turns(
     has_turn: Tensor,
     outcome: Tensor | None,
     discount: float,
-    baseline: TurnBaseline,
-    alone: Alone,
 ) -> Tensor:
     """Check the rows and compute :func:`turn_advantage`: (M, K) float64.
 
@@ -126,8 +111,6 @@ def credit_of_turns(
         has_turn: (M, K) bool.
         outcome: (M,) float64, reward at the last turn; None: none.
         discount: γ.
-        baseline: as in the function.
-        alone: as in the function.
 
     Raises:
         BatchError: as the function.
@@ -164,8 +147,7 @@ def credit_of_turns(
     returns = returns_from(returns, discount)
     # 3. Compare within each pair of group and turn.
     pair = rows.groups.of[rollouts.first][:, None] * len(number) + number
-    singleton = "raw" if alone == "return" else "zero"
-    formula = Formula(baseline, "none", singleton=singleton)  # type: ignore[arg-type]
+    formula = Formula("leave_one_out", "none", singleton="raw")
     g = Grouped(returns[has], Ids(pair[has]))
     credit = torch.zeros_like(returns)
     credit[has] = g.unsorted(advantage_in_groups(g, formula))
@@ -182,19 +164,17 @@ class TurnAdvantage(
     each row is a turn with its own reward, as for RewardsToGo. Excluded rows and tokens without a turn get 0.
 
     Reads `turn_index_key`, `group_key`, `rollout_key`, and `loss_mask_key` if it exists. Reads
-    `turn_reward_key` if `turn_rewards` is set. With ``outcome="last"`` it reads ``("headrace", "reward")`` if
-    it exists, else `reward_key`. Writes `advantage_key`: (N, T, 1), or (N, 1, 1) if rows are turns.
+    `turn_reward_key` if `turn_rewards` is set, and ``("headrace", "reward")`` if it exists, else
+    `reward_key`. Writes `advantage_key`: (N, T, 1), or (N, 1, 1) if rows are turns.
 
     Args:
         discount: γ in [0, 1], per turn.
-        baseline: ``leave_one_out``, which is unbiased; or ``mean``, which includes the rollout itself.
-        alone: advantage at a turn that no other rollout of the group has: its ``return``; or ``zero``, which
-            is biased against turns that few rollouts reach.
-        turn_rewards: rewards of turns in `turn_reward_key`: ``none``; one per ``turn``, (N, K); or one per
-            ``token``, (N, T), which are added up over the tokens of a turn.
-        outcome: ``last`` adds the reward of the rollout at its last turn; ``none`` does not.
-        missing: what happens to a missing outcome (NaN): ``raise`` an error, or ``skip``, which excludes the
-            rollout. ``mask`` is ``raise`` after ``FanOutCollapse(missing="mask")``, which masks the rollout.
+        turn_rewards: rewards of turns in `turn_reward_key`, besides the reward of the rollout, which
+            counts at its last turn: ``none``; one per ``turn``, (N, K); or one per ``token``, (N, T),
+            which are added up over the tokens of a turn.
+        missing: what happens to a missing reward of a rollout (NaN): ``raise`` an error, or ``skip``,
+            which excludes the rollout. ``mask`` is ``raise`` after ``FanOutCollapse(missing="mask")``,
+            which masks the rollout.
         names: other names of columns, such as `turn_index_key` (:class:`ColumnNames`).
 
     Raises:
@@ -215,34 +195,28 @@ class TurnAdvantage(
         self,
         *,
         discount: float = 1.0,
-        baseline: TurnBaseline = "leave_one_out",
-        alone: Alone = "return",
         turn_rewards: TurnRewards = "none",
-        outcome: Outcomes = "last",
         missing: Missing = "raise",
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
         self.turn_rewards = turn_rewards
-        self.outcome = outcome
         self.missing = missing
         rows_are_turns = self.turn_index_key is None
-        if rows_are_turns and (turn_rewards, outcome, missing == "skip") != ("none", "last", False):
+        if rows_are_turns and (turn_rewards != "none" or missing == "skip"):
             raise ValueError(
                 "if rows are turns (turn_index_key=None) each has its own reward: leave turn_rewards="
-                f"'none', outcome='last', missing='raise'; got {turn_rewards!r}, {outcome!r}, {missing!r}"
+                f"'none', missing='raise'; got {turn_rewards!r}, {missing!r}"
             )
         if not rows_are_turns and self.turn_key is not None:
             raise ValueError("turn_key is only read if rows are turns: set turn_index_key=None")
-        if (turn_rewards, outcome) == ("none", "none"):
-            raise ValueError("without turn_rewards and outcome there is no reward: set one of them")
         process = None if turn_rewards == "none" else self.turn_reward_key
-        paid = (self.reward_key, None if rows_are_turns else REWARD) if outcome == "last" else ()
+        paid = (self.reward_key, None if rows_are_turns else REWARD)
         columns = (self.group_key, self.rollout_key, self.turn_index_key, self.turn_key, process, *paid)
         places = SEGMENTS if rows_are_turns else None
         super().__init__([*columns, places, COUNTED], [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
-        self.discount, self.baseline, self.alone = within("discount", discount, 0, 1), baseline, alone
+        self.discount = within("discount", discount, 0, 1)
 
     @property
     def of_whole_rollouts(self) -> Literal["", "rewards", "places"]:  # type: ignore[override]
@@ -296,17 +270,13 @@ class TurnAdvantage(
             made["misplaced"] = ((reward != 0) & ~made["has_turn"]).any(1)
         found = rows.measured(reward=reward, **{"misplaced": torch.zeros_like(made["unplaced"])} | made)
         # 3. The advantage; excluded rows get 0.
-        outcome, chosen = None, torch.ones(len(rows), dtype=torch.bool)
-        chosen = chosen if rows.counted is None else rows.counted
-        dtype = torch.float64 if process is None else credit_dtype(process)
-        if self.outcome == "last":
-            outcome, dtype = rows.reward, dtype_of_reward(rows)
-            chosen = chosen & ~outcome.isnan() if self.missing == "skip" else chosen
+        chosen = torch.ones(len(rows), dtype=torch.bool) if rows.counted is None else rows.counted
+        outcome, dtype = rows.reward, dtype_of_reward(rows)
+        chosen = chosen & ~outcome.isnan() if self.missing == "skip" else chosen
         some, credit = rows.where(chosen), torch.zeros_like(found["reward"])
         if turns and len(some):
-            paid = None if outcome is None else outcome[chosen]
-            columns = found["reward"][chosen], found["has_turn"][chosen].bool(), paid
-            credit[chosen] = credit_of_turns(some, *columns, self.discount, self.baseline, self.alone)
+            columns = found["reward"][chosen], found["has_turn"][chosen].bool(), outcome[chosen]
+            credit[chosen] = credit_of_turns(some, *columns, self.discount)
         some.require(
             found["unplaced"][chosen] == 0,
             "every token in the loss needs a turn index ≥ 0 and below the number of rewards; found others in "
@@ -333,8 +303,8 @@ class TurnAdvantage(
         credit = torch.zeros_like(reward)
         if len(some):
             has_turn = place[:, None] == torch.arange(int(place.max()) + 1)
-            options = self.discount, self.baseline, self.alone
-            table = credit_of_turns(some, reward[:, None].expand(has_turn.shape), has_turn, None, *options)
+            expanded = reward[:, None].expand(has_turn.shape)
+            table = credit_of_turns(some, expanded, has_turn, None, self.discount)
             credit = table.gather(1, place[:, None]).squeeze(1)
         require_fit(some, credit, dtype)
         rows.put("advantage", rows.from_arrival(some.to_arrival(credit)), dtype=dtype, ndim=3)

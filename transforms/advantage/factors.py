@@ -17,26 +17,26 @@ from headrace.transforms.tokens import change_advantage
 
 
 @takes_options
-def difficulty_weight(mean: Tensor, strength: float) -> Tensor:
-    """Compute the weight of a group from its mean reward p: ``exp(−λ KL(p ‖ ½))``.
+def difficulty_weight(mean: Tensor) -> Tensor:
+    """Compute the weight of a group from its mean reward p: ``exp(−KL(p ‖ ½))``.
 
-    With rewards of 0 and 1, p is the success rate. KL(p ‖ ½) = p ln 2p + (1 − p) ln 2(1 − p) is its distance
-    from ½. The weight is 1 at p = ½, and 2^−λ if all or none succeed (MGPO of VibeThinker, arXiv:2511.06221).
+    With rewards of 0 and 1, p is the success rate. KL(p ‖ ½) = p ln 2p + (1 − p) ln 2(1 − p) is its
+    distance from ½. The weight is 1 at p = ½, and ½ if all or none succeed (MGPO of VibeThinker,
+    arXiv:2511.06221, with λ = 1).
 
     Args:
         mean: (N,) float in [0, 1].
-        strength: λ ≥ 0.
 
     Returns:
         (N,) float64 in (0, 1].
 
     Example:
-        >>> difficulty_weight(torch.tensor([0.0, 0.5, 1.0]), 1.0).tolist()
+        >>> difficulty_weight(torch.tensor([0.0, 0.5, 1.0])).tolist()
         [0.5, 1.0, 0.5]
     """
     p = mean.double()
     divergence = torch.xlogy(p, 2 * p) + torch.xlogy(1 - p, 2 * (1 - p))
-    return torch.exp(-strength * divergence.clamp_min(0))
+    return torch.exp(-divergence.clamp_min(0))
 
 
 class SignFactors(BatchTransform, columns=("advantage",)):
@@ -85,7 +85,6 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
     Reads ``("headrace", "reward")``, `group_key` and `rollout_key`. Reads and writes `advantage_key`.
 
     Args:
-        strength: λ ≥ 0.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
 
     Raises:
@@ -93,18 +92,17 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         BatchError: a reward is outside [0, 1].
 
     Example:
-        >>> DifficultyWeight(strength=4.0)
-        DifficultyWeight(strength=4.0)
+        >>> DifficultyWeight(group_key="prompt")
+        DifficultyWeight(group_key='prompt')
     """
 
     within_groups = True
 
-    def __init__(self, *, strength: float = 1.0, **names: Unpack[ColumnNames]):
+    def __init__(self, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         built_on = (REWARD, COUNTED, self.group_key, self.rollout_key)
         super().__init__([self.advantage_key, *built_on], [self.advantage_key])
         self.final_keys = tuple(self.in_keys[1:])
-        self.strength = within("strength", strength, 0)
 
     def decide(self, rows: Rows) -> None:
         """Rewrite the advantage."""
@@ -119,7 +117,7 @@ class DifficultyWeight(BatchTransform, columns=("advantage", "group", "rollout")
         )
         groups = Ids(rows.groups.of, counts & rows.rollouts.is_first)
         mean = groups.sum(reward.nan_to_num()) / groups.count.clamp_min(1)
-        factor = groups.spread(difficulty_weight(mean.clamp(0, 1), self.strength))
+        factor = groups.spread(difficulty_weight(mean.clamp(0, 1)))
         if rows.counted is not None:
             factor = factor * rows.counted
         change_advantage(rows, lambda advantage, factor: advantage * factor, factor=factor)

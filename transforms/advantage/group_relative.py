@@ -16,7 +16,7 @@ from headrace.transforms.checks import require_identity, require_rewards
 from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, mean_of
-from headrace.transforms.options import as_dtype, at_least, has_effect, takes_options
+from headrace.transforms.options import as_dtype, takes_options
 from headrace.transforms.rewards import Missing, as_rewards, credit_dtype, factors_of, weighted_reward
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, FLOAT, REWARD, REWARDS
@@ -38,7 +38,6 @@ from .baselines import (
 from .reshape_formula import reshaped
 
 Several = Literal["sum", "decoupled"]
-WithoutIds = Literal["raise", "chunks", "rigid_or_global"]
 
 COMPARED = "compared"  # the name of a `Compared` in the notes of the table, for a report
 Compared = Callable[[int], Tensor]
@@ -60,7 +59,6 @@ def group_relative_advantage(
     eps_mode: EpsMode = "add",
     clip: Clip | None = None,
     shift: float = 0.0,
-    temperature: float = 1.0,
     k: int | None = None,
     dtype: torch.dtype | None = None,
     length: Tensor | Sequence[int] | None = None,
@@ -78,7 +76,7 @@ def group_relative_advantage(
                   best_other       b_i = max_{j∈g, j≠i} R_j                 (pass@k, arXiv:2503.19595)
                   best_of_k        b_i = R_i − mean_K max(R_i − max_{j∈K} R_j, 0), over all sets K of
                                    k − 1 other rollouts                     (PKPO, arXiv:2505.15201)
-                  log_mean_exp     b_i = τ log(Σ_{j∈g} exp(R_j/τ) / n)      (OPMD of Trinity-RFT)
+                  log_mean_exp     b_i = log(Σ_{j∈g} exp(R_j) / n)          (OPMD of Trinity-RFT)
                   batch            b_i = Σ_j R_j / N over all N rollouts
                   none             b_i = 0
         scale     group            s = std(R_j, j ∈ g)
@@ -92,7 +90,7 @@ def group_relative_advantage(
                   clamp            max(s, ε)
                   skip             s + ε if s > 0, else 1                   (NeMo RL)
 
-    δ is `shift` and τ is `temperature`. std has the divisor max(n − ddof, 1).
+    δ is `shift`. std has the divisor max(n − ddof, 1).
 
     With ``best_of_k``, the mean of A_i ∇ log π over the group is 1/k times an unbiased estimate of the
     gradient of the expected best reward of k rollouts, for any k ≤ n. With k = n the advantage is that of
@@ -123,8 +121,6 @@ def group_relative_advantage(
         shift: δ, in units of the reward. Below 0 it gives successes more weight, above 0 failures. With
             off-policy samples this changes the expected gradient (AsymRE, arXiv:2506.20520). A group with
             equal rewards then has the advantage −δ under ``scale="none"``.
-        temperature: τ > 0, in units of the reward, for ``log_mean_exp``. The baseline approaches the best
-            reward of the group as τ → 0, and the mean as τ → ∞.
         k: for ``best_of_k``, from 2 to the size of the smallest group.
         dtype: dtype of the computation. None or float64: as above. A smaller dtype gives the same bits as the
             reshape formula in that dtype, if groups of one size are contiguous
@@ -145,7 +141,7 @@ def group_relative_advantage(
         >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
         tensor([-1.,  1.,  1., -3.,  3.])
     """
-    formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, temperature, k)
+    formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, k)
     if (length is None) == (baseline == "length_weighted"):
         raise ValueError("baseline='length_weighted' needs length, and no other baseline reads it")
     result_dtype, reward = credit_dtype(reward), as_rewards(reward)
@@ -298,8 +294,8 @@ class GroupRelativeAdvantage(
     with the same rollout id are an error. Excluded rows get 0.
 
     Reads `group_key`, `rollout_key`, and ``("headrace", "reward")`` if it exists, else `reward_key`. Reads
-    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`. Writes `advantage_key`, (N,) with
-    trailing dimensions of size 1 up to `ndim`, and `group_key` if `without_ids` made the groups.
+    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`. Writes `advantage_key`,
+    (N, 1, 1), as GRPOLoss reads it, and `group_key` if `without_ids` made the groups.
 
     Args:
         baseline: ``mean``, ``leave_one_out``, ``median``, ``length_weighted``, ``best_other``, ``best_of_k``,
@@ -312,7 +308,6 @@ class GroupRelativeAdvantage(
         clip: [low, high], bounds of the advantage; one of them may be null. With several rewards they bound
             the sum of their advantages.
         shift: δ, added to the baseline, in units of the reward.
-        temperature: τ > 0 of ``log_mean_exp``, in units of the reward.
         k: number of rollouts of which the best counts, for ``best_of_k``, ≥ 2.
         dtype: dtype of the statistics; None: float64. ``float32`` gives the bits of the reshape formula if
             groups of one size are contiguous, as the function describes.
@@ -323,13 +318,8 @@ class GroupRelativeAdvantage(
             from the statistics, under ``decoupled`` from those of its column. A rollout without any reward
             gets the advantage 0. ``mask`` is ``skip`` after ``FanOutCollapse(missing="mask")``; a rollout
             without any reward that is not masked is an error.
-        without_ids: how groups are made if no row has a group id. ``raise`` an error. ``chunks``: each
-            `group_size` consecutive rollouts are a group, and the last group may be smaller.
-            ``rigid_or_global``: chunks if there are exactly `group_size` × `groups_per_batch` rollouts, else
-            one group of all rollouts (as in miles).
-        group_size: number of rollouts per group, for `without_ids`.
-        groups_per_batch: number of groups per batch, for ``rigid_or_global``.
-        ndim: number of dimensions of the advantage; 3 gives (N, 1, 1), which GRPOLoss reads.
+        without_ids: [P, G] makes groups as miles does, if no row has a group id: of exactly P · G rollouts,
+            each G consecutive ones are a group; of another number, all are one group. None: an error.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
 
     Raises:
@@ -357,16 +347,12 @@ class GroupRelativeAdvantage(
         singleton: Singleton = "zero",
         clip: Clip | None = None,
         shift: float = 0.0,
-        temperature: float = 1.0,
         k: int | None = None,
         dtype: torch.dtype | str | None = None,
         several: Several = "sum",
         weights: Sequence[float] | None = None,
         missing: Missing = "raise",
-        without_ids: WithoutIds = "raise",
-        group_size: int | None = None,
-        groups_per_batch: int | None = None,
-        ndim: Literal[1, 2, 3] = 3,
+        without_ids: Sequence[int] | None = None,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
@@ -376,26 +362,17 @@ class GroupRelativeAdvantage(
         self.final_keys = tuple(self.in_keys)
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
-        self.shift, self.temperature, self.k = shift, temperature, k
+        self.shift, self.k = shift, k
         self.checked(Formula)
         self.dtype = as_dtype(dtype)
         self.several, self.weights = several, weights
         self.missing = missing
         self.without_ids = without_ids
-        self.group_size = at_least("group_size", group_size, 1)
-        self.groups_per_batch = at_least("groups_per_batch", groups_per_batch, 1)
-        if without_ids != "raise" and group_size is None:
+        if without_ids is not None and (len(without_ids) != 2 or min(without_ids) < 1):
             raise ValueError(
-                f"without_ids={without_ids!r} needs group_size, the number of rollouts per group"
+                "without_ids must be [P, G], the number of groups per batch and of rollouts per group, both "
+                f"≥ 1; got {without_ids!r}"
             )
-        if without_ids == "rigid_or_global" and groups_per_batch is None:
-            raise ValueError("without_ids='rigid_or_global' needs groups_per_batch")
-        made = without_ids != "raise"
-        has_effect(GroupRelativeAdvantage, "group_size", group_size, made, "without_ids")
-        globally = without_ids == "rigid_or_global"
-        needed = "without_ids='rigid_or_global'"
-        has_effect(GroupRelativeAdvantage, "groups_per_batch", groups_per_batch, globally, needed)
-        self.ndim = ndim
 
     @property
     def formula(self) -> Formula:
@@ -405,7 +382,7 @@ class GroupRelativeAdvantage(
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
         """False if baseline or scale use the whole batch, or if groups are made from row positions."""
-        return self.formula.within_groups and self.without_ids == "raise"
+        return self.formula.within_groups and self.without_ids is None
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -415,8 +392,8 @@ class GroupRelativeAdvantage(
     def decide(self, rows: Rows) -> None:
         """Write the advantage."""
         # 1. One reward for each rollout, on all its rows.
-        if self.without_ids != "raise":
-            self._make_groups(rows)
+        if self.without_ids is not None:
+            self._make_groups(rows, *self.without_ids)
         reward = rows.reward
         if not rows.has(REWARD):
             rollouts = rows.rollouts
@@ -454,7 +431,7 @@ class GroupRelativeAdvantage(
         )
         dtype = collected if collected.is_floating_point else FLOAT
         require_fit(rows, credit, dtype)
-        rows.put("advantage", credit, dtype=dtype, ndim=self.ndim)
+        rows.put("advantage", credit, dtype=dtype, ndim=3)
         if self.missing == "skip" and not rows.has(REWARD):
             kept = collected if collected.is_floating_point else torch.float64
             rows.put(REWARD, reward, dtype=torch.promote_types(kept, torch.float32), ndim=1)
@@ -501,8 +478,8 @@ class GroupRelativeAdvantage(
             ),
         )
 
-    def _make_groups(self, rows: Rows) -> None:
-        """Write group ids from row positions, if `without_ids` allows it and no row has a group id."""
+    def _make_groups(self, rows: Rows, number: int, size: int) -> None:
+        """Write group ids from row positions, if no row has a group id."""
         if rows.table.ranks.size > 1:
             raise BatchError(
                 f"without_ids={self.without_ids!r} makes groups from row positions, which are not known "
@@ -512,11 +489,9 @@ class GroupRelativeAdvantage(
         if rows.has("group") and bool((rows["group"] >= 0).any()):
             return
         rollouts = rows.on_arrival.ids("rollout", checked=False)
-        size = self.group_size or 1
-        number = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # in order of first rows
-        if self.without_ids == "rigid_or_global" and rollouts.n != size * (self.groups_per_batch or 1):
-            number = torch.zeros_like(number)
-        rows.put("group", rows.from_arrival(number // size), dtype=torch.int64, ndim=1, fill=-1)
+        place = rollouts.spread((rollouts.is_first.cumsum(0) - 1)[rollouts.first])  # in order of first rows
+        group = place // size if rollouts.n == number * size else torch.zeros_like(place)
+        rows.put("group", rows.from_arrival(group), dtype=torch.int64, ndim=1, fill=-1)
 
     def advantage_by_row(self, reward: Tensor, group_id: Tensor) -> Tensor | None:
         """Compute the advantage with each row as a rollout of its own, to show the bias of a fan-out.

@@ -13,6 +13,7 @@ from headrace.transforms.options import nested_key
 from headrace.transforms.rows import Rows
 from headrace.transforms.stage import BatchTransform
 
+PEER = "peer_id"
 BITS = 62  # bits of an id, as in `number_labels`
 
 
@@ -50,11 +51,10 @@ class CombineIds(BatchTransform):
     solvers of their group, and proposers with the proposers. With ``["episode_id", "role"]`` they are
     compared only within their episode.
 
-    Reads `keys`, which may be text. Writes `into`.
+    Reads `keys`, which may be text. Writes ``peer_id``.
 
     Args:
         keys: at least two columns, (N,) or (N, 1) int ≥ 0 or N strings each.
-        into: key of the combined id, (N,) int64.
 
     Raises:
         MissingKeyError: a column is missing.
@@ -70,22 +70,22 @@ class CombineIds(BatchTransform):
 
     within_groups = True
 
-    def __init__(self, *, keys: Sequence[NestedKey], into: NestedKey = "peer_id"):
-        self.keys, self.into = [nested_key(key) for key in keys], nested_key(into)
+    def __init__(self, *, keys: Sequence[NestedKey]):
+        self.keys = [nested_key(key) for key in keys]
         if isinstance(keys, str) or len(self.keys) < 2:
             raise ValueError(f"keys must be at least two columns; got {keys!r}")
-        super().__init__(self.keys, [self.into])
+        super().__init__(self.keys, [PEER])
 
     def _id_keys(self) -> list[NestedKey]:
         return self.keys
 
     def decide(self, rows: Rows) -> None:
         """Write the combined id."""
-        exact = [(key,) if isinstance(key, str) else key for key in (*self.keys, self.into)]
-        for key in exact[:-1]:
+        exact = [(key,) if isinstance(key, str) else key for key in self.keys]
+        for key in exact:
             if not rows.has(key):
                 raise rows.missing(key, "keys")
-        columns = [rows.integers(key, str(name)) for key, name in zip(exact, self.keys, strict=False)]
+        columns = [rows.integers(key, str(name)) for key, name in zip(exact, self.keys, strict=True)]
         for key, ids in zip(self.keys, columns, strict=True):
             rows.require_set(ids, last_of(key), "rows without an id would be compared with one another")
         combined = combine_ids(*columns)
@@ -96,7 +96,7 @@ class CombineIds(BatchTransform):
             "two tuples of ids have the same 62-bit hash; change an id of {found}",
             lambda row: f"{tuple(int(column[row]) for column in columns)} at row {rows.at(row)}",
         )
-        rows.put(exact[-1], combined, dtype=torch.int64, ndim=1, fill=-1)
+        rows.put((PEER,), combined, dtype=torch.int64, ndim=1, fill=-1)
 
 
 def last_of(key: NestedKey) -> str:

@@ -24,6 +24,7 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import require
 from headrace.transforms.tokens import sum_of_tokens, tokens_of_all_ranks
 
+LEAST_ENTROPY = 1e-6  # in nats; avoids a division by 0
 Centre = Literal["none", "batch"]
 
 
@@ -50,23 +51,21 @@ def directed_weight(log_ratio: Tensor, advantage: Tensor, *, clip: float) -> Ten
 
 
 @takes_options
-def staleness_weight(age: Tensor, *, decay: float = 1.0, max_staleness: int | None = None) -> Tensor:
-    """Compute the weight of tokens by the age of their policy: ``γ^age``, and 0 above the limit.
+def staleness_weight(age: Tensor, *, decay: float) -> Tensor:
+    """Compute the weight of tokens by the age of their policy: ``γ^age``.
 
     Args:
         age: integers ≥ 0, the version of the policy that trains minus that of the policy that sampled.
         decay: γ in (0, 1].
-        max_staleness: highest age with a weight; None: no limit.
 
     Returns:
         float64, in the shape of `age`.
 
     Example:
-        >>> staleness_weight(torch.tensor([0, 1, 2]), decay=0.5, max_staleness=1).tolist()
-        [1.0, 0.5, 0.0]
+        >>> staleness_weight(torch.tensor([0, 1, 2]), decay=0.5).tolist()
+        [1.0, 0.5, 0.25]
     """
-    factor = torch.full_like(age, decay, dtype=torch.float64).pow(age)
-    return factor if max_staleness is None else factor.masked_fill(age > max_staleness, 0.0)
+    return torch.full_like(age, decay, dtype=torch.float64).pow(age)
 
 
 @takes_options
@@ -98,9 +97,7 @@ def top_share(values: Tensor, trains: Tensor, share: float) -> Tensor:
 
 
 @takes_options
-def share_at_place(
-    values: Tensor, trains: Tensor, group_id: Tensor, direction: Tensor, *, floor: float = 1e-6
-) -> Tensor:
+def share_at_place(values: Tensor, trains: Tensor, group_id: Tensor, direction: Tensor) -> Tensor:
     """Compare the entropy of each token with tokens at the same index in rows of its group, as in GTPO.
 
     GTPO (arXiv:2508.04349). t is the index of the token among the tokens in the loss of its row. k runs over
@@ -110,14 +107,13 @@ def share_at_place(
         n (1 / H_t) / Σ_k (1 / H_k,t)    if it is negative
         1                                if it is 0
 
-    The mean over these n tokens is 1.
+    The mean over these n tokens is 1. An H below :data:`LEAST_ENTROPY` counts as that.
 
     Args:
         values: (N, T) H, ≥ 0.
         trains: (N, T) bool, True at tokens in the loss.
         group_id: (N,) int64.
         direction: (N, T), such as the advantage; only its sign is used.
-        floor: lower bound of H, > 0, to avoid a division by 0.
 
     Returns:
         (N, T) float64.
@@ -147,7 +143,7 @@ def share_at_place(
         return sums.index_select(0, of).gather(1, place)
 
     # 3. n H / Σ H for positive directions, and n (1/H) / Σ (1/H) for negative ones.
-    known, share = values.double().clamp_min(floor), torch.ones_like(values, dtype=torch.float64)
+    known, share = values.double().clamp_min(LEAST_ENTROPY), torch.ones_like(values, dtype=torch.float64)
     for way, part in ((direction > 0, known), (direction < 0, known.reciprocal())):
         way, part = trains & way, torch.where(way & trains, part, 0.0)
         share = torch.where(way, over_group(way.double()) * part / over_group(part), share)
@@ -254,7 +250,7 @@ class DirectedWeight(TokenTerm, columns=("numerator", "denominator", "advantage"
     within_groups = True
     elementwise = True
 
-    def __init__(self, *, clip: float = 0.2, **names: Unpack[ColumnNames]):
+    def __init__(self, *, clip: float, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.clip = within("clip", clip, 0, 1)
         self.in_keys = (self.numerator_key, self.denominator_key, self.advantage_key)
@@ -272,24 +268,15 @@ class StalenessWeight(TokenTerm, columns=("version",)):
         current: version of the policy that trains, or a callable that returns it. In YAML a callable is
             ``{_target_: your.module.version, _partial_: true}``.
         decay: γ in (0, 1], per version.
-        max_staleness: tokens with a higher age, in versions ≥ 0, have weight 0; None: no limit.
         names: other names of columns, such as `version_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
 
-    def __init__(
-        self,
-        *,
-        current: int | Callable[[], int],
-        decay: float = 1.0,
-        max_staleness: int | None = None,
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, *, current: int | Callable[[], int], decay: float, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.current = current if callable(current) else at_least("current", current, 0)
         self.decay = above_zero("decay", decay, 1)
-        self.max_staleness = at_least("max_staleness", max_staleness, 0)
         self.in_keys = (self.version_key,)
 
     @property
@@ -304,7 +291,7 @@ class StalenessWeight(TokenTerm, columns=("version",)):
 
     def __call__(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         """(N, T) ≥ 0."""
-        return staleness_weight(self._age(batch, trains), decay=self.decay, max_staleness=self.max_staleness)
+        return staleness_weight(self._age(batch, trains), decay=self.decay)
 
     def _age(self, batch: TensorDictBase, trains: Tensor) -> Tensor:
         current = int(self.current() if callable(self.current) else self.current)
@@ -322,7 +309,7 @@ class TopShare(TokenTerm, columns=("value",)):
         names: other names of columns, such as `value_key` (:class:`ColumnNames`).
     """
 
-    def __init__(self, *, share: float = 0.2, **names: Unpack[ColumnNames]):
+    def __init__(self, *, share: float, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         self.share = above_zero("share", share, 1)
         self.in_keys = (self.value_key,)
@@ -342,15 +329,13 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
     not comparable.
 
     Args:
-        floor: lower bound of the entropy, > 0, to avoid a division by 0.
         names: other names of columns, such as `value_key` (:class:`ColumnNames`).
     """
 
     within_groups = True
 
-    def __init__(self, *, floor: float = 1e-6, **names: Unpack[ColumnNames]):
+    def __init__(self, **names: Unpack[ColumnNames]):
         self.name_columns(names)
-        self.floor = above_zero("floor", floor)
         self.in_keys = (self.value_key, self.advantage_key, self.group_key)
 
     def refused(self, batch: TensorDictBase, trains: Tensor) -> Mapping[str, Tensor]:
@@ -363,5 +348,5 @@ class EntropyShare(TokenTerm, columns=("value", "advantage", "group")):
         credit = self._tokens(batch, trains, "advantage_key")
         values = self._tokens(batch, trains, "value_key")
         every = tokens_of_all_ranks(rows, values.double(), trains.double(), credit.double())
-        share = share_at_place(every[0], every[1] > 0, rows.groups.labels, every[2], floor=self.floor)
+        share = share_at_place(every[0], every[1] > 0, rows.groups.labels, every[2])
         return rows.of_this_rank(share)[:, : trains.shape[1]]

@@ -16,7 +16,7 @@ from headrace.transforms.rows import Rows
 from headrace.transforms.schema import COUNTED, REWARD
 from headrace.transforms.stage import BatchTransform
 
-from .baselines import Ddof, with_eps
+from .baselines import with_eps
 
 WhitenEpsMode = Literal["add", "clamp", "variance"]
 Per = Literal["token", "sample"]
@@ -27,7 +27,6 @@ def whiten(
     values: Tensor,
     weights: Tensor,
     *,
-    ddof: Ddof = 1,
     eps: float = 1e-8,
     eps_mode: WhitenEpsMode = "variance",
 ) -> Tensor:
@@ -35,7 +34,7 @@ def whiten(
 
     With W = Σ w_i (REINFORCE++, arXiv:2501.03262, section 3.2; GDPO, arXiv:2601.05242)::
 
-        μ = Σ w_i A_i / W      σ² = Σ w_i (A_i − μ)² / (W − ddof)
+        μ = Σ w_i A_i / W      σ² = Σ w_i (A_i − μ)² / (W − 1)
 
         variance  (A_i − μ) / √(σ² + ε)
         add       (A_i − μ) / (σ + ε)
@@ -48,7 +47,6 @@ def whiten(
         values: (N,) float, one per row.
         weights: (N,) ≥ 0, how often a row counts: its tokens in the loss, or 1. A row with weight 0 is not
             counted and becomes 0.
-        ddof: 1 or 0.
         eps: ε ≥ 0.
         eps_mode: how ε is added, as above.
 
@@ -65,7 +63,7 @@ def whiten(
     batch = Ids(torch.zeros(len(x), dtype=torch.int64, device=x.device), w > 0)
     total = w.sum()
     deviation = x - batch.sum(w * x) / total.clamp_min(1)
-    variance = batch.sum(w * deviation.square()) / (total - ddof).clamp_min(1)
+    variance = batch.sum(w * deviation.square()) / (total - 1).clamp_min(1)
     divisor = (variance + eps).sqrt() if eps_mode == "variance" else with_eps(variance.sqrt(), eps, eps_mode)
     is_zero = (batch.max(x) == batch.min(x)) | (w == 0) | (divisor == 0)
     return torch.where(is_zero, 0.0, deviation / divisor).to(values.dtype)
@@ -82,7 +80,6 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
 
     Args:
         per: count each ``token`` in the loss, or each ``sample`` once.
-        ddof: 1 or 0.
         eps: ε ≥ 0.
         eps_mode: ``variance``, ``add``, ``clamp``.
         names: other names of columns, such as `advantage_key` (:class:`ColumnNames`).
@@ -94,15 +91,14 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
     Example:
         >>> from tensordict import TensorDict
         >>> td = TensorDict({"advantage": torch.tensor([1.0, 3.0]).view(2, 1, 1)}, batch_size=[2])
-        >>> BatchWhitening(per="sample", ddof=0)(td)["advantage"].flatten().tolist()
-        [-1.0, 1.0]
+        >>> BatchWhitening(per="sample")(td)["advantage"].flatten().tolist()
+        [-0.7071067690849304, 0.7071067690849304]
     """
 
     def __init__(
         self,
         *,
         per: Per = "token",
-        ddof: Ddof = 1,
         eps: float = 1e-8,
         eps_mode: WhitenEpsMode = "variance",
         **names: Unpack[ColumnNames],
@@ -111,7 +107,6 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
         self.per = per
         tokens = self.loss_mask_key if per == "token" else None
         super().__init__([self.advantage_key, COUNTED, tokens], [self.advantage_key])
-        self.ddof = ddof
         self.eps, self.eps_mode = within("eps", eps, 0), eps_mode
 
     @property
@@ -127,7 +122,7 @@ class BatchWhitening(BatchTransform, columns=("advantage", "loss_mask")):
             weights = weights * rows.counted
         if rows.has(REWARD):  # rows without a reward are not counted
             weights = weights * ~rows[REWARD].isnan()
-        white = whiten(credit, weights, ddof=self.ddof, eps=self.eps, eps_mode=self.eps_mode)
+        white = whiten(credit, weights, eps=self.eps, eps_mode=self.eps_mode)
         for values in (credit, white):
             rows.require(
                 values.isfinite(),

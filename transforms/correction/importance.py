@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import Ids, add_up
+from headrace.transforms.ids import Ids
 from headrace.transforms.options import has_effect, takes_options
 from headrace.transforms.rows import Rows
 from headrace.transforms.tokens import plain_sum, sum_of_tokens, zero_outside
@@ -19,8 +19,6 @@ from .ratios import LARGEST, Policies, Ratios, clamped, over_units
 
 Level = Literal["token", "sequence", "mean"]
 Bound = Literal["truncate", "zero", "none"]
-Normalise = Literal["none", "batch"]
-NOTHING = 1e-8  # weights with a mean at or below this are not normalised
 
 
 @takes_options
@@ -33,7 +31,6 @@ def importance_weight(
     bound: Bound = "truncate",
     low: float | None = None,
     high: float | None = 2.0,
-    normalise: Normalise = "none",
 ) -> Tensor:
     """Compute importance weights π_old / μ. μ is the policy that sampled, π_old the trainer's policy.
 
@@ -47,11 +44,8 @@ def importance_weight(
         zero      w if low ≤ w ≤ high, else 0                      IcePop, arXiv:2510.18855
         none      w
 
-        batch     w / mean(w); the mean is over tokens, or for the other levels over rows with tokens
-
-    Bounds are inclusive; None means no bound. Weights that were set to 0 count in the mean. If the mean is at
-    most 1e-8 the weights are not divided. Computed in float64 and rounded once. Sums do not depend on the row
-    order.
+    Bounds are inclusive; None means no bound. Computed in float64 and rounded once. Sums do not depend on the
+    row order.
 
     Args:
         log_prob: (N, T) float, log π_old: the trainer's policy at the start of the step.
@@ -61,7 +55,6 @@ def importance_weight(
         bound: what happens to weights outside of `low` and `high`, as above.
         low: lower bound ≥ 0, or None.
         high: upper bound > 0, or None.
-        normalise: ``none``, or ``batch`` as above.
 
     Returns:
         (N, T) ≥ 0, in the dtype of the log-probabilities, at least float32, without a gradient.
@@ -78,27 +71,25 @@ def importance_weight(
         >>> importance_weight(trainer, sampler, mask, level="sequence", bound="none")
         tensor([[12.1825, 12.1825,  0.0000]])
     """
-    formula = WeightFormula(level, bound, low, high, normalise)
+    formula = WeightFormula(level, bound, low, high)
     policies = Policies(log_prob, sampler_log_prob, mask)
     rows = Rows.of(row=torch.arange(len(mask)))
     found = rows.measured(**policies.counted(), **policies.each_row(formula.of_rows))
     policies.require_known(rows, found)
     weighed = formula.weigh_rows(found, None, policies.dtype)
     of_row = None if weighed.of_row is None else weighed.of_row.to(mask.device)
-    return policies.each_row(
-        lambda ratio, of_row: {"weight": formula.weight(ratio, of_row, weighed.mean)}, of_row
-    )["weight"]
+    return policies.each_row(lambda ratio, of_row: {"weight": formula.weight(ratio, of_row)}, of_row)[
+        "weight"
+    ]
 
 
 class Importance(NamedTuple):
-    """Weights per row, and the mean of the batch."""
+    """Weights per row; None if each token has its own."""
 
     of_row: Tensor | None
-    """(M,) weight of all tokens of each row, not normalised; None if each token has its own weight."""
+    """(M,) weight of all tokens of each row."""
     out: Tensor | None
     """(M,) bool: the row's ratio is out of bounds."""
-    mean: float
-    """All weights are divided by it."""
 
 
 @takes_options
@@ -114,7 +105,6 @@ class WeightFormula:
     bound: Bound
     low: float | None
     high: float | None
-    normalise: Normalise = "none"
 
     def __post_init__(self) -> None:
         check_bounds(self.low, self.high)
@@ -123,17 +113,13 @@ class WeightFormula:
 
     @property
     def most(self) -> float:
-        """An upper bound of the weight of a token before it is normalised."""
+        """An upper bound of the weight of a token."""
         high = math.exp(LARGEST) if self.high is None or self.bound == "none" else self.high
         return 1.01 * max(high, self.low or 0.0)  # 1.01 covers rounding
 
     def of_rows(self, ratio: Ratios) -> dict[str, Tensor]:
         """(B,) each: sums over the tokens of each row from which :meth:`weigh_rows` computes weights."""
-        if self.level != "token":
-            return {"total": sum_of_tokens(ratio.token)}
-        if self.normalise == "none":
-            return {}
-        return {"weight": sum_of_tokens(self.weight(ratio, None, 1.0))}
+        return {} if self.level == "token" else {"total": sum_of_tokens(ratio.token)}
 
     def measured(self, ratio: Ratios) -> dict[str, Tensor]:
         """(B,) each: sums over the tokens of each row, for the metrics."""
@@ -147,27 +133,22 @@ class WeightFormula:
         return found | ratio.of_rows() | {"weight": plain_sum(weight), "squares": plain_sum(weight.square())}
 
     def weigh_rows(self, found: Mapping[str, Tensor], rollouts: Ids | None, dtype: torch.dtype) -> Importance:
-        """Compute the weights per row and the mean of the batch.
+        """Compute the weights per row.
 
         Args:
             found: by name, (M,) float64, from :meth:`of_rows` and :meth:`Policies.counted`.
             rollouts: the rows of a rollout are one sequence; None: each row is a sequence.
             dtype: dtype to which weights are rounded.
         """
-        tokens, of_row, out, mean = found["tokens"], None, None, 1.0
+        of_row = out = None
         if self.level != "token":
-            log, length = over_units(found["total"], rollouts), over_units(tokens, rollouts)
+            log, length = over_units(found["total"], rollouts), over_units(found["tokens"], rollouts)
             log = log / length.clamp_min(1) if self.level == "mean" else log
             ratio = clamped(log).exp().to(dtype)  # of each sequence
             of_row, out = self.bounded(ratio).double(), outside(ratio, self.low, self.high)
-        if self.normalise == "batch" and len(tokens):
-            weights = found["weight"] if of_row is None else of_row * (length > 0)
-            count = tokens.sum() if of_row is None else (length > 0).sum()
-            found_mean = float(add_up(weights) / count.clamp_min(1))
-            mean = found_mean if found_mean > NOTHING else 1.0
-        if rollouts is not None and of_row is not None and out is not None:
-            of_row, out = rollouts.spread(of_row), rollouts.spread(out)
-        return Importance(of_row, out, mean)
+            if rollouts is not None:
+                of_row, out = rollouts.spread(of_row), rollouts.spread(out)
+        return Importance(of_row, out)
 
     @staticmethod
     def sums(found: Mapping[str, Tensor], weighed: Importance) -> dict[str, Tensor]:
@@ -184,24 +165,19 @@ class WeightFormula:
         if weight is not None and weighed.out is not None:
             sums["weight"], sums["squares"] = tokens * weight, tokens * weight.square()
             sums["largest"], sums["outside"] = weight * (tokens > 0), tokens * weighed.out
-        for name, power in (("weight", 1), ("squares", 2), ("largest", 1)):
-            sums[name] = sums[name] / weighed.mean**power
         return sums
 
-    def weight(self, ratio: Ratios, of_row: Tensor | None, mean: float) -> Tensor:
+    def weight(self, ratio: Ratios, of_row: Tensor | None) -> Tensor:
         """(B, T) weights, 0 out of the mask.
 
         Args:
             ratio: ratios of the tokens.
             of_row: (B,) weight of all tokens of each row; None: each token has its own weight.
-            mean: the divisor of all weights.
         """
         if of_row is None:
             weight = self.bounded(ratio.log().clamp_(-LARGEST, LARGEST).exp_().to(ratio.dtype))
         else:
             weight = of_row.to(ratio.dtype).unsqueeze(-1).repeat(1, ratio.mask.shape[1])
-        if mean != 1:
-            weight = (weight.double() / mean).to(ratio.dtype)
         return zero_outside(weight, ratio.mask)
 
     def bounded(self, ratio: Tensor) -> Tensor:

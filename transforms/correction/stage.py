@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -19,7 +18,7 @@ from headrace.transforms.schema import has_key
 from headrace.transforms.stage import BatchTransform
 from headrace.transforms.tokens import in_loss_there, read_advantage, write_tokens, zero_outside
 
-from .importance import Bound, Level, Normalise, WeightFormula, largest
+from .importance import Bound, Level, WeightFormula, largest
 from .ratios import Policies, Ratios, Span, distance, over_units
 
 METRIC = "metric "  # before the names of numbers that only metrics need
@@ -55,7 +54,6 @@ class RolloutCorrection(
         bound: what happens to weights out of bounds: ``truncate``, ``zero``, ``none``.
         low: lower bound of the ratio π_old / μ, ≥ 0; null: none.
         high: upper bound of the ratio, > 0; null: none.
-        normalise: ``none``; or ``batch``, which divides by the mean weight of the batch.
         unit: a sequence is a row (``sample``) or all rows of a ``rollout``.
         least_ess: the report warns if the effective sample size is below this fraction; null: never.
         names: other names of columns, such as `old_log_prob_key` (:class:`ColumnNames`).
@@ -75,6 +73,8 @@ class RolloutCorrection(
         [-0.5, -1.0]
     """
 
+    within_groups = True
+
     def __init__(
         self,
         *,
@@ -82,30 +82,24 @@ class RolloutCorrection(
         bound: Bound = "truncate",
         low: float | None = None,
         high: float | None = 2.0,
-        normalise: Normalise = "none",
         unit: Span = "sample",
         least_ess: float | None = 0.5,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
-        self.formula = WeightFormula(level, bound, low, high, normalise)
+        self.formula = WeightFormula(level, bound, low, high)
         reads = [self.old_log_prob_key, self.sampler_log_prob_key, self.loss_mask_key, self.advantage_key]
         reads += [self.rollout_key] if unit == "rollout" else []
         super().__init__(reads, [self.advantage_key, self.importance_key])
         self.weighed_keys, self.final_keys = (self.advantage_key,), (self.importance_key,)
         self.level, self.bound, self.low, self.high = level, bound, low, high
-        self.normalise, self.unit = normalise, unit
+        self.unit = unit
         self.least_ess = within("least_ess", least_ess, 0, 1)
 
     @property
     def corrects(self) -> tuple[NestedKey, NestedKey]:
         """The two policies of the ratio. A second stage with the same two would apply the weights twice."""
         return self.sampler_log_prob_key, self.old_log_prob_key
-
-    @property
-    def within_groups(self) -> bool:  # type: ignore[override]
-        """False with ``normalise="batch"``."""
-        return self.normalise == "none"
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Measure the weights. The weights and the new advantage are computed when rows are gathered."""
@@ -127,9 +121,9 @@ class RolloutCorrection(
         policies.require_known(rows, found)
         weighed = formula.weigh_rows(found, rollouts, policies.dtype)
         largest = formula.most if weighed.of_row is None else weighed.of_row
-        fits = found["peak"] * largest / weighed.mean <= torch.finfo(credit.dtype).max
+        fits = found["peak"] * largest <= torch.finfo(credit.dtype).max
         if weighed.of_row is None and not bool(fits.all()):  # the bound is too large: check each product
-            fits = self._fits(rows, policies, credit, weighed.mean)
+            fits = self._fits(rows, policies, credit)
         rows.require(fits, f"an advantage must be finite in {credit.dtype}; found others in {{found}}")
         sums = {
             name.removeprefix(METRIC): values for name, values in found.items() if name.startswith(METRIC)
@@ -142,20 +136,20 @@ class RolloutCorrection(
             rows.metric("least_ess", self.least_ess)
         numbers = {"in_loss": rows.in_loss} | ({} if weighed.of_row is None else {"of_row": weighed.of_row})
         writes = [self.advantage_key, self.importance_key]
-        rows.when_gathered(partial(self._weigh, mean=weighed.mean), writes, **numbers)
+        rows.when_gathered(self._weigh, writes, **numbers)
         return batch
 
-    def _fits(self, rows: Rows, policies: Policies, credit: Tensor, mean: float) -> Tensor:
+    def _fits(self, rows: Rows, policies: Policies, credit: Tensor) -> Tensor:
         """(M,) bool: the products of weight and advantage of all tokens of a row fit into the dtype."""
 
         def of_some(ratio: Ratios, credit: Tensor) -> dict[str, Tensor]:
-            weight = self.formula.weight(ratio, None, 1.0)
-            return {"peak": peak_of(credit.double() * weight.double() / mean, ratio.mask)}
+            weight = self.formula.weight(ratio, None)
+            return {"peak": peak_of(credit.double() * weight.double(), ratio.mask)}
 
         found = rows.measured(**policies.each_row(of_some, credit))
         return found["peak"] <= torch.finfo(credit.dtype).max
 
-    def _weigh(self, batch: TensorDictBase, numbers: dict[str, Tensor], mean: float) -> None:
+    def _weigh(self, batch: TensorDictBase, numbers: dict[str, Tensor]) -> None:
         """Write the weights of gathered rows, and multiply their advantage by them."""
         policies, credit = self._read(batch, numbers["in_loss"])
         product = torch.empty(policies.mask.shape, dtype=credit.dtype, device=credit.device)
@@ -163,7 +157,7 @@ class RolloutCorrection(
         def weighed(
             ratio: Ratios, product: Tensor, credit: Tensor, of_row: Tensor | None
         ) -> dict[str, Tensor]:
-            weight = self.formula.weight(ratio, of_row, mean)
+            weight = self.formula.weight(ratio, of_row)
             torch.mul(weight, credit.to(torch.promote_types(credit.dtype, torch.float32)), out=product)
             if not finite:  # NaN or infinity times the weight 0 of a token out of the mask is NaN
                 zero_outside(product, ratio.mask)

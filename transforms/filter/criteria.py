@@ -27,7 +27,6 @@ from headrace.transforms.options import (
     at_least,
     describe_options,
     nested_key,
-    within,
 )
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import REWARD, STATUS_KEYS, Status
@@ -113,14 +112,13 @@ def as_criterion(criterion: Callable[[TensorDictBase], Tensor]) -> Criterion:
 
 
 class RewardsVary(Criterion, columns=("reward", "group")):
-    """Keep groups whose rewards differ: ``max − min > tol``.
+    """Keep groups whose rewards differ: ``max > min``.
 
     The maximum and minimum are over the rollouts that have a reward and are not excluded. All advantages of a
     group with equal rewards are 0 (DAPO's dynamic sampling, arXiv:2503.14476, section 3.2). Reason:
     ``zero_variance``.
 
     Args:
-        tol: tolerance in units of the reward, ≥ 0.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
@@ -128,9 +126,8 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     reason = "zero_variance"
     unit = "group"
 
-    def __init__(self, *, tol: float = 0.0, **names: Unpack[ColumnNames]):
+    def __init__(self, **names: Unpack[ColumnNames]):
         self.name_columns(names)
-        self.tol = within("tol", tol, 0)
         self.in_keys = (REWARD, self.reward_key, self.group_key)
 
     def decide(self, rows: Rows) -> Tensor:
@@ -138,7 +135,7 @@ class RewardsVary(Criterion, columns=("reward", "group")):
         reward, groups = rows.reward, rows.groups
         highest = groups.max(reward.nan_to_num(-INF, INF, -INF))  # a missing reward is neither
         lowest = groups.min(reward.nan_to_num(INF, INF, -INF))
-        differ = groups.spread(highest - lowest > self.tol)  # −∞ if no rollout of the group has a reward
+        differ = groups.spread(highest > lowest)  # −∞ and ∞ if no rollout of the group has a reward
         # Excluded rows stay: they are not in the maximum and minimum, and have a reason already.
         return differ if rows.counted is None else differ | ~rows.counted
 

@@ -53,8 +53,6 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         unit: what stays or leaves together. If one row of a ``rollout`` or ``group`` fails, all its rows
             leave. None: the criterion's own unit (``group`` for RewardsVary), else ``sample``.
         action: ``mask``, ``exclude`` or ``drop``.
-        on_batch: called as ``on_batch(batch, keep)`` with all rows, including those that leave, and (N,)
-            bool, True where the row stays.
         names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
 
     Raises:
@@ -77,7 +75,6 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         also: Callable[[TensorDictBase], Tensor] | None = None,
         unit: Unit | None = None,
         action: Action = "mask",
-        on_batch: Callable[[TensorDictBase, Tensor], None] | None = None,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
@@ -88,7 +85,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         writes = {"mask": [IN_LOSS, LENGTH], "exclude": [IN_LOSS, LENGTH, COUNTED], "drop": []}
         super().__init__(list(dict.fromkeys(reads)), writes[action])
         self.criterion, self.also, self.unit = criterion, also, unit
-        self.action, self.on_batch = action, on_batch
+        self.action = action
         self._reasons = [each.reason or type(each).__name__ for each in self._criteria]
         self.reasons = dict.fromkeys(self._reasons, EFFECTS[action])
 
@@ -104,8 +101,8 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]
-        """Whether the criteria compare rows within groups only, and no `on_batch` sees the whole batch."""
-        return self.on_batch is None and all(each.within_groups for each in self._criteria)
+        """Whether the criteria compare rows within groups only."""
+        return all(each.within_groups for each in self._criteria)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -114,7 +111,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
         return [masked, *(tokens for each in self._criteria for tokens in each.tokens_counted)]
 
     def decide(self, rows: Rows) -> None:
-        """Apply the criteria to all rows, call `on_batch`, and take out the rows that fail."""
+        """Apply the criteria to all rows, and take out the rows that fail."""
         # 1. The rows that each criterion keeps, by whole units.
         kept = list[Tensor]()
         for criterion, unit in zip(self._criteria, self._units, strict=True):
@@ -136,11 +133,7 @@ class SampleFilter(BatchTransform, columns=("loss_mask", "log_prob", "rollout", 
                 keep = ids.spread(ids.all(keep))
             kept.append(keep)
         keep = kept[0] if len(kept) == 1 else kept[0] & kept[1]
-        # 2. Show and count them, and take the others out.
-        if self.on_batch is not None:
-            batch = rows.write()
-            if len(batch):  # a rank may have no rows
-                self.on_batch(batch, rows.to_batch(keep))
+        # 2. Count them, and take the others out.
         count = int(keep.sum())
         rows.metric("kept", count)
         rows.metric("fraction_kept", count / max(len(keep), 1))

@@ -71,14 +71,12 @@ class DenseRows(
 
     Args:
         pad_id: the padding token, which is the tokenizer's `pad_token_id`.
-        width: T, the number of tokens per row with padding; None: that of the longest row.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         MissingKeyError: the tokens are missing, or both the loss mask and the response.
         BatchError: prompt and response are not the full sequence; columns of a row differ in length; `pad_id`
-            is a real token; padding is between or after tokens; no row has a response; or a row is longer
-            than `width`.
+            is a real token; padding is between or after tokens; or no row has a response.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -92,13 +90,13 @@ class DenseRows(
 
     within_groups = True
 
-    def __init__(self, *, pad_id: int, width: int | None = None, **names: Unpack[ColumnNames]):
+    def __init__(self, *, pad_id: int, **names: Unpack[ColumnNames]):
         self.name_columns(names)
         writes = [self.tokens_key, self.attention_key, self.loss_mask_key, self.log_prob_key]
         super().__init__([self.tokens_key, PROMPT, RESPONSE], writes)
         if pad_id is None:
             raise ValueError("pad_id must be an integer ≥ 0; got None. Add a padding token to the tokenizer")
-        self.pad_id, self.width = at_least("pad_id", pad_id, 0), at_least("width", width, 1)
+        self.pad_id = at_least("pad_id", pad_id, 0)
 
     def apply(self, batch: TensorDictBase, rows: Rows) -> TensorDictBase:  # type: ignore[override]
         """Pad columns per token, and stack all others."""
@@ -155,7 +153,6 @@ class DenseRows(
                 tokens, attention = columns[self.tokens_key], columns[self.attention_key]
 
         # 4. Check each row, with one copy to the table.
-        width = tokens.shape[1] if self.width is None else self.width
         found = rows.measured(
             has_response=has_response,
             is_whole=is_whole,
@@ -163,7 +160,6 @@ class DenseRows(
             together=count_true(attention[:, :-1] > attention[:, 1:]) == 0,
             no_padding=count_true(attention & (tokens == self.pad_id)) == 0,
             real_in_loss=count_true(columns[self.loss_mask_key] > attention) == 0,
-            fits=count_true(attention[:, : max(attention.shape[1] - width, 0)]) == 0,
         )
         found["has_response"] = (found["has_response"] == 1).any().expand(len(rows))
         messages = {
@@ -180,7 +176,6 @@ class DenseRows(
             "{found}. Give the tokenizer its own padding token: one that also ends responses is cut off "
             "their ends",
             "real_in_loss": "tokens in the loss must be real; the loss mask is True on padding in {found}",
-            "fits": f"no row may have more tokens than width={width}; found more in {{found}}",
         }
         for law, message in messages.items():
             rows.require(found[law] == 1, message, describe_row(rows))
@@ -189,8 +184,7 @@ class DenseRows(
         rows.table.batch = rest
         dense = shallow_copy(rest)
         for key, column in columns.items():
-            fill = self.pad_id if key == self.tokens_key else None
-            dense.set(key, column if self.width is None else fit_width(column, width, fill))
+            dense.set(key, column)
         return dense
 
     def _parts(self, batch: TensorDictBase, tokens: Tensor) -> Parts | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.fates import Effect
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import nested_key
 from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
@@ -170,18 +169,16 @@ class MergeTurns(
     unchanged, except with the units ``sample`` and ``turn`` of LossWeight, where a merged row counts once.
     Put the stage after the gate, the filters and the advantages, and before the split.
 
-    If a prompt differs from the row before, for example because it was tokenised again, a new segment starts,
-    counted in the metric ``broken``. Columns per row must be equal in merged rows. Exceptions are
-    `last_keys`, texts, and the reward after FanOutCollapse: these are taken from the last row. TorchRL's
-    ``prompt`` and ``response`` of tokens and log-probabilities are removed. Rows leave as ``merged``; their
-    tokens are counted in the row that they are merged into.
+    If a prompt differs from the row before, for example because it was tokenised again, a new segment
+    starts, counted in the metric ``broken``. Columns per row must be equal in merged rows. Exceptions are
+    texts, the status and the ends of rollouts, and the reward after FanOutCollapse: these are taken from
+    the last row. TorchRL's ``prompt`` and ``response`` of tokens and log-probabilities are removed. Rows
+    leave as ``merged``; their tokens are counted in the row that they are merged into.
 
     Reads `rollout_key`, `tokens_key`, `attention_key`, `loss_mask_key`, and `turn_key` if it is set. Writes
     `loss_mask_key`, other existing token columns, and `advantage_key`, (N, T, 1).
 
     Args:
-        token_keys: (N, T, ...) or ragged, further token columns that this library and TorchRL do not know.
-        last_keys: columns per row that may differ, besides the status and the ends of rollouts.
         names: other names of columns, such as `turn_key` (:class:`ColumnNames`).
 
     Raises:
@@ -202,15 +199,8 @@ class MergeTurns(
 
     reasons: Mapping[str, Effect] = {"merged": "dropped"}
 
-    def __init__(
-        self,
-        *,
-        token_keys: Sequence[NestedKey] = (),
-        last_keys: Sequence[NestedKey] = (),
-        **names: Unpack[ColumnNames],
-    ):
+    def __init__(self, **names: Unpack[ColumnNames]):
         self.name_columns(names)
-        self.token_keys, self.last_keys = (tuple(map(nested_key, keys)) for keys in (token_keys, last_keys))
         own = [self.tokens_key, self.attention_key, self.loss_mask_key]
         super().__init__([self.rollout_key, *own, self.turn_key], [])  # it only moves columns of others
 
@@ -248,7 +238,7 @@ class MergeTurns(
 
         # 2. Check that columns per row are equal in merged rows, with one copy to the table.
         may_differ = {self.tokens_key, self.attention_key, self.loss_mask_key, self.advantage_key}
-        may_differ |= {self.turn_key, *MERGED_KEYS, *self.token_keys, *LAST_KEYS, *self.last_keys, *PARTS}
+        may_differ |= {self.turn_key, *MERGED_KEYS, *LAST_KEYS, *PARTS}
         may_differ |= {ROW, IN_LOSS, *OF_SEGMENTS, *([("next", "reward")] if has_key(batch, REWARD) else [])}
         differs = {}
         for key in batch.keys(include_nested=True, leaves_only=True):
@@ -274,8 +264,7 @@ class MergeTurns(
             rows.require(
                 found[f"differs in {key}"] == 0,
                 "merged rows of a rollout must be equal in each row column; {column} differs in {found}. "
-                "Name it in last_keys to use the value of the last row, or in token_keys if it is per "
-                "token, or remove it (batch.exclude)",
+                "Give it one value per rollout, or remove it (batch.exclude)",
                 describe_row(rows),
                 role=(key,) if isinstance(key, str) else key,
             )
@@ -305,7 +294,7 @@ class MergeTurns(
             return made
 
         same = (self.tokens_key, self.attention_key, self.loss_mask_key)
-        by_token = [key for key in (*MERGED_KEYS, *self.token_keys, self.advantage_key) if key not in same]
+        by_token = [key for key in (*MERGED_KEYS, self.advantage_key) if key not in same]
         made = rows.tokens().exclude(*PARTS)
         for key in [key for key in dict.fromkeys(by_token) if has_key(batch, key)]:
             write_tokens(made, key, moved(_by_token(batch, key, self.tokens_key)), self.tokens_key)

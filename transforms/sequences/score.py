@@ -25,31 +25,23 @@ from headrace.transforms.tokens import describe_row, in_loss_there, read_mask, r
 from .packing import TOKEN_KEYS
 
 
-def passes_of(
-    lengths: Sequence[int], *, max_rows: int | None = None, max_tokens: int | None = None
-) -> list[list[int]]:
+def passes_of(lengths: Sequence[int], max_rows: int | None = None) -> list[list[int]]:
     """Group rows of similar lengths into forward passes, to reduce padding.
 
     Args:
-        lengths: (N,) tokens per row, at most `max_tokens` each; rows with 0 are skipped.
+        lengths: (N,) tokens per row; rows with 0 are skipped.
         max_rows: largest number of rows of a pass; None: any.
-        max_tokens: largest number of tokens of a pass with padding; None: any.
 
     Returns:
         The row numbers of each pass.
 
     Example:
-        >>> passes_of([9, 2, 0, 3], max_tokens=9)
+        >>> passes_of([9, 2, 0, 3], 2)
         [[1, 3], [0]]
     """
-    passes: list[list[int]] = []
-    for row in sorted((row for row, size in enumerate(lengths) if size), key=lengths.__getitem__):
-        fits = bool(passes) and (max_rows is None or len(passes[-1]) < max_rows)
-        if fits and (max_tokens is None or (len(passes[-1]) + 1) * lengths[row] <= max_tokens):
-            passes[-1].append(row)
-        else:
-            passes.append([row])
-    return passes
+    by_length = sorted((row for row, size in enumerate(lengths) if size), key=lengths.__getitem__)
+    size = max_rows or max(len(by_length), 1)
+    return [by_length[first : first + size] for first in range(0, len(by_length), size)]
 
 
 @contextmanager
@@ -116,14 +108,13 @@ class ScoreRows(
         actor: the policy with ``get_dist``, as for GRPOLoss; if YAML creates the stage, set it later with
             ``pipeline.stages["score"].actor = actor``.
         max_rows: largest number of rows per forward pass, ≥ 1; None: any.
-        max_tokens: largest number of tokens per forward pass with padding, ≥ 1; None: any.
         names: other names of columns, such as `tokens_key` (:class:`ColumnNames`).
 
     Raises:
         ValueError: there is no actor.
         MissingKeyError: a column is missing.
         BatchError: the first token of a row is in the loss, which has no context; a token in the loss has no
-            finite log-probability; a row is longer than `max_tokens`; or the actor returns another shape.
+            finite log-probability; or the actor returns another shape.
 
     Example:
         >>> from headrace.pipeline.reverse import DigitPolicy
@@ -142,14 +133,12 @@ class ScoreRows(
         *,
         actor: Any = None,
         max_rows: int | None = None,
-        max_tokens: int | None = None,
         **names: Unpack[ColumnNames],
     ):
         self.name_columns(names)
         super().__init__([self.tokens_key, self.attention_key, self.loss_mask_key], [self.log_prob_key])
         self.actor = actor
         self.max_rows = at_least("max_rows", max_rows, 1)
-        self.max_tokens = at_least("max_tokens", max_tokens, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "actor":  # not registered as a submodule: its weights are no state of this stage
@@ -191,16 +180,10 @@ class ScoreRows(
             "in the loss in {found}: remove them from the loss mask",
             describe,
         )
-        if self.max_tokens is not None:
-            rows.require(
-                lengths <= self.max_tokens,
-                f"no row may have more than max_tokens={self.max_tokens} tokens; found {{found}}",
-                lambda row: f"{int(lengths[row])} in {describe(row)}",
-            )
 
         # 2. Run the actor on rows of similar lengths.
         sizes = rows.of_this_rank(lengths).tolist()
-        passes = passes_of(sizes, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        passes = passes_of(sizes, self.max_rows)
         order = torch.tensor(list(chain(*passes)), dtype=torch.int64, device=tokens.device)
         seen = TensorDict(dict(leaves_of(batch)), batch_size=[len(batch)], device=batch.device)
         for key, column in ((self.tokens_key, tokens), (self.attention_key, attention)):

@@ -16,15 +16,20 @@ from torch import Tensor
 
 from headrace.transforms.errors import BatchError
 from headrace.transforms.ids import Ids, stable_order
-from headrace.transforms.options import at_least, has_effect, takes_options, within
+from headrace.transforms.options import at_least, takes_options
 from headrace.transforms.process_group import check_one_way
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed
 
 Balance = Literal["none", "tokens", "attention"]
-Oversized = Literal["alone", "raise"]
 Tree = Literal["none", "rollout", "group"]
+LINEAR = 24576.0
+"""The linear cost of a token under ``attention``, in units of token²: 6 × a hidden size of 4096.
+
+A layer of hidden size h takes 24·h² FLOPs per token for its matrices, and 4·h·t² for the attention of t
+tokens.
+"""
 
 
 class PrefixTrees(Protocol):
@@ -50,12 +55,8 @@ class CutOptions:
     minibatch_size: int | None
     remainder: Remainder
     microbatches: int | None
-    microbatch_size: int | None
     max_tokens: int | None
-    multiple_of: int
-    oversized: Oversized
     balance: Balance
-    linear: float
     tree: Tree
     ranks: int
     rank: int | None
@@ -65,13 +66,11 @@ class CutOptions:
 
     def __post_init__(self) -> None:
         check_split(self.minibatches, self.minibatch_size, self.remainder)
-        cuts = {name: getattr(self, name) for name in ("microbatches", "microbatch_size", "max_tokens")}
-        given = {name: value for name, value in cuts.items() if value is not None}
-        if len(given) > 1:
-            raise ValueError(f"give at most one of {', '.join(cuts)}; got {given}")
-        for name, value in {"ranks": self.ranks, **given, "multiple_of": self.multiple_of}.items():
-            at_least(name, value, 1)
-        within("linear", self.linear, 0)
+        if self.microbatches is not None and self.max_tokens is not None:
+            given = f"microbatches={self.microbatches} and max_tokens={self.max_tokens}"
+            raise ValueError(f"give at most one of microbatches and max_tokens; got {given}")
+        for name in ("ranks", "microbatches", "max_tokens"):
+            at_least(name, getattr(self, name), 1)
         at_least("rank", self.rank, 0)
         if self.rank is not None and self.rank >= self.ranks:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
@@ -83,14 +82,10 @@ class CutOptions:
                 "micro-batches: set remainder='pad' to fill it up with masked rows, or 'drop' to drop rows "
                 f"of the others; got remainder={self.remainder!r}"
             )
-        if self.tree != "none" and (
-            self.microbatch_size is not None or (self.max_tokens is not None and self.remainder == "drop")
-        ):
+        if self.tree != "none" and self.max_tokens is not None and self.remainder == "drop":
             raise ValueError(
-                f"tree={self.tree!r} assigns whole trees, which have any number of rows: replace "
-                "microbatch_size by max_tokens or microbatches, and with max_tokens replace "
-                "remainder='drop' by 'pad'; got "
-                f"microbatch_size={self.microbatch_size}, remainder={self.remainder!r}"
+                f"tree={self.tree!r} assigns whole trees, which have any number of rows: with max_tokens "
+                "replace remainder='drop' by 'pad'"
             )
 
     @cached_property
@@ -113,26 +108,23 @@ def assign_rows(
     *,
     ranks: int = 1,
     microbatches: int | None = None,
-    microbatch_size: int | None = None,
     max_tokens: int | None = None,
     balance: Balance = "none",
-    linear: float = 24576.0,
-    multiple_of: int = 1,
     tree: Tensor | None = None,
     shared: Tensor | None = None,
 ) -> list[list[Tensor]]:
     """Assign the rows of one minibatch to ranks and micro-batches.
 
     Every rank gets the same number of micro-batches. B is the number on all ranks together. A row of t_i
-    tokens costs c_i = t_i, or c_i = t_i² + linear · t_i under ``attention``.
+    tokens costs c_i = t_i, or c_i = t_i² + :data:`LINEAR` · t_i under ``attention``.
 
-    - With `microbatches` or `microbatch_size`, row counts differ by at most one. ``none`` cuts the rows in
-      the order given. ``tokens`` and ``attention`` even out the costs (:func:`balance_evenly`).
+    - With `microbatches`, row counts differ by at most one. ``none`` cuts the rows in the order given.
+      ``tokens`` and ``attention`` even out the costs (:func:`balance_evenly`).
     - With `max_tokens`, the lengths in a micro-batch add up to at most that. A longer row is alone. B is at
       most what first fit needs, and costs are evened out within the budget (:func:`balance_within`).
 
     The rows of a `tree` are assigned together, and each tree counts as one row. A row with s_i `shared`
-    tokens costs only the others: t_i − s_i, or t_i² − s_i² + linear · (t_i − s_i) under ``attention``.
+    tokens costs only the others: t_i − s_i, and their squares: c(t_i) − c(s_i).
 
     Micro-batches of similar cost get the same index on all ranks, and the heaviest of an index goes to the
     rank with the least cost so far. Rows keep their order within a micro-batch. If there are fewer rows than
@@ -141,13 +133,9 @@ def assign_rows(
     Args:
         lengths: (n,) int64 on the CPU, tokens per row without padding.
         ranks: R ≥ 1.
-        microbatches: micro-batches per rank, ≥ 1; give at most one of this and the next two. Without any: 1.
-        microbatch_size: largest number of rows per micro-batch, ≥ 1.
+        microbatches: micro-batches per rank, ≥ 1; give at most one of this and `max_tokens`. Without both: 1.
         max_tokens: largest number of tokens per micro-batch, ≥ 1.
         balance: ``none``, ``tokens`` or ``attention``.
-        linear: the linear cost of a token in units of token²; 6 × the hidden size h is usual, because each
-            layer takes 24·h² FLOPs per token for its matrices and 4·h·t² for attention.
-        multiple_of: B/R is a multiple of this.
         tree: (n,) int64, rows with the same number go to one micro-batch; None: each row is its own tree.
         shared: (n,) int64, the leading tokens of each row that another row of its tree computes; None: 0.
 
@@ -159,10 +147,7 @@ def assign_rows(
         >>> [[rows.tolist() for rows in of_rank] for of_rank in assigned]
         [[[0, 2]], [[1, 3]]]
     """
-    has_effect(assign_rows, "linear", linear, balance == "attention", "balance='attention'")
-    order, sizes = _assign(
-        lengths, ranks, microbatches, microbatch_size, max_tokens, balance, linear, multiple_of, tree, shared
-    )
+    order, sizes = _assign(lengths, ranks, microbatches, max_tokens, balance, 1, tree, shared)
     parts = iter(order.split([size for of_rank in sizes for size in of_rank]))
     return [[next(parts) for _ in of_rank] for of_rank in sizes]
 
@@ -180,18 +165,16 @@ def _assign(
     lengths: Tensor,
     ranks: int,
     microbatches: int | None,
-    microbatch_size: int | None,
     max_tokens: int | None,
     balance: Balance,
-    linear: float,
     multiple_of: int,
     tree: Tensor | None,
     shared: Tensor | None,
 ) -> Assigned:
-    """:func:`assign_rows` without checks of its arguments."""
+    """:func:`assign_rows` without checks; micro-batches per rank in multiples of `multiple_of`."""
 
     def cost(tokens: Tensor) -> Tensor:
-        return tokens.double() * (tokens.double() + linear) if balance == "attention" else tokens
+        return tokens.double() * (tokens.double() + LINEAR) if balance == "attention" else tokens
 
     # 1. The items to assign: rows, or trees in the order of their first rows. Shared tokens cost nothing.
     tokens, costs, item_of = lengths, cost(lengths), None  # None: each row is an item
@@ -208,8 +191,6 @@ def _assign(
     if max_tokens is not None:
         bin_of = balance_within(tokens, max_tokens, multiple_of=unit, costs=costs)
         count = int(bin_of.max()) + 1 if len(bin_of) else 1
-    elif microbatch_size is not None:
-        count = ranks * (-(-len(tokens) // (ranks * microbatch_size)) or 1)
     else:
         count = ranks * (microbatches or 1)
     count += -count % unit
@@ -319,11 +300,11 @@ def assign_minibatches(
         lengths: (N,) int64, tokens per row.
         options: the options.
         forest: keeps the rows of a tree together; None: each row is its own tree.
-        multiples: `multiple_of` for each minibatch; None: that of the options.
+        multiples: for each minibatch, a divisor of its number of micro-batches per rank; None: 1.
     """
     assigned: list[Assigned] = []
     for number, rows in enumerate(cut.order.split(cut.sizes) if cut.sizes else ()):
-        multiple_of = options.multiple_of if multiples is None else multiples[number]
+        multiple_of = 1 if multiples is None else multiples[number]
         tree = shared = None
         if forest is not None:
             tree, shared = forest.pieces(rows, options.max_tokens)
@@ -331,7 +312,7 @@ def assign_minibatches(
         if microbatches is not None and options.remainder != "pad":  # fewer rather than empty ones
             items = len(rows) if tree is None else len(tree.unique())
             microbatches = max(min(microbatches, items // options.ranks), 1)
-        in_one = options.max_tokens is None and options.microbatch_size is None and (microbatches or 1) == 1
+        in_one = options.max_tokens is None and (microbatches or 1) == 1
         if in_one and options.ranks == multiple_of == 1:
             assigned.append(Assigned(rows, [[len(rows)]]))
             continue
@@ -339,10 +320,8 @@ def assign_minibatches(
             lengths.index_select(0, rows),
             options.ranks,
             microbatches,
-            options.microbatch_size,
             options.max_tokens,
             options.balance,
-            options.linear,
             multiple_of,
             tree,
             shared,
@@ -546,11 +525,11 @@ def fit_budget(
 ) -> list[list[Cut]]:
     """Drop the last units of minibatches that need more micro-batches than a rank has rows.
 
-    All ranks need the same number of micro-batches, and each needs a row. A rank with n rows can fill
-    ⌊n / `multiple_of`⌋ · `multiple_of` of them. The limit is the least of that over the ranks that take the
-    step. A rank that needs more to keep the budget drops units, from the end of its permutation. This repeats
-    until no limit changes, because a rank that drops rows can fill fewer micro-batches. A minibatch with
-    limit 0 is dropped on all ranks.
+    All ranks need the same number of micro-batches, and each needs a row. A rank with n rows can fill n
+    of them. The limit is the least of that over the ranks that take the step. A rank that needs more to
+    keep the budget drops units, from the end of its permutation. This repeats until no limit changes,
+    because a rank that drops rows can fill fewer micro-batches. A minibatch with limit 0 is dropped on
+    all ranks.
 
     For example, ``max_tokens`` is 10, rank 0 has three rows of 6 tokens, and rank 1 has two rows of 5 tokens.
     Rank 0 needs three micro-batches and can fill three. Rank 1 needs one and can fill two. So the limit is 2,
@@ -571,13 +550,12 @@ def fit_budget(
 
     def capacity(rows: Tensor) -> int:
         """Micro-batches per rank that these rows can fill."""
-        return len(rows) // options.ranks // options.multiple_of * options.multiple_of
+        return len(rows) // options.ranks
 
     def needed(rows: Tensor) -> int:
         """Micro-batches per rank that these rows need to keep the budget."""
-        multiple_of = options.ranks * options.multiple_of
         own = lengths.index_select(0, rows)
-        return bins_within(own, options.max_tokens or 1, multiple_of=multiple_of) // options.ranks
+        return bins_within(own, options.max_tokens or 1, multiple_of=options.ranks) // options.ranks
 
     def shorten(rows: Tensor, limit: int) -> Tensor:
         """The longest run of leading units that keeps the budget in `limit` micro-batches per rank."""

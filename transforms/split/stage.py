@@ -18,15 +18,14 @@ from headrace.transforms.entry import labels_in_errors
 from headrace.transforms.errors import BatchError, listing
 from headrace.transforms.fates import Effect
 from headrace.transforms.ids import Ids
-from headrace.transforms.options import has_effect
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import Reduced, Table
+from headrace.transforms.table import Reduced
 from headrace.transforms.tokens import read_tokens
 
 from .permuted import Permuted
-from .plan import Balance, CutOptions, Oversized, Plan, PrefixTrees, Tree, draw_plans, measure_plans
+from .plan import Balance, CutOptions, Plan, PrefixTrees, Tree, draw_plans, measure_plans
 from .shuffle import TOGETHER, Remainder
 
 log = logging.getLogger(__name__)
@@ -80,17 +79,13 @@ class ShuffleSplit(
             without rows gets copies of another rank's row, so that it takes as many micro-batches. With
             `max_tokens`, ``pad`` fills only empty micro-batches, and ``drop`` also drops the last units of a
             minibatch that needs more micro-batches than a rank has rows.
-        microbatches: micro-batches per minibatch and rank, ≥ 1; give at most one of this and the next two.
-            Without any of the three: 1.
-        microbatch_size: largest number of rows per micro-batch, ≥ 1.
-        max_tokens: largest number of tokens per micro-batch, ≥ 1. With several ranks `remainder` must be
-            ``pad`` or ``drop``.
-        multiple_of: the number of micro-batches per rank is a multiple of this, ≥ 1.
-        oversized: a row longer than `max_tokens` gets a micro-batch ``alone`` and is counted in the metric
-            ``oversized``; or ``raise``.
+        microbatches: micro-batches per minibatch and rank, ≥ 1; give at most one of this and `max_tokens`.
+            Without both: 1.
+        max_tokens: largest number of tokens per micro-batch, ≥ 1. A longer row is alone in its micro-batch,
+            and counted in the metric ``oversized``. With several ranks `remainder` must be ``pad`` or
+            ``drop``.
         balance: the cost that is evened out over ranks and micro-batches: ``none``, ``tokens``, or
-            ``attention`` (tokens² + `linear` · tokens).
-        linear: the linear cost of a token for ``attention``; 6 × the model's hidden size is usual.
+            ``attention`` (tokens² + 24,576 · tokens, which is 6 × a hidden size of 4096).
         tree: rows of one ``rollout`` or ``group`` with a common prefix stay together, to be packed; ``none``.
         ranks: number of ranks that each hold the whole batch, ≥ 1.
         rank: yield only the rows of this rank; None: of all ranks, one after the other.
@@ -126,12 +121,8 @@ class ShuffleSplit(
         unit: Unit = "rollout",
         remainder: Remainder = "raise",
         microbatches: int | None = None,
-        microbatch_size: int | None = None,
         max_tokens: int | None = None,
-        multiple_of: int = 1,
-        oversized: Oversized = "alone",
         balance: Balance = "none",
-        linear: float = 24576.0,
         tree: Tree = "none",
         ranks: int = 1,
         rank: int | None = None,
@@ -142,15 +133,12 @@ class ShuffleSplit(
     ):
         self.name_columns(names)
         self.minibatches, self.minibatch_size, self.remainder = minibatches, minibatch_size, remainder
-        self.microbatches, self.microbatch_size, self.max_tokens = microbatches, microbatch_size, max_tokens
-        self.multiple_of, self.oversized, self.balance, self.linear = multiple_of, oversized, balance, linear
+        self.microbatches, self.max_tokens, self.balance = microbatches, max_tokens, balance
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
         self.memory: Any = import_module("headrace.transforms.split.memory").SplitMemory()
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.options.measures else [])]
-        has_effect(ShuffleSplit, "oversized", oversized, max_tokens is not None, "max_tokens")
-        has_effect(ShuffleSplit, "linear", linear, balance == "attention", "balance='attention'")
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
 
@@ -213,8 +201,6 @@ class ShuffleSplit(
             lengths = rows.on_arrival.count("length")
             if self.length_key in table.masking.columns:  # masked tokens cost nothing
                 lengths = lengths * table.fates.in_loss
-            if options.max_tokens is not None and options.oversized == "raise":
-                self._refuse_oversized(table, lengths, torch.cat(rows_of_ranks))
         if options.tree != "none":
             forest = self._forest(rows.on_arrival, rows_of_ranks, lengths)
 
@@ -290,21 +276,6 @@ class ShuffleSplit(
                     f"rows of a {self.unit} on one rank, or set {{minibatches=1}}"
                 )
         return labels, [Ids(labels.index_select(0, own)) for own in rows_of_ranks]
-
-    def _refuse_oversized(self, table: Table, lengths: Tensor, rows: Tensor) -> None:
-        """Refuse rows that are longer than `max_tokens`.
-
-        Raises:
-            BatchError: lists the rows and their lengths.
-        """
-        rows = rows[lengths[rows] > self.max_tokens][:10]
-        if len(rows):
-            note = table.ranks.note(table.starts[0])
-            raise BatchError(
-                f"rows {rows.tolist()} have {lengths[rows].tolist()} tokens, and a micro-batch may have "
-                f"max_tokens={self.max_tokens}: raise max_tokens, filter these rows before the split, or set "
-                f"oversized='alone'{note}"
-            )
 
     def _forest(self, on_arrival: Rows, rows_of_ranks: Sequence[Tensor], lengths: Tensor) -> PrefixTrees:
         """The prefix trees of the rows; only rows of one rollout or group share a prefix."""
