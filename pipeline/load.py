@@ -22,7 +22,7 @@ from headrace.transforms.rewards import Missing
 from headrace.transforms.weight import Mean
 
 from .composing import ConfigError, compose_config, explain_composition, for_hydra
-from .composing.nodes import as_typed, build_node, name_parts
+from .composing.nodes import as_typed, build_node, name_parts, resolved
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
@@ -196,7 +196,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     """
     config = name_parts(config)
     try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        plain = resolved(config)
     except OmegaConfBaseException as err:
         raise ConfigError(f"the pipeline is not complete: {explain_composition(err)}") from err
     plain = plain if isinstance(plain, dict) else {}

@@ -6,11 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
@@ -22,6 +25,7 @@ from headrace.pipeline.wording import closest, suggest
 TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
 ABSENT = object()
+DOTTED = re.compile(r"[+~]*\w+(\.\w+)+(=|$)")  # the override of a value, as in train.steps=2
 OF_HYDRA = ("hydra.run.dir", "hydra.sweep.dir", "hydra.searchpath", "hydra.verbose")  # those of use here
 # What other commands call an option.
 ALIASES = {
@@ -68,20 +72,49 @@ def compose_config(config_name: str, *overrides: str) -> DictConfig:
     Raises:
         ConfigError: an unknown name or a wrong value; the message has a hint.
     """
+    try:
+        composed = _from_known(config_name, overrides) or _composed(config_name, overrides)
+    except (HydraException, OmegaConfBaseException) as err:
+        raise ConfigError(explain_composition(err, overrides, config_name)) from None  # not 80 lines of Hydra
+    refuse_parts_of_no_stage(composed, overrides)
+    return composed
+
+
+def _composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
     # Inside a Hydra application the global state belongs to the application, so restore it afterwards.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module("headrace.conf", version_base="1.3"):
-            composed = compose(config_name, list(overrides))
-            refuse_parts_of_no_stage(composed, overrides)
-            return composed
-    except (HydraException, OmegaConfBaseException) as err:
-        raise ConfigError(explain_composition(err, overrides, config_name)) from None  # not 80 lines of Hydra
+            return compose(config_name, list(overrides))
     finally:
         GlobalHydra.instance().clear()
         if outer is not None:
             GlobalHydra.instance().initialize(outer)
+
+
+_known = cache(_composed)  # by the overrides that choose files: reading them takes a tenth of a second
+
+
+def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None:
+    """Set values in a copy of what was composed of the same files; None where Hydra has to do it.
+
+    An override with a dotted key chooses no file. If one cannot be applied, Hydra composes again and raises
+    its own error.
+    """
+    values = [each for each in overrides if DOTTED.match(each)]
+    files = tuple(each for each in overrides if each not in values)
+    if any(each.lstrip("+~").startswith("hydra.") for each in overrides):  # such as a search path
+        return None
+    try:
+        known = deepcopy(_known(config_name, files))
+        parsed = OverridesParser.create().parse_overrides(values)
+        if any(each.is_sweep_override() for each in parsed):
+            return None
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, known)
+    except (HydraException, OmegaConfBaseException):
+        return None
+    return known
 
 
 def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> None:
