@@ -50,20 +50,16 @@ def takes_options(thing: T) -> T:
     if inspect.isclass(thing):
         thing.__init__ = takes_options(thing.__init__)  # type: ignore[method-assign]
         return thing
-    signature = inspect.signature(thing)
-    is_method = "self" in signature.parameters
+    defaults = {name: each.default for name, each in inspect.signature(thing).parameters.items()}
+    is_method = "self" in defaults
 
     @wraps(thing)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) <= is_method:
             return thing(*args)
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # the call below raises it with a better message
-            given = {}
         hints = annotations_of(thing)
-        for name, value in given.items():
-            if not fits(value, hints.get(name, Any)):
+        for name, value in (dict(zip(defaults, args, strict=False)) | kwargs).items():  # most are defaults
+            if value is not defaults.get(name) and not fits(value, hints.get(name, Any)):
                 raise ValueError(f"{name} must be {described(hints[name])}; got {value!r:.200}")
         return thing(*args, **kwargs)
 

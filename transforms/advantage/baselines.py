@@ -10,7 +10,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from headrace.transforms.ids import Ids, add_up
+from headrace.transforms.ids import Ids, add_up, stable_order
 from headrace.transforms.options import at_least, takes_options, within
 
 Baseline = Literal[
@@ -59,29 +59,23 @@ class Grouped:
     def __init__(self, reward: Tensor, ids: Ids, length: Tensor | None = None):
         self.size, self.end = ids.count, ids.count.cumsum(0)
         self.count, self.start = ids.count.double(), self.end - ids.count
-        largest = int(ids.count.max()) if ids.n else 0
-        if largest * ids.n > 4 * len(reward):  # one group is much larger than the others
-            reward, by_reward = reward.sort(stable=True)
-            by_group = ids.of.index_select(0, by_reward).argsort(stable=True)
-            self.reward, self.order = reward.index_select(0, by_group), by_reward.index_select(0, by_group)
-        else:  # a table with a row for each group
-            by_group = None if ids.ascending else ids.of.argsort(stable=True)
-            reward = reward if by_group is None else reward.index_select(0, by_group)
-            if largest * ids.n == len(reward):
-                table, order = reward.view(ids.n, largest).sort(1)
-                self.reward, order = table.view(-1), (order + self.start[:, None]).view(-1)
-            else:
-                inside = torch.arange(largest, device=reward.device) < ids.count[:, None]
-                table = reward.new_full(inside.shape, float("inf")).masked_scatter_(inside, reward)
-                table, order = table.sort(dim=1, stable=True)
-                self.reward, order = table[inside], (order + self.start[:, None])[inside]
-            self.order = order if by_group is None else by_group.index_select(0, order)
-        self.of = ids.of if ids.ascending else ids.of.index_select(0, self.order)
+        together = None if ids.ascending else stable_order(ids.of)
+        if together is not None:
+            reward = reward.index_select(0, together)
+        self.of = ids.of if together is None else ids.of.index_select(0, together)
+        self.even = bool(len(reward)) and int(ids.count.max()) * ids.n == len(reward)
+        if self.even:
+            order = torch.from_numpy(reward.view(ids.n, -1).numpy().argsort(1))
+            order = order.add_(self.start[:, None]).view(-1)
+        else:  # a stable sort takes one pass over keys that almost ascend
+            order = torch.from_numpy(keys_of(self.of, reward).numpy().argsort(kind="stable"))
+        self.reward = reward.index_select(0, order)
+        self.order = order if together is None else together.index_select(0, order)
         self.length = None if length is None else length.index_select(0, self.order)
 
     def unsorted(self, values: Tensor) -> Tensor:
         """(V,) values in the original order of the rollouts."""
-        return torch.empty_like(values).index_copy_(0, self.order, values)
+        return torch.empty_like(values).scatter_(0, self.order, values)
 
     def spread(self, per_group: Tensor) -> Tensor:
         """Map (P,) values per group to (V,) values per rollout."""
@@ -89,6 +83,8 @@ class Grouped:
 
     def sum(self, values: Tensor) -> Tensor:
         """(P,) float64, Σ_{j∈g} values_j of (V,) values."""
+        if self.even:
+            return values.double().view(len(self.count), -1).cumsum(1)[:, -1]  # which adds in order
         return torch.bincount(self.of, weights=values, minlength=len(self.count))
 
     @cached_property
@@ -284,6 +280,15 @@ def baseline_in_groups(g: Grouped, formula: Formula) -> Tensor:
         lone = torch.zeros_like(level) if formula.singleton == "raw" else level
         return torch.where(g.alone, lone, level + formula.shift)
     return level + formula.shift
+
+
+def keys_of(of: Tensor, reward: Tensor) -> Tensor:
+    """(V,) numbers that are in the order of (V,) groups, and within a group in that of float64 rewards."""
+    short = reward.float()
+    if not torch.equal(short.double(), reward):
+        return torch.complex(of.double(), reward)
+    bits = short.view(torch.int32)  # those of a float ascend with it, and descend below 0
+    return (of << 32) + (bits ^ (bits >> 31 & 0x7FFFFFFF))
 
 
 def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
