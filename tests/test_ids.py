@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms.ids import Ids, first_row
+from headrace.transforms.ids import Ids, first_row, stable_order
 
 LABELS = st.one_of(
     st.lists(st.integers(0, 5), min_size=1, max_size=30),
@@ -109,3 +109,10 @@ def test_an_empty_batch_has_no_ids(counts):
     for values in (ids.sum(nothing), ids.count, ids.first, ids.is_first, ids.spread(nothing)):
         assert values.shape == (0,)
     assert ids.positions().shape == ids.max(nothing).shape == (0,)
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 3) | st.sampled_from([2**16, 2**40])))
+def test_stable_order_is_that_of_python(numbers):
+    assert stable_order(torch.tensor(numbers, dtype=torch.int64)).tolist() == sorted(
+        range(len(numbers)), key=numbers.__getitem__
+    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,7 @@ class Grouped:
         start: (P,) int64, index of the first rollout of each group; `end` is behind its last.
         of: (V,) int64, index of each rollout's group.
         order: (V,) int64, index of each rollout in the order that was given (:meth:`unsorted`).
+        even: all groups have one size.
         length: (V,) int64, or None.
 
     Example:
@@ -68,7 +70,7 @@ class Grouped:
             order = torch.from_numpy(reward.view(ids.n, -1).numpy().argsort(1))
             order = order.add_(self.start[:, None]).view(-1)
         else:  # a stable sort takes one pass over keys that almost ascend
-            order = torch.from_numpy(keys_of(self.of, reward).numpy().argsort(kind="stable"))
+            order = torch.from_numpy(keys_of(self.of, reward).argsort(kind="stable"))
         self.reward = reward.index_select(0, order)
         self.order = order if together is None else together.index_select(0, order)
         self.length = None if length is None else length.index_select(0, self.order)
@@ -282,13 +284,13 @@ def baseline_in_groups(g: Grouped, formula: Formula) -> Tensor:
     return level + formula.shift
 
 
-def keys_of(of: Tensor, reward: Tensor) -> Tensor:
-    """(V,) numbers that are in the order of (V,) groups, and within a group in that of float64 rewards."""
+def keys_of(of: Tensor, reward: Tensor) -> np.ndarray:
+    """(V,) numbers in the order of (V,) groups, and within a group in the order of its float64 rewards."""
     short = reward.float()
     if not torch.equal(short.double(), reward):
-        return torch.complex(of.double(), reward)
-    bits = short.view(torch.int32)  # those of a float ascend with it, and descend below 0
-    return (of << 32) + (bits ^ (bits >> 31 & 0x7FFFFFFF))
+        return torch.complex(of.double(), reward).numpy()
+    bits = short.numpy().view(np.int32)  # as integers they ascend like the floats, but descend below 0
+    return (of.numpy() << 32) + (bits ^ (bits >> 31 & 0x7FFFFFFF))
 
 
 def with_eps(scale: Tensor, eps: float, eps_mode: str) -> Tensor:
