@@ -319,7 +319,7 @@ def carry_masked(rank: int, world: int) -> list[tuple[list[str], list[int]]]:
 CUTS = (
     {"minibatches": 1},
     {"minibatches": 2, "microbatches": 3},
-    {"minibatches": 2, "microbatch_size": 2, "shuffle": False},
+    {"minibatches": 2, "microbatches": 2, "shuffle": False},
     {"minibatches": 2, "max_tokens": 13},
     {"minibatches": 1, "max_tokens": 13, "tree": "group"},
 )

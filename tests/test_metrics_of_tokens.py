@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -69,6 +71,35 @@ def test_columns_changed_in_place_change_no_metric(expected):
     run = pipeline().run(batch)
     batch[OLD].zero_()
     assert numbers(run) == expected
+
+
+@pytest.mark.slow
+def test_a_loop_holds_the_columns_of_one_batch():
+    columns, alive = [], []
+
+    def count(batch):
+        gc.collect()
+        alive.append(sum(column() is not None for column in columns))
+        return batch
+
+    one = Pipeline({"count": count} | dict(pipeline().stages.items()))
+    for seed in range(4):
+        batch = two_policies(8, 6, seed)
+        columns.append(weakref.ref(batch[OLD].untyped_storage()))
+        for rows in one.minibatches(batch):
+            count(rows)
+            del rows
+        del batch
+    assert alive == [1] * 12  # in front of the stages, and with each of two minibatches
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))], ids=["copied", "saved"]
+)
+def test_a_copied_or_saved_run_has_the_metrics(copied, expected):
+    one = pipeline()
+    twins = [copied(one.run(two_policies(8, 6))), copied(one.last_run)]
+    assert [numbers(twin) for twin in twins] == [expected, expected]
 
 
 class LinearLoss(torch.nn.Module):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from any_rank import PATIENCE, refuse_together, results_of
+from any_rank import PATIENCE, lose_a_rank, refuse_together, results_of
 
 from headrace.transforms import BatchError
 from headrace.transforms.distributed import Ranks
@@ -29,6 +29,7 @@ REFUSED = {
     "epochs": r"ranks must do the same with a batch: rank \d has epochs=\d, rank \d has epochs=\d",
     "ids": r"group_id .* on more than one rank: set pipeline.shared_ids=same",
     "torn": r"groups .* have rows on more than one rank. Each rank cuts its own minibatches",
+    "carried": r"stage 'split', .*rows of groups \[\d+\] were carried over, and the batch has the same",
 }
 
 
@@ -51,6 +52,13 @@ def test_an_error_on_one_rank_is_raised_on_all_with_its_text_in_time(tmp_path):
         assert found["all dropped"] == (16 if rank == 0 else 0)
         assert found["resumed"] == (20 if rank == 0 else 0)
         assert draws == 9
+
+
+def test_the_ranks_that_remain_name_one_whose_process_ended_in_time(tmp_path):
+    world = 3
+    for said, seconds in results_of(lose_a_rank, world, tmp_path, tmp_path)[: world - 1]:
+        assert re.search(rf"rank 2 did not come to .* within {PATIENCE:g} s", said)
+        assert seconds < 3 * PATIENCE
 
 
 def test_a_rank_that_cannot_reach_the_others_raises_its_own_error():

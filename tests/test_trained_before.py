@@ -160,11 +160,13 @@ def interrupt_on_ranks(rank: int, world: int) -> dict[str, object]:
     """What a rank trains of two batches, interrupted behind each minibatch of the first."""
 
     def shared() -> Pipeline:
-        split = ShuffleSplit(minibatches=2, unit="sample", remainder="uneven")
+        split = ShuffleSplit(minibatches=2, unit="sample", remainder=remainder)
         return Pipeline({"split": split}, process_group="world", shared_ids="different", patience=30)
 
     found: dict[str, object] = {}
-    for name, rows in {"even": (6, 6), "uneven": (7, 3), "one has none": (6, 0)}.items():
+    cases = {"carried": (7, 3), "even": (6, 6), "uneven": (7, 3), "one has none": (6, 0)}
+    for name, rows in cases.items():
+        remainder = "carry" if name == "carried" else "uneven"
         first, second = (numbered(2 * batch + rank, rows[rank]) for batch in (0, 1))
         whole = trained(shared().minibatches(first))
         for taken in range(len(whole) + 1):
