@@ -79,6 +79,12 @@ def test_the_readme_takes_five_minutes_to_read():
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
 
 
+def test_contributing_says_its_rules_before_the_appendices_in_150_lines():
+    rules = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Appendices\n")[0]
+    assert len(rules.splitlines()) <= 150
+    assert "needs a recipe, an adapter or an issue that sets it" in rules
+
+
 def test_links_within_the_project_resolve():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
