@@ -30,8 +30,7 @@ class Run:
     """The result of one batch. Later batches do not change it.
 
     Rows are gathered when you read them, from the memory of the input batch: do not change its columns in
-    place before that. Ledger, metrics and report are
-    views of the table.
+    place before that. Ledger, metrics and report are views of the table.
 
     Attributes:
         rows: the table; None if the batch had no rows.
