@@ -125,8 +125,8 @@ def check_order(stages: Mapping[str, Callable]) -> None:
                     f"after the split must read {MINIBATCH!r} (in its in_keys) and must not drop or mask "
                     f"rows. Put {later!r} before {name!r}"
                 )
-            in_turn = writes & later_reads
-            masked = _masked(stages[name]) - later_reads
+            in_turn = writes & later_reads  # both change the column, one after the other
+            masked = _masked(stages[name]) - later_reads  # written anew, the mask would lose the masked rows
             if late := later_writes & ((reads - made - in_turn) | final | masked):
                 columns = ", ".join(repr(key) for key in sorted(late, key=str))
                 raise ValueError(
@@ -147,6 +147,7 @@ def _check_effect(name: str, stage: Callable, behind: Mapping[str, Callable]) ->
     """
     _, writes, _ = _keys(stage)
     takes_out = bool(getattr(stage, "reasons", ()))
+    # To take rows out is an effect in itself, and what a plain callable reads is not known.
     if takes_out or not writes or not all(hasattr(each, "in_keys") for each in behind.values()):
         return
     left = set(writes)

@@ -332,7 +332,7 @@ class CompletenessGate(
         "empty": "excluded",
     }
     within_groups = True
-    _own_of_rank = ("expected_groups",)
+    _own_of_rank = ("expected_groups",)  # each rank knows only the groups that it dispatched
 
     def __init__(
         self,
@@ -406,6 +406,7 @@ class CompletenessGate(
         present, lost = rollouts.spread(presence.present), rollouts.spread(presence.lost)
         if self.done_key is None or rows.has("done"):  # later stages read this in place of the ends
             rows.put(FINISHED, present, dtype=torch.bool, ndim=1)
+        # Only present rollouts leave for the others of their group; the rest have reasons of their own.
         rows.leave(groups.spread(dropped) & present, "incomplete")
         rows.leave(lost, "failed")
         rows.leave(~(present | lost), "unfinished")

@@ -17,7 +17,6 @@ from torch import Tensor
 from .errors import BatchError, listing
 
 
-
 def number_labels(labels: Sequence[str]) -> Tensor:
     """Hash labels such as UUIDs to numbers. Equal labels get equal numbers in every batch, process and run.
 

@@ -501,6 +501,7 @@ def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
         each: Sequence[Any]
         if "flat" in value:
             flat = value["flat"].split([prod(shape) for shape in value["shapes"]])
+            # A view would keep the memory of all rows, and a saved view is saved with all of it.
             each = [row.clone().view(shape) for row, shape in zip(flat, value["shapes"], strict=True)]
         elif "data" in value:
             each = as_texts(value["data"]).tensordicts
@@ -850,6 +851,7 @@ def read_packed(columns: Sequence[Tensor]) -> list[Tensor]:
     """
     kinds = [KINDS.get(column.dtype, torch.int64) for column in columns]
     if {column.device.type for column in columns} == {"cpu"}:
+        # Copies, because the caller may write to the batch in place while the numbers are in use.
         return [column.to(kind, copy=True) for column, kind in zip(columns, kinds, strict=True)]
     bits = [bits_of(column).reshape(-1) for column in columns]
     parts = torch.cat(bits).cpu().split([len(part) for part in bits])
@@ -878,6 +880,7 @@ def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]
     """
     if device.type == "cpu":
         return list(columns)
+    # `view` to a dtype needs an offset that is a multiple of its size. Sizes are powers of two, so it is.
     widest_first = sorted(range(len(columns)), key=lambda number: -columns[number].element_size())
     flat = [columns[number].contiguous().view(-1).view(torch.uint8) for number in widest_first]
     parts = torch.cat(flat).to(device, non_blocking=True).split([len(part) for part in flat])

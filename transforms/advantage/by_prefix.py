@@ -148,7 +148,7 @@ def credit_of_branches(
     labels, g = labels.cpu(), Grouped(reward, groups)
     order, shared = prefix_order(labels, groups.of)
     group_of, length = groups.of.index_select(0, order), count_true(labels != END)
-    shared[1:].masked_fill_(group_of[1:] != group_of[:-1], -1)
+    shared[1:].masked_fill_(group_of[1:] != group_of[:-1], -1)  # another group is another tree
     tree = branches(shared.tolist(), length.index_select(0, order).tolist())
     # 2. The advantage of each branch, V(node) − V(parent), from deviations: exactly 0 if rewards are equal.
     deviation = g.unsorted(g.deviation).index_select(0, order).tolist()
@@ -173,7 +173,7 @@ def credit_of_branches(
     rows = torch.tensor(tree, dtype=torch.int64).view(-1, len(PrefixBranch._fields))
     row, branch = ways(rows, order)
     advantages = torch.tensor(advantage, dtype=torch.float64)
-    leaf = rows[:, 1] - rows[:, 0] == 1
+    leaf = rows[:, 1] - rows[:, 0] == 1  # each row has one branch of its own, which may be empty
     behind = torch.zeros_like(reward).index_copy_(0, order.index_select(0, rows[leaf, 0]), advantages[leaf])
     tokens = (rows[:, 3] - rows[:, 2]).index_select(0, branch)
     return BranchAdvantage(row, tokens, advantages.index_select(0, branch), behind)

@@ -312,7 +312,7 @@ class TurnAdvantage(
     def _write(self, batch: TensorDictBase, numbers: dict[str, Tensor], dtype: torch.dtype) -> None:
         """Write the advantage of gathered rows: each token gets that of its turn, or 0 without a turn."""
         turn, credit = self._turns_in(batch), numbers["credit"].to(dtype)
-        credit = torch.cat([credit.new_zeros(len(credit), 1), credit], 1)
+        credit = torch.cat([credit.new_zeros(len(credit), 1), credit], 1)  # column 0: tokens without a turn
         last = credit.shape[1] - 2
 
         def of_some(turn: Tensor, credit: Tensor) -> dict[str, Tensor]:
@@ -336,6 +336,7 @@ def dtype_of_reward(rows: Rows) -> torch.dtype:
 
 def _sum_by_turn(reward: Tensor, turn: Tensor, turns: int) -> Tensor:
     """(B, K) float64: the sum of the rewards of each turn's tokens, added in sorted order."""
+    # On the CPU, because CUDA's bincount adds in no fixed order.
     row, token = ((reward != 0) & (turn >= 0)).nonzero().unbind(1)
     values, place = reward[row, token].double().cpu(), (row * turns + turn[row, token]).cpu()
     order = values.argsort()

@@ -40,7 +40,7 @@ def combine_ids(*ids: Tensor) -> Tensor:
         # int64 arithmetic wraps around. The mask makes the right shift logical (zero-filled).
         for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
             mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    unset = torch.stack(ids).amin(0) < 0
+    unset = torch.stack(ids).amin(0) < 0  # a hash would hide that the id is missing
     return ((mixed >> 1) & ((1 << BITS) - 1)).masked_fill(unset, -1)
 
 
@@ -81,6 +81,7 @@ class CombineIds(BatchTransform):
 
     def decide(self, rows: Rows) -> None:
         """Write the combined id."""
+        # A plain name such as "turn" could be the role of a column with another key; a tuple is always a key.
         exact = [(key,) if isinstance(key, str) else key for key in self.keys]
         for key in exact:
             if not rows.has(key):

@@ -161,6 +161,7 @@ class DenseRows(
             no_padding=count_true(attention & (tokens == self.pad_id)) == 0,
             real_in_loss=count_true(columns[self.loss_mask_key] > attention) == 0,
         )
+        # This is a check of the batch, over all ranks: single rows may have no response.
         found["has_response"] = (found["has_response"] == 1).any().expand(len(rows))
         messages = {
             "has_response": "at least one row needs a response; all are empty in {found}. Is the padding "

@@ -101,7 +101,7 @@ def merge_turns(
     order = order[rollout[order].sort(stable=True).indices]
     previous = order.roll(1)
     follows = rollout[order] == rollout[previous]
-    follows[:1] = False
+    follows[:1] = False  # `roll` gives the first row the last one
 
     # 2. The tokens of a row start at `begin`. If some rows have holes, move all tokens to the left.
     begin, count = _first(there), count_true(there)
@@ -117,6 +117,7 @@ def merge_turns(
     prompt = torch.where(learns > 0, _first(trains) - begin, count)
     goes_on = follows & (count[previous] <= prompt[order])
     at = goes_on.nonzero().flatten()
+    # An int64 token has 8 bytes. `startswith` compares slices in place, without a tensor for each pair.
     starts, content = 8 * (row * width + begin), tokens.numpy().tobytes()
     view, before = memoryview(content), previous[at]
     known = [each.tolist() for each in (starts[order[at]], starts[before], (starts + 8 * count)[before])]

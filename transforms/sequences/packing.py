@@ -130,7 +130,7 @@ def pack(
     sizes = [shape.numel() for shape in shapes]
     real, width = _end_to_end(attention).reshape(-1), max(sizes)
     at = packed_at = real.nonzero().flatten()  # the first device read
-    if min(sizes) < width:
+    if min(sizes) < width:  # `at` is in rows of different widths, and `unpack` makes rows of one
         size = torch.tensor(sizes)
         moved = repeated(torch.arange(len(sizes)) * width - size.cumsum(0) + size, size)
         packed_at = at + send_packed([moved], at.device)[0].index_select(0, at)

@@ -57,6 +57,7 @@ def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:
     first, last, begin, end = found.t().contiguous()[:4]
     size, starts = end - begin, lengths.cumsum(0) - lengths
     before = torch.cat([size.new_zeros(1), size.cumsum(0)])  # number of nodes before each branch
+    # Branches are in depth-first order: descendants end where the first branch of later rows begins.
     behind = before[torch.searchsorted(first, last)]
     # Consecutive numbers in each branch, from its first node on.
     nodes = torch.arange(int(before[-1]))
@@ -68,6 +69,7 @@ def prefix_tree(order: Tensor, shared: Tensor, lengths: Tensor) -> PrefixTree:
     at = starts.index_select(0, order.index_select(0, first)) + begin  # a branch's first token, in one row
     parent, has_own = nodes - 1, size > 0
     is_root = begin == 0
+    # The first node of a branch follows the node of the token before it, the same in all rows of the branch.
     parent[before[:-1][has_own]] = torch.where(is_root, -1, node[(at - 1).clamp_min(0)])[has_own]
     source = nodes + repeated(at - before[:-1], size)
     return PrefixTree(
@@ -106,6 +108,7 @@ def tree_columns(
     grid = torch.cat([grid[:, :each], *of_row, grid[:, each:]], 1).cpu() if of_row else grid.cpu()
     lengths = 1 + count_true(grid[:, each + more :: each] != END)
     order, shared = prefix_order(grid, lengths=lengths * each + more)
+    # A token is shared if all its words are, and the first one only if the inputs of the row are, too.
     shared = torch.where(shared < each + more, 0, (shared - more) // each)
     tree = prefix_tree(order, shared, lengths)
     node, source, depth, parent, end, number = send_packed(tree, tokens.device)

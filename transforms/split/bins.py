@@ -238,7 +238,7 @@ def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, par
         pairs = min(bins // 2, bins - int(torch.searchsorted(loads, goal, right=True)))
         if pairs == 0 or per_bin < 2:
             return
-        pairs = min(pairs, bins - pairs - tried)
+        pairs = min(pairs, bins - pairs - tried)  # so that no bin is in two pairs
         light, heavy = ranked[tried : tried + pairs], ranked[bins - pairs :].flip(0)
         half = (loads[bins - pairs :].flip(0) - loads[tried : tried + pairs]) / 2
         offset = number % step
@@ -249,8 +249,9 @@ def swap_until_close(seats: Tensor, cost: Tensor, goal: float | None = None, par
         miss = (b.gather(1, nearest) - wanted).abs_().nan_to_num_(torch.inf, torch.inf)  # NaN: empty seats
         miss, x = miss.min(1, keepdim=True)
         y = nearest.gather(1, x)
+        # The swap moves more than 0 and less than the gap, so both bins end below the heavier one.
         helped = (miss.squeeze(1) < half).nonzero().squeeze(1)
-        if len(helped) == 0 or helped[0] != 0:
+        if len(helped) == 0 or helped[0] != 0:  # pair 0 has the heaviest bin
             if step > 1:
                 step = 1  # no swap among the sampled items helped the heaviest bin, so compare all items
                 continue
@@ -303,7 +304,7 @@ def first_fit(order: Sequence[int], length: Sequence[int], budget: int) -> Bins:
     for item in order:
         needs, node = length[item], 1
         while node < leaves:
-            node *= 2
+            node *= 2  # the left half first, because the first bin with room is wanted
             if room[node] < needs:
                 node += 1
         if node - leaves == len(bins):
@@ -314,7 +315,7 @@ def first_fit(order: Sequence[int], length: Sequence[int], budget: int) -> Bins:
             node //= 2
             left, right = room[2 * node], room[2 * node + 1]
             most_room = left if left > right else right
-            if room[node] == most_room:
+            if room[node] == most_room:  # then nothing above changes
                 break
             room[node] = most_room
     return bins
@@ -333,6 +334,7 @@ def lightest_first(
     """
     bins: Bins = [[] for _ in range(count)]
     room = [budget] * count
+    # (cost, items, number): of bins with equal cost, the one with fewer items is taken.
     open_bins: list[tuple[float, int, int]] = [(0, 0, number) for number in range(count)]
     aside: list[tuple[int, tuple[float, int, int]]] = []
     patience = 2 * (len(order) + count)
@@ -442,14 +444,16 @@ def _exchange(
     """
     partners: list[int | None] = [None] if len(bins[heavy]) > 1 else []
     partners += bins[light]
-    costs = [0 if item is None else cost[item] for item in partners]
+    costs = [0 if item is None else cost[item] for item in partners]  # ascending: `even_out` sorts bins
     best, smallest = None, gap
     for x in bins[heavy]:
+        # A partner of this cost would make both bins equal; the nearest ones are on its two sides.
         at = bisect_left(costs, cost[x] - gap / 2)
         for near in (at - 1, at):
             if 0 <= near < len(partners):
                 y = partners[near]
                 miss = abs(2 * (cost[x] - costs[near]) - gap)
+                # The cheaper item may be the longer one, so the budget of both bins is checked.
                 longer = length[x] - (0 if y is None else length[y])
                 if miss < smallest and -room[heavy] <= longer <= room[light]:
                     best, smallest = (x, y), miss

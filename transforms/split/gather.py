@@ -282,7 +282,7 @@ class GatheredRows:
         mask, log_prob, weight = steps.loss_columns
         ordered = dict[Any, Tensor]()
         for key, (values, dtype, ndim) in given.items():
-            if key in PLACES:
+            if key in PLACES:  # they come from the plan, which has them for padding rows, too
                 continue
             values = values.index_select(0, order)
             if padding is not None and key in (ROW, IN_LOSS, weight):
@@ -487,10 +487,12 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
         return iter(())
     columns = [read_written(batch, key, reader=reader, writer="ShuffleSplit") for key in keys]
     version, known = _known.get(columns[-1], (None, []))
+    # The column was not written since, and it is whole: its runs are known without a device read.
     if known and version == columns[-1]._version and sum(known) == len(batch):
         return _views(batch, known)
     places, counts = torch.unique_consecutive(torch.stack(columns).cpu(), dim=1, return_counts=True)
     numbers, sizes = places.T.tolist(), counts.tolist()
+    # In training order runs ascend, and none comes twice.
     if numbers != sorted(map(list, set(map(tuple, numbers)))):
         raise BatchError(
             f"{reader} needs the rows in the order of ShuffleSplit, and they were reordered since. Take the "

@@ -193,7 +193,7 @@ def _assign(
         count = int(bin_of.max()) + 1 if len(bin_of) else 1
     else:
         count = ranks * (microbatches or 1)
-    count += -count % unit
+    count += -count % unit  # every rank has equally many, a multiple of `multiple_of`
     if bin_of is None and balance != "none":
         bin_of = balance_evenly(costs, count)
     # 3. The micro-batch of each item, numbered by rank, then by micro-batch.
@@ -208,7 +208,7 @@ def _assign(
     # 4. Each row goes where its item goes.
     if item_of is not None:
         place = place.index_select(0, item_of)
-    in_order = bin_of is None and item_of is None
+    in_order = bin_of is None and item_of is None  # `place` ascends, so a sort would change nothing
     order = torch.arange(len(place)) if in_order else stable_order(place)
     return Assigned(order, torch.bincount(place, minlength=count).view(ranks, -1).tolist())
 
@@ -351,6 +351,7 @@ def make_plan(
     sizes: list[list[list[int]]] = []
     if options.remainder != "pad" or not cut.sizes:
         for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
+            # A rank without rows for a step takes empty micro-batches; with rows it may not have any.
             if held and not all(map(all, by_rank)):
                 raise BatchError(
                     f"minibatch {number} has {held} rows for {len(by_rank)} ranks × {len(by_rank[0])} "
@@ -404,6 +405,7 @@ def measure_plans(
         real = torch.tensor(1) if plan.padding is None else ~plan.padding
         tokens = lengths[plan.order]
         if forest is not None:
+            # Tokens are shared within a micro-batch only, so each micro-batch has a number.
             shared = forest.shared(plan.order, (k * len(plan.sizes[0]) + r) * max(counts) + m)
             tokens = tokens - shared
             shared_tokens += float((shared * real).sum())
@@ -466,6 +468,7 @@ def draw_plans(
                     order, left = rows.index_select(0, cut.order), rows.index_select(0, cut.left)
                     cut = Cut(order, cut.sizes, left)
                 own.append(cut)
+                # Later passes permute what remains, as if the carried rows had not come.
                 if options.remainder == "carry" and call == calls and len(cut.left):
                     rows = cut.order.sort().values
                     units = None if labels is None else Ids(labels.index_select(0, rows))
@@ -488,7 +491,8 @@ def draw_plans(
             for epoch, most in enumerate(of_passes):
                 sizes = own[epoch].sizes
                 own[epoch] = own[epoch]._replace(sizes=sizes + [0] * (len(most) - len(sizes)))
-                # If this rank has fewer in one step, all steps of the pass are assigned again.
+                # If this rank has fewer in one step, all steps of the pass are assigned again. With `most` as
+                # the multiple, their number is rounded up to exactly that.
                 if [len(each.sizes[0]) for each in own_assigned[epoch]] != most:
                     own_assigned[epoch] = assign_minibatches(own[epoch], lengths, options, forest, most)
     # 3. One plan for each rank and pass.

@@ -94,11 +94,12 @@ def cut_order(
     drawn = torch.randperm(rows, generator=generator) if shuffle else torch.arange(rows)
     if units is None:  # the permutation itself is as random as its inverse
         order, bounds = drawn, _bounds(rows, minibatches, minibatch_size, remainder)
-    elif units.n == rows:  # each row goes to its position in the permutation
+    elif units.n == rows:  # each row goes to its position: the order of the sort below, without a sort
         order = torch.empty_like(drawn).scatter_(0, drawn, torch.arange(rows))
         bounds = _bounds(rows, minibatches, minibatch_size, remainder)
     else:  # all rows of a unit get the position of its first row; a stable sort puts them together
         ordered, order = drawn.index_select(0, units.spread(units.first)).sort(stable=True)
+        # Minibatches are cut by units; `edges` are the rows at which units begin.
         starts = (ordered[1:] != ordered[:-1]).nonzero().flatten() + 1
         edges = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), rows)])
         bounds = edges[_bounds(len(starts) + 1, minibatches, minibatch_size, remainder)].tolist()
