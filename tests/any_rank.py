@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -514,7 +515,31 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     attempt("ids", mine, different)
     torn = Pipeline({"split": ShuffleSplit(minibatches=2, unit="group", remainder="uneven")}, **share)
     attempt("torn", mine, torn)
+    carry = {"split": ShuffleSplit(minibatches=2, unit="group", remainder="carry")}
+    carrying = Pipeline(carry, process_group="world", shared_ids="different", patience=PATIENCE)
+    attempt("before carried", of_stream(0, rank, world, alike=False), carrying)
+    # The last rank gives groups again that wait there.
+    attempt("carried", of_stream(0 if rank == world - 1 else 1, rank, world, alike=False), carrying)
     return told, pipeline.stages["split"].state.calls
+
+
+def lose_a_rank(rank: int, world: int, folder: Path) -> None:
+    """What is said on the ranks that remain, after the process of the last rank has ended in a batch."""
+    of_one = composed("pipeline=grpo", "pipeline.stages.split.minibatches=1")
+    pipeline = Pipeline(dict(of_one.stages.items()), **TOGETHER | {"patience": PATIENCE})
+    mine = take_rows(collected("uniform", "grpo"), torch.arange(20).tensor_split(world)[rank])
+    pipeline.run(mine)
+    torch.save(("", 0.0), folder / f"{rank}.pt")
+    if rank == world - 1:
+        pipeline.stages["gate"].decide = lambda rows: os._exit(0)
+    start = time.monotonic()
+    try:
+        pipeline.run(mine)
+    except BatchError as err:
+        torch.save((str(err), time.monotonic() - start), folder / f"{rank}.pt")
+    if rank == 0:  # which has the store
+        time.sleep(PATIENCE)
+    os._exit(0)
 
 
 def take_in_step(

@@ -202,10 +202,8 @@ def test_dependencies_point_one_way():
             assert not [name for name in names if name.startswith("headrace.adapters")], path
         if path.is_relative_to(ROOT / "transforms"):
             above = [name for name in names if name.startswith(("headrace.pipeline", "headrace.conf"))]
-            others = tops & {"hydra", "omegaconf", "rich", "numpy", "pyarrow"}
-            allowed = (
-                {"pyarrow", "numpy"} if path.name in ("ids.py", "journal.py") else set()
-            )  # texts to numbers, and a fast sort
+            others = tops & {"hydra", "omegaconf", "rich", "pyarrow"}
+            allowed = {"pyarrow"} if path.name in ("ids.py", "journal.py") else set()  # texts to numbers
             assert not above + sorted(others - allowed), path
 
 

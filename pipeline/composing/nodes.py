@@ -33,7 +33,7 @@ def resolved(config: DictConfig) -> Any:
     Raises:
         OmegaConfBaseException: an interpolation is invalid, or a value is missing.
     """
-    plain = OmegaConf.to_container(config, throw_on_missing=True)
+    plain: Any = OmegaConf.to_container(config, throw_on_missing=True)
 
     def value(node: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(node, dict | list):

@@ -27,6 +27,7 @@ def state_groups(group_id: Tensor, state_id: Tensor) -> Tensor:
         (N,) int64 ≥ 0, which can be used as group ids.
 
     Example:
+        >>> import torch
         >>> state_groups(torch.tensor([0, 0, 0, 1]), torch.tensor([7, 5, 7, 7])).tolist()
         [1, 0, 1, 2]
     """
