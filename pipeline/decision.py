@@ -573,8 +573,7 @@ def decide(
             _composed.popitem(last=False)
         for stage in decider.pipeline.stages.values():
             if hasattr(stage, "restart"):  # a split
-                stage.restart()
-                stage.seed = seed
+                stage.restart(seed)
         return decider.decide(data)
 
 

@@ -112,7 +112,7 @@ def test_listing_and_hints_need_no_torch(tmp_path):
 
 
 def test_python_and_the_command_give_the_same_hint():
-    with pytest.raises(ConfigError, match=r"did you mean pipeline\.stages\.gate\.group_size=3 or"):
+    with pytest.raises(ConfigError, match=r"did you mean pipeline\.stages\.gate\.group_size=3\?"):
         load_pipeline("group_size=3")
 
 

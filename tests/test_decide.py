@@ -96,7 +96,7 @@ def test_every_recipe_decides_on_columns_as_on_a_batch():
         for seed in range(4):
             columns = read_by(recipe, columns_of(seed))
             pipeline.stages["split"].restart()
-            pipeline.stages["split"].seed = seed
+            pipeline.stages["split"].restart(seed)
             whole = columns | {"role": columns_of(seed)["role"], "state_id": columns_of(seed)["state_id"]}
             with of(recipe):
                 found = decide(columns, recipe, seed=seed, **words)

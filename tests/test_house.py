@@ -102,6 +102,7 @@ INNER = {
     "pipeline.valid_json",
     "pipeline.view.server",
     "pipeline.view.stored_run",
+    "transforms.advantage.baselines",
     "transforms.columns",
     "transforms.distributed",
     "transforms.distributed.barrier",

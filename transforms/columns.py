@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, cast
 
 from tensordict import NestedKey
 
-from .options import nested_key, takes_options
+from .options import nested_key, option_names, takes_options
 from .schema import DONE, EXPECTED_SEGMENTS, INIT, MINIBATCH, RETURN, REWARD
 
 
@@ -160,6 +160,8 @@ class TakesColumns:
     """
 
     _columns: ClassVar[dict[str, Role]] = {}
+    set_later: ClassVar[tuple[str, ...]] = ()
+    """Options that may be assigned after construction."""
 
     if TYPE_CHECKING:  # `<role>_key` of each
 
@@ -196,6 +198,20 @@ class TakesColumns:
                 for role, column in cls._columns.items()
             ]
         cls.__signature__ = spelt_out.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; an option only once, since what follows from it is computed at construction.
+
+        Raises:
+            AttributeError: the option has been set.
+        """
+        kind = type(self)
+        if name in self.__dict__ and name not in self.set_later and name in option_names(cast(Any, kind)):
+            raise AttributeError(
+                f"{name} of {kind.__name__} is fixed at construction: construct a new {kind.__name__} with "
+                f"{name}={value!r:.200}"
+            )
+        super().__setattr__(name, value)
 
     def name_columns(self, names: Mapping[str, Any]) -> None:
         """Set the attribute ``<role>_key`` of each column.

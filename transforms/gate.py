@@ -325,6 +325,7 @@ class CompletenessGate(
         [4, 4]
     """
 
+    set_later = ("expected_groups",)
     reasons: Mapping[str, Effect] = {
         "incomplete": "dropped",
         "failed": "dropped",

@@ -87,6 +87,13 @@ def annotations_of(thing: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
+def is_default(parameter: inspect.Parameter, value: Any) -> bool:
+    """Whether a plain value is the default of an option, which needs no check."""
+    default = parameter.default
+    return value is default or (type(value) is type(default) and type(value) in SCALARS and value == default)
+
+
+SCALARS = (bool, int, float, str)
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 OPAQUE = ("headrace", "torch", "torchrl", "tensordict")  # no plain value stands for their classes
 NAMED = ("device", "dtype")  # except these, by name
@@ -274,6 +281,12 @@ def describe_options(thing: Any, *, leave_out: Sequence[str] = ()) -> str:
 def options_of(kind: type) -> list[str]:
     """The names of the options of a class, including those of its columns."""
     return [name for name, _ in _defaults(kind)]
+
+
+@cache
+def option_names(kind: type) -> frozenset[str]:
+    """:func:`options_of`, to look one up."""
+    return frozenset(options_of(kind))
 
 
 @cache

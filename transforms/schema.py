@@ -92,7 +92,6 @@ DISPATCHED = ("headrace", "dispatched")
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
 NO_LENGTHS = ("headrace", "no_lengths")
-INTO = ("headrace", "merged_into")  # in the table only
 OF_LENGTHS = ("loss_mask_key", "tokens_key", "length_key")  # options of columns from which lengths are known
 
 STATUS_KEYS = (("next", "status"), "status")  # keys of the status; the first that is found is read

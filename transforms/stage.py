@@ -7,10 +7,8 @@ import multiprocessing
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cache
-from operator import attrgetter
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs import EnvBase
@@ -24,7 +22,6 @@ from .options import describe_options, nested_key
 from .rows import Rows
 from .tensordicts import shallow_copy
 
-T = TypeVar("T")
 ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # option: name of the ids in messages
 
 
@@ -37,7 +34,7 @@ class BatchTransform(TakesColumns, Transform):
     is returned unchanged. On the way into a replay buffer an empty result becomes None, so nothing is
     written.
 
-    A subclass takes keyword-only options, stores each under its own name, and implements one of these
+    A subclass takes keyword-only options, stores each once under its own name, and implements one of these
     methods:
 
     - ``decide(rows)`` decides on the table (:class:`Rows`): it refuses the batch, takes rows out, or writes
@@ -102,13 +99,6 @@ class BatchTransform(TakesColumns, Transform):
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
         """Token counts that this stage reads: pairs of a loss mask and log-probabilities (or None)."""
         return []
-
-    def checked(self, kind: type[T]) -> T:
-        """The options of a dataclass, which checks them: once, and again if one of them has changed."""
-        values, known = _values_of(cast(Any, kind))(self), self.__dict__.setdefault("_checked", {})
-        if kind not in known or known[kind][0] != values:
-            known[kind] = values, kind(*values)
-        return known[kind][1]
 
     # -- how it is run ------------------------------------------------------------------------------------
 
@@ -226,12 +216,6 @@ class BatchTransform(TakesColumns, Transform):
         """The stage and its options as text, which must be equal on all ranks that share a batch."""
         options = describe_options(self, leave_out=("process_group", *self._own_of_rank))
         return f"{type(self).__name__}({re.sub(' at 0x[0-9a-f]+', '', options)})"
-
-
-@cache
-def _values_of(kind: Any) -> attrgetter:
-    """A function from a stage to the values of its options that a dataclass has."""
-    return attrgetter(*(option.name for option in fields(kind)))
 
 
 @cache

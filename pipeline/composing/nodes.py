@@ -18,7 +18,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from headrace.pipeline.wording import suggest
-from headrace.transforms.options import annotations_of, described, fits
+from headrace.transforms.options import annotations_of, described, fits, is_default
 
 from .compose import ConfigError
 
@@ -42,7 +42,8 @@ def resolved(config: DictConfig) -> Any:
             return made if isinstance(node, dict) else [*made.values()]
         if not isinstance(node, str) or "${" not in node:
             return node
-        if simple := OF_SIBLINGS.fullmatch(node):
+        simple = OF_SIBLINGS.fullmatch(node)
+        if simple and len(simple[1]) <= len(path):  # not of what is above the node
             names = (*path[: len(path) - len(simple[1])], *simple[2].split("."))
             return value(reduce(getitem, names, plain), names)
         found = OmegaConf.select(config, ".".join(map(str, path)))
@@ -179,7 +180,9 @@ def _check_options(path: str, plain: Any) -> None:
                     f"its options are {', '.join(parameters)}"
                 )
     for option, value in plain.items():
-        if wanted := misfit(value, known.get(option, Any)):
+        if option not in known or is_default(parameters[option], value):
+            continue
+        if wanted := misfit(value, known[option]):
             raise ConfigError(f"{path}.{option} must be {wanted}; got {as_typed(value)}")
     for option, value in plain.items():  # after those above, to which nested values may refer
         _check_options(f"{path}.{option}", value)

@@ -363,7 +363,7 @@ class GroupRelativeAdvantage(
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
         self.shift, self.k = shift, k
-        self.checked(Formula)
+        self.formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, k)
         self.dtype = as_dtype(dtype)
         self.several, self.weights = several, weights
         self.missing = missing
@@ -373,11 +373,6 @@ class GroupRelativeAdvantage(
                 "without_ids must be [P, G], the number of groups per batch and of rollouts per group, both "
                 f"≥ 1; got {without_ids!r}"
             )
-
-    @property
-    def formula(self) -> Formula:
-        """The options of the formula."""
-        return self.checked(Formula)
 
     @property
     def within_groups(self) -> bool:  # type: ignore[override]

@@ -15,12 +15,12 @@ from headrace.transforms.columns import ColumnNames
 from headrace.transforms.errors import BatchError
 from headrace.transforms.fates import Effect
 from headrace.transforms.ids import Ids
+from headrace.transforms.places import INTO
 from headrace.transforms.prefixes import END, left_aligned, repeated, words_of
 from headrace.transforms.rows import Rows
 from headrace.transforms.schema import (
     IN_LOSS,
     INIT,
-    INTO,
     IS_FIRST_SEGMENT,
     LENGTH,
     MINIBATCH,

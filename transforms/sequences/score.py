@@ -127,6 +127,7 @@ class ScoreRows(
 
     within_groups = True
     _own_of_rank = ("actor",)
+    set_later = ("actor",)
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import Any
 
@@ -136,16 +137,12 @@ class ShuffleSplit(
         self.microbatches, self.max_tokens, self.balance = microbatches, max_tokens, balance
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
+        self.options = CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
         self.memory: Any = import_module("headrace.transforms.split.memory").SplitMemory()
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.options.measures else [])]
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
         BatchTransform.__init__(self, reads, [MINIBATCH, MICROBATCH, *([RANK] if ranks > 1 else [])])
-
-    @property
-    def options(self) -> CutOptions:
-        """The options that name no column."""
-        return self.checked(CutOptions)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
@@ -161,9 +158,11 @@ class ShuffleSplit(
         """The `SplitState` after the last accepted batch."""
         return self.memory.state
 
-    def restart(self) -> None:
-        """Forget all batches."""
+    def restart(self, seed: int | None = None) -> None:
+        """Forget all batches, and begin the permutations of another seed if one is given."""
         self.memory.restart()
+        if seed is not None:
+            self.__dict__["seed"], self.options = seed, replace(self.options, seed=seed)
 
     def discard_batch(self) -> None:
         """Drop the remaining minibatches of an interrupted batch (:meth:`SplitMemory.discard_batch`)."""
