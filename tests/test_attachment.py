@@ -99,11 +99,14 @@ def test_works_when_a_replay_buffer_is_written(filled_by):
 
 
 def test_an_empty_result_is_not_written_to_a_replay_buffer():
-    pipeline = make_pipeline("pipeline.stages.filter.criterion.tol=100", "pipeline.stages.filter.action=drop")
+    within = "pipeline.stages.filter.criterion"
+    pipeline = make_pipeline(
+        f"criterion@{within}=reward_within", f"{within}.low=100", "pipeline.stages.filter.action=drop"
+    )
     buffer = buffer_with(Compose(pipeline))
     buffer.extend(collected())
     assert len(buffer) == 0
-    assert pipeline.metrics["out/filter/zero_variance"] == 18
+    assert pipeline.metrics["out/filter/reward_bounds"] == 18
 
 
 def test_replay_buffers_save_the_state_of_the_split():

@@ -123,7 +123,7 @@ def test_scores_and_the_loss_equal_those_of_the_ragged_rows_for_any_mask(mode, e
     batch, model = collect(mode, envs, most, **options)
     flat = batch.reshape(-1)
     actor = make_actor(model, TOKENIZER)
-    dense = ScoreRows(actor=actor, max_tokens=60)(DenseRows(pad_id=PAD)(batch))
+    dense = ScoreRows(actor=actor, max_rows=3)(DenseRows(pad_id=PAD)(batch))
     for row, scored in zip(flat.unbind(0), dense.unbind(0), strict=True):
         alone = says(model, row).detach()
         torch.testing.assert_close(scored[LOG_PROB][scored[LOSS_MASK]], alone, rtol=0, atol=1e-5)
@@ -175,7 +175,7 @@ def test_a_recipe_trains_on_what_the_collector_yields(mode, envs, most, options)
         "pipeline=grpo",
         "rows=llm",
         f"pipeline.stages.dense.pad_id={PAD}",
-        "pipeline.stages.score.max_tokens=60",
+        "pipeline.stages.score.max_rows=3",
         "pipeline.stages.gate.on_incomplete=drop",
         "pipeline.stages.collapse.reward=sum",
         "pipeline.stages.split.minibatches=1",
