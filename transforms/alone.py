@@ -17,7 +17,7 @@ class Alone:
 
     A table is extended by the rows of all ranks when it is read (:meth:`share`), numbers that are computed
     from tokens are exchanged (:meth:`gather_rows`), and each rank gathers its own rows
-    (:meth:`Table.own_rows`).
+    (:meth:`Table.rows_of_ranks`).
 
     Attributes:
         size: number of ranks.

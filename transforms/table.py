@@ -165,9 +165,11 @@ class Table:
         """Begin and end, in the table, of the rows of a rank: those of its batch, and those carried to it."""
         return [(starts[rank], starts[rank + 1]) for starts in self.starts]
 
-    def own_rows(self) -> Tensor:
-        """(n,) int64: table indices of this rank's rows that have not left."""
-        return self.indices_by_rank(self.fates.here)[self.ranks.rank]
+    def rows_of_ranks(self) -> list[Tensor]:
+        """Table indices of the rows that have not left, by rank: (n,) int64."""
+        if self.ranks.size == 1:
+            return [torch.arange(self.size) if self.fates.index is None else self.fates.index]
+        return self.indices_by_rank(self.fates.here)
 
     def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
         """The part of (N, ...) values that belongs to a rank, in the order of its batch."""

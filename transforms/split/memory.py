@@ -64,7 +64,7 @@ class SplitMemory:
             return Remembered()
         join(rows, self.state.carried, split.remainder)
         rows = rows.seen_by(split, rows.stage)
-        own = came = table.own_rows()
+        own = came = table.rows_of_ranks()[table.ranks.rank]
         if (carried := table.carried) is not None:
             came = own[~torch.isin(own, carried)]
         cut_by = split.options.plain | {"unit": split.unit, "keys": repr(split.in_keys), "epochs": epochs}
@@ -90,7 +90,7 @@ class SplitMemory:
             BatchError: some ranks hold the trained batch, and others do not.
         """
         table = rows.table
-        own = table.own_rows()
+        own = table.rows_of_ranks()[table.ranks.rank]
         came = KnownBatch(len(own), identifying_columns(table, own, split.reward_key))
         # A rank without rows has no vote.
         vote = [trained.is_again(came)] if trained.rows or came.rows else []

@@ -70,8 +70,11 @@ class Permuted:
         All ranks call this together. The first rank that has rows sends one to the ranks without rows.
         """
         table = self.rows.table
-        ranks, own = table.ranks, table.indices_by_rank(table.fates.here)
-        if self.split.remainder != "pad" or all(map(len, own)) or not any(map(len, own)):
+        ranks = table.ranks
+        if self.split.remainder != "pad" or ranks.size == 1:
+            return batch
+        own = table.rows_of_ranks()
+        if all(map(len, own)) or not any(map(len, own)):
             return batch
         lender, row = next(rank for rank, rows in enumerate(own) if len(rows)), None
         if ranks.rank == lender:

@@ -193,7 +193,7 @@ class ShuffleSplit(
         """
         options, table = self.options, rows.table
         # 1. Read what the permutations depend on: units, lengths and trees.
-        rows_of_ranks = table.indices_by_rank(table.fates.here)
+        rows_of_ranks = table.rows_of_ranks()
         labels, units = self._units(rows, rows_of_ranks)
         lengths, forest = torch.zeros(table.size, dtype=torch.int64), None
         if options.measures:
