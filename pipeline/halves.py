@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
+from headrace.transforms.empty import Empty
 from headrace.transforms.errors import BatchError, ProcessedTwiceError
 from headrace.transforms.schema import PROCESSED, has_key
 
@@ -40,8 +41,8 @@ def before_the_split(pipeline: Any) -> Any:
     return pipeline if index_of_split(pipeline.stages) is None else make_halves(pipeline)[0]
 
 
-def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
-    """Return a pipeline of some of the stages, with the other options of the whole."""
+def part_of(pipeline: Any, names: list[str], half: Half | None, empty: Empty | None = None) -> Any:
+    """Return a pipeline of some of the stages, with the options of the whole, or another `empty`."""
     part = type(pipeline)(
         {name: pipeline.stages[name] for name in names},
         loss_mask_key=pipeline.loss_mask_key,
@@ -53,7 +54,7 @@ def part_of(pipeline: Any, names: list[str], half: Half | None) -> Any:
         shared_ids=pipeline.rank_options.shared_ids,
         patience=pipeline.rank_options.patience,
         masked_log_prob=pipeline.masked_log_prob,
-        empty=pipeline.empty,
+        empty=empty or pipeline.empty,
     )
     part._keys, part._half = pipeline._keys, half  # a half reports the columns of both halves
     return part

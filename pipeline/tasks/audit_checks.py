@@ -85,8 +85,7 @@ class DeclaredRecipe:
         self.group_size: int | None = gates[0].group_size if gates else None
         self.weight = weights[0] if weights else None
         self.remembers = [name for name in names if getattr(stages[name], "stateful", False)]
-        self._parts = [part_of(pipeline, names, None) for _ in range(2)]
-        self._parts[0].empty, self._parts[1].empty = "exclude", "count"
+        self._parts = [part_of(pipeline, names, None, "exclude"), part_of(pipeline, names, None, "count")]
 
     def advantage(self, batch: TensorDictBase, *, masked: bool) -> Tensor:
         """Compute (N,) float64 advantages; NaN for rows without one.
