@@ -43,7 +43,7 @@ A criterion of the filter returns the rows that stay:
 ...         self.name_columns(names)
 ...         self.most, self.in_keys = most, (self.loss_mask_key,)
 ...     def decide(self, rows):
-...         return rows.masked_tokens <= self.most  # (M,) bool
+...         return rows.lengths <= self.most  # (M,) bool
 
 A baseline is an entry of ``BASELINES`` in ``advantage/baselines.py``: R − b, from the rewards of the voters,
 sorted within each group (:class:`~headrace.transforms.advantage.baselines.Grouped`). The stage handles ids,
@@ -498,11 +498,6 @@ class Rows:
     def lengths(self) -> Tensor:
         """(M,) int64: tokens that the row had in the loss mask on arrival, also if it is masked now."""
         return self.count("loss_mask", arrived=True)
-
-    @property
-    def masked_tokens(self) -> Tensor:
-        """(M,) int64: tokens in the loss mask; 0 for rows out of the loss."""
-        return self.count("loss_mask") * self.in_loss
 
     def count(self, role: str, *, finite: bool = False, arrived: bool = False) -> Tensor:
         """(M,) int64: number of True entries in each row of a token mask, dense or ragged.

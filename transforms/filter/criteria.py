@@ -245,7 +245,7 @@ class LengthWithin(Criterion, columns=("loss_mask",)):
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
-        tokens = rows.masked_tokens
+        tokens = rows.count("loss_mask") * rows.in_loss
         keep = tokens >= self.low
         return keep if self.high is None else keep & (tokens <= self.high)
 
