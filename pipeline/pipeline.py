@@ -322,7 +322,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             for columns, *_ in each_epoch:
                 columns[PROCESSED] = (processed, torch.bool, 1)
             with stage_in_errors(name, split, table):
-                steps = cut.steps(each_epoch)
+                steps = cut.permuted.steps(each_epoch, cut.progress)
                 if whole:
                     steps.refuse_to_resume()
         run = Run(stages, keys, rows, steps=steps, epochs=epochs, places=places, texts=texts)

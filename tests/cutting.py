@@ -26,7 +26,7 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
     with ranks.block():
         rows = split.read_table(batch, ranks)
         cut = split.memory.cut(split, rows.seen_by(split))
-        whole = cut.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
+        whole = cut.permuted.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
     split.memory.remember(cut)
     names, table = ["trained", "remainder", "carried"], rows.table
     reasons = table.part_of_rank(table.fates.reason, table.ranks.rank).tolist()

@@ -58,8 +58,6 @@ def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -
 
 
 def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
-    if carried is None and remainder != "carry":
-        return
     if table.ranks.size > 1 and remainder != "carry":
         raise BatchError(
             "rows were carried from an earlier batch, and ranks that share a batch can only use them "

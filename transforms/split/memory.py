@@ -13,16 +13,20 @@ from headrace.transforms.errors import BatchError
 from headrace.transforms.rows import Rows
 
 from .carry import join, refuse_again, take
-from .permuted import CutBatch
+from .permuted import Permuted
 from .resume import BatchProgress, KnownBatch, SplitState, identifying_columns
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Remembered(CutBatch):
+class Remembered:
     """A batch that was cut, with the state that is remembered once all stages have accepted it."""
 
+    permuted: Permuted | None = None
+    """None: the batch is skipped, because it was trained before the state was saved."""
+    progress: BatchProgress | None = None
+    """Counts the minibatches that are taken."""
     state: SplitState | None = None
 
 
@@ -62,8 +66,9 @@ class SplitMemory:
         # 1. Before: skip a batch that is trained; else the carried rows join it.
         if skips and self.trained_before is not None and self._skips(split, rows, self.trained_before):
             return Remembered()
-        join(rows, self.state.carried, split.remainder)
-        rows = rows.seen_by(split, rows.stage)
+        if carries or self.state.carried is not None:
+            join(rows, self.state.carried, split.remainder)
+            rows = rows.seen_by(split, rows.stage)
         own = came = table.rows_of_ranks()[table.ranks.rank]
         if (carried := table.carried) is not None:
             came = own[~torch.isin(own, carried)]
@@ -115,7 +120,7 @@ class SplitMemory:
     def remember(self, cut: Remembered) -> None:
         """Store the state after a batch, once no stage has refused it."""
         progress = cut.progress
-        if cut.state is None or not isinstance(progress, BatchProgress):
+        if cut.state is None or progress is None:
             self.restored = False  # skipped; given once more, it is trained
             return
         if (last := self._progress) is not None:

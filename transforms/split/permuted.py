@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -82,16 +82,3 @@ class Permuted:
             row = take_rows(batch, at.to(device_of(batch)), on_cpu=at).cpu()
         row = ranks.send_object(row, lender)
         return batch if len(own[ranks.rank]) else row.to(device_of(batch))
-
-
-@dataclass
-class CutBatch:
-    """A batch that a split has cut, in a pipeline."""
-
-    permuted: Permuted | None = None
-    """None: the batch is skipped, because it was trained before the state was saved."""
-    progress: Progress | None = None
-
-    def steps(self, passes: Any) -> OptimiserSteps:
-        """The optimiser steps (:meth:`Permuted.steps`), whose minibatches `progress` counts."""
-        return cast(Permuted, self.permuted).steps(passes, self.progress)

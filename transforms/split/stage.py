@@ -240,7 +240,9 @@ class ShuffleSplit(
                     out = rows.write()
                 else:
                     table = rows.table
-                    steps = cut.steps([(table.written_columns(), table.late, table.batch)])
+                    steps = cut.permuted.steps(
+                        [(table.written_columns(), table.late, table.batch)], cut.progress
+                    )
                     out = steps.whole()
             self.memory.remember(cut)  # `sharing` has ended, so no rank has refused the batch
         return out
