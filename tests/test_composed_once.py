@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
@@ -39,7 +41,6 @@ OVERRIDES = [
     ("pipeline.stages.gate.group_size=[1", "rows=none"),
     ("hydra.verbose=true", "pipeline.stages.gate.group_size=8"),
 ]
-SHARES = 11  # of the overrides, so that each recipe has two
 
 
 def from_the_files(overrides):
@@ -90,10 +91,9 @@ def test_overrides_of_a_known_recipe_equal_those_of_its_files():
 
 @pytest.mark.slow
 def test_overrides_of_each_known_recipe_equal_those_of_its_files():
-    """Some for each recipe, all of them over the recipes: to compose one from its files takes long."""
-    for number, recipe in enumerate(NAMES):
-        for overrides in OVERRIDES[number % SHARES :: SHARES]:
-            check(recipe, overrides)
+    """One of them for each recipe: to compose one from its files takes long."""
+    for recipe, overrides in zip(NAMES, cycle(OVERRIDES), strict=False):
+        check(recipe, overrides)
 
 
 def test_a_caller_may_change_what_it_gets():
