@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from headrace.pipeline import Pipeline, Run
-from headrace.pipeline.decision import pipeline_of
 from headrace.pipeline.load import PipelineOptions, shows_options
+from headrace.pipeline.tools.decide import pipeline_of
 
 from .environment import scale_overrides
 

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from headrace.pipeline import Decider, Decision, Pipeline, advantages_of, load_pipeline
-from headrace.pipeline.decision import refuse_state
 from headrace.pipeline.halves import before_the_split, part_of
+from headrace.pipeline.tools.decide import refuse_state
 from headrace.transforms import MissingKeyError, TokenAdvantage
 
 RECIPE, OVERRIDES = "HEADRACE_RECIPE", "HEADRACE_OVERRIDES"

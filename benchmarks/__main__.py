@@ -34,7 +34,7 @@ def run_in_fork(script: Path, *words: str) -> None:
     """Run a benchmark in a fork of this process, which has done the slow imports."""
     import torchrl.objectives.llm  # noqa: F401
 
-    import headrace.pipeline.tasks.replay  # noqa: F401
+    import headrace.pipeline.tools.replay.replay_task  # noqa: F401
 
     if (child := os.fork()) == 0:
         failed = 1

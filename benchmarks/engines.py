@@ -22,7 +22,7 @@ from tables import Cell, Row, Table
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from headrace.pipeline import RayAssembler, RolloutQueue, StepQueue, assembled, load_pipeline
-from headrace.pipeline.collect.queues import encode_rows, fetch_rows
+from headrace.pipeline.queues.queues import encode_rows, fetch_rows
 from headrace.transforms import GroupAssembler
 
 GROUP_SIZE, PIECE = 8, 32

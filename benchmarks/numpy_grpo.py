@@ -1,6 +1,6 @@
 """The grpo recipe in plain NumPy: the same decisions and the same gathers, without any other work.
 
-The cost of the pipeline is measured against it, and `tests/test_yardstick.py` compares the results of both.
+The cost of the pipeline is measured against it, and `tests/house/test_yardstick.py` compares both results.
 The N rows are the segments of U rollouts in P groups, V of them in complete groups; a suffix names the
 index of an array. It has no options, cannot be resumed, and its errors name no ids.
 """

@@ -23,7 +23,9 @@ from timing import measure, median_ms, ratio
 from headrace.pipeline import Pipeline, load_pipeline
 from headrace.transforms import take_rows
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
+sys.path.append(
+    str(Path(__file__).parent.parent / "tests" / "support")
+)  # behind the benchmarks, which have a batches.py
 from live_bytes import LiveBytes, bytes_of
 
 # Rows, and tokens of each: 15, 115 and 235 MB, then few long rows, and many short ones.

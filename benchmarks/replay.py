@@ -62,7 +62,7 @@ def replay(source: Path, output: Path, results: multiprocessing.SimpleQueue) -> 
     import torch
     from hydra import compose, initialize_config_module
 
-    from headrace.pipeline.tasks.replay import replay
+    from headrace.pipeline.tools.replay import replay
 
     torch.set_num_threads(1)
     words = ("task=replay", f"source.path={source}", "pipeline.stages.split.remainder=uneven")

@@ -25,7 +25,7 @@ from rich.console import Console
 from tensordict import TensorDict
 
 from headrace.pipeline import Pipeline, load_pipeline
-from headrace.transforms.distributed import Ranks
+from headrace.transforms.ranks import Ranks
 
 GROUP_SIZE = 8
 SIZES = (10**3, 10**4, 10**5, 10**6, 10**7)

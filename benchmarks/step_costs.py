@@ -25,7 +25,9 @@ from torch import Tensor
 from headrace.pipeline import load_pipeline, make_report
 from headrace.transforms import GroupAssembler, ShuffleSplit, assign_rows
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))  # behind the benchmarks, which have a batches.py
+sys.path.append(
+    str(Path(__file__).parent.parent / "tests" / "support")
+)  # behind the benchmarks, which have a batches.py
 from first_fits import plain_first_fit
 
 MINIBATCHES, PIECE = 8, 64

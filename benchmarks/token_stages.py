@@ -25,7 +25,7 @@ from headrace.transforms import (
     TokenFilter,
     TurnAdvantage,
 )
-from headrace.transforms.schema import REWARD
+from headrace.transforms.table.schema import REWARD
 
 LARGE, SMALL = (4000, 2048), (32, 16)  # rows, tokens of each
 OLD, SAMPLER, MASK = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")

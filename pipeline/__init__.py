@@ -12,37 +12,40 @@ from headrace.faces import lazy
 from .public_names import hint
 
 if TYPE_CHECKING:
-    from .coefficients import (
-        TokenTable,
-        XRay,
-        kl_weights,
-        table_as_causal_lm,
-        token_weights,
-        trl_step,
-        xray,
-        xray_batch,
-        xray_page,
-    )
     from .collect.assembling import assembled, paced
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
-    from .collect.in_place import GroupReplayBuffer, QueuedGroups
     from .collect.informing import informative
     from .collect.lockstep import on_every_rank
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
-    from .collect.queue_sampler import group_sampler, group_tags
-    from .collect.queues import RolloutQueue, StepQueue
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs
-    from .collect.trainer_hook import PipelineHook
-    from .decision import Decider, Decision, RowAdvantages, advantages_of, decide
     from .load import ConfigError, build_pipeline, load_pipeline
     from .pipeline import Pipeline
-    from .report import ReportFolder, StepReport, log_report, make_report, page_data, write_dump, write_page
+    from .queues.in_place import GroupReplayBuffer, QueuedGroups
+    from .queues.queue_sampler import group_sampler, group_tags
+    from .queues.queues import RolloutQueue, StepQueue
     from .run import Run
     from .stage import StageError
-    from .train import OptimiserRecord, RepeatSampler, TokenGRPOLoss, optimise, total_loss
+    from .tools.decide.decision import Decider, Decision, RowAdvantages, advantages_of, decide
+    from .tools.report.dump import write_dump
+    from .tools.report.folder import ReportFolder
+    from .tools.report.html import write_page
+    from .tools.report.loggers import log_report
+    from .tools.report.page_contents import page_data
+    from .tools.report.step import StepReport, make_report
+    from .tools.xray.causal_lm import table_as_causal_lm
+    from .tools.xray.measure import XRay, xray
+    from .tools.xray.of_trl import trl_step
+    from .tools.xray.page import xray_page
+    from .tools.xray.token_table import TokenTable, kl_weights, token_weights
+    from .tools.xray.unique_pairs import xray_batch
+    from .train.optimiser_record import OptimiserRecord
+    from .train.optimiser_steps import optimise, total_loss
+    from .train.sampler import RepeatSampler
+    from .train.token_loss import TokenGRPOLoss
+    from .train.trainer_hook import PipelineHook
 
 __all__ = [
     "AssembleOnWrite",

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from tensordict import NestedKey
 
-from headrace.transforms.entry import label_key
-from headrace.transforms.options import nested_key
-from headrace.transforms.rows import stage_parts
-from headrace.transforms.schema import REWARD
-from headrace.transforms.table import TokenCount
+from headrace.transforms.table import TokenCount, label_key, stage_parts
+from headrace.transforms.table.options import nested_key
+from headrace.transforms.table.schema import REWARD
+
+__all__ = ["OF_TOKENS", "TEXTS", "keys_of_stages", "weights_of_stages"]
 
 # Keys of the values that a report shows. A report reads the first key that the batch has.
 KEYS: dict[str, tuple[NestedKey, ...]] = {

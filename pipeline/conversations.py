@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.transforms.tensordicts import listed
+from headrace.transforms.table.tensordicts import listed
+
+__all__ = ["labels_of_ids", "message_lines", "strings"]
 
 
 def message_lines(messages: Any) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.transforms.errors import BatchError, ErrorNames
+from headrace.transforms.table import BatchError, ErrorNames
+
+__all__ = ["CommandNames", "text_with_overrides"]
 
 
 class CommandNames(ErrorNames):

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 
-from headrace.transforms.empty import Empty
-from headrace.transforms.errors import BatchError, ProcessedTwiceError
-from headrace.transforms.schema import PROCESSED, has_key
+from headrace.transforms.table import BatchError, ProcessedTwiceError
+from headrace.transforms.table.empty import Empty
+from headrace.transforms.table.schema import PROCESSED, has_key
 
 from .order import index_of_split
+
+__all__ = ["before_the_split", "part_of"]
 
 Half = Literal["first", "second"]
 

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.transforms.fates import TRAINED
+from headrace.transforms.table.fates import TRAINED
 
 from .conversations import labels_of_ids
+
+__all__ = ["Ledger"]
 
 
 @dataclass(eq=False, repr=False)
@@ -62,7 +64,7 @@ class Ledger:
 
     def _repr_html_(self) -> str:
         ids = {unit: column.numpy() for unit, column in self.ids.items()}
-        return import_module("headrace.pipeline.report.notebook").ledger_html(
+        return import_module("headrace.pipeline.tools.report.notebook").ledger_html(
             self.reason.numpy(), self.names, self.actions, ids
         )
 

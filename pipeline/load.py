@@ -12,20 +12,27 @@ from omegaconf.errors import OmegaConfBaseException
 from tensordict import NestedKey
 from typing_extensions import Unpack
 
-from headrace.transforms.advantage.baselines import Baseline, Scale
-from headrace.transforms.collapse import Reduction
-from headrace.transforms.columns import COLUMNS
-from headrace.transforms.empty import Empty
-from headrace.transforms.gate import OnIncomplete
-from headrace.transforms.process_group import SharedIds
-from headrace.transforms.rewards import Missing
-from headrace.transforms.weight import Mean
+from headrace.transforms.stages import Mean, OnIncomplete, Reduction
+from headrace.transforms.stages.advantage import Baseline, Scale
+from headrace.transforms.table import COLUMNS, Missing, SharedIds
+from headrace.transforms.table.empty import Empty
 
-from .composing import ConfigError, compose_config, explain_composition, for_hydra
+from .composing.compose import ConfigError, compose_config, explain_composition, for_hydra
 from .composing.nodes import as_typed, build_node, name_parts, resolved
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
 from .wording import suggest
+
+__all__ = [
+    "KEYWORDS",
+    "ConfigError",
+    "PipelineOptions",
+    "build_pipeline",
+    "load_pipeline",
+    "objects_in",
+    "settings_of",
+    "shows_options",
+]
 
 log = logging.getLogger(__name__)
 

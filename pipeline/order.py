@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from headrace.pipeline.wording import suggest
-from headrace.transforms.columns import COLUMNS
-from headrace.transforms.options import nested_key
-from headrace.transforms.rows import column_keys, stage_parts
-from headrace.transforms.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
+from headrace.transforms.table import COLUMNS, column_keys, stage_parts
+from headrace.transforms.table.options import nested_key
+from headrace.transforms.table.schema import COUNTED, IN_LOSS, MINIBATCH, REWARD
+
+from .wording import suggest
+
+__all__ = ["index_of_split"]
 
 
 def arrange(stages: Mapping[str, Any], order: Sequence[str] | None) -> dict[str, Any]:

@@ -17,20 +17,35 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from headrace.transforms.alone import connect
-from headrace.transforms.columns import COLUMNS, OF_TOKENS, REFERENCE, ColumnNames
-from headrace.transforms.empty import Empty, take_empty_out
-from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.errors import BatchError, OtherRankError, listing
-from headrace.transforms.masking import Tokens
-from headrace.transforms.options import nested_key
-from headrace.transforms.process_group import RankOptions, SharedIds
-from headrace.transforms.rows import Rows, column_keys, few, stage_parts
-from headrace.transforms.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
-from headrace.transforms.split.stage import ShuffleSplit
-from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import AHEAD, Late, Table, TokenCount, Written
-from headrace.transforms.tensordicts import column_of, describe_columns, device_of, without_rows
+from headrace.transforms.split import ShuffleSplit
+from headrace.transforms.table import (
+    AHEAD,
+    COLUMNS,
+    OF_TOKENS,
+    BatchError,
+    BatchTransform,
+    ColumnNames,
+    OtherRankError,
+    Rows,
+    SharedIds,
+    Table,
+    TokenCount,
+    column_keys,
+    enter_rows,
+    few,
+    labels_in_errors,
+    listing,
+    stage_parts,
+)
+from headrace.transforms.table.alone import connect
+from headrace.transforms.table.columns import REFERENCE
+from headrace.transforms.table.empty import Empty, take_empty_out
+from headrace.transforms.table.masking import Tokens
+from headrace.transforms.table.options import nested_key
+from headrace.transforms.table.process_group import RankOptions
+from headrace.transforms.table.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
+from headrace.transforms.table.table import Late, Written
+from headrace.transforms.table.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
 from .halves import Half, check_half, check_place, make_halves
@@ -38,6 +53,8 @@ from .order import arrange, check_column_names, check_order, index_of_split
 from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
 from .stage import StageError, as_module
 from .wording import printable
+
+__all__ = ["Pipeline"]
 
 log = logging.getLogger(__name__.rpartition(".")[0])
 
@@ -66,7 +83,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
     Args:
         stages: transforms or callables from batch to batch, by name. A stage that is None is skipped.
         order: names of all stages in the order of execution. None: the order of `stages`.
-        columns: other names of columns, by role (:data:`headrace.transforms.columns.COLUMNS`). A recipe
+        columns: other names of columns, by role (:data:`headrace.transforms.table.columns.COLUMNS`). A recipe
             passes them to its stages. Stages that you construct yourself need them as ``<role>_key``.
         report_keys: other names of the columns that the report shows: ``reward``, ``status``,
             ``policy_version``, ``expected_rollouts``, ``advantage``, ``loss_weight``, ``prompt`` and
@@ -191,7 +208,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         return "\n".join(["Pipeline", *lines])
 
     def _repr_html_(self) -> str:
-        return import_module("headrace.pipeline.report.notebook").pipeline_html(self)
+        return import_module("headrace.pipeline.tools.report.notebook").pipeline_html(self)
 
     def halves(self) -> tuple[Pipeline, Pipeline]:
         """Split the pipeline for a replay buffer: one half for writing, one for sampling.

@@ -10,10 +10,10 @@ PACKAGES = ("adapters", "conf", "pipeline", "transforms")
 # Where names are that somebody may look for in `headrace`.
 INNER = (
     "adapters",
-    "pipeline.certify",
-    "pipeline.report",
     "pipeline.reverse",
-    "pipeline.sources",
+    "pipeline.tools.certify",
+    "pipeline.tools.dumps.readers",
+    "pipeline.tools.report",
     "pipeline.train",
 )
 OF_OTHERS = {

@@ -14,14 +14,16 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from headrace.transforms.fates import TRAINED
-from headrace.transforms.rows import Rows
-from headrace.transforms.table import Lacking, TokenCount
-from headrace.transforms.tensordicts import column_of, fill_out_of_loss, flat_rows, shallow_copy
+from headrace.transforms.table import Rows, TokenCount
+from headrace.transforms.table.fates import TRAINED
+from headrace.transforms.table.table import Lacking
+from headrace.transforms.table.tensordicts import column_of, fill_out_of_loss, flat_rows, shallow_copy
 
 from .account_keys import OF_TOKENS, TEXTS, Keys
 from .conversations import strings
 from .ledger import Ledger
+
+__all__ = ["LastRun", "Run"]
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +203,7 @@ class Run:
             decode: function from a list of token ids to one string for each id. None: no texts of tokens.
         """
         options = {"step": step, "console": console, "solved": solved, "batch": batch, "decode": decode}
-        return import_module("headrace.pipeline.report").print_report(self, **options)
+        return import_module("headrace.pipeline.tools.report").print_report(self, **options)
 
     def __repr__(self) -> str:
         return f"Run({self.ledger})"
@@ -332,7 +334,7 @@ class LastRun:
         Raises:
             RuntimeError: before the first batch, and after a refused batch.
         """
-        return import_module("headrace.pipeline.report").print_report(self, **options)
+        return import_module("headrace.pipeline.tools.report").print_report(self, **options)
 
 
 class _PerThread:

@@ -8,7 +8,9 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
-from headrace.transforms.stage import BatchTransform
+from headrace.transforms.table import BatchTransform
+
+__all__ = ["StageError"]
 
 
 class StageError(RuntimeError):

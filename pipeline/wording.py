@@ -6,6 +6,17 @@ import difflib
 import unicodedata
 from collections.abc import Iterable, Sequence
 
+__all__ = [
+    "beginning",
+    "closest",
+    "printable",
+    "shown_count",
+    "shown_loss",
+    "shown_range",
+    "shown_reason",
+    "suggest",
+]
+
 
 def printable(text: str, *, keep: str = "") -> str:
     r"""Return the text with escapes such as ``\x1b`` for characters that a terminal would act on.

@@ -220,13 +220,13 @@ def look(driver: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """Ray on this machine; its processes find the modules of this folder and the examples."""
+    """Ray on this machine; its processes find the modules of the tests and the examples."""
     ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    tests = Path(__file__).parent
-    examples = str(tests.parent / "examples")
+    tests = sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
+    examples = str(Path(__file__).parents[1] / "examples")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(examples)
-        there = [str(tests), examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        there = [*tests, examples, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, there)))
         patch.setenv("RAY_worker_niceness", "0")  # or its processes get what the other tests leave
         if hasattr(os, "pidfd_open"):

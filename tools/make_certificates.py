@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from headrace.pipeline.certify import Certificate, certify_recipe
-from headrace.pipeline.composing import compose_config, recipes
-from headrace.pipeline.tasks.certify import small_tasks
-from headrace.pipeline.valid_json import json_text
+from headrace.pipeline.composing.compose import compose_config, recipes
+from headrace.pipeline.tools.certify import Certificate, certify_recipe
+from headrace.pipeline.tools.certify.certify_task import small_tasks
+from headrace.pipeline.tools.report import json_text
 
 PAGE = Path(__file__).parent.parent / "docs" / "certificates.json"
 

@@ -2,7 +2,7 @@
 
 python tools/make_faults.py  # takes two minutes, with the extra `ray`
 
-The cells are those of tests/troubles.py, which tests/test_fault_table.py tries.
+The cells are those of tests/support/troubles.py, which tests/collect/test_fault_table.py tries.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    folders = [str(ROOT / name) for name in ("src", "tests", "examples")]
+    folders = [str(ROOT / name) for name in ("src", "tests/support", "examples")]
     sys.path[:0] = folders
     # Ray's processes and others look there, too.
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])

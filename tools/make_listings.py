@@ -36,8 +36,9 @@ def files() -> dict[Path, str]:
         if f'"{name}"' not in text:
             module = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
             text = text.replace(
-                "__all__ = [", f'from .{module} import {name}\n\n__all__ = [\n    "{name}",', 1
+                "\nif TYPE_CHECKING:\n", f"\nif TYPE_CHECKING:\n    from .{module} import {name}\n"
             )
+            text = text.replace("__all__ = [", f'__all__ = [\n    "{name}",', 1)
     return {} if text == before else {listing: tidy(text)}
 
 
@@ -50,20 +51,14 @@ def write(listings: dict[Path, str]) -> None:
     before = {path: path.read_text() for path in listings}
     for path, text in listings.items():
         path.write_text(text)
-    run = subprocess.run(
-        [sys.executable, "-c", "import headrace.transforms"], capture_output=True, text=True, cwd=ROOT
-    )
+    every = "import headrace.transforms as all; [getattr(all, name) for name in all.__all__]"
+    run = subprocess.run([sys.executable, "-c", every], capture_output=True, text=True, cwd=ROOT)
     if run.returncode == 0:
         return
     for path, text in before.items():
         path.write_text(text)
     where = re.findall(r'File ".*/(transforms/.*\.py)"', run.stderr)
     found = f"{where[-1] if where else 'transforms'}: {run.stderr.strip().splitlines()[-1]}"
-    if "partially initialized module 'headrace.transforms" in found:
-        found = (
-            f"{where[-1]} imports from headrace.transforms, which imports it: write `from .stage import "
-            "BatchTransform`, or in a folder `from headrace.transforms.stage import BatchTransform`"
-        )
     sys.exit(f"{found}. Nothing was written")
 
 

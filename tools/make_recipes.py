@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from headrace.pipeline import ConfigError, Pipeline, load_pipeline
-from headrace.pipeline.composing import recipes
+from headrace.pipeline.composing.compose import recipes
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "recipes.md"
@@ -45,8 +45,8 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 
 | column | meaning |
 |---|---|
-| baseline, scale | options of the stage `advantage`; [equations](../transforms/advantage/group_relative.py) |
-| mean of the loss | the option `weight.unit`; [equations](../transforms/weight.py) |
+| baseline, scale | options of `advantage`; [equations](../transforms/stages/advantage/group_relative.py) |
+| mean of the loss | the option `weight.unit`; [equations](../transforms/stages/weight.py) |
 | further stages | stages in addition to `gate`, `collapse`, `advantage`, `split` and `weight` |
 | other options | options of the advantage that differ from the usual ones |
 

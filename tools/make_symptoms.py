@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.pipeline.report import Symptom, symptoms
+from headrace.pipeline.tools.report import Symptom, symptoms
 
 PAGE = Path(__file__).parent.parent / "docs" / "symptoms.md"
 HEAD = """# From symptom to stage

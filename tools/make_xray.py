@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from headrace.pipeline.valid_json import json_text
+from headrace.pipeline.tools.report import json_text
 from headrace.pipeline.wording import shown_range
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -28,9 +28,10 @@ WORDS = {
 
 def measured(names: list[str]) -> dict[str, Any]:
     """What `headrace task=xray` writes of these trainers, or of all that are installed; others are kept."""
-    from headrace.pipeline.composing import compose_config
-    from headrace.pipeline.installed import version_of
-    from headrace.pipeline.tasks.measure_trainer import TRAINERS, measure_trainer
+    from headrace.pipeline.collect import version_of
+    from headrace.pipeline.composing.compose import compose_config
+    from headrace.pipeline.tools.xray import measure_trainer
+    from headrace.pipeline.tools.xray.xray_task import TRAINERS
 
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     found = {}

@@ -1,63 +1,85 @@
 """Transforms between collection and loss. Each stage is one file or folder, with its function and class."""
 
-from . import schema
-from .advantage.by_prefix import TreeAdvantage, tree_advantage
-from .advantage.by_token import TokenAdvantage, token_advantage
-from .advantage.by_turn import TurnAdvantage, turn_advantage
-from .advantage.factors import DifficultyWeight, SignFactors, difficulty_weight
-from .advantage.group_relative import GroupRelativeAdvantage, group_relative_advantage
-from .advantage.peers import CombineIds, combine_ids
-from .advantage.running import RunningBaseline
-from .advantage.states import StateAdvantage, state_groups
-from .advantage.token_terms import (
-    DirectedWeight,
-    EntropyShare,
-    LogRatio,
-    StalenessWeight,
-    TokenTerm,
-    TopShare,
-    directed_weight,
-    share_at_place,
-    staleness_weight,
-    top_share,
-)
-from .advantage.turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
-from .advantage.whitening import BatchWhitening, whiten
-from .assembler import GroupAssembler, StalledError
-from .collapse import Collapsed, FanOutCollapse, collapse_fan_out
-from .correction.diverged import Diverged, divergence
-from .correction.importance import importance_weight
-from .correction.stage import RolloutCorrection
-from .correction.token_filter import TokenFilter
-from .errors import BatchError, IncompleteGroupsError, MissingKeyError, ProcessedTwiceError, StreamWarning
-from .filter.criteria import Criterion, Finite, Fresh, LengthWithin, NotTruncated, RewardsVary, RewardWithin
-from .filter.group_criteria import BestOf, GroupMeanWithin
-from .filter.stage import SampleFilter
-from .gate import CompletenessGate, IncompleteGroups, incomplete_groups
-from .ids import Ids, number_labels
-from .rows import Rows
-from .schema import Status
-from .sequences.dense import DenseRows
-from .sequences.merge import MergeTurns, merge_turns
-from .sequences.packing import pack, unpack, unpack_tokens
-from .sequences.prefix_tree import logits_of_tokens, tree_log_probs, tree_mask, tree_mask_mod
-from .sequences.score import ScoreRows
-from .shaping import (
-    LengthPenalty,
-    OverlongPunishment,
-    RelativeLength,
-    RewardScale,
-    length_penalty,
-    overlong_punishment,
-    relative_length,
-)
-from .split.gather import split_microbatches, split_minibatches
-from .split.plan import Plan, assign_rows
-from .split.shuffle import Cut, shuffle_split
-from .split.stage import ShuffleSplit
-from .stage import BatchTransform
-from .tensordicts import take_rows
-from .weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .split.gather import split_microbatches, split_minibatches
+    from .split.plan import Plan, assign_rows
+    from .split.shuffle import Cut, shuffle_split
+    from .split.stage import ShuffleSplit
+    from .stages.advantage.by_token import TokenAdvantage, token_advantage
+    from .stages.advantage.by_turn import TurnAdvantage, turn_advantage
+    from .stages.advantage.factors import DifficultyWeight, SignFactors, difficulty_weight
+    from .stages.advantage.group_relative import GroupRelativeAdvantage, group_relative_advantage
+    from .stages.advantage.peers import CombineIds, combine_ids
+    from .stages.advantage.running import RunningBaseline
+    from .stages.advantage.states import StateAdvantage, state_groups
+    from .stages.advantage.token_terms import (
+        DirectedWeight,
+        EntropyShare,
+        LogRatio,
+        StalenessWeight,
+        TokenTerm,
+        TopShare,
+        directed_weight,
+        share_at_place,
+        staleness_weight,
+        top_share,
+    )
+    from .stages.advantage.turns import RewardsToGo, TurnDiscount, rewards_to_go, turns_to_go
+    from .stages.advantage.whitening import BatchWhitening, whiten
+    from .stages.collapse import Collapsed, FanOutCollapse, collapse_fan_out
+    from .stages.correction.diverged import Diverged, divergence
+    from .stages.correction.importance import importance_weight
+    from .stages.correction.stage import RolloutCorrection
+    from .stages.correction.token_filter import TokenFilter
+    from .stages.filter.criteria import (
+        Criterion,
+        Finite,
+        Fresh,
+        LengthWithin,
+        NotTruncated,
+        RewardsVary,
+        RewardWithin,
+    )
+    from .stages.filter.group_criteria import BestOf, GroupMeanWithin
+    from .stages.filter.stage import SampleFilter
+    from .stages.gate import CompletenessGate, IncompleteGroups, incomplete_groups
+    from .stages.sequences.dense import DenseRows
+    from .stages.sequences.merge import MergeTurns, merge_turns
+    from .stages.sequences.packing import pack, unpack, unpack_tokens
+    from .stages.sequences.score import ScoreRows
+    from .stages.shaping import (
+        LengthPenalty,
+        OverlongPunishment,
+        RelativeLength,
+        RewardScale,
+        length_penalty,
+        overlong_punishment,
+        relative_length,
+    )
+    from .stages.weight import LossWeight, Weighed, loss_weight, turn_weight, weighted_loss
+    from .streams.assembler import GroupAssembler
+    from .streams.limits import StalledError
+    from .table import schema
+    from .table.errors import (
+        BatchError,
+        IncompleteGroupsError,
+        MissingKeyError,
+        ProcessedTwiceError,
+        StreamWarning,
+    )
+    from .table.ids import Ids, number_labels
+    from .table.rows import Rows
+    from .table.schema import Status
+    from .table.stage import BatchTransform
+    from .table.tensordicts import take_rows
+    from .trees.by_prefix import TreeAdvantage, tree_advantage
+    from .trees.prefix_tree import logits_of_tokens, tree_log_probs, tree_mask, tree_mask_mod
 
 __all__ = [
     "BatchError",
@@ -158,3 +180,5 @@ __all__ = [
     "weighted_loss",
     "whiten",
 ]
+
+__getattr__, __dir__ = lazy(__name__, __all__)

@@ -64,7 +64,7 @@ Special settings:
   default it groups by the text of the prompt. Then the case
   [a prompt drawn twice](field-bugs/prompt-drawn-twice.md) is wrong.
 - **headrace** computes its weights once for the whole step, so micro-batches and ranks do not change them.
-  `tests/test_xray_recipes.py` also measures the gradient, in micro-batches and in two processes.
+  `tests/tools/xray/test_xray_recipes.py` also measures the gradient, in micro-batches and in two processes.
 
 To run it again, with access to a package index:
 

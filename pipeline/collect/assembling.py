@@ -17,8 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
-from headrace.transforms.errors import listing
-from headrace.transforms.options import above_zero, takes_options
+from headrace.transforms.table import listing
+from headrace.transforms.table.options import above_zero, takes_options
 
 from .reading import END, Reader
 from .workers import WorkerWatch

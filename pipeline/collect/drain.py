@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from headrace.transforms import BatchError, StalledError
-from headrace.transforms.options import above_zero, takes_options
+from headrace.transforms.table.options import above_zero, takes_options
 
 COUNTER = 2**32  # a buffer counts its writes in 32 bits, so the count wraps around
 

@@ -10,12 +10,9 @@ from torch import Tensor
 from torchrl.data.replay_buffers import ConsumingSampler, Sampler, SampleUnit, StalenessAwareSampler, Storage
 
 from headrace.transforms import BatchError, CompletenessGate
-from headrace.transforms.entry import enter_rows
-from headrace.transforms.errors import who_stamps
-from headrace.transforms.ids import Ids, as_ids, first_row
-from headrace.transforms.options import at_least, describe_options, takes_options
-from headrace.transforms.rows import Rows, few
-from headrace.transforms.schema import STATUS_KEYS, has_key, read_column
+from headrace.transforms.table import Ids, Rows, as_ids, enter_rows, few, first_row, who_stamps
+from headrace.transforms.table.options import at_least, describe_options, takes_options
+from headrace.transforms.table.schema import STATUS_KEYS, has_key, read_column
 
 Anchors = Literal["any", "first"]
 

@@ -18,14 +18,11 @@ from headrace.transforms import (
     SampleFilter,
     StalledError,
 )
-from headrace.transforms.assembler.pieces import check_kinds, kinds_of
-from headrace.transforms.assembler.stream import Intervals
-from headrace.transforms.entry import enter_rows
-from headrace.transforms.errors import listing
-from headrace.transforms.ids import as_ids
-from headrace.transforms.options import at_least, nested_key, takes_options
-from headrace.transforms.schema import IN_LOSS, ROW, has_key, read_column
-from headrace.transforms.tensordicts import (
+from headrace.transforms.streams import Intervals, check_kinds, kinds_of
+from headrace.transforms.table import as_ids, enter_rows, listing
+from headrace.transforms.table.options import at_least, nested_key, takes_options
+from headrace.transforms.table.schema import IN_LOSS, ROW, has_key, read_column
+from headrace.transforms.table.tensordicts import (
     device_of,
     from_plain,
     join_rows,

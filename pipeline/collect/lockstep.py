@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.transforms.distributed import Ranks
-from headrace.transforms.options import takes_options
-from headrace.transforms.process_group import resolve_group
+from headrace.transforms.ranks import Ranks
+from headrace.transforms.table import resolve_group
+from headrace.transforms.table.options import takes_options
 
 
 @takes_options

@@ -13,23 +13,23 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
-from headrace.pipeline.installed import import_extra
 from headrace.transforms import GroupAssembler, StalledError, StreamWarning
-from headrace.transforms.assembler.arriving import columns_to_send
-from headrace.transforms.assembler.pieces import (
+from headrace.transforms.streams import (
     Kinds,
     RowPiece,
+    columns_to_send,
     gather,
     joined_plain,
     kinds_of,
     narrowed,
 )
-from headrace.transforms.entry import enter_rows, labels_in_errors
-from headrace.transforms.options import at_least, takes_options
-from headrace.transforms.schema import ORIGIN, has_key
-from headrace.transforms.tensordicts import device_of, from_plain, number_column, take_rows, to_plain
+from headrace.transforms.table import enter_rows, labels_in_errors
+from headrace.transforms.table.options import at_least, takes_options
+from headrace.transforms.table.schema import ORIGIN, has_key
+from headrace.transforms.table.tensordicts import device_of, from_plain, number_column, take_rows, to_plain
 
 from .assembling import Leftovers, check_patience, rest_of
+from .installed import import_extra
 from .thin_rows import pack_thin, unpack_thin
 from .workers import WorkerWatch
 

@@ -14,14 +14,14 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 from torchrl.envs.transforms.transforms import _InvertTransform
 
-from headrace.pipeline.installed import import_extra
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import GroupAssembler
-from headrace.transforms.tensordicts import join_rows
+from headrace.transforms.table.tensordicts import join_rows
 
 from .assembling import check_patience
+from .installed import import_extra
 from .workers import WorkerWatch
 
 COPY = "a copy of it in a worker process"

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Compose, Transform
 
-from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.options import at_least, describe_options, nested_key, takes_options
-from headrace.transforms.schema import ORIGIN, Origin, require
+from headrace.transforms.table import BatchError, listing
+from headrace.transforms.table.options import at_least, describe_options, nested_key, takes_options
+from headrace.transforms.table.schema import ORIGIN, Origin, require
 
 PROMPTS: tuple[NestedKey, ...] = (
     "query",

@@ -13,10 +13,10 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms import GroupAssembler
-from headrace.transforms.assembler.pieces import narrowed
-from headrace.transforms.schema import EXPECTED_SEGMENTS, INIT, ORIGIN, STATUS_KEYS
+from headrace.transforms.streams import narrowed
 from headrace.transforms.table import AHEAD, TokenCount
-from headrace.transforms.tensordicts import count_in_loss, number_column, number_of, write_column
+from headrace.transforms.table.schema import EXPECTED_SEGMENTS, INIT, ORIGIN, STATUS_KEYS
+from headrace.transforms.table.tensordicts import count_in_loss, number_column, number_of, write_column
 
 ASSEMBLED = (INIT, EXPECTED_SEGMENTS, ORIGIN, *STATUS_KEYS)
 """Columns with fixed names that an assembler reads if they exist."""

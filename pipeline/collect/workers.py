@@ -9,7 +9,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from headrace.transforms.schema import ORIGIN, Origin, has_key
+from headrace.transforms.table.schema import ORIGIN, Origin, has_key
 
 TIMES = 3  # times that another worker must have sent rows before a worker counts as silent
 FACTOR = 10  # a pause may be this many times as long as the longest one before

@@ -22,6 +22,18 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from headrace.pipeline.wording import closest, suggest
 
+__all__ = [
+    "TASKS",
+    "ConfigError",
+    "compose_config",
+    "explain_composition",
+    "for_hydra",
+    "leaves",
+    "options_meant",
+    "recipes",
+    "refuse_parts_of_no_stage",
+]
+
 TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
 GROUPS = ("pipeline", "experiment", "task", "report", "rows", "xray")  # Hydra groups, which choose a file
 ABSENT = object()

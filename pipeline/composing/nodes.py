@@ -18,9 +18,11 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from headrace.pipeline.wording import suggest
-from headrace.transforms.options import annotations_of, described, fits, is_default
+from headrace.transforms.table.options import annotations_of, described, fits, is_default
 
 from .compose import ConfigError
+
+__all__ = ["YAML", "as_typed", "build_node", "misfit", "name_parts", "resolved"]
 
 OF_SIBLINGS = re.compile(r"\$\{(\.+)([\w.]+)\}")  # such as ${...columns.reward}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from headrace.pipeline.train.sampler import RepeatSampler
+from headrace.pipeline.train import RepeatSampler
 from headrace.transforms import Status
 
 from . import digits

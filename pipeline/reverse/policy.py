@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.modules.distributions import LLMMaskedCategorical
 
 from headrace.transforms import logits_of_tokens, tree_mask
-from headrace.transforms.options import at_least
+from headrace.transforms.table.options import at_least
 
 from .digits import END, PAD, PROMPT_LENGTH, RESPONSE_LENGTH, VOCABULARY, token_texts
 

@@ -1,20 +1,26 @@
-"""Training: the task ``train``, its prompt sampler, optimiser steps and losses."""
+"""Training: a prompt sampler, optimiser steps, losses, and the hook of TorchRL's trainers."""
 
-from .display import TrainingDisplay, history_table
-from .job import TrainingInterrupted, train
-from .optimiser_record import OptimiserRecord
-from .optimiser_steps import optimise, total_loss
-from .sampler import RepeatSampler
-from .token_loss import TokenGRPOLoss
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .optimiser_record import OptimiserRecord
+    from .optimiser_steps import Packed, optimise, total_loss
+    from .sampler import RepeatSampler
+    from .token_loss import TokenGRPOLoss
+    from .trainer_hook import PipelineHook
 
 __all__ = [
     "OptimiserRecord",
+    "Packed",
+    "PipelineHook",
     "RepeatSampler",
     "TokenGRPOLoss",
-    "TrainingDisplay",
-    "TrainingInterrupted",
-    "history_table",
     "optimise",
     "total_loss",
-    "train",
 ]
+
+__getattr__, __dir__ = lazy(__name__, __all__)

@@ -14,11 +14,11 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from headrace.transforms import BatchError, pack, split_microbatches, weighted_loss
-from headrace.transforms.options import above_zero, nested_key, takes_options
-from headrace.transforms.process_group import resolve_group
-from headrace.transforms.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
-from headrace.transforms.tensordicts import device_of
-from headrace.transforms.tokens import loss_tokens
+from headrace.transforms.table import resolve_group
+from headrace.transforms.table.options import above_zero, nested_key, takes_options
+from headrace.transforms.table.schema import MICROBATCH, RANK, ROW, STEP_WEIGHT, has_key
+from headrace.transforms.table.tensordicts import device_of
+from headrace.transforms.table.tokens import loss_tokens
 
 from .optimiser_record import OptimiserRecord
 

@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import Sampler
 
-from headrace.pipeline.collect.stamping import stamp_ids
-from headrace.transforms.options import describe_options, takes_options
-from headrace.transforms.split.shuffle import stream_seed
+from headrace.pipeline.collect import stamp_ids
+from headrace.transforms.split import stream_seed
+from headrace.transforms.table.options import describe_options, takes_options
 
 
 @takes_options

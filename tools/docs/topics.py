@@ -13,9 +13,9 @@ from typing import Any
 LISTINGS = (
     "headrace.transforms",
     "headrace.pipeline",
-    "headrace.pipeline.report",
-    "headrace.pipeline.sources",
-    "headrace.pipeline.certify",
+    "headrace.pipeline.tools.report",
+    "headrace.pipeline.tools.dumps.readers",
+    "headrace.pipeline.tools.certify",
 )
 
 SHOWN = (  # in this order

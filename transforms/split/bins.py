@@ -18,9 +18,8 @@ from heapq import heapify, heappop, heappush, heapreplace, nsmallest
 import torch
 from torch import Tensor
 
-from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.ids import stable_order
-from headrace.transforms.options import at_least, takes_options
+from headrace.transforms.table import BatchError, listing, stable_order
+from headrace.transforms.table.options import at_least, takes_options
 
 Bins = list[list[int]]
 CLOSE = 5e-4  # accepted imbalance, as a share of the mean; less does not change the time of a step

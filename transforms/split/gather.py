@@ -17,9 +17,10 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from headrace.transforms.errors import BatchError, ColumnFact, listing
-from headrace.transforms.masking import Tokens
-from headrace.transforms.schema import (
+from headrace.transforms.table import BatchError, Table, listing
+from headrace.transforms.table.errors import ColumnFact
+from headrace.transforms.table.masking import Tokens
+from headrace.transforms.table.schema import (
     IN_LOSS,
     MASKS,
     MICROBATCH,
@@ -32,8 +33,8 @@ from headrace.transforms.schema import (
     key_names,
     read_written,
 )
-from headrace.transforms.table import Late, Table
-from headrace.transforms.tensordicts import (
+from headrace.transforms.table.table import Late
+from headrace.transforms.table.tensordicts import (
     any_row_has,
     as_data,
     column_of,
@@ -48,7 +49,7 @@ from headrace.transforms.tensordicts import (
     take_rows,
     write_entry,
 )
-from headrace.transforms.tokens import check_mask
+from headrace.transforms.table.tokens import check_mask
 
 from .plan import Plan
 

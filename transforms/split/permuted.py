@@ -9,9 +9,9 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.rows import Rows
-from headrace.transforms.table import Late
-from headrace.transforms.tensordicts import device_of, take_rows
+from headrace.transforms.table import Rows
+from headrace.transforms.table.table import Late
+from headrace.transforms.table.tensordicts import device_of, take_rows
 
 from .gather import Columns, LossColumns, OptimiserSteps, Progress
 from .plan import Plan

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids, stable_order
-from headrace.transforms.options import at_least, takes_options
-from headrace.transforms.process_group import check_one_way
+from headrace.transforms.table import BatchError, Ids, stable_order
+from headrace.transforms.table.options import at_least, takes_options
+from headrace.transforms.table.process_group import check_one_way
 
 from .bins import balance_evenly, balance_within, bins_within
 from .shuffle import Cut, Remainder, check_split, cut_order, stream_seed

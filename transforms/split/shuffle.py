@@ -10,10 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.transforms.errors import BatchError
-from headrace.transforms.ids import Ids, as_ids
-from headrace.transforms.options import at_least, takes_options
-from headrace.transforms.rows import Rows
+from headrace.transforms.table import BatchError, Ids, Rows, as_ids
+from headrace.transforms.table.options import at_least, takes_options
 
 Remainder = Literal["raise", "drop", "uneven", "pad", "carry"]
 TOGETHER = "rows without an id would be treated as one unit"

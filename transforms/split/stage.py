@@ -14,16 +14,19 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from typing_extensions import Unpack
 
-from headrace.transforms.columns import ColumnNames
-from headrace.transforms.entry import labels_in_errors
-from headrace.transforms.errors import BatchError, listing
-from headrace.transforms.fates import Effect
-from headrace.transforms.ids import Ids
-from headrace.transforms.rows import Rows
-from headrace.transforms.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
-from headrace.transforms.stage import BatchTransform
-from headrace.transforms.table import Reduced
-from headrace.transforms.tokens import read_tokens
+from headrace.transforms.table import (
+    BatchError,
+    BatchTransform,
+    ColumnNames,
+    Effect,
+    Ids,
+    Rows,
+    labels_in_errors,
+    listing,
+)
+from headrace.transforms.table.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
+from headrace.transforms.table.table import Reduced
+from headrace.transforms.table.tokens import read_tokens
 
 from .permuted import Permuted
 from .plan import Balance, CutOptions, Plan, PrefixTrees, Tree, draw_plans, measure_plans
@@ -138,7 +141,7 @@ class ShuffleSplit(
         self.ranks, self.rank, self.process_group = ranks, rank, process_group
         self.unit, self.tree, self.shuffle, self.seed = unit, tree, shuffle, seed
         self.options = CutOptions(*(getattr(self, option.name) for option in fields(CutOptions)))
-        self.memory: Any = import_module("headrace.transforms.split.memory").SplitMemory()
+        self.memory: Any = import_module("headrace.transforms.carry").SplitMemory()
         ids = self.rollout_key, self.group_key
         reads = [*unit_keys(unit, *ids), *([self.length_key] if self.options.measures else [])]
         reads += [] if tree == "none" else [*unit_keys(tree, *ids), self.tokens_key]
@@ -287,7 +290,7 @@ class ShuffleSplit(
         mask = read_tokens(table.batch, self.length_key, reader=reader, option="length_key").bool()
         key = on_arrival.key(self.tree)
         ids = torch.arange(len(lengths)) if key is None else on_arrival.integers(self.tree, f"{self.tree}_id")
-        trees = import_module("headrace.transforms.split.trees")
+        trees = import_module("headrace.transforms.trees.forest")
         by_row = trees.prefix_ranks(tokens, mask, ids[table.live])
         by_row = table.measure(Reduced("prefixes", self.tokens_key), by_row)  # of all ranks
         return trees.forest_of(by_row, rows_of_ranks, lengths)

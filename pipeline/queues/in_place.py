@@ -1,0 +1,351 @@
+"""Read the rollouts of other frameworks in TransferQueue, and select groups without moving their rows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from headrace.pipeline.collect import POLL
+from headrace.pipeline.load import load_pipeline
+from headrace.transforms import BatchError, GroupAssembler
+from headrace.transforms.table import as_ids, listing
+from headrace.transforms.table.options import above_zero, at_least, takes_options
+from headrace.transforms.table.schema import DONE, Status
+from headrace.transforms.table.tensordicts import ELSEWHERE, column_of
+
+from .queues import tq
+
+BITS = 16  # low bits of a rollout id, which hold its number in its group
+MISSING = -1  # the row number of a rollout without rows
+
+
+@takes_options
+class QueuedGroups:
+    """Groups that another framework stores in a partition of TransferQueue, as a source like a collector.
+
+    It yields the ids, rewards, ends and policy versions of rows, for groups whose rollouts have finished.
+    Tokens and rows stay in the queue; :meth:`keys_of` returns their keys. A missing rollout of a group
+    becomes a row with status FAILED and without a key.
+
+    ::
+
+        source = QueuedGroups.of("verl", group_size=8)          # conf/queue/verl.yaml, or nemo_rl
+        assembler = GroupAssembler(segment_key="segment", on_failure="keep", min_rollouts=2)
+        for batch in assembled(source, assembler):
+            run = pipeline.run(batch)
+            keys = source.keys_of(batch)
+
+    Args:
+        partition: of the queue.
+        key: a regular expression for the keys of rows. It needs the named groups ``group`` and ``rollout``,
+            the number of the rollout in its group, and ``segment`` if rollouts have several rows. Samples
+            with other keys are ignored.
+        reward: the field with the reward of a row: one number, or one per token, which are added up.
+        version: the tag with the policy version; None: rows have none.
+        prompt: the tag that marks prompts. The key of a prompt is that of its group, and its tag ``status``
+            is the status of the group. None: all rows of a group are put at once.
+        over: the statuses of groups whose rollouts have finished.
+        group_size: rollouts of a group; None: as many as there are.
+
+    Raises:
+        ImportError: the extra `tq` is not installed.
+        ValueError: an option has an invalid value.
+    """
+
+    def __init__(
+        self,
+        partition: str,
+        *,
+        key: str,
+        reward: str,
+        version: str | None = None,
+        prompt: str | None = None,
+        over: Sequence[str] = (),
+        group_size: int | None = None,
+    ):
+        tq()
+        self.partition, self.key, self.reward, self.version = partition, re.compile(key), reward, version
+        if not {"group", "rollout"} <= self.key.groupindex.keys():
+            raise ValueError(f"key needs the groups (?P<group>…) and (?P<rollout>…); got {key!r}")
+        self.prompt, self.over = prompt, tuple(over)
+        self.group_size = at_least("group_size", group_size, 1)
+        self.keys: dict[int, str] = {}
+        """The keys of rows that were read and whose group is still in the queue, by row number."""
+        self.waiting: dict[str, int] = {}
+        """Prompts with unfinished rollouts at the last read, and the versions with which they started."""
+        self.groups: dict[int, tuple[str, range]] = {}
+        """Groups that were read and are still in the queue, by id: name and row numbers."""
+        self._places = 0
+
+    @classmethod
+    def of(cls, framework: str, **changes: Any) -> QueuedGroups:
+        """Read the groups of a framework, with the options of its file in ``conf/queue``.
+
+        Args:
+            framework: ``verl`` or ``nemo_rl``.
+            changes: options that override those of the file.
+
+        Raises:
+            ValueError: there is no such file.
+        """
+        folder = resources.files("headrace.conf") / "queue"
+        known = sorted(each.name.removesuffix(".yaml") for each in folder.iterdir())
+        if framework not in known:
+            raise ValueError(f"framework must be one of {', '.join(known)} (conf/queue); got {framework!r}")
+        from omegaconf import OmegaConf
+
+        options: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{framework}.yaml").read_text()))
+        return cls(**{**options, **changes})
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """Yield new groups, or None after a short wait without new groups. Never ends."""
+        while True:
+            rows = self.read()
+            if rows is None:
+                time.sleep(POLL)
+            yield rows
+
+    def read(self) -> TensorDict | None:
+        """The rows of groups that finished since the last read, TensorDict ``[N]``; None without such groups.
+
+        Raises:
+            BatchError: a row has no reward.
+        """
+        tags = tq().kv_list(self.partition).get(self.partition, {})
+        found: dict[str, dict[int, list[tuple[int, str]]]] = defaultdict(lambda: defaultdict(list))
+        ended: dict[str, int] = {}
+        self.waiting = {}
+        for key, tag in tags.items():
+            if self.prompt is not None and tag.get(self.prompt):
+                where = ended if tag.get("status") in self.over else self.waiting
+                where[key] = int(tag.get(self.version, 0))
+            elif tag and (match := self.key.fullmatch(key)) is not None:  # without a tag, data may be missing
+                segment = int(match["segment"]) if "segment" in self.key.groupindex else 0
+                found[match["group"]][int(match["rollout"])].append((segment, key))
+        names = list(found if self.prompt is None else ended)
+        numbers = dict(zip(names, as_ids(names, "group").tolist(), strict=True)) if names else {}
+        for number in self.groups.keys() - set(numbers.values()):
+            self._forget(number)
+        lines: list[tuple[Any, ...]] = []
+        for name, number in numbers.items():
+            if number in self.groups:
+                continue
+            rollouts, begin = found[name], self._places
+            size = self.group_size or max(len(rollouts), 1)
+            for rollout in range(max(size, *(each + 1 for each in rollouts), 0)):
+                rows = sorted(rollouts.get(rollout, ()))
+                if not rows and len(rollouts) >= size:
+                    continue  # the group has enough rollouts with other numbers
+                own = (number >> BITS << BITS) + rollout  # so that rollouts sort by their number
+                for segment, key in rows:
+                    ends, version = segment == rows[-1][0], int(tags[key].get(self.version, 0))
+                    lines.append((number, own, segment, size, ends, 0, version, self._places))
+                    self.keys[self._places], self._places = key, self._places + 1
+                if not rows:
+                    version, failed = ended.get(name, 0), int(Status.FAILED)
+                    lines.append((number, own, 0, size, True, failed, version, MISSING))
+            self.groups[number] = name, range(begin, self._places)
+        return self._rows(lines) if lines else None
+
+    def _forget(self, group: int) -> tuple[str, list[str]]:
+        """Forget a group. Returns its name and the keys of its rows."""
+        name, places = self.groups.pop(group)
+        return name, [self.keys.pop(place) for place in places]
+
+    def clear(self, groups: Iterable[int], *, rows: bool = True) -> None:
+        """Delete groups from the queue: their prompts, and also their rows.
+
+        Args:
+            groups: ids of groups that were read.
+            rows: False keeps the rows in the queue, to be trained.
+        """
+        gone = [self._forget(group) for group in groups]
+        keys = [key for _, some in gone for key in some] if rows else []
+        keys += [name for name, _ in gone] if self.prompt is not None else []
+        if keys:
+            tq().kv_clear(keys, self.partition)
+
+    def _rows(self, lines: Sequence[tuple[Any, ...]]) -> TensorDict:
+        group, rollout, segment, size, done, status, version, place = map(
+            torch.tensor, zip(*lines, strict=True)
+        )
+        keys = [self.keys[each] for each in place.tolist() if each != MISSING]
+        reward = torch.full((len(lines),), float("nan"))
+        reward[place != MISSING] = self._rewards(keys) if keys else torch.empty(0)
+        rows = {
+            "group_id": group,
+            "rollout_id": rollout,
+            "segment": segment,
+            "expected_rollouts": size,
+            DONE: done,
+            ("next", "status"): status,
+            ("next", "reward"): reward,
+            ELSEWHERE: torch.stack([torch.zeros_like(place), place, torch.zeros_like(place)], 1),
+        }
+        if self.version is not None:
+            rows["next", "policy_version"] = version
+        return TensorDict(rows, batch_size=[len(lines)])
+
+    def _rewards(self, keys: list[str]) -> Tensor:
+        fields = tq().kv_batch_get(keys, self.partition, select_fields=[self.reward])
+        column = column_of(fields, self.reward) if len(fields) == len(keys) else None
+        if column is None:
+            raise BatchError(
+                "every row of partition {partition} needs the field {field} (reward); some of {found} lack "
+                "it. Is the reward computed before rows are sampled?",
+                partition=repr(self.partition),
+                field=repr(self.reward),
+                found=listing(keys),
+            )
+        return torch.stack([row.sum() for row in column.unbind()]).float()
+
+    def keys_of(self, rows: TensorDictBase) -> list[str]:
+        """The keys of yielded rows, in order. Missing rollouts have none."""
+        return [self.keys[place] for place in rows[ELSEWHERE][:, 1].tolist() if place != MISSING]
+
+
+@takes_options
+class GroupReplayBuffer:
+    """A ``trainer.v1.sampler.custom_sampler`` for verl v1 that samples whole groups, by their ids.
+
+    ::
+
+        trainer.v1.sampler.custom_sampler.path=pkg://headrace.pipeline.queues.in_place
+        trainer.v1.sampler.custom_sampler.name=GroupReplayBuffer
+        "+trainer.v1.sampler.sampler_kwargs={group_size: 8, on_failure: keep, min_rollouts: 4}"
+
+    A batch has `batch_size` groups with all their rollouts, in the order in which the groups finished. Three
+    kinds of groups are deleted from the queue, and as many new prompts are requested: groups that failed, by
+    the assembler's options; groups that are too old; and groups of which the recipe trains no row. In the
+    partition ``val`` every group is used with the rollouts that it has.
+
+    Args:
+        trainer_mode: of verl's trainer.
+        trainer_config: configuration of verl's trainer.
+        max_off_policy_threshold: steps that a rollout may span, its own included, ≥ 1.
+        max_off_policy_strategy: ``drop`` groups that span more steps, or ``wait`` for groups that would.
+        sampler_kwargs: options of :class:`GroupAssembler` (``on_failure``, ``min_rollouts``, …);
+            `group_size`; and `recipe`, arguments of :func:`load_pipeline`. The stages of the recipe before
+            its split select groups, without tokens.
+        refill_fn: requests a number of prompts; None: deleted groups are not replaced, and the batch has
+            fewer groups.
+        poll_interval: seconds between two reads of the queue.
+
+    Raises:
+        ImportError: the extra `tq` is not installed.
+        ValueError: as :class:`GroupAssembler`.
+    """
+
+    def __init__(
+        self,
+        trainer_mode: str,
+        trainer_config: Any,
+        max_off_policy_threshold: int,
+        max_off_policy_strategy: Literal["drop", "wait"],
+        sampler_kwargs: Mapping[str, Any],
+        refill_fn: Any = None,
+        poll_interval: float = 2.0,
+    ):
+        self.trainer_mode, self.trainer_config = trainer_mode, trainer_config
+        self.max_off_policy_threshold = at_least("max_off_policy_threshold", max_off_policy_threshold, 1)
+        self.waits = max_off_policy_strategy == "wait"
+        self.refill_fn, self.poll_interval = refill_fn, above_zero("poll_interval", poll_interval)
+        options = dict(sampler_kwargs)
+        self.group_size, recipe = options.pop("group_size", None), options.pop("recipe", None)
+        self.options = {"segment_key": "segment", **options}
+        self.pipeline = None if recipe is None else load_pipeline(*recipe).halves()[0]
+        self.partitions: dict[str, tuple[QueuedGroups, GroupAssembler]] = {}
+        self._of_train()  # raises errors of options here, not in the first step
+
+    def _of_train(self) -> GroupAssembler:
+        options: dict[str, Any] = {} if self.waits else {"max_staleness": self.max_off_policy_threshold - 1}
+        return GroupAssembler(**{**options, **self.options})
+
+    def _partition(self, name: str) -> tuple[QueuedGroups, GroupAssembler]:
+        if name not in self.partitions:
+            size = self.group_size if name != "val" else None
+            every: dict[str, Any] = {"segment_key": "segment", "on_failure": "keep", "min_rollouts": 1}
+            assembler = GroupAssembler(**every) if name == "val" else self._of_train()
+            self.partitions[name] = QueuedGroups.of("verl", partition=name, group_size=size), assembler
+        return self.partitions[name]
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Wait for `batch_size` groups and take them.
+
+        Args:
+            global_steps: the step that is trained.
+            partition_id: ``train`` or ``val``.
+            batch_size: number of groups.
+
+        Returns:
+            - A ``transfer_queue.KVBatchMeta`` with the keys and tags of their rows.
+            - The number of deleted groups by reason, under ``training/…`` or ``validation/…``.
+
+        Raises:
+            BatchError: as :meth:`QueuedGroups.read` and :meth:`GroupAssembler.put`.
+        """
+        (source, assembler), validates = self._partition(partition_id), partition_id == "val"
+        assembler.version = max(assembler.version, global_steps)
+        evicted = {"rollout_failure": 0, "filter_groups": 0}
+        keys: list[str] = []
+        taken = left = 0
+        while True:
+            if (rows := source.read()) is not None:
+                assembler.put(rows)
+            due = self.waits and not validates and self._is_due(source, global_steps)
+            while not due and taken + left < batch_size and (batch := assembler.take(1)) is not None:
+                group = int(batch["group_id"][0])
+                if validates or self.pipeline is None:
+                    kept: TensorDictBase | None = batch
+                else:
+                    kept = self._decided(batch)
+                if kept is None:
+                    source.clear([group])
+                    evicted["filter_groups"] += 1
+                    left += self._refill(1, validates)
+                else:
+                    keys += source.keys_of(kept)
+                    source.clear([group], rows=False)
+                    taken += 1
+            held = set(assembler.state_dict()["state"]["groups"]["group"].tolist())
+            if gone := source.groups.keys() - held:  # the assembler has dropped these groups
+                source.clear(gone)
+                evicted["rollout_failure"] += len(gone)
+                left += self._refill(len(gone), validates)
+            if taken + left >= batch_size:
+                break
+            if rows is None:
+                time.sleep(self.poll_interval)
+        queue = tq()
+        tags = queue.kv_list(partition_id).get(partition_id, {})
+        meta = queue.KVBatchMeta(keys=keys, tags=[dict(tags[key]) for key in keys], partition_id=partition_id)
+        prefix = "validation" if validates else "training"
+        return meta, {f"{prefix}/{why}/evicted_samples": count for why, count in evicted.items() if count}
+
+    def _decided(self, batch: TensorDictBase) -> TensorDictBase | None:
+        """The rows of a group that the recipe trains, or None."""
+        run = self.pipeline.run(batch)  # type: ignore[union-attr]
+        rows = batch[
+            (run.known_rows.table.fates.here & run.known_rows.table.fates.in_loss).nonzero().flatten()
+        ]
+        return rows if len(rows) else None
+
+    def _is_due(self, source: QueuedGroups, global_steps: int) -> bool:
+        """Whether an unfinished group would be too old in the next step."""
+        oldest = min(source.waiting.values(), default=global_steps + 1)
+        return global_steps - oldest + 1 >= self.max_off_policy_threshold
+
+    def _refill(self, groups: int, validates: bool) -> int:
+        """Request prompts for deleted groups. Returns how many groups are not replaced."""
+        if validates or self.refill_fn is None:
+            return groups
+        self.refill_fn(groups)
+        return 0

@@ -1,0 +1,15 @@
+"""``task=audit``: what a dump shows of faults in the run that wrote it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .audit_task import AuditFailed, audit
+    from .logged import LoggedAdvantages
+
+__all__ = ["AuditFailed", "LoggedAdvantages", "audit"]
+
+__getattr__, __dir__ = lazy(__name__, __all__)

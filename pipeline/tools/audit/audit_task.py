@@ -1,0 +1,257 @@
+"""The task ``audit``: check the dump of a finished run against the recipe that trained it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.tools.dumps import DumpSteps, open_configured, print_files, write_files
+from headrace.pipeline.tools.report import FittedColumn, FittedTable, as_html, json_text, plain_page
+from headrace.pipeline.wording import printable
+
+from .audit_checks import CHECKS, NO_ADVANTAGES, AuditedStep, AuditFinding, CheckOutcome, DeclaredRecipe
+from .logged import MOST, LoggedRows, explain_logged
+
+LINES = 8  # findings of a check in the terminal
+ON_PAGE = 500  # findings of a check on the page
+REASONS = 2  # reasons for "not checked" that are printed for a check
+# How a dump of a format gets the advantages of its trainer.
+SAVES = {
+    "slime": "Train with --dump-details, which saves them.",
+    "verl": "verl saves none. In the next run, let headrace compute them: see docs/coming-from/verl.md.",
+}
+SHARE = (
+    "A row's share of a step's gradient is |weight × advantage × tokens| over the sum of all rows. The share "
+    "of a check is the mean over all steps. A check that is not checked has not passed."
+)
+
+
+class AuditFailed(RuntimeError):
+    """With ``audit.strict=true``: the audit has findings, or the recipe refused a step. Exit status 1."""
+
+
+@dataclass
+class CheckResult:
+    """The results of one check over all steps."""
+
+    name: str
+    title: str
+    findings: list[AuditFinding] = field(default_factory=list)
+    lacking: dict[str, int] = field(default_factory=dict)
+    """Reasons why it could not check, and the number of steps of each."""
+    hint: str = ""
+
+    def add(self, outcome: CheckOutcome) -> None:
+        """Add the result of the next step."""
+        self.findings += outcome.findings
+        if outcome.lacking:
+            self.lacking[outcome.lacking] = self.lacking.get(outcome.lacking, 0) + 1
+
+    @property
+    def state(self) -> str:
+        """``found``; else ``not checked`` if a step could not be checked completely; else ``passed``."""
+        return "found" if self.findings else "not checked" if self.lacking else "passed"
+
+    def share(self, steps: int) -> float | None:
+        """The share of rows with findings in the gradient of all steps; None if it is not known."""
+        shares = [each.share for each in self.findings]
+        known = [share for share in shares if share is not None]
+        return sum(known) / max(steps, 1) if len(known) == len(shares) else None
+
+    def plain(self, steps: int) -> dict[str, Any]:
+        """The result as JSON."""
+        found = {
+            "check": self.name,
+            "title": self.title,
+            "state": self.state,
+            "gradient_share": self.share(steps),
+        }
+        findings = [each._asdict() for each in self.findings]
+        return found | {"not_checked": self.lacking, "hint": self.hint, "findings": findings}
+
+
+def audit(
+    config: DictConfig, output: Path, overrides: Sequence[str] = (), console: Console | None = None
+) -> float:
+    """Check every step of a dump against the recipe that trained it; print and write the findings.
+
+    Args:
+        config: composed with ``task=audit``; its ``pipeline`` is the recipe.
+        output: folder for ``config.yaml``, ``audit.json`` and ``report.html``.
+        overrides: of the command line, for the recipe's name.
+        console: where to print; None: standard output.
+
+    Returns:
+        The number of findings.
+
+    Raises:
+        ConfigError: ``source.path`` is missing, or a stage or option is unknown.
+        SourceError: a file cannot be read.
+        AuditFailed: there are findings or refused steps, and ``audit.strict`` is true.
+        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
+    """
+    console = console or Console()
+    declared = DeclaredRecipe(build_pipeline(config.pipeline))
+    size = config.source.group_size or declared.group_size
+    by_prompt = config.source.group_by == "prompt"
+    # A size tells the draws of a prompt apart, as in a replay. Else the source would refuse a group that is
+    # too large, which the audit must report.
+    dispatched = {"source": {"group_size": size if by_prompt else None}}
+    source = open_configured(OmegaConf.merge(config, dispatched))  # type: ignore[arg-type]
+    source.keeps_oversized = True
+    results = {name: CheckResult(name, title) for name, (title, _) in CHECKS.items()}
+    steps, rows, refused, unlike = 0, 0, 0, list[LoggedRows]()
+
+    def checked(number: int, batch: TensorDictBase) -> tuple[TensorDictBase, AuditedStep, list[CheckOutcome]]:
+        how: dict[str, Any] = {"group_size": size, "unsaid": source.unsaid, "by_prompt": by_prompt}
+        step = AuditedStep(number, batch, declared, **how)
+        return batch, step, [check(step) for _, check in CHECKS.values()]
+
+    read = DumpSteps(source, console)
+    for batch, step, outcomes in read.results(checked):
+        refused += step.has_advantages and bool(step.refusal)
+        before = len(results["advantages"].findings)
+        for result, outcome in zip(results.values(), outcomes, strict=True):
+            result.add(outcome)
+        if len(results["advantages"].findings) > before and sum(len(each.logged) for each in unlike) < MOST:
+            unlike += _logged_rows(step, batch)
+        steps, rows = steps + 1, rows + len(batch)
+    if unlike:
+        results["advantages"].hint = explain_logged(unlike)
+    named = [each.partition("=")[2] for each in overrides if each.startswith("pipeline=")]
+    recipe, found = named[-1] if named else "grpo", sum(len(each.findings) for each in results.values())
+    head = {
+        "dump": str(config.source.path),
+        "format": source.format,
+        "pipeline": recipe,
+        "steps": steps,
+        "rows": rows,
+    }
+    notices, failed = read.said, [each._asdict() for each in read.failed]
+    verdict = verdict_of(results, source.format)
+    report = head | {"verdict": verdict, "findings": found, "notices": notices, "failed_steps": failed}
+    report["checks"] = [each.plain(steps) for each in results.values()]
+    title = f"{config.source.path} ({source.format}), {rows:,} rows, steps: {steps:,}, against {recipe}"
+    tables = [_summary(results, steps, title)]
+    files = {"audit.json": json_text(report, indent=1)}
+    if config.report.html:
+        found_by = [_findings(each, ON_PAGE) for each in results.values() if each.findings]
+        said = [verdict, *notices]
+        files["report.html"] = _page(title, said, [*tables, *found_by], _lines_below(results))
+    write_files(config, output, files)
+    console.print(Text(f"\n{verdict}", style="bold"))
+    console.print(*tables, *(_findings(each, LINES) for each in results.values() if each.findings))
+    for line in _lines_below(results):
+        console.print(Text(printable(line)), soft_wrap=True)
+    read.show()
+    print_files(console, output)
+    if config.audit.strict and (found or refused):
+        why = f"the audit has {found:,} finding{'s' * (found != 1)}"
+        why += f", and the recipe refused {refused:,} of {steps:,} steps" * bool(refused)
+        raise AuditFailed(why)
+    read.end()
+    return found
+
+
+def verdict_of(results: Mapping[str, CheckResult], format: str) -> str:
+    """What the audit found, in a sentence; and where no step has advantages, how to get them.
+
+    Args:
+        results: by check.
+        format: of the dump.
+
+    Example:
+        >>> verdict_of({"advantages": CheckResult("advantages", "other advantages")}, "trl")
+        '1 check: 1 passed.'
+    """
+    states = Counter(each.state for each in results.values())
+    said = ", ".join(
+        f"{states[state]} {state}" for state in ("found", "passed", "not checked") if states[state]
+    )
+    said = f"{len(results)} check{'s' * (len(results) > 1)}: {said}."
+    if NO_ADVANTAGES not in results["advantages"].lacking:
+        return said
+    why = "This dump cannot show whether the advantages were right, because it has none."
+    return " ".join(filter(None, [why, SAVES.get(format), said]))
+
+
+def _logged_rows(step: AuditedStep, batch: TensorDictBase) -> list[LoggedRows]:
+    """The rows of a step that have both advantages, if rollouts have a single reward."""
+    reward = batch["next", "reward"].reshape(len(batch), -1)
+    if reward.shape[1] > 1:
+        return []
+    rewards, both = reward[:, 0].double(), step.trains & step.logged.isfinite() & step.by_recipe.isfinite()
+    columns = (
+        step.logged,
+        step.by_recipe,
+        rewards,
+        rewards,
+        batch["group_id"],
+        batch["rollout_id"],
+        step.tokens,
+    )
+    return [LoggedRows(*(None if each is None else each[both].numpy() for each in columns))]
+
+
+def _summary(results: dict[str, CheckResult], steps: int, title: str) -> FittedTable:
+    columns = [
+        FittedColumn("check", gives="wrap"),
+        FittedColumn("verdict"),
+        FittedColumn("findings", right=True),
+    ]
+    table = FittedTable(
+        [*columns, FittedColumn("share of the gradient", gives="wrap", right=True)], f"\n{title}"
+    )
+    for each in results.values():
+        share = each.share(steps) if each.findings else 0.0
+        shown = "–" if share is None or each.state == "not checked" else f"{share:.1%}"
+        table.add(
+            each.title, each.state, f"{len(each.findings):,}", shown, style="" if each.findings else "dim"
+        )
+    return table
+
+
+def _findings(result: CheckResult, most: int) -> FittedTable:
+    columns = [
+        FittedColumn("step", right=True),
+        FittedColumn("", gives="wrap"),
+        FittedColumn("share", right=True),
+    ]
+    more = len(result.findings) - most
+    caption = f"and {more:,} more, see audit.json" if more > 0 else ""
+    table = FittedTable(columns, f"\n{result.title}", caption)
+    for each in result.findings[:most]:
+        table.add(str(each.step), each.text, "–" if each.share is None else f"{each.share:.1%}")
+    return table
+
+
+def _lines_below(results: dict[str, CheckResult]) -> list[str]:
+    """Lines below the tables: what was not checked and why, hints, and the formula of the share."""
+    lines = []
+    for each in results.values():
+        for why, steps in list(each.lacking.items())[:REASONS]:
+            lines.append(f"not checked: {each.title}: {why}" + (f" ({steps:,} steps)" if steps > 1 else ""))
+        if (more := len(each.lacking) - REASONS) > 0:
+            lines.append(f"not checked: {each.title}: {more:,} more reasons, see audit.json")
+        lines += [f"{each.title}: {each.hint}"] if each.hint else []
+    return [*lines, SHARE]
+
+
+def _page(title: str, above: Sequence[str], tables: Sequence[FittedTable], lines: Sequence[str]) -> str:
+    verdict, *notices = map(as_html, above)
+    body = f"<p><strong>{verdict}</strong></p>" + "".join(f"<p>{notice}</p>" for notice in notices)
+    body += "".join(table._repr_html_() for table in tables)
+    body += "".join(f"<p>{as_html(line)}</p>" for line in lines)
+    style = "body{font:15px/1.5 system-ui,sans-serif;max-width:75em;margin:2em auto;padding:0 1em}"
+    style += "table{margin:1.5em 0}caption{font-weight:600;padding:.3em 0}"
+    inline = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    return plain_page(f"audit of {title}", style, body, inline)  # cells have styles of their own

@@ -1,0 +1,180 @@
+"""Certificates: the exact expectation of a recipe's gradient, compared with the true gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import log10
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from headrace.pipeline.account_keys import weights_of_stages
+from headrace.pipeline.error_overrides import text_with_overrides
+from headrace.pipeline.load import ConfigError
+from headrace.transforms.table import BatchError
+
+from .exact_gradient import all_outcomes, gradients_of, one_group_a_step
+from .small_task import ROUNDING, GroupSizeError, SmallTask
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The expectation of a gradient, E g, compared with the true gradient ∇J; None for a division by 0.
+
+    Attributes:
+        ratio: E g / ∇J, of each parameter.
+        relative_bias: ‖E g − ∇J‖ / ‖∇J‖.
+        cosine: cosine of the angle between E g and ∇J.
+        variance: trace of the covariance, for one group.
+        scale: ⟨E g, ∇J⟩ / ⟨∇J, ∇J⟩, the length in the true direction.
+    """
+
+    ratio: tuple[float | None, ...]
+    relative_bias: float | None
+    cosine: float | None
+    variance: float
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result for one recipe on one task with one group size.
+
+    Attributes:
+        recipe: name of the recipe.
+        task: name of the task.
+        group_size: rollouts of a group.
+        outcomes: number of outcomes of a group, all of which were run.
+        advantage: the gradient of the advantage alone, with the weight 1/n for each rollout.
+        loss: the gradient with the recipe's loss weights, for one group in each step; None if the recipe
+            writes no weights.
+    """
+
+    recipe: str
+    task: str
+    group_size: int
+    outcomes: int
+    advantage: Judgement
+    loss: Judgement | None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the data for ``certificate.json``."""
+        found = asdict(self)
+        del found["advantage"]["scale"]
+        return found
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A recipe that refuses a task's rows, for example because a column is missing, with its message."""
+
+    recipe: str
+    task: str
+    group_size: int
+    reason: str
+
+
+def judge_gradient(probability: Tensor, gradient: Tensor, true: Tensor) -> Judgement:
+    """Compare the expectation of a gradient with the true gradient.
+
+    Args:
+        probability: (outcomes,) float64, with sum 1.
+        gradient: (outcomes, P) float64, the gradient of each outcome.
+        true: (P,) float64, the true gradient.
+
+    Example:
+        >>> import torch
+        >>> half, one = torch.tensor([0.5, 0.5]), torch.tensor([2.0])
+        >>> judge_gradient(half, torch.tensor([[0.0], [2.0]]), one)
+        Judgement(ratio=(0.5,), relative_bias=0.5, cosine=1.0, variance=1.0, scale=0.5)
+    """
+    mean = probability @ gradient
+    mean = torch.where(mean.abs() > ROUNDING * (probability @ gradient.abs()), mean, 0.0)
+    variance = float(probability @ (gradient - mean).square().sum(1))
+    return Judgement(
+        ratio=tuple(_over(float(a), float(b)) for a, b in zip(mean, true, strict=True)),
+        relative_bias=_over(float((mean - true).norm()), float(true.norm())),
+        cosine=_over(float(mean @ true), float(mean.norm() * true.norm())),
+        variance=variance,
+        scale=_over(float(mean @ true), float(true @ true)),
+    )
+
+
+def _over(number: float, divisor: float) -> float | None:
+    return None if divisor == 0 else number / divisor
+
+
+def count_outcomes(task: SmallTask, task_name: str, group_size: int, most: int) -> int:
+    """Count the outcomes of a group of a task.
+
+    Args:
+        task: the task.
+        task_name: name of the task.
+        group_size: rollouts of a group.
+        most: greatest number of outcomes that is allowed.
+
+    Raises:
+        ConfigError: there are more outcomes.
+        GroupSizeError: the task has no groups of that size.
+    """
+    outcomes = task.outcomes(group_size)
+    if outcomes > most:
+        many = f"{outcomes:,}" if outcomes < 10**15 else f"more than 10^{int(log10(outcomes))}"
+        raise ConfigError(
+            f"a group of {group_size} of task {task_name!r} has {many} outcomes, and certify.most is "
+            f"{most:,}: set smaller certify.group_sizes, or a greater certify.most"
+        )
+    return outcomes
+
+
+def certify_recipe(
+    config: DictConfig,
+    recipe: str,
+    task: SmallTask,
+    task_name: str,
+    *,
+    group_size: int = 4,
+    overrides: Sequence[str] = (),
+    most: int = 100_000,
+) -> Certificate | Refused:
+    """Compute the certificate of one recipe on one task.
+
+    Args:
+        config: the recipe's composed ``pipeline`` node.
+        recipe: name of the recipe.
+        task: the task.
+        task_name: name of the task.
+        group_size: rollouts of a group.
+        overrides: of the command line. The task's settings do not change what they set.
+        most: greatest number of outcomes.
+
+    Returns:
+        The certificate; or the reason why there is none, if the recipe refuses the task's rows or the task
+        has no groups of that size.
+
+    Raises:
+        ConfigError: the task has more outcomes, or an option is unknown.
+    """
+    try:
+        outcomes = count_outcomes(task, task_name, group_size, most)
+    except GroupSizeError as err:
+        return Refused(recipe, task_name, group_size, str(err))
+    pipeline = one_group_a_step(config, task, overrides)
+    apart = any("turn_reward" in getattr(stage, "in_keys", ()) for stage in pipeline.stages.values())
+    batch, probability = all_outcomes(task, group_size, turns_paid_apart=apart)
+    true = task.true_gradient(weights_of_stages(pipeline.stages.values()))
+    try:
+        found = gradients_of(pipeline, batch, task.score(), outcomes, group_size)
+    except BatchError as err:
+        return Refused(recipe, task_name, group_size, text_with_overrides(err))
+    return Certificate(
+        recipe,
+        task_name,
+        group_size,
+        outcomes,
+        judge_gradient(probability, found.advantage, true),
+        None if found.loss is None else judge_gradient(probability, found.loss, true),
+    )

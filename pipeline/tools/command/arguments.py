@@ -1,0 +1,359 @@
+"""Handle the arguments of the command line before Hydra: commands without a task, and mistakes."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from headrace.pipeline.collect import PACKAGES, versions
+from headrace.pipeline.composing.compose import (
+    TASKS,
+    ConfigError,
+    compose_config,
+    for_hydra,
+    options_meant,
+    recipes,
+)
+from headrace.pipeline.tools.dumps import missing_path
+from headrace.pipeline.wording import suggest
+
+ABSENT = object()
+CONF = Path(str(files("headrace.conf")))
+DATED = "outputs/DATE/TIME"  # the output folder, unless hydra.run.dir is set
+ALONE = ("recipes", "stages", "doctor", "help", "version", "view")
+DUMPS = (
+    ".jsonl",
+    ".parquet",
+    ".pt",
+    ".gz",
+    ".json",
+)  # suffixes of files that may be meant by an argument alone
+SHOWN = ("--help", "-h", "--version", "-m", "--multirun", "--cfg", "--resolve", "--hydra-help")
+OF_ANY_RECIPE = r"pipeline\.stages\.\w+(\.|=null$)"  # composed with a ++, as the usual recipe may lack it
+INSTEAD = {  # what to use here instead of flags of other commands
+    "list": "headrace recipes",
+    "verbose": "hydra.verbose=true",
+    "v": "headrace --version",
+    "skip_bad": "source.skip_bad=true",
+}
+
+
+def answer(arguments: Sequence[str]) -> int | None:
+    """Run a command without a task, such as ``headrace recipes``.
+
+    Args:
+        arguments: the arguments of the command line.
+
+    Returns:
+        The exit status, or None if the arguments ask for a task.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    first, alone = arguments[0] if arguments else "", len(arguments) == 1
+    if first == "view":
+        try:
+            from headrace.pipeline.tools.view import view
+        except ImportError as err:
+            raise ConfigError(
+                f"headrace view reads rows with pyarrow, which cannot be imported ({err}): "
+                "pip install pyarrow"
+            ) from None
+        return view(arguments[1:])
+    if first == "doctor" and alone:
+        from .doctor import examine  # which imports torch, if it can
+
+        return examine()
+    if first == "help" or any(each in ("--help", "-h") for each in arguments):
+        tasks = [
+            each.removeprefix("task=") for each in arguments if each.startswith("task=") or each in TASKS
+        ]
+        print(help_of_task(tasks[-1]) if tasks else help_text())
+    elif first == "version" or "--version" in arguments:
+        found = versions()
+        print("\n".join(f"{name} {found.get(name) or 'is not installed'}" for name in PACKAGES))
+    elif first in ("recipes", "stages") and len(arguments) == 2:
+        print(read_file(first.removesuffix("s"), arguments[1]))
+    elif first == "recipes" and alone:
+        print(list_files({name: CONF / "pipeline" / f"{name}.yaml" for name in recipes()}))
+        print("\nheadrace pipeline=NAME uses a recipe, and headrace recipes NAME prints its file.")
+    elif first == "stages" and alone:
+        for folder, title in (("stage", "stages"), ("criterion", "criteria"), ("term", "token terms")):
+            nodes = {path.stem: path for path in sorted((CONF / folder).glob("*.yaml"))}
+            print(f"{title}\n{list_files(nodes)}\n")
+        print("headrace stages NAME prints the options of a stage.")
+    else:
+        return None
+    return 0
+
+
+def hydra_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments for Hydra: flags first, and :func:`for_hydra` of the others.
+
+    Raises:
+        ConfigError: a flag is unknown, or an argument has no value. The message suggests what may be meant.
+    """
+    for at, argument in enumerate(arguments):
+        if argument.partition("=")[0].lstrip("-+") == "resume":
+            raise ConfigError(
+                f"{argument}: the command resumes no run. In a loop of your own, use state_dict"
+            )
+        if argument.startswith("-"):
+            _check_flag(argument, arguments, at)
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; headrace --help lists the options")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    read, _ = parser.parse_known_intermixed_args(list(arguments))
+    if read.package is not None and not read.cfg:
+        meant = f"pipeline={read.package}" if read.package in recipes() else "pipeline=NAME for a recipe"
+        raise ConfigError(f"unknown option '-p' (did you mean {meant}?); headrace --help lists the options")
+    if read.multirun and read.cfg:
+        raise ConfigError(
+            "--cfg prints the configuration of one job, and -m runs several jobs: take one of them"
+        )
+    if read.multirun and not any(map(_has_several_values, read.overrides)):
+        raise ConfigError(
+            "-m runs a job for each value of an option, and none has several: headrace -m seed=1,2; leave -m "
+            "out to run one job"
+        )
+    for at, argument in enumerate(read.overrides):
+        if "=" not in argument and not argument.startswith("~"):
+            raise ConfigError(_of_bare_word(argument, read.overrides, at))
+        if re.fullmatch(r"(pipeline|task|report)=(null)?", argument):
+            raise ConfigError(f"{argument}: a name is required; headrace --help lists the options")
+        if re.fullmatch(r"hydra\.(run|sweep)\.dir=(null|''|\"\")?", argument):
+            raise ConfigError(f"{argument}: an output folder is required; leave it out for {DATED}")
+    values = [each for each in arguments if each in read.overrides]
+    flags = [each for each in arguments if each not in read.overrides]
+    if "task=xray" in values:  # Hydra takes `source` for the file of a dump
+        values = [f"xray.{each}" if each.startswith("source=") else each for each in values]
+    ready = [each for argument in values for each in for_hydra(argument)]
+    if any(each.startswith("pipelines=") for each in values):  # of which each may have other stages
+        ready = [each for one in ready for each in _of_any_recipe(one)]
+    return [*flags, *ready]
+
+
+def _of_any_recipe(override: str) -> list[str]:
+    """Return overrides with which Hydra composes an override of a stage also for a recipe without it.
+
+    Example:
+        >>> _of_any_recipe("pipeline.stages.overlong.cache=4"), _of_any_recipe("seed=1")
+        (['++pipeline.stages.overlong.cache=4'], ['seed=1'])
+        >>> _of_any_recipe("~pipeline.stages.advantage.scale=group")[0]
+        '++pipeline.stages.advantage.scale=group'
+    """
+    if override.startswith("~pipeline.stages."):
+        key, _, value = override[1:].partition("=")
+        return [f"++{key}={value or 0}", override]  # Hydra deletes no null
+    return [re.sub(f"^{OF_ANY_RECIPE}", r"++\g<0>", override)]
+
+
+def _has_several_values(argument: str) -> bool:
+    """Whether an override has several values, so that -m runs several jobs."""
+    if argument.startswith("hydra.sweeper."):
+        return True
+    try:
+        return OverridesParser.create().parse_override(argument).is_sweep_override()
+    except HydraException:
+        return "=" in argument
+
+
+def _of_bare_word(argument: str, arguments: Sequence[str], at: int) -> str:
+    """Return a message for an argument without a value, with what may be meant.
+
+    Args:
+        argument: the argument, without ``=``.
+        arguments: all arguments without flags.
+        at: index of the argument.
+    """
+    said = f"an option is NAME=VALUE; got {argument!r}"
+    before, after = arguments[at - 1] if at else "", arguments[at + 1] if at + 1 < len(arguments) else ""
+    if argument in ALONE:
+        return f"{said}; headrace {argument} is a command of its own, without options before it"
+    if argument in TASKS or argument in recipes():
+        known = f"{'task' if argument in TASKS else 'pipeline'}={argument}"
+        if before.rstrip("=") and before.endswith("="):  # `pipeline= grpo`
+            known = f"{before}{argument}"
+        return f"{said} (did you mean {known}?)"
+    if "[" in before and argument.endswith("]"):
+        return f"{said}: a value with spaces goes in quotes (did you mean '{before}{argument}'?)"
+    if glob.has_magic(argument) or Path(argument).exists() or Path(argument).suffix in DUMPS:
+        if any(other.startswith("source.path=") for other in arguments):
+            return (
+                f"{said}: source.path is one file, folder or glob. If your shell has made several files of "
+                "a glob, quote it: 'source.path=dump/*.jsonl'"
+            )
+        lacks = missing_path(argument)
+        return f"{said} (did you mean 'source.path={argument}'?)" + f". But {lacks}" * bool(lacks)
+    if argument in INSTEAD:
+        return f"{said} (did you mean {INSTEAD[argument]}?)"
+    if f"{argument}s" in ALONE:
+        return f"{said} (did you mean headrace {argument}s?)"
+    name, colon, value = argument.partition(":")
+    if meant := _option_of(name, arguments):
+        if not colon:
+            value = arguments[at + 2] if after == "=" and at + 2 < len(arguments) else after.removeprefix("=")
+        typed = " or ".join(f"{other}={value or 'VALUE'}" for other in meant)
+        return f"{said} (did you mean {typed}?)"
+    every = {name: f"headrace {name}" for name in ALONE} | {name: f"task={name}" for name in TASKS}
+    every |= {name: f"pipeline={name}" for name in recipes()}
+    close = difflib.get_close_matches(argument, every, n=2, cutoff=0.5)
+    return said + (f" (did you mean {' or '.join(every[name] for name in close)}?)" if close else "")
+
+
+def _option_of(name: str, arguments: Sequence[str]) -> list[str]:
+    """The dotted options that a name alone may mean; empty if there is no such option.
+
+    Without a task, an option of a dump has the task in front.
+    """
+    task = [each for each in arguments if re.fullmatch(r"task=\w+", each)]
+    try:
+        config = compose_config("config", *task[-1:])
+    except ConfigError:
+        return []
+    if name in ("task", "pipeline") or OmegaConf.select(config, name, default=ABSENT) is not ABSENT:
+        return [name]
+    meant = options_meant(name, config)
+    if not task and (not meant or meant[0].startswith("source.")):
+        return [f"task=replay {each}" for each in _option_of(name, ["task=replay"])]
+    return meant
+
+
+def _check_flag(argument: str, arguments: Sequence[str], at: int) -> None:
+    """Check that Hydra knows a flag.
+
+    Args:
+        argument: the flag, with its dashes.
+        arguments: all arguments.
+        at: index of the flag.
+
+    Raises:
+        ConfigError: Hydra does not know it.
+    """
+    known = list(get_args_parser()._option_string_actions)
+    flag, equals, value = argument.partition("=")
+    if flag in known:
+        return
+    name = flag.lstrip("-").replace("-", "_")
+    after = arguments[at + 1] if at + 1 < len(arguments) else ""
+    if not equals and "=" not in after:
+        value = after
+    meant = [INSTEAD[name]] if name in INSTEAD else []
+    if len(name) > 1 and not meant:
+        meant = [f"{other}={value or 'VALUE'}" for other in _option_of(name, arguments)]
+    hint = f" (did you mean {' or '.join(meant)}?)" if meant else suggest(flag, SHOWN)
+    raise ConfigError(f"unknown option {flag!r}{hint}; headrace --help lists the options")
+
+
+def help_text() -> str:
+    """The help of the command."""
+    return (files(__package__) / "help.txt").read_text(encoding="utf-8").rstrip()
+
+
+def help_of_task(name: str) -> str:
+    """The help of a task: what it does, and its options with their defaults, as they are typed.
+
+    Args:
+        name: name of the task.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    path = CONF / "task" / f"{name}.yaml"
+    if name not in TASKS or not path.exists():
+        hint = suggest(name, TASKS, 1, 0.6)
+        raise ConfigError(f"unknown task {name!r}{hint}; choose from {', '.join(TASKS)}")
+    text = path.read_text(encoding="utf-8")
+    said = [line[2:] for line in text.splitlines() if line.startswith("# ") and "@package" not in line]
+    options = options_in(text)
+    for group, file in re.findall(r"^  - /(\w+): (\w+)", text, re.MULTILINE):  # not those with a package
+        more = (CONF / group / f"{file}.yaml").read_text(encoding="utf-8")
+        options += options_in(more, "" if "@package _global_" in more else f"{group}.")
+    options = [each for each in options if each[0] != "task" and "${" not in each[1]]  # others follow these
+    width = min(max((len(f"{option}={value}") for option, value, _ in options), default=0), 44) + 4
+    shown = [f"headrace task={name}", "", *said, "", "Options"]
+    for option, value, comment in options:
+        start = f"  {option}={value}"
+        if len(start) > width - 2 and comment:
+            shown, start = [*shown, start], ""
+        wrapped = textwrap.wrap(comment, max(100 - width, 20)) or [""]
+        shown += [f"{start:{width}}{wrapped[0]}".rstrip(), *(" " * width + line for line in wrapped[1:])]
+    shown += ["", f"headrace --cfg job task={name} also prints the options of the recipe and of the report."]
+    return "\n".join(shown)
+
+
+def options_in(text: str, prefix: str = "") -> list[tuple[str, str, str]]:
+    """The options of a configuration file: full name, default and comment of each.
+
+    Args:
+        text: YAML, with nodes as indented lines and values on one line.
+        prefix: of each name.
+
+    Example:
+        >>> options_in("plan:\\n  group_sizes: [2, 4] # to compare\\n", "task.")
+        [('task.plan.group_sizes', '[2,4]', 'to compare')]
+    """
+    options: list[tuple[str, str, str]] = []
+    outer: dict[int, str] = {}  # the nodes around a line, by their indentation
+    for line in text.splitlines():
+        found = re.fullmatch(r"( *)(\w+):(?: ([^#]\S*(?: [^#\s]\S*)*))?(?:\s+# (.*))?", line)
+        if found is None or found[2] in ("defaults", "_target_"):
+            continue
+        indent, name, value, comment = found.groups()
+        outer = {depth: node for depth, node in outer.items() if depth < len(indent)}
+        if value is None:
+            outer[len(indent)] = name
+        else:
+            full = prefix + ".".join([*outer.values(), name])
+            options.append((full, value.replace(", ", ","), comment or ""))
+    return options
+
+
+def read_file(kind: str, name: str) -> str:
+    """The text of the YAML file of a recipe, or of a stage, criterion or term.
+
+    Args:
+        kind: ``recipe`` or ``stage``.
+        name: name of the file.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    folders = ["pipeline"] if kind == "recipe" else ["stage", "criterion", "term"]
+    found = {
+        path.relative_to(CONF / folder).with_suffix("").as_posix(): path
+        for folder in folders
+        for path in sorted((CONF / folder).rglob("*.yaml"))
+    }
+    if name not in found:
+        raise ConfigError(f"unknown {kind} {name!r}{suggest(name, found)}; headrace {kind}s lists all")
+    return found[name].read_text(encoding="utf-8").rstrip()
+
+
+def list_files(paths: Mapping[str, Path]) -> str:
+    """A line for each file: its name, and the beginning of the comment at its head."""
+    width = max(map(len, paths), default=0)
+    room = min(shutil.get_terminal_size((100, 24)).columns, 120) - width - 4
+    lines = []
+    for name, path in paths.items():
+        head = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        comment = [line[1:].strip() for line in head if not line.startswith(("# @package", "# Generated"))]
+        shown = textwrap.shorten(" ".join(comment), max(room, 20), placeholder=" …")
+        lines.append(f"  {name:{width}}  {shown}")
+    return "\n".join(lines)

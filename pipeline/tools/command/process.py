@@ -1,0 +1,140 @@
+"""The process of the command: what is typed, one task, and errors as paragraphs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.text import Text
+
+from headrace.pipeline.composing.compose import ConfigError, explain_composition
+from headrace.pipeline.tools.dumps import missing_path
+from headrace.pipeline.wording import printable
+
+from .arguments import OF_ANY_RECIPE, answer, hydra_arguments
+from .sweep import record_job
+
+EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
+
+
+@hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")
+def run_task(config: DictConfig) -> float:
+    """Run the task of the composed configuration, and return its number."""
+    hydra_config, path = HydraConfig.get(), OmegaConf.select(config, "source.path")
+    in_sweep = hydra_config.mode == RunMode.MULTIRUN
+    if not in_sweep and isinstance(path, str) and (wrong := missing_path(path)):  # before torch is imported
+        fail(ConfigError(wrong), expected=True)
+    from headrace.pipeline.composing.compose import refuse_parts_of_no_stage
+    from headrace.pipeline.error_overrides import CommandNames
+    from headrace.pipeline.tools.audit import AuditFailed
+    from headrace.pipeline.tools.dumps import StepsFailed
+
+    from .job import TrainingInterrupted
+    from .perform import REFUSALS, perform  # here: to compose and to print needs no torch
+
+    typed: Any = OmegaConf.to_container(hydra_config.overrides)  # as they are, with their interpolations
+    overrides = [*typed["task"], *(each for each in typed["hydra"] if each.startswith("hydra.searchpath="))]
+    if config.get("pipelines"):  # for each of which Hydra composed overrides of stages with a ++
+        overrides = [re.sub(rf"^\+\+(?={OF_ANY_RECIPE})", "", each) for each in overrides]
+    output, began = Path(hydra_config.runtime.output_dir), time.time()
+    failure, number = "", float("nan")
+    try:
+        refuse_parts_of_no_stage(config, overrides)
+        number = perform(config, output, overrides)
+    except TrainingInterrupted:
+        sys.exit(130)
+    except (AuditFailed, StepsFailed) as err:  # who have printed what they found
+        failure = str(err)
+        if not in_sweep:
+            sys.exit(1)
+    except REFUSALS as err:  # before Hydra prints a line of its own about it
+        err.names = CommandNames()  # type: ignore[union-attr]  # which a BatchError speaks with
+        failure = fail(err, expected=True, go_on=in_sweep)
+    except Exception as err:
+        failure = fail(err, expected=False, go_on=in_sweep)
+    if in_sweep:
+        job = {"job": hydra_config.job.num, "task": config.task, "overrides": overrides, "began": began}
+        record_job(output, number=None if failure else number, failure=failure, **job)
+    return number
+
+
+def run_command() -> None:
+    """Run the command; print an error as one paragraph, or with HYDRA_FULL_ERROR=1 as a trace."""
+    os.environ["HEADRACE_TRACE"] = os.environ.get("HYDRA_FULL_ERROR", "0")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and exiting
+    os.environ.setdefault("RL_LOGGING_LEVEL", "ERROR")
+    try:
+        if (status := answer(sys.argv[1:])) is not None:
+            sys.stdout.flush()  # or it fails after the end, where nobody could say why
+            sys.exit(status)
+        sys.argv[1:] = hydra_arguments(sys.argv[1:])
+        run_task()
+    except EARLY as err:
+        fail(err, expected=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as err:
+        fail(err, expected=False)
+
+
+def fail(err: Exception, *, expected: bool, go_on: bool = False) -> str:
+    """Print an error as a paragraph, and exit: with status 2, or with 1 where it was not foreseen.
+
+    Args:
+        err: one that says what is wrong with the arguments or the data, or any other.
+        expected: whether it is of the first kind; of the second it is said how to see where it comes from.
+        go_on: of a sweep: return what was printed, in place of the exit.
+
+    Raises:
+        Exception: the error itself, where HYDRA_FULL_ERROR is 1.
+        SystemExit: else.
+    """
+    if expected and isinstance(err, BrokenPipeError):  # behind `| head`, say, which is no error to speak of
+        try:
+            print(flush=True)  # what was to be written before is forgotten by now
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written
+            sys.exit(128 + 13)  # as a program that SIGPIPE ended
+    if os.environ.get("HEADRACE_TRACE") == "1":
+        raise err
+    said = str(err) if isinstance(err, RuntimeError) else repr(err)
+    hint = "This error was not expected; HYDRA_FULL_ERROR=1 before the command shows where it comes from."
+    text = paragraph_of(err) if expected else f"{said}\n{hint}"
+    lines = Text(printable(text, keep="\n"))  # no words in it are markup, or emoji such as :100:
+    Console(stderr=True).print(Text("headrace: ", "bold red").append_text(lines), soft_wrap=True)
+    if not go_on:
+        sys.exit(2 if expected else 1)
+    return text
+
+
+def paragraph_of(err: Exception) -> str:
+    """What an error says to who typed the command."""
+    if isinstance(err, HydraException | OmegaConfBaseException):  # some of which are an OSError, too
+        overrides = [each for each in sys.argv[1:] if re.match(r"~|[^-].*=", each)]
+        return explain_composition(err, overrides, "config")
+    if isinstance(err, FileExistsError) and err.errno is not None:
+        return (
+            f"{err.filename}: this is a file, and a folder is required. hydra.run.dir=FOLDER (with -m "
+            "hydra.sweep.dir=FOLDER) sets the output folder"
+        )
+    if isinstance(err, OSError) and not isinstance(err, FileExistsError):
+        reason = (err.strerror or str(err)).lower()
+        where = f"{err.filename}: " if err.filename else ""
+        return (
+            f"{where}{reason}. hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER) sets the output folder"
+        )
+    if str(err).startswith("Config group override"):  # Hydra does not say which
+        files = [each for each in sys.argv[1:] if re.fullmatch(r"[\w/@]+=[\d.]+", each)]
+        return f"{', '.join(files)} must be the name of a file, as in pipeline=grpo"
+    return str(err)

@@ -1,0 +1,178 @@
+"""The steps of a dump, one after the other. One that fails is left out, and named with its reason.
+
+A step fails if its records are malformed, or if a recipe refuses its rows. No number includes it. The
+terminal, the files, the page and the exit status show that it failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from headrace.pipeline.error_overrides import text_with_overrides
+from headrace.pipeline.tools.report import FailedStep, ReportFolder, said_of_failed
+from headrace.pipeline.wording import printable
+from headrace.transforms import BatchError, MissingKeyError
+
+from .readers import Draws, Source, SourceError
+from .refused_steps import refused_report
+
+Result = TypeVar("Result")
+GIVE_UP = 3  # failed steps, without one that passed, after which a task ends: its options do not fit the dump
+NAMED_DRAWS = 6  # prompts that were drawn several times in one step, and that are named
+
+
+class StepsFailed(RuntimeError):
+    """Some steps of a dump failed. The others are in all numbers, and all files are written."""
+
+
+class DumpSteps:
+    """What a task makes of the steps of a dump, and the steps that failed.
+
+    Args:
+        source: the dump.
+        console: where to show a progress bar.
+        folder: which is told of failed steps, and of prompts that were drawn several times; None: there is
+            none.
+
+    Attributes:
+        failed: the steps that failed.
+        passed: how many did not.
+    """
+
+    def __init__(self, source: Source, console: Console, folder: ReportFolder | None = None):
+        self.source, self.console, self.folder = source, console, folder
+        self.failed: list[FailedStep] = []
+        self.passed = 0
+
+    def results(self, of: Callable[[int, TensorDictBase], Result]) -> Iterator[Result]:
+        """Yield what `of` makes of each step and its batch.
+
+        Args:
+            of: may raise a BatchError, which names no step; then the step fails.
+
+        Raises:
+            SourceError: steps do not ascend, or there are none; or the first steps cannot be read.
+            BatchError: a column is missing at the first step that can be read, all steps fail, or the first
+                three do and ``source.skip_bad`` is false: the recipe does not fit the dump.
+        """
+        first: SourceError | BatchError | None = None
+        for step, found in _with_progress(self.source, self.console):
+            try:
+                if isinstance(found, SourceError):
+                    raise found
+                result = of(cast(int, step), found)  # a batch has a number
+            except (SourceError, BatchError) as err:
+                first = first or err
+                self._leave_out(step, found, err)
+                ends = len(self.failed) == GIVE_UP and not self.source.skips
+                if not self.passed and (ends or isinstance(err, MissingKeyError)):
+                    raise (err if isinstance(err, MissingKeyError) else first) from None
+                continue
+            finally:
+                if self.folder is not None:
+                    self.folder.notices = said_of_draws(self.source.draws)
+            self.passed += 1
+            yield result
+        if first is not None and not self.passed:
+            raise first
+
+    def _leave_out(
+        self, step: int | None, found: TensorDictBase | SourceError, err: SourceError | BatchError
+    ) -> None:
+        rows, why = None, str(err.args[0])
+        if step is not None and isinstance(err, BatchError) and not isinstance(found, SourceError):
+            why, err.step = text_with_overrides(err), step
+            if self.folder is not None and self.folder.dump is not None:
+                rows = refused_report(found, step, err)
+        self.failed.append(FailedStep(step, why))
+        if self.folder is not None:
+            self.folder.fail(step, why, rows)
+
+    @property
+    def said(self) -> list[str]:
+        """Sentences about failed steps, with the reasons, and about prompts that were drawn several times."""
+        failed = said_of_failed(self.failed, self.passed) if self.failed else []
+        return failed + said_of_draws(self.source.draws)
+
+    def show(self) -> None:
+        """Print these sentences."""
+        for notice in self.said:
+            red = self.failed and notice == self.said[0]
+            self.console.print(Text(printable(notice), style="red" if red else ""), soft_wrap=True)
+
+    def end(self) -> None:
+        """Say whether all is well, when all is written.
+
+        Raises:
+            StepsFailed: steps failed, and ``source.skip_bad`` does not allow it.
+        """
+        if self.failed and not self.source.skips:
+            of = len(self.failed) + self.passed
+            error = StepsFailed(
+                f"{len(self.failed):,} of {of:,} steps failed, so the command does not succeed. With "
+                "source.skip_bad=true, malformed records are skipped, steps that still fail are left out, "
+                "and the exit status is 0"
+            )
+            self.console.print(Text(str(error), style="red"), soft_wrap=True)
+            raise error
+
+
+def said_of_draws(draws: Mapping[int, Draws]) -> list[str]:
+    """Sentences about prompts that were drawn several times in one step."""
+    said = []
+    split = sum(each.split for each in draws.values())
+    left_out = sum(each.groups_left_out for each in draws.values())
+    rows = sum(each.rows_left_out for each in draws.values())
+    if draws:
+        prompts = [
+            f"step {step}, {prompt}, {rollouts} rollouts"
+            for step, each in draws.items()
+            for prompt, rollouts in each.drawn
+        ]
+        drawn = "1 prompt was" if len(prompts) == 1 else f"{len(prompts):,} prompts were"
+        named = "; ".join(prompts[:NAMED_DRAWS])
+        others = ", and others" if len(prompts) > NAMED_DRAWS else ""
+        said.append(f"{drawn} drawn several times in one step: {named}{others}.")
+    if split:
+        said.append(
+            f"{split:,} of these groups {'was' if split == 1 else 'were'} split into the draws, by the "
+            "order of the dump. This is right if the trainer dumps rollouts in the order in which it drew "
+            "their prompts. verl does so with trainer.balance_batch=False."
+        )
+    if left_out:
+        said.append(
+            f"{left_out:,} of these groups, {rows:,} rows, {'was' if left_out == 1 else 'were'} left out: "
+            "the dump does not have the order of the draws."
+        )
+    return said
+
+
+def _with_progress(
+    source: Source, console: Console
+) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
+    """Each step with its batch or its error (:meth:`Source.outcomes`) under a progress bar."""
+    columns = (
+        TextColumn("reading"),
+        BarColumn(bar_width=20),
+        DownloadColumn(),
+        TextColumn("step {task.fields[step]}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("", total=source.total_bytes, step="–")
+        for step, found in source.outcomes():
+            progress.update(task, completed=source.read_bytes, step="?" if step is None else step)
+            yield step, found
+    if source.regraded is not None:
+        console.print(Text(str(source.regraded)), soft_wrap=True)
+    if source.skipped:
+        count = source.skipped
+        skipped = "1 malformed record was" if count == 1 else f"{count:,} malformed records were"
+        console.print(f"[yellow]{skipped} skipped[/]", highlight=False)
+        for message in source.messages:
+            console.print(Text(f"  {message}"), soft_wrap=True)  # no words in it are markup, or emoji

@@ -1,0 +1,30 @@
+"""Training rollouts that frameworks have dumped, read as batches that a pipeline can process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .batch import Draws, Sample, to_batch
+    from .file_kinds import Format, Reading
+    from .open import READERS, Source, open_source
+    from .record import SourceError
+    from .regrading import Regraded, regrade
+
+__all__ = [
+    "READERS",
+    "Draws",
+    "Format",
+    "Reading",
+    "Regraded",
+    "Sample",
+    "Source",
+    "SourceError",
+    "open_source",
+    "regrade",
+    "to_batch",
+]
+
+__getattr__, __dir__ = lazy(__name__, __all__)

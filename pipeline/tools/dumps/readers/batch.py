@@ -1,0 +1,452 @@
+"""A sample of a dump in any format, and the dense batch of the samples of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NonTensorData, TensorDict
+from torch import Tensor
+
+from headrace.transforms import Status, number_labels
+from headrace.transforms.table import listing
+from headrace.transforms.table.schema import FLOAT, IN_LOSS, NO_LENGTHS
+from headrace.transforms.table.tensordicts import as_texts
+
+from .record import SourceError, quote
+
+MAX_TOKENS = 2**24  # of a sample: a wrong length in a dump must not take all memory
+MAX_ROWS = 2**22  # of a step
+MAX_CELLS = 2**31  # of a step's loss mask: rows × the longest
+Label = str | int | tuple[str | int, ...]  # a tuple where it has parts, which a text would run together
+UNPADDED, PADDING = 2**26, 64  # rows × the longest: always allowed up to UNPADDED, or PADDING × the tokens
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample: a rollout, or one of its segments.
+
+    The tokens are one sequence, with the prompt first. The response is the rest, from the first token of the
+    policy on. It includes what tools wrote in between. The length of a sample is unknown without `tokens`,
+    `response_length`, `loss_mask` and `log_probs` (:mod:`~headrace.pipeline.tools.dumps.readers.tokenizing`).
+
+    Args:
+        group: label of the group, unique within its step.
+        rollout: label of the rollout, unique within its step; its segments share it.
+        reward: None if there is none.
+        rewards: two or more rewards by name, instead of `reward`; NaN for one that is missing.
+        status: how the rollout ended; None if the dump does not have it.
+        prompt: text.
+        response: text.
+        response_parts: the contents of the response's messages, each with whether the policy wrote it; None
+            if the response is one text.
+        ground_truth: the text by which the response is graded.
+        other_columns: further columns of the record, as a JSON object; empty: none. None: all columns that
+            the reader of the format has not read.
+        tokens: (L,) token ids of the whole sequence.
+        loss_mask: (R,) over the response or (L,) over all tokens, 1 trains; None: all of the response.
+        response_length: R, in tokens.
+        log_probs: (R,) log-probabilities of the policy that acted, over the response.
+        policy_version: version of the policy that acted; the oldest one if it was updated meanwhile.
+        step: the training step.
+        advantage: as the framework computed it; NaN if it is not one number.
+        in_loss: False takes the whole sample out of the loss.
+        expected_rollouts: rollouts that the group was dispatched with. None: the option `group_size`.
+        record: label of the sample's record, in formats that have one. Two records of a step with the same
+            label are an error.
+        place: index of the sample in the order of arrival. Rollouts of one draw of a prompt have consecutive
+            indices. None: the dump does not have that order.
+        where: ``file:line``, for messages. It is set from the record.
+
+    Example:
+        >>> Sample(group="a", rollout=0, reward=1.0, tokens=[5, 6, 7], response_length=2).extent()
+        (3, 2)
+    """
+
+    group: Label
+    rollout: Label
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    status: Status | None = Status.COMPLETED
+    prompt: str | None = None
+    response: str | None = None
+    response_parts: list[tuple[bool, str]] | None = None
+    ground_truth: str | None = None
+    other_columns: str | None = None
+    tokens: list[int] | None = None
+    loss_mask: list[int] | None = None
+    response_length: int | None = None
+    log_probs: list[float] | None = None
+    policy_version: int | None = None
+    step: int | None = None
+    advantage: float | None = None
+    in_loss: bool = True
+    expected_rollouts: int | None = None
+    record: Label | None = None
+    place: int | None = None
+    where: str = "a sample"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the rollout failed or was aborted. Then its reward has no meaning."""
+        return self.status in (Status.FAILED, Status.ABORTED)
+
+    def extent(self) -> tuple[int, int] | None:
+        """The number of tokens of the row, and of its response; None: not known."""
+        response = self.response_length
+        for values in (self.log_probs, self.loss_mask):
+            if response is None and values is not None:
+                response = len(values)
+        if self.tokens is None:
+            return None if response is None else (response, response)
+        length = len(self.tokens)
+        return length, length if response is None else response
+
+    def check(self) -> Sample:
+        """Check that the fields agree, and return the sample.
+
+        Raises:
+            SourceError: lengths contradict one another, or a required reward is missing.
+        """
+        length, response = self.extent() or (0, 0)
+        if length > MAX_TOKENS:
+            raise self._fail(f"a sample has at most {MAX_TOKENS} tokens", length)
+        if response > length:
+            raise self._fail(
+                "the response is a part of the tokens", f"a response of {response} in {length} tokens"
+            )
+        if self.loss_mask is not None and len(self.loss_mask) not in (response, length):
+            raise self._fail(
+                f"the loss mask covers the response ({response} tokens) or the sequence ({length})",
+                f"{len(self.loss_mask)} entries",
+            )
+        if self.log_probs is not None and len(self.log_probs) != response:
+            raise self._fail(
+                f"log-probabilities cover the response ({response} tokens)", f"{len(self.log_probs)} entries"
+            )
+        has_reward = self.reward is not None
+        if self.rewards is not None:
+            has_reward = any(value == value for value in self.rewards.values())
+        if not has_reward and not self.lost:
+            raise self._fail(
+                "a rollout that neither failed nor was aborted needs a reward",
+                "none" if self.status is None else f"none, with the status {self.status.name.lower()}",
+            )
+        return self
+
+    def _fail(self, required: str, found: object) -> SourceError:
+        return SourceError(f"{self.where}: {required}; found {found}")
+
+
+def to_batch(samples: Iterable[Sample]) -> TensorDict:
+    """Make a dense batch of the samples of one step.
+
+    A column must be on all rows or on none, except that a lost row, whose rollout failed or was aborted, may
+    lack any value: it gets NaN, −1, no tokens or an empty text. Tokens are padded on the left, to the length
+    T of the longest row.
+
+    ====================================== ================= =============================================
+    column                                  shape, dtype      where
+    ====================================== ================= =============================================
+    ``group_id``, ``rollout_id``            (N,) int64        the dump's own, by :func:`label_ids`
+    ``group_label``, ``rollout_label``      N strings         the same as text (:func:`label_text`)
+    ``("next", "reward")``                  (N, 1) float64    NaN where a lost row has none; (N, K) of K
+    ``reward_names``                        K strings         where there are K, in order of the columns
+    ``status``                              (N,) int64        :class:`~headrace.transforms.Status`, −1 where
+                                                              it is not known; absent: of no row is
+    ``("masks", "all_assistant_mask")``     (N, T) bool       tokens that train; rows have tokens or lengths
+    ``("headrace", "no_lengths")``          (N,) bool         they have neither: True on every row
+    ``("headrace", "in_loss")``             (N,) bool         the same, where a row is out of the loss
+    ``("tokens", "full")``                  (N, T) int64      rows have tokens; 0 is padding
+    ``("masks", "all_attention_mask")``     (N, T) bool       with the tokens
+    ``("log_probs", "full")``               (N, T) float32    rows have them; NaN outside of the response
+    ``("next", "policy_version")``          (N,) int64        rows have it
+    ``expected_rollouts``                   (N,) int64        rows have it
+    ``logged_advantage``                    (N,) float32      rows have it
+    ``prompt_text``, ``response_text``      N strings         rows have them
+    ``ground_truth``                        N strings         all rows have it
+    ``other_columns``                       N strings         a row has any: a JSON object, or empty
+    ====================================== ================= =============================================
+
+    Args:
+        samples: of one step, at least one.
+
+    Raises:
+        SourceError: there are no samples; a column is on some rows only; a rollout is in two groups; a group
+            has more rollouts than expected; or as :meth:`Sample.check`. The message names the rows.
+
+    Example:
+        >>> batch = to_batch([Sample(3, 0, 1.0, response="yes"), Sample(5, 1, 0.0, response="no")])
+        >>> batch["group_id"].tolist(), batch["next", "reward"].flatten().tolist()
+        ([3, 5], [1.0, 0.0])
+    """
+    rows = [sample.check() for sample in samples]
+    if not rows:
+        raise SourceError("a batch has at least one sample; found none")
+    check_groups(rows)
+    batch = TensorDict({}, batch_size=[len(rows)])
+    for name in ("group", "rollout"):
+        batch[f"{name}_id"] = label_ids([getattr(row, name) for row in rows])
+    if any(row.status is not None for row in rows):
+        batch["status"] = torch.tensor([-1 if row.status is None else int(row.status) for row in rows])
+    by_name = column(rows, "rewards", default={})
+    if by_name is None or not any(by_name):
+        rewards = [[math.nan if row.reward is None else row.reward] for row in rows]
+    else:
+        names = list(next(values for values in by_name if values))
+        for row, values in zip(rows, by_name, strict=True):
+            if values and set(values) != set(names):
+                raise SourceError(
+                    f"{row.where}: all samples have the same rewards ({listing(names)}); "
+                    f"found {listing(values)}"
+                )
+        rewards = [[values.get(name, math.nan) for name in names] for values in by_name]
+        batch["reward_names"] = NonTensorData(names, batch_size=batch.batch_size)
+    batch["next", "reward"] = torch.tensor(rewards, dtype=torch.float64)
+    put_tokens(batch, rows)
+    if (version := column(rows, "policy_version", default=-1)) is not None:
+        batch["next", "policy_version"] = torch.tensor(version)
+    if (expected := column(rows, "expected_rollouts", default=None)) is not None:
+        batch["expected_rollouts"] = torch.tensor(expected)
+    if (advantage := column(rows, "advantage", default=math.nan)) is not None:
+        batch["logged_advantage"] = torch.tensor(advantage, dtype=torch.float32)
+    # Labels and texts come last: they take longer than all else, and a row that is refused need not wait.
+    texts = {f"{name}_text": column(rows, name, default="") for name in ("prompt", "response")}
+    if all(row.ground_truth is not None or row.lost for row in rows):  # else only some can be graded by it
+        texts["ground_truth"] = column(rows, "ground_truth", default="")
+    if any(row.other_columns for row in rows):
+        texts["other_columns"] = [row.other_columns or "" for row in rows]
+    for name in ("group", "rollout"):
+        texts[f"{name}_label"] = [label_text(getattr(row, name)) for row in rows]
+    for key, text in texts.items():
+        if text is not None:
+            batch[key] = as_texts(text)
+    return batch
+
+
+def label_text(label: Label) -> str:
+    r"""Write a label as text. The parts of a tuple are joined by ``/``; a slash in a part becomes ``\/``.
+
+    >>> label_text("a/b"), label_text(("math", 7)), label_text(("a/b", "c")) == label_text(("a", "b/c"))
+    ('a/b', 'math/7', False)
+    """
+    if not isinstance(label, tuple) or len(label) == 1:
+        return str(label[0] if isinstance(label, tuple) else label)
+    return "/".join(str(part).replace("\\", r"\\").replace("/", r"\/") for part in label)
+
+
+def label_ids(labels: Sequence[Label]) -> Tensor:
+    """Make ids from the labels of a dump. If all labels are integers, the ids are the labels.
+
+    Otherwise :func:`~headrace.transforms.number_labels` numbers them, in the same way in every step. If two
+    labels have the same text (7 and ``"7"``), or one is empty, they are numbered by first appearance.
+
+    Args:
+        labels: N labels.
+
+    Returns:
+        (N,) int64 ≥ 0.
+
+    Example:
+        >>> label_ids([12, 7, 12]).tolist(), label_ids(["7", 7]).tolist()
+        ([12, 7, 12], [0, 1])
+    """
+    distinct = list(dict.fromkeys(labels))
+    if all(type(label) is int for label in distinct):
+        return torch.tensor(labels, dtype=torch.int64)
+    texts = [label_text(label) for label in distinct]
+    written_alike = len(set(texts)) < len(distinct) or "" in texts
+    numbers = range(len(distinct)) if written_alike else number_labels(texts).tolist()
+    number = dict(zip(distinct, numbers, strict=True))
+    return torch.tensor([number[label] for label in labels])
+
+
+def check_groups(rows: Sequence[Sample]) -> None:
+    """Check that a rollout is in one group, and that no group has more rollouts than it was dispatched with.
+
+    Raises:
+        SourceError: a rollout in two groups, or a group with more rollouts.
+    """
+    first_rows: dict[Label, Sample] = {}
+    members: dict[Label, dict[Label, Sample]] = {}
+    for row in rows:
+        first = first_rows.setdefault(row.rollout, row)
+        if first.group != row.group:
+            here, there = (quote(label_text(each.group)) for each in (row, first))
+            raise SourceError(
+                f"{row.where}: a rollout belongs to one group; found the rollout {quote(row.rollout)} in the "
+                f"group {here}, and at {first.where} in the group {there}"
+            )
+        members.setdefault(row.group, {})[row.rollout] = row
+    for row in rows:
+        rollouts = members[row.group]
+        if row.expected_rollouts is not None and len(rollouts) > row.expected_rollouts:
+            places = listing([other.where for other in rollouts.values()])
+            raise SourceError(
+                f"{row.where}: the group {quote(label_text(row.group))} was dispatched with "
+                f"{row.expected_rollouts} rollouts; found {len(rollouts)}: {places}. "
+                "Was its prompt drawn twice, or is source.group_size wrong?"
+            )
+
+
+def separate_draws(samples: Sequence[Sample], *, leave_out: bool = True) -> tuple[list[Sample], Draws]:
+    """Split groups that contain several draws of one prompt.
+
+    Groups that are made from prompts are too large if a prompt was drawn twice in a step: 16 rollouts, for
+    example, where 8 were dispatched for each draw. If the dump has the order of arrival, each run of 8
+    consecutive places is one draw, and becomes a group. The first group keeps the label, and the others get
+    their number added to it. Without that order, or if a run does not have 8 places, the group is left out.
+
+    If every group of the step is too large, `expected_rollouts` is wrong. Then nothing is split, and
+    :func:`to_batch` raises an error.
+
+    Args:
+        samples: of one step.
+        leave_out: False keeps groups that cannot be split as they are.
+
+    Returns:
+        The samples that stay, in order; and counts of the groups that were too large.
+
+    Example:
+        >>> rows = [Sample(("q",), i, 1.0, expected_rollouts=2, place=i) for i in range(4)]
+        >>> rows.append(Sample(("p",), 4, 1.0, expected_rollouts=2, place=4))
+        >>> found, draws = separate_draws(rows)
+        >>> [row.group for row in found]
+        [('q',), ('q',), ('q', 2), ('q', 2), ('p',)]
+        >>> draws
+        Draws(split=1, groups_left_out=0, rows_left_out=0, drawn=(('q', 4),))
+    """
+    groups: dict[Label, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group, []).append(sample)
+    excess: dict[Label, int] = {}  # how many were dispatched, of groups that have more
+    for label, members in groups.items():
+        size = members[0].expected_rollouts
+        if size is not None and len({member.rollout for member in members}) > size:
+            excess[label] = size
+    if not excess or len(excess) == len(groups):
+        return list(samples), Draws()
+    drawn: dict[int, Label] = {}  # the new groups of samples, by identity
+    for label, size in excess.items():
+        members = groups[label]
+        places = sorted((member.place, id(member)) for member in members if member.place is not None)
+        runs = [places[start : start + size] for start in range(0, len(places), size)]
+        if len(places) == len(members) and all(
+            len(run) == size and run[-1][0] - run[0][0] == size - 1 for run in runs
+        ):
+            parts = label if isinstance(label, tuple) else (label,)
+            for number, run in enumerate(runs, start=1):
+                drawn |= {who: label if number == 1 else (*parts, number) for _, who in run}
+    stay = [
+        replace(sample, group=drawn.get(id(sample), sample.group))
+        for sample in samples
+        if not leave_out or sample.group not in excess or id(sample) in drawn
+    ]
+    left = {sample.group for sample in samples if sample.group in excess and id(sample) not in drawn}
+    drawn_again = tuple((label_text(label), len(groups[label])) for label in excess)
+    split, rows_left_out = len(excess) - len(left), len(samples) - len(stay)
+    return stay, Draws(split, len(left) * leave_out, rows_left_out, drawn_again)
+
+
+class Draws(NamedTuple):
+    """The groups of a step whose prompt was drawn several times."""
+
+    split: int = 0
+    """Number of groups that were split into their draws."""
+    groups_left_out: int = 0
+    """Number of groups that could not be split."""
+    rows_left_out: int = 0
+    """Number of rows of the latter."""
+    drawn: tuple[tuple[str, int], ...] = ()
+    """The label of each of these groups, and its rollouts."""
+
+
+def column(rows: Sequence[Sample], name: str, *, default: Any) -> list[Any] | None:
+    """A field of all rows, with `default` for lost rows without it. None if no row has it.
+
+    Raises:
+        SourceError: some rows have the field, and a row that is not lost lacks it.
+    """
+    values = [getattr(row, name) for row in rows]
+    if all(value is None for value in values):
+        return None
+    some = [row for row, value in zip(rows, values, strict=True) if value is None]
+    _refuse(name, [row for row in some if not row.lost or name == "expected_rollouts"], len(rows))
+    return [default if value is None else value for value in values]
+
+
+def _refuse(name: str, lacking: Sequence[Sample], rows: int) -> None:
+    """Refuse the samples that lack what others of the step have."""
+    if lacking:
+        raise SourceError(
+            f"{name} must be on all samples of a step or on none; {len(lacking)} of {rows} have none: "
+            f"{listing(row.where for row in lacking)}"
+        )
+
+
+def common_advantage(advantages: Sequence[float], trains: Sequence[int]) -> float:
+    """The common advantage of all tokens that train; NaN if they differ or there are none.
+
+    Example:
+        >>> common_advantage([0.0, 0.5, 0.5], [0, 1, 1])
+        0.5
+    """
+    values = {value for value, bit in zip(advantages, trains, strict=False) if bit}
+    return values.pop() if len(values) == 1 else math.nan
+
+
+def put_tokens(batch: TensorDict, rows: Sequence[Sample]) -> None:
+    """Write the loss mask, and tokens and log-probabilities if rows have them, padded on the left.
+
+    If no row has a length, write ``("headrace", "no_lengths")`` instead.
+
+    Args:
+        batch: TensorDict ``[N]``, to write to.
+        rows: N samples, in the order of its rows.
+
+    Raises:
+        SourceError: some rows have a length, and a row that is not lost has none; or the padded batch would
+            have more than :data:`MAX_CELLS` tokens, or more than :data:`PADDING` times its tokens.
+    """
+    column(rows, "response_length", default=0)
+    tokens = column(rows, "tokens", default=[])
+    log_probs = column(rows, "log_probs", default=[])
+    known = [row.extent() for row in rows]
+    if all(extent is None for extent in known):
+        batch[NO_LENGTHS] = torch.ones(len(rows), dtype=torch.bool)
+        if not all(row.in_loss for row in rows):
+            batch[IN_LOSS] = torch.tensor([row.in_loss for row in rows])
+        return
+    without = [row for row, extent in zip(rows, known, strict=True) if extent is None and not row.lost]
+    _refuse("a response's length", without, len(rows))
+    extents = [extent or (0, 0) for extent in known]
+    width = max(1, *(length for length, _ in extents))
+    # Refuse before the memory is allocated.
+    most = MAX_CELLS if tokens is None else min(MAX_CELLS, max(UNPADDED, PADDING * sum(map(len, tokens))))
+    if len(rows) * width > most:
+        raise SourceError(
+            f"a step has at most {most} tokens in rows × the longest, padding included; found {len(rows)} "
+            f"rows and {width} tokens in the longest"
+        )
+    masks = [
+        ([1] * response if row.loss_mask is None else row.loss_mask) if row.in_loss and response else []
+        for row, (_, response) in zip(rows, extents, strict=True)
+    ]
+    batch["masks", "all_assistant_mask"] = padded_left(masks, width, 0, torch.bool)
+    if tokens is not None:
+        batch["tokens", "full"] = padded_left(tokens, width, 0, torch.int64)
+        lengths = torch.tensor([len(ids) for ids in tokens])
+        batch["masks", "all_attention_mask"] = torch.arange(width) >= width - lengths[:, None]
+    if log_probs is not None:
+        batch["log_probs", "full"] = padded_left(log_probs, width, math.nan, FLOAT)
+
+
+def padded_left(rows: Sequence[Sequence[float]], width: int, filler: float, dtype: torch.dtype) -> Tensor:
+    """(N, width) the values of each row at its end."""
+    padded = torch.full((len(rows), width), filler, dtype=dtype)
+    for row, values in zip(padded, rows, strict=True):
+        row[width - len(values) :] = torch.tensor(values, dtype=dtype)
+    return padded

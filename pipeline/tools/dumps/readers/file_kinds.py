@@ -1,0 +1,385 @@
+"""Read the files of a dump: JSON Lines, Parquet, and files of ``torch.save``.
+
+JSON Lines, plain or gzipped, are read a line at a time. Parquet is read a few rows at a time. A file of
+``torch.save`` is loaded without running code, and without more memory than the file has bytes. Only the zip
+archives of torch 1.6 and later can be checked like that, so older files are refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tensordict import TensorDictBase
+
+from headrace.pipeline.tools.report import asked_line
+
+from .batch import MAX_ROWS, Label, Sample
+from .record import Record, SourceError, as_whole, first_line, quote
+
+MAX_LINE = 2**28  # bytes; one line is in memory at a time
+ROWS = 256  # of a Parquet file, in memory at a time
+MESSAGES_KEPT = 8
+STEPS_KEPT = 4096  # whose first error is kept until their step is read
+MAX_VALUES = 2**28  # of a table that is read as a whole
+# The calls that plain data and tensors need in a pickle. torch allows more calls, and with some of them a
+# small file can claim much memory: bytearray(2**40), torch.LongTensor(2**40), nested hexadecimal encodings.
+CALLED = re.compile(rb"c(?=((?:__builtin__|builtins|_?codecs|collections|torch[\w.]*)\n\w+)\n)")
+ALLOWED = re.compile(
+    rb"collections\nOrderedDict|(?:__builtin__|builtins)\n(?:set|complex)"
+    rb"|torch\._utils\n_rebuild_(?:tensor_v2|tensor_v3|parameter)"
+    rb"|torch\n(?:Size|device|bool|[a-z]+\d+\w*|(?!Untyped|Typed)\w+Storage)"
+)
+CONSTANT = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(?:\[[^\]"{]*?)?(?:NaN|-?Infinity)\b')  # and its key
+Decoded = TypeVar("Decoded")
+
+
+@dataclass(slots=True)
+class Reading:
+    """The options and the state of one pass over the files of a dump. Readers update `position`.
+
+    Args:
+        reward_keys: the names of the rewards to read; empty: the format's own.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats without a group's id.
+        group_size: rollouts that each group was dispatched with.
+        encode: function from texts to token ids, for dumps without lengths in tokens.
+        skip_bad: skip malformed records. False: keep their errors for :meth:`take`.
+        file: number of the file that is being read, from 0.
+        done_bytes: size of the files that have been read.
+        position: bytes read of this file.
+        skipped: number of malformed records.
+        messages: the errors of the first few of them.
+        kept: the first error of each step since the last :meth:`take`.
+    """
+
+    reward_keys: tuple[str, ...] = ()
+    group_by: str | None = None
+    group_size: int | None = None
+    encode: Callable[[list[str]], list[list[int]]] | None = None
+    skip_bad: bool = False
+    file: int = 0
+    done_bytes: int = 0
+    position: int = 0
+    skipped: int = 0
+    messages: list[str] = field(default_factory=list)
+    kept: dict[int | None, SourceError] = field(default_factory=dict)
+
+    @property
+    def reward_key(self) -> str | None:
+        """The name of the reward, for formats that read one; None: the format's own."""
+        return self.reward_keys[0] if self.reward_keys else None
+
+    def restarted(self) -> Reading:
+        """A new pass with the same options."""
+        return replace(self, file=0, done_bytes=0, position=0, skipped=0, messages=[], kept={})
+
+    def note(self, error: SourceError, step: int | None = None) -> None:
+        """Count the error of a record or a file; `step` is the step that the record names, if it is known."""
+        self.skipped += 1
+        if not self.skip_bad and len(self.kept) < STEPS_KEPT:
+            self.kept.setdefault(step, error)
+        if len(self.messages) < MESSAGES_KEPT:
+            self.messages.append(str(error))
+
+    def take(self, last: int | None, following: int | None) -> list[tuple[int | None, SourceError]]:
+        """The first error of each step since the last call, with the step that its record names.
+
+        A record that names no step may belong to the step before it or to the step after it. So its error is
+        returned for both.
+
+        Args:
+            last: step of the previous good record; None: there is none.
+            following: step of the next good record; None: there is none.
+        """
+        kept, self.kept = self.kept, {}
+        unnamed = kept.pop(None, None)
+        if unnamed is None:
+            return list(kept.items())
+        before = [(last, unnamed)] if last is not None or following is None else []
+        after = [(following, unnamed)] if following not in (None, last) else []
+        return [*before, *kept.items(), *after]  # the faults of a step lie beside its other records
+
+    def group_of_prompt(self, prompt: Any, where: str, text: str | None = None) -> Label:
+        """Make the label of a group from its prompt: what the user asked, and a hash of the whole prompt.
+
+        Args:
+            prompt: as the dump has it: text, token ids or messages. Messages are compared as JSON, because
+                two messages may have the same text as one message.
+            where: ``file:line``.
+            text: the text of messages.
+
+        Raises:
+            SourceError: `group_by` is not ``prompt``.
+        """
+        if self.group_by != "prompt":
+            raise SourceError(
+                f"{where}: a sample needs a group; found none, and the same prompt drawn twice would look "
+                "like one group. If each prompt was drawn once a step, set source.group_by=prompt "
+                "(group_by='prompt' in Python), best with source.group_size, which is then checked"
+            )
+        whole = json.dumps(prompt, sort_keys=True, default=repr)
+        asked = asked_line(text or (prompt if isinstance(prompt, str) else quote(prompt)))
+        digest = hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
+        return (f"{asked} #{digest}",)  # a tuple, which no id of a dump is
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How files of one format are found, recognised and read.
+
+    Args:
+        read: takes a file and the pass that it belongs to, and yields :class:`Sample`, or batches as
+            ``(step, TensorDict)``.
+        files: glob patterns in a folder. The first pattern that matches a file is used. Patterns that are
+            joined by ``|`` are used together. A pattern with ``.jsonl`` matches ``.jsonl.gz``, too.
+        keys: keys of the first record, or columns of a table, by which the format is recognised. Empty: it is
+            recognised by the suffix alone.
+        options: which of ``group_by``, ``group_size``, ``reward_key`` and ``tokenizer`` the format reads.
+        reward_keys: whether `reward_key` may be ``one`` name or ``many``.
+        rewards: allowed values of `reward_key`; empty: any.
+        ignored: regular expression for the names of files in a folder that are not read.
+        unsaid: what the dump does not contain. ``rollouts``: the rollout of each row, so each row is read as
+            one rollout. ``masks``: which tokens are out of the loss. ``tokens``: the number of tokens.
+    """
+
+    read: Callable[[Path, Reading], Iterator[Sample | tuple[int, TensorDictBase]] | Iterator[Any]]
+    files: tuple[str, ...]
+    keys: frozenset[str] = frozenset()
+    options: tuple[str, ...] = ()
+    reward_keys: Literal["one", "many"] = "one"
+    rewards: tuple[str, ...] = ()
+    ignored: str | None = None
+    unsaid: tuple[Literal["rollouts", "masks", "tokens"], ...] = ()
+
+
+def parse_records(
+    records: Iterator[Record], reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
+) -> Iterator[Sample]:
+    """Turn records into samples; note malformed records.
+
+    Samples get the place of their record, and `group_size` if the dump does not have it. Two records of a
+    step with the same label are an error: the second one is not another segment.
+    """
+    step: int | None = None
+    places: dict[Label, str] = {}  # of the records of the step, by their labels
+    for record in records:
+        try:
+            samples = parse(record, reading)
+            for sample in samples:
+                sample.where = record.where
+                if sample.expected_rollouts is None:
+                    sample.expected_rollouts = reading.group_size
+                sample.check()
+                if sample.other_columns is None:
+                    sample.other_columns = record.other_columns()
+            if samples and samples[0].step != step:
+                step, places = samples[0].step, {}
+            if samples and (label := samples[0].record) is not None:
+                if label in places:
+                    raise SourceError(
+                        f"{samples[0].where}: a record is there once in a step; found {quote(label)}, which "
+                        f"is already at {places[label]}"
+                    )
+                places[label] = samples[0].where
+        except SourceError as err:
+            named = (as_whole(record.data.get(key)) for key in ("step", "iteration"))
+            reading.note(err, next((number for number in named if number is not None), None))
+        else:
+            yield from samples
+
+
+# -- JSON Lines ---------------------------------------------------------------------------------------
+
+
+def read_jsonl(
+    path: Path, reading: Reading, parse: Callable[[Record, Reading], list[Sample]]
+) -> Iterator[Sample]:
+    """Read samples from a ``.jsonl`` or ``.jsonl.gz`` file, a line at a time."""
+    return parse_records(read_lines(path, reading), reading, parse)
+
+
+def read_lines(path: Path, reading: Reading) -> Iterator[Record]:
+    """The records of a file; blank lines are skipped.
+
+    It notes a line that is no JSON object, and a file that is cut off or has no records.
+    """
+    count = 0
+    try:
+        with path.open("rb") as raw:
+            for number, line in enumerate(_lines(raw, path), start=1):
+                reading.position = raw.tell()
+                if line.isspace():
+                    continue
+                count += 1
+                where = f"{path}:{number}"
+                try:
+                    record = Record(decode(line, where), where, number)
+                except SourceError as err:
+                    reading.note(err)
+                else:
+                    yield record
+    except (OSError, EOFError, zlib.error) as err:
+        reading.note(SourceError(f"{path}: the file must be readable to its end; found {err}"))
+        return
+    if not count:
+        reading.note(SourceError(f"{path}: the file is empty; a dump has at least one record"))
+
+
+def decode(line: bytes, where: str) -> dict[str, Any]:
+    """One JSON object, strictly: NaN, Infinity and repeated keys are errors.
+
+    Raises:
+        SourceError: the line is too long, not UTF-8, or not one JSON object.
+
+    Example:
+        >>> decode(b'{"reward": 0.5}', "a.jsonl:1")
+        {'reward': 0.5}
+    """
+    if len(line) > MAX_LINE:
+        raise SourceError(f"{where}: a line has at most {MAX_LINE} bytes; found a longer one")
+    try:
+        text = line.decode().rstrip(" \t\r\n")
+        value = _DECODER.decode(text)
+    except UnicodeDecodeError as err:
+        raise SourceError(f"{where}: a line must be UTF-8; found {err.reason} at byte {err.start}") from None
+    except json.JSONDecodeError as err:
+        cut = "" if line.endswith(b"\n") else ", and the file ends there: is it cut off?"
+        ends = err.pos >= len(text) or err.msg.startswith("Unterminated string")
+        after, found = text[-20:], text[err.pos : err.pos + 20]
+        fault = f"it breaks off after {after!r}{cut}" if ends else f"at column {err.pos + 1} it has {found!r}"
+        raise SourceError(f"{where}: a line must be one JSON object, and is no valid JSON: {fault}") from None
+    except _NoJson as err:
+        key = CONSTANT.search(text)
+        named = f"{quote(key[1])} is " if key else "found "
+        raise SourceError(f"{where}: {named}the literal {err}, which is no JSON") from None
+    except (ValueError, RecursionError) as err:  # a hook's, or Python's limits on digits and nesting
+        raise SourceError(f"{where}: a line must be one JSON object; found {err}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{where}: a line must be one JSON object; found {quote(value)}")
+    return value
+
+
+def _lines(raw: IO[bytes], path: Path) -> Iterator[bytes]:
+    stream: Any = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    while line := stream.readline(MAX_LINE + 1):
+        yield line  # `decode` refuses a line that is too long; its rest is skipped here
+        if len(line) > MAX_LINE:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_LINE)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {quote(twice)} twice in one object")
+    return data
+
+
+class _NoJson(ValueError):
+    """A word for a number that JSON does not have."""
+
+
+def _no_constant(name: str) -> Any:
+    raise _NoJson(name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+# -- Parquet ------------------------------------------------------------------------------------------
+
+
+def read_schema(path: Path) -> pa.Schema:
+    """The columns of a Parquet file.
+
+    Raises:
+        SourceError: the file is damaged.
+    """
+    return _decode(pq.read_schema, path)
+
+
+def read_table(path: Path) -> pa.Table:
+    """All columns and rows of a Parquet file.
+
+    Raises:
+        SourceError: the file is damaged, or has more than :data:`MAX_ROWS` rows or :data:`MAX_VALUES` values:
+            a run of equal ones takes no room in the file.
+    """
+    metadata = _decode(pq.read_metadata, path)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    values = sum(group.column(i).num_values for group in groups for i in range(group.num_columns))
+    if metadata.num_rows > MAX_ROWS or values > MAX_VALUES:
+        raise SourceError(
+            f"{path}: a step has at most {MAX_ROWS} rows, with {MAX_VALUES} values in all columns; found "
+            f"{metadata.num_rows} rows, with {values}"
+        )
+    return _decode(pq.read_table, path)
+
+
+def _decode(decoder: Callable[[Path], Decoded], path: Path) -> Decoded:
+    try:
+        return decoder(path)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        raise SourceError(f"{path}: a Parquet file is required; found {first_line(err)}") from None
+
+
+def read_rows(path: Path, reading: Reading) -> Iterator[Record]:
+    """The rows of a Parquet file, a few at a time.
+
+    Raises:
+        SourceError: the file is damaged, or has no rows.
+    """
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            size = path.stat().st_size
+            for batch in file.iter_batches(batch_size=ROWS):
+                reading.position = size * number // max(1, file.metadata.num_rows)
+                for data in batch.to_pylist():
+                    number += 1
+                    yield Record(data, f"{path}, row {number}", number)
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        raise SourceError(f"{path}: a Parquet file must be readable; found {first_line(err)}") from None
+    if not number:
+        raise SourceError(f"{path}: a dump has at least one row; found an empty table")
+
+
+# -- torch.save ---------------------------------------------------------------------------------------
+
+
+def load_plain(path: Path) -> Any:
+    """The plain data and tensors of a file of ``torch.save``; nothing in it is executed.
+
+    Raises:
+        SourceError: it holds something else, or is damaged, compressed, or not an archive.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # as large as what is in it, before that is in memory
+            items = archive.infolist()
+            if any(item.compress_type != zipfile.ZIP_STORED for item in items):
+                raise ValueError("a compressed archive, which torch.save does not write")
+            if (size := sum(item.file_size for item in items)) > path.stat().st_size:
+                raise ValueError(f"{size} bytes in an archive of {path.stat().st_size}")
+            pickles = [archive.read(item) for item in items if item.filename.endswith(".pkl")]
+        for name in (name for pickled in pickles for name in CALLED.findall(pickled)):
+            if not ALLOWED.fullmatch(name):
+                raise ValueError(f"a call of {name.decode().replace(chr(10), '.')}")
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as err:  # a damaged file makes the unpickler raise anything
+        raise SourceError(
+            f"{path}: a dump must load as plain data and tensors, without running code; "
+            f"found {first_line(err)}"
+        ) from None

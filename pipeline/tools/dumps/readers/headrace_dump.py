@@ -1,0 +1,271 @@
+"""Read the dumps that ``write_dump`` writes: ``step_00000012.parquet`` or ``.jsonl``, one step a file.
+
+Schema: :func:`headrace.pipeline.tools.report.report_table`, version 1.
+
+- ``row`` is the number of a row in its step. Each number from 0 to the last must occur once, so missing rows
+  are detected, except for rows after the last one.
+- Rows that were carried in from the previous step are not read, because they are in the file of that step.
+- A dump has the number of tokens of a row, but not the tokens. So a row gets a loss mask of that length, and
+  no tokens. Without the number, a tokenizer can make tokens of the texts.
+- A null status, or no column of statuses, means that the status is not known.
+- The advantage and the weight with which a row was trained become ``logged_advantage`` and
+  ``logged_weight``.
+- The minibatch of a row becomes ``logged_minibatch``. It is −1 for a row in no minibatch. It is −1 for all
+  rows of a step with carried rows, because some rows of its minibatches are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from tensordict import TensorDict
+
+from headrace.transforms import Status
+from headrace.transforms.table.tensordicts import as_texts
+
+from .batch import MAX_CELLS, MAX_ROWS, MAX_TOKENS, Sample, put_tokens
+from .file_kinds import Format, Reading, read_lines, read_table
+from .record import SourceError, as_text, first_line, quote, quote_some
+from .tokenizing import Encode, add_tokens
+
+REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
+COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
+TEXTS = {"prompt": "prompt_text", "response": "response_text"}
+TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth", "other_columns")}
+TEXTS_OF_TOKENS = ("prompt", "response")
+STATUSES = {status.name.lower(): status for status in Status}
+VERSION = "1"
+UNFINISHED = "/unfinished"  # the end of a gate's reason; who left for it is not there when it is replayed
+
+
+def read_headrace_dump(path: Path, reading: Reading) -> Iterator[tuple[int, TensorDict]]:
+    """The step of one file and its batch ``[N]``; nothing if the file only has rows that were carried in.
+
+    Raises:
+        SourceError: the file is damaged or of another version, a column is missing or of another type, or an
+            id or a reward is null.
+    """
+    skipped = reading.skipped
+    if path.suffix == ".parquet":
+        table = read_table(path)
+        version = (table.schema.metadata or {}).get(b"headrace.schema", b"").decode(errors="replace")
+    else:
+        records = [record.data for record in islice(read_lines(path, reading), MAX_ROWS + 1)]
+        if not records:
+            return
+        if len(records) > MAX_ROWS:
+            raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; found more")
+        table = table_of_lines(records, path)
+        found = pc.unique(table["schema"]).to_pylist() if "schema" in table.column_names else [int(VERSION)]
+        version = ", ".join(map(str, found))
+    if version != VERSION:
+        raise SourceError(
+            f"{path}: headrace.schema must be {VERSION}, the one that is known; found {version!r}"
+        )
+    if lacking := [name for name in REQUIRED if name not in table.column_names]:
+        raise SourceError(
+            f"{path}: the columns {lacking} are required; found {quote_some(table.column_names)}"
+        )
+    try:
+        if reading.skipped == skipped:  # else it is known that rows are missing
+            check_no_gaps(_integers(table, "row", path), path)
+        whole = len(table)
+        if "carried_in" in table.column_names:
+            table = table.filter(pc.equal(pc.fill_null(table["carried_in"], 0), 0))
+        if len(table) < whole and "minibatch" in table.column_names:  # which had rows that are not read
+            place = table.column_names.index("minibatch")
+            table = table.set_column(place, "minibatch", pa.nulls(len(table), pa.int64()))
+        if not len(table):
+            return
+        steps = pc.unique(table["step"]).to_pylist()
+        if len(steps) != 1 or not isinstance(steps[0], int) or steps[0] < 0:
+            raise SourceError(f"{path}: a file is one step, a number ≥ 0; found {quote_some(steps, most=5)}")
+        batch = _batch(table, path, reading.encode)
+    except SourceError:
+        raise
+    except Exception as err:  # a column of an unexpected type makes the conversion raise anything
+        raise SourceError(f"{path}: columns must be as documented; found {first_line(err)}") from None
+    yield steps[0], batch
+
+
+def table_of_lines(records: Sequence[dict[str, Any]], path: Path) -> pa.Table:
+    """The records of a JSONL file as the table of a Parquet file.
+
+    Raises:
+        SourceError: the values of a key have different types.
+    """
+    columns = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        try:
+            kind = pa.array(values).type
+            if pa.types.is_null(kind):  # no row has a reward
+                kind = pa.float64()
+            if pa.types.is_list(kind):
+                kind = pa.list_(kind.value_type, len(values[0] or ()))
+            columns[name] = pa.array(values, kind)
+        except Exception as err:  # Arrow raises many types, and a value may have no length
+            raise SourceError(
+                f"{path}: all values of {quote(name)} must be of one type; found {first_line(err)}"
+            ) from None
+    return pa.table(columns)
+
+
+def check_no_gaps(rows: np.ndarray, path: Path) -> None:
+    """Check that the rows of a step are there, each once.
+
+    Raises:
+        SourceError: a number from 0 to the last is missing, or one is there twice.
+    """
+    numbers, counts = np.unique(rows, return_counts=True)
+    if (counts > 1).any():
+        raise SourceError(
+            f"{path}: a row's number is there once; found twice {quote_some(numbers[counts > 1].tolist())}"
+        )
+    if len(numbers) and (gaps := int(numbers[-1]) + 1 - len(numbers)):
+        missing_before = numbers - np.arange(len(numbers))
+        first = int(np.argmax(missing_before > 0))
+        raise SourceError(
+            f"{path}: a step has all its rows, from 0 to the last; {gaps} are missing, the first of them "
+            f"{numbers[first - 1] + 1 if first else 0}. Was the file cut? To leave rows out, use a filter"
+        )
+
+
+def _batch(table: pa.Table, path: Path, encode: Encode | None) -> TensorDict:
+    batch = TensorDict({}, batch_size=[len(table)])
+    for name in ("group_id", "rollout_id"):
+        batch[name] = torch.from_numpy(_integers(table, name, path))
+    status = np.full(len(table), -1)
+    left = np.zeros(len(table), dtype=bool)  # rows out of the loss
+    if "status" in table.column_names:
+        words = table["status"].to_pylist()
+        if unknown := [word for word in words if word is not None and word not in STATUSES]:
+            raise SourceError(
+                f"{path}: 'status' must be one of {', '.join(STATUSES)}, or null; found {unknown[0]!r}"
+            )
+        status = np.array([-1 if word is None else int(STATUSES[word]) for word in words])
+    if "reason" in table.column_names:
+        unfinished = pc.fill_null(pc.ends_with(table["reason"], UNFINISHED), False).to_numpy()
+        status = np.where(unfinished, int(Status.ABORTED), status)  # of such a rollout the step had a part
+        left = np.array([word not in (None, "trained") for word in table["reason"].to_pylist()])
+    if (status >= 0).any():
+        batch["status"] = torch.from_numpy(status)
+    # A filter may have taken rows out because they had no reward, or their rollout was trained without one.
+    unscored = np.isin(status, (Status.ABORTED, Status.FAILED)) | left
+    if "rollout_reward" in table.column_names:
+        unscored |= np.isnan(_floats(table, "rollout_reward", path))
+    reward = torch.from_numpy(_rewards(table, unscored, path))
+    exact = torch.equal(reward.float().double().nan_to_num(), reward.nan_to_num())
+    batch["next", "reward"] = reward.float() if exact else reward
+    for name, key in COUNTS.items():
+        if _has_values(table, name):
+            batch[key] = torch.from_numpy(_integers(table, name, path))
+    if _has_values(table, "tokens"):
+        tokens = _integers(table, "tokens", path)
+        if tokens.max() > MAX_TOKENS or tokens.max() * len(table) > MAX_CELLS:
+            raise SourceError(
+                f"{path}: a row has at most {MAX_TOKENS} tokens, and a step {MAX_CELLS} in rows × the "
+                f"longest; found {tokens.max()} tokens in one of {len(table)} rows"
+            )
+        width = int(max(tokens.max(), 1))
+        in_loss = torch.arange(width) >= width - torch.from_numpy(tokens).unsqueeze(1)
+        batch["masks", "all_assistant_mask"] = in_loss
+    else:
+        put_tokens(batch, _samples_of_texts(table, path, encode))
+    if "advantage" in table.column_names:
+        batch["logged_advantage"] = torch.from_numpy(_floats(table, "advantage", path)).float()
+    if "loss_weight" in table.column_names:
+        batch["logged_weight"] = torch.from_numpy(_floats(table, "loss_weight", path))
+    if "minibatch" in table.column_names:
+        minibatch = torch.from_numpy(_floats(table, "minibatch", path))
+        batch["logged_minibatch"] = minibatch.nan_to_num(nan=-1.0).long()
+    for name, key in TEXTS.items():
+        if name in table.column_names and table[name].null_count == 0:
+            if not pa.types.is_string(table.schema.field(name).type):
+                raise SourceError(f"{path}: {name!r} must be text; found {table.schema.field(name).type}")
+            batch[key] = as_texts(table[name].to_pylist())
+    return batch
+
+
+def _samples_of_texts(table: pa.Table, path: Path, encode: Encode | None) -> list[Sample]:
+    """Samples that have the texts of rows, and by a tokenizer their tokens."""
+    none = [None] * len(table)
+    texts = [table[name].to_pylist() if name in table.column_names else none for name in TEXTS_OF_TOKENS]
+    where = (f"{path}, row {row}" for row in range(len(table)))
+    rows = [
+        Sample(0, row, prompt=as_text(prompt), response=as_text(response), where=place)
+        for row, (prompt, response, place) in enumerate(zip(*texts, where, strict=True))
+    ]
+    if encode is not None:
+        add_tokens(rows, encode)
+    return rows
+
+
+def _has_values(table: pa.Table, name: str) -> bool:
+    return name in table.column_names and table[name].null_count < len(table)
+
+
+def _integers(table: pa.Table, name: str, path: Path) -> np.ndarray:
+    """(N,) int64, all ≥ 0."""
+    column = table[name]
+    if not pa.types.is_integer(column.type) or column.null_count:
+        raise SourceError(
+            f"{path}: {name!r} must be an integer on every row; found {column.type} with "
+            f"{column.null_count} nulls"
+        )
+    values = column.cast(pa.int64()).to_numpy()
+    if (values < 0).any():
+        row = int((values < 0).argmax())
+        raise SourceError(f"{path}: {name!r} must be ≥ 0; found {values[row]} at row {row}")
+    return values.copy()
+
+
+def _floats(table: pa.Table, name: str, path: Path) -> np.ndarray:
+    """(N,) float64, NaN for null."""
+    column = table[name]
+    if not _is_number(column.type):
+        raise SourceError(f"{path}: {name!r} must be a number; found {column.type}")
+    return pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy().copy()
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind) or pa.types.is_integer(kind)
+
+
+def _rewards(table: pa.Table, unscored: np.ndarray, path: Path) -> np.ndarray:
+    """(N, 1) float64, or (N, K) where there is a list of K rewards; NaN for null."""
+    if "rewards" not in table.column_names:
+        rewards = _floats(table, "reward", path)[:, None]
+    else:
+        lists = table["rewards"].combine_chunks()
+        fixed = pa.types.is_fixed_size_list(lists.type) and lists.type.list_size > 1 and not lists.null_count
+        if not fixed or not _is_number(lists.type.value_type):
+            raise SourceError(
+                f"{path}: 'rewards' must be a list of two or more numbers, as many on every row; found "
+                f"{lists.type} with {lists.null_count} nulls"
+            )
+        rewards = lists.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False)
+        rewards = rewards.reshape(len(table), -1).copy()
+    missing = np.isnan(rewards).all(1) & ~unscored
+    if (bad := np.isinf(rewards).any(1) | missing).any():
+        row = int(bad.argmax())
+        raise SourceError(
+            f"{path}: a rollout that did not fail needs a finite 'reward'; row {row} has none: "
+            f"{quote_some(rewards[row].tolist())}"
+        )
+    return rewards
+
+
+FORMAT = Format(
+    read_headrace_dump,
+    files=("step_*.parquet|step_*.jsonl", "rollouts/step_*.parquet|rollouts/step_*.jsonl"),
+    keys=frozenset(REQUIRED),
+    options=("tokenizer",),
+)

@@ -1,0 +1,347 @@
+"""Open a dump, find its files and format, and read it as batches, one step at a time."""
+
+from __future__ import annotations
+
+import glob
+import pkgutil
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+
+from headrace.pipeline.tools.dumps.paths import missing_path
+from headrace.transforms.table.options import at_least, takes_options
+
+from .batch import MAX_ROWS, Draws, Sample, separate_draws, to_batch
+from .file_kinds import Format, Reading, read_lines, read_schema
+from .record import SourceError, quote_some
+from .regrading import Grade, Regraded, regrade
+from .tokenizing import add_tokens, load_tokenizer
+
+SUFFIXES = (".pt", ".parquet", ".jsonl", ".jsonl.gz")
+
+
+# A module of this package that has a FORMAT reads the format of its name.
+READERS: dict[str, Format] = {
+    name.removesuffix("_dump"): module.FORMAT
+    for _, name, _ in pkgutil.iter_modules([str(Path(__file__).parent)])
+    if name != "open" and hasattr(module := import_module(f".{name}", __package__), "FORMAT")
+}
+
+
+@takes_options
+def open_source(
+    path: str | Path,
+    format: str = "auto",
+    *,
+    skip_bad: bool = False,
+    reward_key: str | Sequence[str] | None = None,
+    group_by: Literal["prompt", "uid"] | None = None,
+    group_size: int | None = None,
+    tokenizer: str | Path | None = None,
+    regrade: Grade | None = None,
+) -> Source:
+    """Open training rollouts that a framework has dumped.
+
+    Args:
+        path: a file, a folder or a glob pattern.
+        format: a name in :data:`READERS`, or ``auto``: by the suffix and the keys of the first record.
+        skip_bad: skip and count malformed records, and steps that cannot be read, instead of raising.
+        reward_key: name of the reward to read, in formats with several rewards; for TRL also several names.
+        group_by: ``prompt`` makes equal prompts of a step one group, in formats without ids of groups.
+            ``uid`` reads verl's uid as the id of the group, and each row as one rollout.
+        group_size: rollouts that each group was dispatched with; written as ``expected_rollouts``. A group
+            with more rollouts is split if its prompt was drawn several times in the step
+            (:func:`~headrace.pipeline.tools.dumps.readers.separate_draws`). Otherwise it is an error.
+        tokenizer: a ``tokenizer.json``, or a folder that ``transformers`` has saved. It makes tokens of the
+            texts, if the dump has no lengths in tokens (:mod:`~readers.tokenizing`).
+            Nothing is downloaded.
+        regrade: a function that grades each rollout by its texts (:func:`regrade`).
+            Its rewards replace those of the dump. The rows of a rollout share its reward.
+
+    Returns:
+        An iterable of ``(step, TensorDict [N])``, with the columns of :func:`to_batch`.
+
+    Raises:
+        ValueError: an option has an invalid value, or the format does not read it.
+        SourceError: there is no file, or the format cannot be recognised.
+
+    Example:
+        >>> import json, tempfile
+        >>> rows = [{"input": "1+1?", "output": o, "gts": "2", "score": s, "step": 7, "uid": f"a_{i}_0"}
+        ...         for i, (o, s) in enumerate([("2", 1.0), ("3", 0.0)])]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "7.jsonl").write_text("\\n".join(map(json.dumps, rows)))
+        ...     [(step, batch["next", "reward"].flatten().tolist()) for step, batch in open_source(folder)]
+        [(7, [1.0, 0.0])]
+    """
+    if format != "auto" and format not in READERS:
+        raise ValueError(f"format must be auto or one of {', '.join(READERS)}; got {format!r}")
+    at_least("group_size", group_size, 1)
+    name = recognise(path, skip_bad=skip_bad) if format == "auto" else format
+    kind = READERS[name]
+    given = {
+        "reward_key": reward_key,
+        "group_by": group_by,
+        "group_size": group_size,
+        "tokenizer": tokenizer,
+    }
+    for option, value in given.items():
+        if value is not None and option not in kind.options:
+            known = ", ".join(kind.options) or "none"
+            raise ValueError(
+                f"the format {name} does not read {option}; it reads {known}. Leave {option} out, or, if you "
+                "write the reader, add it to `options` of its FORMAT"
+            )
+    keys = (reward_key,) if isinstance(reward_key, str) else tuple(reward_key or ())
+    if len(keys) > 1 and kind.reward_keys == "one":
+        raise ValueError(f"the format {name} takes one reward_key; got {list(keys)}")
+    if unknown := [key for key in keys if kind.rewards and key not in kind.rewards]:
+        raise ValueError(f"reward_key must be one of {', '.join(kind.rewards)}; got {unknown[0]!r}")
+    if group_by == "uid" and name != "verl":
+        raise ValueError(f"group_by='uid' is for the format verl; this is {name}")
+    options = Reading(
+        reward_keys=keys,
+        group_by=group_by,
+        group_size=group_size,
+        encode=None if tokenizer is None else load_tokenizer(tokenizer),
+        skip_bad=skip_bad,
+    )
+    return Source(name, find_files(path, kind), options, regrade)
+
+
+class Source:
+    """A dump that :func:`open_source` opened. Each ``iter()`` is a new pass over all files.
+
+    Attributes:
+        format: name of the format.
+        files: the files, in the order of reading.
+        total_bytes: size of all files on disk.
+        regraded: the changes by `regrade` in this pass; None without it.
+        draws: the prompts of this pass that were drawn several times in a step, by step.
+        keeps_oversized: whether too large groups stay if their draws cannot be told apart. False: they are
+            left out or refused. The audit keeps and reports them.
+        skipped_steps: the steps of this pass that were skipped under `skip_bad`, and the reasons.
+    """
+
+    def __init__(self, format: str, files: list[Path], options: Reading, grade: Grade | None = None):
+        self.format, self.files, self._options, self._grade = format, files, options, grade
+        self.regraded: Regraded | None = None
+        self.draws: dict[int, Draws] = {}
+        self.keeps_oversized = False
+        self.skipped_steps: list[tuple[int | None, str]] = []
+        self.total_bytes = sum(file.stat().st_size for file in files)
+        self._pass = options
+
+    @property
+    def unsaid(self) -> frozenset[str]:
+        """What the dump does not contain: ``rollouts``, ``masks``, ``tokens`` (:class:`Format`)."""
+        each_row = {"rollouts"} if self.format == "verl" and self._options.group_by else set()
+        return frozenset(READERS[self.format].unsaid) | each_row
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes on disk that were read in this pass. A ``.pt`` file is counted when it has been read."""
+        return self._pass.done_bytes + self._pass.position
+
+    @property
+    def skipped(self) -> int:
+        """Malformed records that were skipped in this pass."""
+        return self._pass.skipped if self.skips else 0
+
+    @property
+    def skips(self) -> bool:
+        """Whether malformed records, and steps that cannot be read, are skipped."""
+        return self._options.skip_bad
+
+    @property
+    def messages(self) -> list[str]:
+        """The errors of the first few skipped records."""
+        return list(self._pass.messages)
+
+    def __iter__(self) -> Iterator[tuple[int, TensorDictBase]]:
+        """Yield ``(step, batch)``, steps ascending, one step in memory.
+
+        Raises:
+            SourceError: a record is malformed, or a step cannot be read, without `skip_bad`; or as
+                :meth:`outcomes`.
+        """
+        for step, found in self.outcomes():
+            if isinstance(found, SourceError):
+                if not self.skips:
+                    raise found
+                self.skipped_steps.append((step, str(found)))
+            elif step is not None:
+                yield step, found
+
+    def outcomes(self) -> Iterator[tuple[int | None, TensorDictBase | SourceError]]:
+        """Yield each step with its batch or its error. After an error, the next steps are read.
+
+        These are errors of a step: a malformed record without `skip_bad`, columns that do not agree, a
+        rollout in two groups, and rewards of `regrade` that are not finite or not one for each rollout. The
+        step is None if a file does not name it.
+
+        Raises:
+            SourceError: a step is smaller than the one before, or continues in another file; or there are no
+                records.
+        """
+        self.regraded = None if self._grade is None else Regraded()
+        self._pass, self.draws = self._options.restarted(), {}
+        self.skipped_steps = []
+        last, file, bad = -1, self.files[0], False
+        for step, items in groupby(self._items(self._pass), key=itemgetter(0)):
+            rows: list[Any] = []  # samples, or the batch that a file is
+            fault: SourceError | None = None
+            for _, item, path in items:
+                if isinstance(item, SourceError):
+                    fault = fault or item
+                    continue
+                if rows and path != file:
+                    raise SourceError(f"{path}: a step is in one file; found step {step} in {file}, too")
+                if step <= last or (rows and not isinstance(item, Sample)):
+                    raise SourceError(
+                        f"{path}: steps ascend and stay together; found step {step} after step "
+                        f"{step if rows else last}, in {file}. Was the training resumed, or are files of two "
+                        "trainings mixed? Read them one at a time"
+                    )
+                if len(rows) == MAX_ROWS:
+                    raise SourceError(f"{path}: a step has at most {MAX_ROWS} rows; step {step} has more")
+                rows.append(item)
+                file = path
+            if fault is None:
+                try:
+                    found: TensorDictBase | SourceError = self._batch(step, rows)
+                except SourceError as err:
+                    fault = err
+            rows = []
+            bad = bad or fault is not None
+            yield step, found if fault is None else fault
+            last = last if step is None else max(step, last)
+        if last < 0 and not bad:
+            place = self.files[0].parent if len(self.files) > 1 else self.files[0]
+            skipped = f" ({self.skipped} were skipped: {self.messages[0]})" if self.skipped else ""
+            raise SourceError(f"{place}: a dump has at least one record; found none{skipped}")
+
+    def _items(self, reading: Reading) -> Iterator[tuple[Any, Sample | TensorDictBase | SourceError, Path]]:
+        """Samples, batches and errors, each with its step and its file."""
+        greatest = -1  # step so far
+        for number, path in enumerate(self.files):
+            reading.file = number
+            last: int | None = None  # step of this file
+            try:
+                for item in READERS[self.format].read(path, reading):
+                    step, item = item if isinstance(item, tuple) else (item.step or 0, item)
+                    for named, fault in reading.take(last, step):
+                        yield named, fault, path
+                    yield step, item, path
+                    last, greatest = step, max(step, greatest)
+            except SourceError as err:  # of the file, and not of one of its records
+                reading.note(err)
+            name = path.name.partition(".")[0]  # 41.jsonl is of step 41, also where it has no record
+            of_name = int(name) if last is None and re.fullmatch(r"\d{1,18}", name, re.ASCII) else -1
+            for named, fault in reading.take(last, of_name if of_name > greatest else None):
+                yield named, fault, path
+            reading.done_bytes += path.stat().st_size
+            reading.position = 0
+
+    def _batch(self, step: int, rows: list[Any]) -> TensorDictBase:
+        """The batch of a step, after `regrade`."""
+        try:
+            if isinstance(rows[0], Sample):
+                if self._options.group_by == "prompt":
+                    rows, draws = separate_draws(rows, leave_out=not self.keeps_oversized)
+                    if draws.drawn:
+                        self.draws[step] = draws
+                    if self.keeps_oversized and self._options.group_size:  # which would refuse them
+                        rows = [replace(row, expected_rollouts=None) for row in rows]
+                if self._options.encode is not None:
+                    add_tokens(rows, self._options.encode)
+            batch = to_batch(rows) if isinstance(rows[0], Sample) else rows[0]
+            if self._grade is not None:
+                batch, changed = regrade(batch, self._grade)
+                self.regraded = (self.regraded or Regraded()).with_step(changed)
+        except SourceError as err:
+            err.step = step
+            raise
+        return batch
+
+
+def find_files(path: str | Path, format: Format) -> list[Path]:
+    """The files of a path, in the order of the numbers in their names.
+
+    Raises:
+        SourceError: there are none.
+    """
+    root, patterns = Path(path), format.files
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        matched: list[Path] = []
+        for place in format.files:  # the first that has anything
+            names = place.split("|")
+            names += [f"{name}.gz" for name in names if name.endswith(".jsonl")]
+            matched = matched or [file for name in names for file in root.glob(name)]
+            if format.ignored:
+                matched = [file for file in matched if not re.fullmatch(format.ignored, file.name)]
+    elif glob.has_magic(str(path)):
+        matched = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        patterns = (str(path),)
+    else:
+        raise SourceError(f"{path}: there is no such file or folder")
+
+    def by_number(file: Path) -> list[tuple[int, int, str]]:  # step_9 comes before step_10
+        pieces = re.split(r"(\d+)", file.as_posix())
+        return [(0, int(p), "") if p.isdecimal() and len(p) < 1000 else (1, 0, p) for p in pieces]
+
+    files = sorted({file for file in matched if file.is_file()}, key=by_number)
+    if not files:
+        raise SourceError(
+            f"{path}: a file, or a folder with {' or '.join(patterns).replace('|', ' or ')}, is required; "
+            "found none"
+        )
+    return files
+
+
+def recognise(path: str | Path, *, skip_bad: bool = False) -> str:
+    """The name of the format of a file, a folder or a glob, by its suffix and the keys of its first record.
+
+    Raises:
+        SourceError: no format fits, or more than one.
+    """
+    if wrong := missing_path(path):
+        raise SourceError(wrong)
+    fitting, seen = [], ""
+    keys_of: dict[Path, set[str]] = {}
+    for name, format in READERS.items():
+        try:
+            first = find_files(path, format)[0]
+        except SourceError:
+            continue
+        suffix = next((s for s in SUFFIXES if first.name.endswith(s)), "")
+        patterns = [pattern for place in format.files for pattern in place.split("|")]
+        if not suffix or not any(pattern.endswith(suffix.removesuffix(".gz")) for pattern in patterns):
+            continue
+        if format.keys and first not in keys_of:
+            if suffix == ".parquet":
+                keys_of[first] = set(read_schema(first).names)
+            else:
+                reading = Reading(skip_bad=skip_bad)
+                keys_of[first] = next((set(record.data) for record in read_lines(first, reading)), set())
+                for _, fault in reading.take(None, None):
+                    raise fault
+            seen = f"{first} with {quote_some(sorted(keys_of[first]), most=20)}"
+        if not format.keys or format.keys <= keys_of[first]:
+            fitting.append(name)
+    if len(fitting) != 1:
+        raise SourceError(
+            f"{path}: the format must be clear from the suffix and the first record; found "
+            f"{' and '.join(fitting) if fitting else seen or 'no file with a known suffix'}. Set "
+            f"source.format to one of {', '.join(READERS)}"
+        )
+    return fitting[0]

@@ -1,0 +1,172 @@
+"""The chance that all rewards of a group are equal at other group sizes, from the rollouts of a dump.
+
+Rollouts of a prompt are independent, with the same chances p_v of each reward v, as long as the policy does
+not change. G of them are equal with the chance Σ_v p_v^G, which never rises with G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from headrace.pipeline.tools.report import differs
+
+CHANCE = 2.0  # standard errors; rewards of a prompt that differ by more between its groups have changed
+
+
+def chance_of_equal(count: np.ndarray, group: np.ndarray, group_size: int) -> np.ndarray:
+    """Estimate the probability that G rollouts of a prompt have equal rewards, from n of its rollouts.
+
+    With n_v rollouts that have the reward v::
+
+        G ≤ n   Σ_v C(n_v, G) / C(n, G)      unbiased: G of the n rollouts without replacement
+        G > n   the value of G = n           an upper bound, since the probability never rises with G
+
+    Args:
+        count: (C,) n_v ≥ 1, one entry for each reward of each group.
+        group: (C,) the group of each entry, from 0.
+        group_size: G ≥ 1.
+
+    Returns:
+        (P,) float, in [0, 1], for P groups; exactly 1 for G = 1.
+
+    Example:
+        >>> three_solved_of_four = np.array([3, 1]), np.array([0, 0])
+        >>> [chance_of_equal(*three_solved_of_four, size).tolist() for size in (1, 2, 3, 8)]
+        [[1.0], [0.5], [0.25], [0.0]]
+    """
+    rollouts = np.bincount(group, count)[group]
+    product = np.ones(len(count))
+    for taken in range(min(group_size, int(rollouts.max(initial=0)))):
+        drawn = taken < rollouts
+        product[drawn] *= np.maximum(count[drawn] - taken, 0) / (rollouts[drawn] - taken)
+    if group_size == 1:  # a rounded sum of shares may not be exactly 1
+        return np.ones(len(np.bincount(group)))
+    return np.minimum(np.bincount(group, product), 1.0)
+
+
+def chances_of_sizes(
+    values: np.ndarray, group: np.ndarray, pool: np.ndarray, sizes: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Estimate or bound the chance of equal rewards of each group, at each group size.
+
+    ====================================== ==========================================================
+    G at most the rollouts of the group    exact for the group: the mean over its subsets of G rollouts
+    G at most the rollouts of its pool     unbiased if the chances are constant in the pool
+    larger G                               an upper bound: the value at all rollouts of the pool
+    ====================================== ==========================================================
+
+    Args:
+        values: (R, K) compared rewards of each rollout, NaN for missing ones.
+        group: (R,) the group of each rollout, from 0 to P − 1.
+        pool: (P,) the pool of each group, from 0: groups of one prompt.
+        sizes: S group sizes.
+
+    Returns:
+        (S, P) the chances, and (S, P) bool: whether it is an estimate, and no bound.
+
+    Example:
+        >>> solved = np.array([[1.0], [0.0], [1.0], [1.0]])  # two groups of two, of one prompt
+        >>> group, pool = np.array([0, 0, 1, 1]), np.array([0, 0])
+        >>> chances_of_sizes(solved, group, pool, [2, 3, 4])[0].mean(1).tolist()
+        [0.5, 0.25, 0.0]
+    """
+    owner, count = different_values(values, group)
+    pool_owner, pool_count = different_values(values, pool[group])
+    own, pooled = np.bincount(owner, count), np.bincount(pool_owner, pool_count)[pool]
+    each = [
+        np.where(
+            own >= size,
+            chance_of_equal(count, owner, size),
+            chance_of_equal(pool_count, pool_owner, size)[pool],
+        )
+        for size in sizes
+    ]
+    return np.stack(each), np.stack([np.maximum(own, pooled) >= size for size in sizes])
+
+
+def pools_of(
+    prompt: np.ndarray, step: np.ndarray, reward: np.ndarray, group: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Choose which groups are pooled: those of one prompt within a window of steps.
+
+    The window has all steps, if the rewards of a prompt differ between its groups no more than by chance.
+    Else it is halved until they do, or until it has one step.
+
+    Args:
+        prompt: (P,) integers, equal for equal prompts; -1: unknown, never pooled.
+        step: (P,) step of each group.
+        reward: (R,) of each rollout.
+        group: (R,) the group of each rollout, from 0 to P − 1.
+
+    Returns:
+        (P,) the pool of each group, from 0, and the number of steps of a window.
+
+    Example:
+        >>> pools_of(np.array([7, 8, 7]), np.array([0, 0, 1]), np.ones(3), np.arange(3))[0].tolist()
+        [0, 1, 0]
+    """
+    steps, place = np.unique(step, return_inverse=True)
+    place, alone = place.reshape(-1), -1 - np.arange(len(prompt))  # below any prompt's window
+    width = len(steps)
+    while True:
+        window = np.where(prompt == -1, alone, place // width)
+        _, pool = np.unique(np.stack([window, prompt], 1), axis=0, return_inverse=True)
+        pool = pool.reshape(-1)
+        if width == 1 or excess_between(reward, group, pool) <= CHANCE:
+            return pool, width
+        width = (width + 1) // 2
+
+
+def excess_between(reward: np.ndarray, group: np.ndarray, pool: np.ndarray) -> float:
+    """How much more the mean rewards of the groups of a pool differ than by chance, in standard errors.
+
+    With the sums of squares B between the k groups of a pool and S over its N rollouts, the mean of
+    B − (k − 1) S / (N − 1) is 0 if all rollouts of the pool have the same distribution.
+
+    Args:
+        reward: (R,) of each rollout.
+        group: (R,) the group of each rollout, from 0 to P − 1.
+        pool: (P,) the pool of each group, from 0.
+
+    Example:
+        >>> changed = np.array([0.0, 0, 1, 1] * 9)  # nine prompts, with a group of each reward
+        >>> round(excess_between(changed, np.arange(36) // 2, np.arange(18) // 2), 6)
+        3.0
+    """
+    number, of = np.bincount(group), pool[group]
+    rollouts, groups = np.bincount(of), np.bincount(pool)
+    mean = np.bincount(of, reward) / rollouts
+    between = np.bincount(pool, number * (np.bincount(group, reward) / number - mean[pool]) ** 2)
+    whole = np.bincount(of, (reward - mean[of]) ** 2)
+    excess = between - (groups - 1) * whole / np.maximum(rollouts - 1, 1)
+    excess = np.where(groups > 1, excess, 0.0)
+    size = float(np.sqrt((excess**2).sum()))
+    return float(excess.sum()) / size if size else 0.0
+
+
+def different_values(values: np.ndarray, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Count the distinct rows of values in each group.
+
+    A column that is constant within a group does not distinguish its rollouts, even if some values are
+    missing.
+
+    Args:
+        values: (R, K), NaN for missing values.
+        group: (R,) group of each row, from 0.
+
+    Returns:
+        (C,) groups, and (C,) numbers of rollouts with equal values.
+
+    Example:
+        >>> different_values(np.array([[1.0], [0.0], [1.0]]), np.array([0, 0, 0]))
+        (array([0, 0]), array([1, 2]))
+    """
+    parts, numbers = [group.astype(float)[:, None]], torch.from_numpy(group)
+    for column, there in zip(values.T, np.isfinite(values).T, strict=True):
+        apart = differs(numbers, torch.from_numpy(column), torch.from_numpy(there)).numpy()[group]
+        parts.append(np.stack([np.where(there & apart, column, 0.0), there & apart], 1))
+    rows, count = np.unique(np.concatenate(parts, 1), axis=0, return_counts=True)
+    return rows[:, 0].astype(int), count

@@ -1,0 +1,263 @@
+"""The task ``plan``: the share of groups that would be uninformative at other group sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from headrace.pipeline.load import ConfigError, build_pipeline
+from headrace.pipeline.tools.dumps import (
+    DumpSteps,
+    open_configured,
+    print_files,
+    sizes_of_groups,
+    write_files,
+)
+from headrace.pipeline.tools.report import (
+    FittedColumn,
+    FittedTable,
+    SharedTokens,
+    StepReport,
+    compared_values,
+    count_shared_tokens,
+    has_reward,
+    json_text,
+    make_report,
+    said_of_trees,
+)
+from headrace.transforms.table.schema import has_key
+
+from .chances import chances_of_sizes, pools_of
+
+RATES = ((0.0, 0.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (1.0, 1.0))
+PARTS = 0.1  # least share of rollouts on each side of `solved`; below it, solve rates are not shown
+
+
+class GroupsSeen(NamedTuple):
+    """The groups of a dump that have at least two rollouts with rewards, as a recipe compares them.
+
+    `equal` groups are those of TRL's ``frac_reward_zero_std``: all compared rewards of the group are equal.
+    """
+
+    equal: np.ndarray
+    """(P,) bool, all compared rewards are equal."""
+    prompt: np.ndarray
+    """(P,) a number of the prompt and its ground truth; -1: the dump has no texts."""
+    step: np.ndarray
+    """(P,) the step."""
+    group: np.ndarray
+    """(R,) the group of each rollout, from 0 to P − 1."""
+    rewards: np.ndarray
+    """(R,) rewards of all rollouts."""
+    values: np.ndarray
+    """(R, K) compared rewards, NaN for missing ones."""
+    compared: np.ndarray
+    """(steps,) number of groups with at least two rollouts, with or without rewards."""
+
+
+def groups_seen(report: StepReport) -> GroupsSeen:
+    """Return the groups of a step from its report.
+
+    Raises:
+        ConfigError: the batch has no groups.
+    """
+    of_peers = "peers" in report.columns  # groups are parts of a prompt's group, such as roles
+    texts = [report.texts[name] for name in ("prompt", "ground_truth") if name in report.texts]
+    report = report.as_compared
+    groups, each = report.groups, report.rollouts
+    if not groups:
+        raise ConfigError("task=plan needs a column of group ids; the dump has none. Set source.group_by")
+    scored = np.flatnonzero(has_reward(each))
+    ids, index, number = np.unique(each["group"][scored], return_inverse=True, return_counts=True)
+    several, index = number > 1, index.reshape(-1)
+    rows = scored[several[index]]
+    by_id = np.argsort(groups["id"])
+    at = by_id[np.searchsorted(groups["id"][by_id], ids[several])]
+    prompt = np.full(len(at), -1)
+    if not of_peers and "prompt" in report.texts:
+        for k, row in enumerate(groups["row"][at].tolist()):
+            said = "\0".join(text[row] for text in texts).encode("utf-8", "surrogatepass")
+            prompt[k] = int.from_bytes(blake2b(said, digest_size=8).digest(), "big") >> 1
+    return GroupsSeen(
+        equal=groups["zero_variance"][at],
+        prompt=prompt,
+        step=np.full(len(at), report.step),
+        group=(np.cumsum(several) - 1)[index[several[index]]],
+        rewards=each["reward"][rows],
+        values=compared_values(report.columns, each, each_reward=report.each_reward)[rows],
+        compared=np.array([(groups["rollouts"] > 1).sum()]),
+    )
+
+
+def tabulate_group_sizes(config: DictConfig, output: Path, console: Console | None = None) -> float:
+    """Print the share of uninformative groups by group size, from the rewards of a dump under a recipe.
+
+    It runs the recipe as ``task=replay`` does, and compares rewards after its shaping and weights, also those
+    of groups that it leaves out. If the dump has tokens, it also prints the cost of its rows as prefix trees.
+
+    Args:
+        config: composed with ``task=plan``.
+        output: folder for ``config.yaml`` and ``plan.json``.
+        console: where to print; None: standard output.
+
+    Returns:
+        The share of uninformative groups in the dump, as ``frac_reward_zero_std`` of a replay.
+
+    Raises:
+        ConfigError: ``source.path`` is missing, a group size is not an integer ≥ 1, or no group has two
+            rollouts with rewards.
+        SourceError: a file cannot be read.
+        BatchError: a stage refused the first steps.
+        StepsFailed: some steps failed, and ``source.skip_bad`` does not allow it. All is written by then.
+    """
+    console = console or Console()
+    sizes = sorted({*sizes_of_groups(config, "plan.group_sizes")})
+    tokens, pipeline = SharedTokens({}, {}), build_pipeline(config.pipeline)
+    read = DumpSteps(open_configured(config), console)
+
+    def seen_in(step: int, batch: TensorDictBase) -> tuple[GroupsSeen, SharedTokens]:
+        found = groups_seen(make_report(pipeline.run(batch), step=step, solved=config.report.solved))
+        ids = [name for name in ("group_id", "rollout_id") if has_key(batch, name)]
+        return found, count_shared_tokens(batch, {name: batch.get(name).reshape(-1).numpy() for name in ids})
+
+    steps = []
+    for found_here, counted in read.results(seen_in):
+        steps.append(found_here)
+        tokens += counted
+    start = np.cumsum([0, *(len(one.equal) for one in steps)])
+    group = np.concatenate([one.group + first for one, first in zip(steps, start[:-1], strict=True)])
+    seen = GroupsSeen(*(np.concatenate(column) for column in zip(*steps, strict=True)))._replace(group=group)
+    if not len(seen.equal):
+        raise ConfigError(
+            "task=plan needs groups with at least two rollouts with rewards; found none in the dump"
+        )
+    found = show_group_sizes(seen, sizes, config.report.solved, console)
+    numbers = tokens.numbers()
+    if words := said_of_trees(numbers):
+        console.print(words, highlight=False)
+    failed = [each._asdict() for each in read.failed]
+    written = json_text(found | {"tokens": numbers, "failed_steps": failed}, indent=1)
+    write_files(config, output, {"plan.json": written})
+    read.show()
+    print_files(console, output)
+    read.end()
+    return float(found["uninformative"])
+
+
+def show_group_sizes(
+    seen: GroupsSeen, sizes: Sequence[int], solved: float, console: Console
+) -> dict[str, Any]:
+    """Print a table with a line for each range of solve rates or of spreads, and a column for each size.
+
+    Args:
+        seen: the groups.
+        sizes: group sizes, ascending.
+        solved: least reward of a solved rollout.
+        console: where to print.
+
+    Returns:
+        All numbers, as ``plan.json`` has them.
+    """
+    pool, width = pools_of(seen.prompt, seen.step, seen.rewards, seen.group)
+    rollouts = np.bincount(seen.group)
+    chances, known = chances_of_sizes(seen.values, seen.group, pool, sizes)
+    name, lines = lines_of(seen, pool, solved)
+    columns = [
+        FittedColumn(f"G={size}" + "*" * bool((rollouts < size).any()), right=True, leaves=k + 1)
+        for k, size in enumerate(sizes)
+    ]
+    head = [FittedColumn(name, gives="wrap"), FittedColumn("groups", right=True)]
+    table = FittedTable(
+        [*head, *columns], "the chance that all rewards of a group are equal, by group size G"
+    )
+    by_line = []
+    for label, inside in [*lines, ("all", np.ones(len(pool), bool))]:
+        if inside.any():
+            # Estimates from a group and from its pool differ by chance: without this, a chance could rise.
+            mean = np.minimum.accumulate(chances[:, inside].mean(1)).tolist()
+            bound = ["≤" * (not each) for each in known[:, inside].all(1)]
+            cells = [f"{mark}{chance:.0%}" for mark, chance in zip(bound, mean, strict=True)]
+            table.add(label, f"{inside.sum():,}", *cells, style="bold" if label == "all" else "")
+            found = {
+                str(size): {"at_most": chance, "estimated": not mark}
+                for size, chance, mark in zip(sizes, mean, bound, strict=True)
+            }
+            by_line.append({"range": label, "groups": int(inside.sum()), "chance_of_equal": found})
+    # Of all groups, the last line.
+    needed = [size / (1 - chance) if chance < 1 else inf for size, chance in zip(sizes, mean, strict=True)]
+    cells = [f"{mark}{count:,.0f}" if count < inf else "∞" for mark, count in zip(bound, needed, strict=True)]
+    table.add("rollouts per informative group", "", *cells)
+    console.print(table)
+    share, span = float(seen.equal.sum() / seen.compared.sum()), len(np.unique(seen.step))
+    pooled = len(np.unique(pool)) < len(pool)
+    if (rollouts < sizes[-1]).any():
+        console.print(Text(_said_of_pools(span, width, pooled)))
+    console.print(
+        f"{share:.0%} of the groups in the dump are uninformative under "
+        f"this recipe, with {rollouts.mean():.1f} rollouts each.",
+        highlight=False,
+    )
+    return {
+        "groups": len(seen.equal),
+        "uninformative": share,
+        "steps": span,
+        "pooled_steps": width if pooled else 1,
+        "prompts": len(np.unique(pool)),
+        "rollouts_per_informative_group": [each if each < inf else None for each in needed],
+        "quantity": name,
+        "ranges": by_line,
+    }
+
+
+def _said_of_pools(steps: int, width: int, pooled: bool) -> str:
+    """What the columns with a star are made of."""
+    if not pooled:
+        return "* upper bounds: a prompt has too few rollouts for an estimate."
+    if width == 1:
+        return "* from all rollouts of a prompt in one step; ≤ where these are fewer than G."
+    window = f"the {steps:,} steps" if width == steps else f"{width:,} consecutive steps"
+    return (
+        f"* from all rollouts of a prompt in {window}, as if of one policy, since its rewards do not change "
+        "there by more than chance; ≤ where these are fewer than G."
+    )
+
+
+def lines_of(seen: GroupsSeen, pool: np.ndarray, solved: float) -> tuple[str, list[tuple[str, np.ndarray]]]:
+    """Return the name of the quantity in the table's first column, and for each line a label and (P,) bool.
+
+    The quantity is the solve rate of the prompt if rewards have two values, where the greater one is solved,
+    or if at least a tenth of the rollouts are on each side of `solved`. Else it is the standard deviation of
+    its rewards. A prompt has the rollouts of its pool.
+    """
+    values, of = np.unique(seen.rewards), pool[seen.group]
+    number = np.bincount(of)
+    if len(values) == 2:
+        solved = values[1]
+    reached = seen.rewards >= solved
+    rate = (np.bincount(of, reached) / number)[pool]
+    if len(values) == 2 or PARTS <= reached.mean() <= 1 - PARTS:
+        lines = [
+            (f"{low:g}", rate == low)
+            if low == high
+            else (f"{low:g} to {high:g}", (rate > low) & (rate <= high) & (rate < 1))
+            for low, high in RATES
+        ]
+        return f"solve rate, at {solved:g}", lines
+    mean = (np.bincount(of, seen.rewards) / number)[of]
+    apart = np.bincount(of, seen.rewards != seen.rewards[np.unique(of, return_index=True)[1]][of]) > 0
+    squares = np.bincount(of, (seen.rewards - mean) ** 2)
+    spread = np.where(apart, np.sqrt(squares / np.maximum(number - 1, 1)), 0.0)[pool]
+    positive = spread[spread > 0]
+    ends = np.unique([0.0, *(np.quantile(positive, (0.25, 0.5, 0.75, 1)) if len(positive) else ())])
+    lines = [(f"{a:.3g} to {b:.3g}", (spread > a) & (spread <= b)) for a, b in pairwise(ends)]
+    return "std of the rewards", [("0", spread == 0), *lines]

@@ -1,0 +1,99 @@
+"""The task ``replay``: run the rollouts of a dump through a recipe."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+from tensordict import TensorDictBase
+
+from headrace.pipeline.load import build_pipeline
+from headrace.pipeline.tools.audit import LoggedAdvantages
+from headrace.pipeline.tools.dumps import DumpSteps, open_configured, print_files, write_files
+from headrace.pipeline.tools.report import (
+    LENGTH,
+    ReportFolder,
+    StepReport,
+    history_table,
+    make_report,
+    said_of_trees,
+    show_advisories,
+    show_pipeline,
+    show_report,
+)
+
+
+def replay(config: DictConfig, output: Path, console: Console | None = None) -> float:
+    """Run every step of a dump through the pipeline; print and write the reports.
+
+    Args:
+        config: as ``task=replay`` composes it.
+        output: folder for ``config.yaml``, ``report.html`` and ``rollouts/``.
+        console: where to print; None: standard output.
+
+    Returns:
+        The number of rows that are trained.
+
+    Raises:
+        ConfigError: no path, or an unknown stage or option.
+        SourceError: a dump that cannot be read.
+        BatchError: a stage refused the first steps.
+        StepsFailed: some steps failed, and `source.skip_bad` does not allow it. All is written by then.
+    """
+    console = console or Console()
+    pipeline = build_pipeline(config.pipeline)
+    source = open_configured(config)
+    write_files(config, output, {})
+    console.print(show_pipeline(pipeline))
+    folder = ReportFolder.configured(config, output, title=f"replay of {Path(config.source.path).name}")
+    history, logged = list[dict[str, float]](), LoggedAdvantages()
+    report: StepReport | None = None
+    steps = DumpSteps(source, console, folder)
+    with folder:
+
+        def reported(step: int, batch: TensorDictBase) -> StepReport:
+            how = {"solved": config.report.solved, "parameters": config.report.parameters}
+            return make_report(pipeline.run(batch), step=step, batch=batch, **how)
+
+        for report in steps.results(reported):
+            history.append(dict(report.numbers))
+            logged.add(report)
+            folder.unsaid = report.unsaid
+            folder.add(report)
+        folder.notices += said_of_dump(folder)
+    folder.close()
+    if report is not None and len(history) == 1:
+        console.print(show_report(report, setup=folder.setup))
+    elif history:
+        console.print(history_table(history, f"where the rows of {len(history)} steps went"))
+        names = {name for numbers in history for name in numbers if name.startswith("tree/tokens/")}
+        in_all = {name: sum(numbers.get(name, 0.0) for numbers in history) for name in names}
+        if words := said_of_trees(in_all):
+            console.print(Text(f"{words}, all {len(history):,} steps"))
+        console.print(
+            *show_advisories(folder.advisories, folder.verdict, folder.unchecked, folder.setup), sep="\n"
+        )
+    steps.show()
+    for sentence in said_of_dump(folder):
+        console.print(Text(sentence))
+    if words := logged.said:
+        console.print(Text(words))
+    stored = [f"all rows of all steps: {shlex.join(['headrace', 'view', str(output)])}"]
+    print_files(console, output, *(stored if (output / "rollouts").is_dir() else []))
+    steps.end()
+    return sum(numbers["rows/trained"] for numbers in history)
+
+
+def said_of_dump(folder: ReportFolder) -> list[str]:
+    """Sentences about what the dump does not contain."""
+    said = []
+    if LENGTH in folder.unsaid:
+        said.append(
+            "Lengths in tokens are not in this dump. No number here depends on them: loss weights and shares "
+            "of the gradient are left out. Set `source.tokenizer=PATH`, a tokenizer.json or a folder of "
+            "transformers, to count them."
+        )
+    return said

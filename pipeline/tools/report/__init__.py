@@ -1,0 +1,88 @@
+"""Reports of what happened to a batch, printed, logged, dumped and drawn on a page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .advice import LENGTH, Advice, Advisory, Symptom, advise, symptoms, unchecked, verdict
+    from .comparison import Comparison
+    from .display import REWARD, TrainingDisplay, history_table
+    from .dump import report_table, write_dump, write_whole
+    from .failed_steps import FAILED, FailedStep, read_failed
+    from .folder import ReportFolder, said_of_failed
+    from .groups import compared_values, differs, has_reward
+    from .html import as_html, plain_page, policy, render_page, write_page
+    from .loggers import log_report
+    from .notebook import show_pipeline
+    from .numbers import AGREE, gradient_cosine, gradient_share
+    from .over_steps import percent, quarter_means, totals_over
+    from .page_contents import page_data
+    from .row_columns import report_columns
+    from .shared_tokens import SharedTokens, count_shared_tokens, said_of_trees
+    from .step import StepReport, make_report
+    from .tables import FittedColumn, FittedTable
+    from .terminal import print_report, show_advisories, show_report
+    from .texts import decoder_of
+    from .user_turn import asked_line, last_user_turn, prompt_label
+    from .valid_json import json_text
+
+__all__ = [
+    "AGREE",
+    "FAILED",
+    "LENGTH",
+    "REWARD",
+    "Advice",
+    "Advisory",
+    "Comparison",
+    "FailedStep",
+    "FittedColumn",
+    "FittedTable",
+    "ReportFolder",
+    "SharedTokens",
+    "StepReport",
+    "Symptom",
+    "TrainingDisplay",
+    "advise",
+    "as_html",
+    "asked_line",
+    "compared_values",
+    "count_shared_tokens",
+    "decoder_of",
+    "differs",
+    "gradient_cosine",
+    "gradient_share",
+    "has_reward",
+    "history_table",
+    "json_text",
+    "last_user_turn",
+    "log_report",
+    "make_report",
+    "page_data",
+    "percent",
+    "plain_page",
+    "policy",
+    "print_report",
+    "prompt_label",
+    "quarter_means",
+    "read_failed",
+    "render_page",
+    "report_columns",
+    "report_table",
+    "said_of_failed",
+    "said_of_trees",
+    "show_advisories",
+    "show_pipeline",
+    "show_report",
+    "symptoms",
+    "totals_over",
+    "unchecked",
+    "verdict",
+    "write_dump",
+    "write_page",
+    "write_whole",
+]
+
+__getattr__, __dir__ = lazy(__name__, __all__)

@@ -1,0 +1,380 @@
+"""The files of a training, a replay or a comparison: the rows of each step, and one page."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Literal, TypeVar
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from headrace.pipeline.collect import versions
+from headrace.pipeline.composing.compose import ConfigError
+from headrace.pipeline.wording import printable
+from headrace.transforms.table import listing
+from headrace.transforms.table.options import at_least, takes_options, within
+
+from .advice import Advice, Advisory, History, Setup, advice_at, numbers_read
+from .dump import write_dump, write_whole
+from .failed_steps import FAILED, FailedStep, read_failed
+from .html import write_page
+from .over_steps import totals_over
+from .page_contents import page_data
+from .step import StepReport
+from .valid_json import json_text
+
+Item = TypeVar("Item")
+MOST_FAILED = 20  # failed steps that are named, each with its reason
+POINTS = 500  # most steps of the curves, so that a page of a long run is as quick to write and to read
+STEP_FILE = re.compile(r"step_\d+\.(parquet|jsonl)")
+SHARE = 0.02  # of the time, at most, goes into writing the page while the run goes on
+
+
+@takes_options
+class ReportFolder:
+    """Take reports step by step; write the rows of each step, and a page that grows with the run.
+
+    The page has curves over all steps; in a run of more than 500 steps, over evenly spread ones. It shows the
+    rows of at most `steps` steps: the first, the last, and some in between. You can open the page while the
+    run goes on: it reloads itself until :meth:`close`.
+    A ``with`` statement closes it, however the loop ends. ``headrace view FOLDER`` opens all rows of all
+    steps.
+
+    Args:
+        folder: gets ``report.html`` and the folder ``rollouts/``. It is made if it does not exist.
+        title: title of the page.
+        steps: number of steps that the page shows, ≥ 2.
+        dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
+            (:func:`write_dump`). None: only the page has rows.
+        existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
+            after a restart from a checkpoint: the files from the first new step on are removed, since those
+            steps are trained again, and the earlier ones stay.
+        page: whether to write the page.
+        every: seconds, ≥ 0, between two writings of the page; more, if writing would take over 2 % of the
+            time. None: the page is only written at the end.
+        config: the resolved configuration, as YAML, for the page and the files' metadata.
+        versus: two recipes' names, where `advantage_by_row` of the reports is the advantage of the second.
+            The page then says how they differ, and gives no advice.
+
+    Attributes:
+        notices: sentences about what the page lacks. You may set this, and the next two.
+        difference: how two recipes differ, as a sentence.
+        failed: the failed steps, from :meth:`fail`.
+        unsaid: names of numbers that the dump of a replay cannot have. You may set it.
+        setup: of the run: the page shows the overrides that were typed, and no remedy with an option that the
+            run does not have. None: the run is one in Python.
+
+    Raises:
+        ValueError: `steps` below 2, `every` below 0, another `dump` or `existing`; from :meth:`add`: a step
+            whose rows were written before.
+        FileExistsError: the folder has rows of another run.
+
+    Example:
+        >>> import tempfile
+        >>> from tensordict import TensorDict
+        >>> from headrace.pipeline import Pipeline, ReportFolder, make_report
+        >>> pipeline, batch = Pipeline({}), TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
+        >>> with tempfile.TemporaryDirectory() as path, ReportFolder(path, title="my run") as folder:
+        ...     for step in range(3):  # your loop
+        ...         run = pipeline.run(batch)
+        ...         folder.add(make_report(run, step=step))
+        ...     sorted(file.name for file in folder.folder.iterdir())
+        ['report.html', 'rollouts']
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        title: str = "a run",
+        steps: int = 20,
+        dump: Literal["parquet", "jsonl"] | None = "parquet",
+        existing: Literal["raise", "resume"] = "raise",
+        page: bool = True,
+        every: float | None = 5.0,
+        config: str | None = None,
+        versus: Sequence[str] | None = None,
+    ):
+        at_least("steps", steps, 2)
+        within("every", every, 0)
+        folder = Path(folder)
+        if dump is not None and existing == "raise":
+            refuse_rows(folder, "another folder", "continue its run with ReportFolder(existing='resume')")
+        self.folder, self.title, self.steps, self.dump, self.page = folder, title, steps, dump, page
+        self.every, self.config, self.versus = every, config, versus
+        self.notices: list[str] = []
+        self.difference = ""
+        self.failed: list[FailedStep] = []
+        self.unsaid: list[str] = []
+        self.setup: Setup | None = None
+        self.existing = existing
+        self._began, self._due, self._closed = now(), 0.0, False
+        self._written: set[int] = set()  # steps whose rows are in a file
+        self._begun = False  # whether what an earlier run left in the folder was looked at
+        # By place among all that were taken.
+        self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
+        self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
+        self._read: list[tuple[int, Mapping[str, float]]] = []  # what rules read of all steps
+        self._advice: dict[int, Advice] = {}  # of those that the page shows, by place
+
+    @classmethod
+    def configured(cls, config: DictConfig, folder: Path, *, title: str) -> ReportFolder:
+        """The folder that ``report:`` of a composed configuration describes.
+
+        Args:
+            config: composed; its YAML goes onto the page and into the files' metadata.
+            folder: as for the class.
+            title: as for the class, without the name of the recipe.
+
+        Raises:
+            ConfigError: a setting that the class refuses.
+            FileExistsError: the folder has rows of another run.
+        """
+        if config.report.dump is not None:
+            refuse_rows(folder, "another folder, hydra.run.dir=FOLDER (with -m hydra.sweep.dir=FOLDER)")
+        composed = HydraConfig.get() if HydraConfig.initialized() else None
+        recipe = composed.runtime.choices.get("pipeline") if composed else None
+        try:
+            made = cls(
+                folder,
+                title=f"{recipe or 'headrace'}, {title}",
+                steps=config.report.steps,
+                dump=config.report.dump,
+                page=config.report.html,
+                every=config.report.every,
+                config=OmegaConf.to_yaml(config, resolve=True),
+            )
+        except ValueError as err:
+            raise ConfigError(f"report.{err}") from err
+        typed: list[str] = []
+        if composed is not None:
+            typed = [each for each in composed.overrides.hydra if each.startswith("hydra.searchpath=")]
+            typed = [*composed.overrides.task, *typed]
+        made.setup = Setup(config, typed)
+        return made
+
+    def __enter__(self) -> ReportFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def verdict(self) -> str:
+        """Whether the reward rises, as far as the last step."""
+        return self._advice_at_last().verdict
+
+    @property
+    def advisories(self) -> list[Advisory]:
+        """What is worth a look at the last step (:func:`advise`)."""
+        return self._advice_at_last().advisories
+
+    @property
+    def unchecked(self) -> list[str]:
+        """The names of symptoms that nobody can tell at the last step, for lack of data."""
+        return self._advice_at_last().unchecked
+
+    def add(self, report: StepReport) -> None:
+        """Take the report of the next step; write its rows, and the page where that is due.
+
+        Raises:
+            TypeError: it is no report.
+            ValueError: the rows of a step of this number were written before.
+        """
+        if not isinstance(report, StepReport):
+            raise TypeError(f"add takes make_report(run, step=...); got {type(report).__name__}")
+        if self.dump is not None:
+            self._write_rows(report)
+        self._closed = False
+        place = len(self._read)
+        self._kept.add((place, report))
+        self._curves.add((report.step, dict(report.numbers)))
+        self._read.append(
+            (report.step, {key: report.numbers[key] for key in numbers_read() if key in report.numbers})
+        )
+        if self.page and self.every is not None and time.monotonic() >= self._due:
+            began = time.monotonic()
+            self._write(live=max(self.every, 1.0))
+            ended = time.monotonic()
+            self._due = ended + max(self.every, (ended - began) / SHARE)
+
+    def fail(self, step: int | None, why: str, refused: StepReport | None = None) -> None:
+        """Note a step that is in no number, and the reason: for ``headrace view``, with the rows' files.
+
+        Args:
+            step: its number; None where nobody knows it.
+            why: the reason.
+            refused: its rows, if they can be read; ``headrace view`` shows them.
+        """
+        if refused is not None and self.dump is not None:
+            self._write_rows(refused)
+        elif self.dump is not None:
+            self._begin(step)
+        self.failed.append(FailedStep(step, why))
+        if self.dump is not None:
+            self._write_failed()
+
+    def close(self) -> Path | None:
+        """Write the page of a run that is over, and return its path; None where no page is written."""
+        if self.page and not self._closed:
+            self._write(live=None)
+            self._closed = True
+        return self.folder / "report.html" if self.page else None
+
+    def _write_rows(self, report: StepReport) -> None:
+        if report.step in self._written:
+            raise ValueError(
+                "each step needs a number of its own, or its rows would replace those of another; found "
+                f"step {report.step} again. Set make_report(run, step=...), or ReportFolder(dump=None) to "
+                "keep no rows"
+            )
+        self._begin(report.step)
+        write_dump(report, self.folder / "rollouts", format=self.dump or "parquet", config=self.config)
+        self._written.add(report.step)
+
+    def _begin(self, step: int | None) -> None:
+        """At the first step, remove what an earlier run left of this step and later ones."""
+        if self._begun or step is None:
+            return
+        self._begun = True
+        if self.existing == "resume":
+            for file in row_files(self.folder):
+                if int(file.stem.removeprefix("step_")) >= step:
+                    file.unlink()
+            earlier = read_failed(self.folder / "rollouts")
+            self.failed = [each for each in earlier if each.step is None or each.step < step] + self.failed
+        self._write_failed()
+
+    def _write_failed(self) -> None:
+        path = self.folder / "rollouts" / FAILED
+        if self.failed or path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda file: file.write_text(json_text(self.failed), encoding="utf-8"))
+
+    def _write(self, *, live: float | None) -> None:
+        shown = dict(self._kept.all())
+        self._advice = {
+            place: self._advice.get(place) or self._advice_at(report, self._read[: place + 1])
+            for place, report in shown.items()
+        }
+        data = page_data(
+            [*shown.values()],
+            title=self.title,
+            history=self._curves.all(),
+            advice=[*self._advice.values()],
+            totals=totals_over(numbers for _, numbers in self._read),
+            recorded=len(self._read),
+            setup=self.setup,
+        )
+        data["run"] = {
+            "began": self._began,
+            "written": now(),
+            "live": live,
+            "versions": versions(),
+            "overrides": [printable(each) for each in (self.setup.overrides if self.setup else ())],
+            "config": None if self.config is None else printable(self.config, keep="\n"),
+        }
+        data["unsaid"] = self.unsaid
+        data["rows_kept"] = self.dump is not None
+        data["notices"] = [printable(notice) for notice in self.notices]
+        if self.failed:
+            said, *reasons = map(printable, said_of_failed(self.failed, len(self._read)))
+            data["failed"] = {"said": said, "reasons": reasons}
+        if self.versus is not None:
+            data["versus"] = list(self.versus)
+            data["difference"] = printable(self.difference)
+        path = self.folder / "report.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(data, path)
+
+    def _advice_at_last(self) -> Advice:
+        if not self._read:
+            return Advice("No step was recorded.", [], [])
+        _, report = self._kept.all()[-1]
+        return self._advice_at(report, self._read)
+
+    def _advice_at(self, report: StepReport, history: History) -> Advice:
+        """The advice at a step; none on a page of two recipes, whose question is how they differ."""
+        return advice_at(report.numbers, history) if self.versus is None else Advice("", [], [])
+
+
+def said_of_failed(failed: Sequence[FailedStep], passed: int) -> list[str]:
+    """A sentence about the steps that failed, and one for the reason of each.
+
+    Example:
+        >>> said_of_failed([FailedStep(3, "it has no rows")], 5)
+        ['1 of 6 steps failed, and is in no number here: step 3.', 'step 3: it has no rows']
+    """
+    named = listing((each.called for each in failed), most=MOST_FAILED)
+    of, verb = len(failed) + passed, "is" if len(failed) == 1 else "are"
+    reasons = [f"{each.called}: {each.why}" for each in failed[:MOST_FAILED]]
+    return [f"{len(failed):,} of {of:,} steps failed, and {verb} in no number here: {named}.", *reasons]
+
+
+def row_files(folder: Path) -> list[Path]:
+    """The files of rows that a run has written to its folder, by step."""
+    files = (folder / "rollouts").glob("step_*")
+    return sorted(file for file in files if STEP_FILE.fullmatch(file.name))
+
+
+def refuse_rows(folder: Path, *ways: str) -> None:
+    """Refuse a folder that has the rows of a run.
+
+    Args:
+        folder: of the run.
+        ways: what to take instead, and what else to do.
+
+    Raises:
+        FileExistsError: it has rows.
+    """
+    if old := row_files(folder):
+        raise FileExistsError(
+            f"{folder / 'rollouts'} has the rows of another run, {len(old)} files, {old[0].name} the first: "
+            f"take {', or '.join([*ways, 'remove that one'])}"
+        )
+
+
+class Thinned(Generic[Item]):
+    """Keep at most `most` of the things that come, and the last one.
+
+    Args:
+        most: ≥ 2; where there would be more, every other one goes, and from then on half as many stay.
+
+    Example:
+        >>> some = Thinned(4)
+        >>> for number in range(11):
+        ...     some.add(number)
+        >>> some.all()
+        [0, 4, 8, 10]
+    """
+
+    def __init__(self, most: int):
+        self.most = most
+        self._kept: list[Item] = []  # every `_every`-th, from the first on
+        self._every, self._seen = 1, 0
+
+    def add(self, item: Item) -> None:
+        """Take the next one."""
+        self._last = item
+        if self._seen % self._every == 0:
+            self._kept.append(item)
+            if len(self._kept) >= self.most:
+                self._kept, self._every = self._kept[::2], 2 * self._every
+        self._seen += 1
+
+    def all(self) -> list[Item]:
+        """Those that are kept, in order."""
+        last_is_kept = (len(self._kept) - 1) * self._every == self._seen - 1
+        return [*self._kept] if last_is_kept else [*self._kept, self._last]
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601 to the second: ``2026-11-22T04:19:11+00:00``."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,179 @@
+"""The page: one HTML file with data, style and script in it, which fetches nothing and needs no server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from headrace.pipeline.wording import printable
+
+from .dump import write_whole
+from .page_schema import PageData, check_keys
+
+PAGE = files("headrace.pipeline.tools.report") / "page"
+EXACT_IN_JAVASCRIPT = 2**53
+
+
+def render_page(data: Mapping[str, Any]) -> str:
+    """The page as text.
+
+    Floats keep nine significant digits, which is all of a float32. A number that is not finite is shown
+    as missing. Ids beyond 2^53 keep all their digits.
+
+    Args:
+        data: as :class:`~headrace.pipeline.tools.report.page_schema.PageData` describes it.
+
+    Raises:
+        ValueError: a key is missing or unknown, or the columns of a table differ in length.
+
+    Example:
+        >>> data = {"title": "GRPO", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
+        >>> page = render_page(data)
+        >>> page.splitlines()[0], "GRPO" in page
+        ('<!doctype html>', True)
+    """
+    check_keys(data, PageData, "page")
+    tables = [("curves", {"curve_steps": data["curve_steps"], **data["curves"]})]
+    for step in data["steps"]:
+        tables += [(f"{name} of step {step['step']}", step[name]) for name in ("groups", "rows")]
+    for where, table in tables:
+        lengths = {name: len(column) for name, column in table.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"columns of a table must be equally long; found in {where}: {lengths}; "
+                "fill up unknown values with None"
+            )
+    style, script = read("page.css"), bundle(read_modules())
+    contents = {"policy": policy(style, script), "style": style, "script": script, "data": embed(data)}
+    # In one pass: a {{name}} within the data is not replaced.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: contents[match[1]], read("page.html"))
+
+
+def write_page(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the page to a file, whole or not at all.
+
+    Args:
+        data: as for :func:`render_page`.
+        path: of the file; its folder must exist.
+
+    Raises:
+        ValueError: as :func:`render_page`.
+
+    Example:
+        >>> import tempfile
+        >>> data = {"title": "GRPO", "recipe": [], "steps": [], "curve_steps": [], "curves": {}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_page(data, Path(folder) / "report.html")
+        ...     [file.name for file in Path(folder).iterdir()]
+        ['report.html']
+    """
+    page = render_page(data)
+    write_whole(Path(path), lambda file: file.write_text(page, encoding="utf-8"))
+
+
+def plain_page(title: str, style: str, body: str, rules: str) -> str:
+    """One HTML file; its content security policy has the `rules` for what `body` may load and run."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{as_html(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
+    )
+
+
+def as_html(text: str) -> str:
+    """A text as HTML shows it, without characters that a terminal would act on."""
+    return escape(printable(text))
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """JSON that is safe within a script element: ASCII without `<`, `>` and `&`."""
+    text = json.dumps(plain(data), separators=(",", ":"), allow_nan=False)
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it and JavaScript can read it without loss."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    if isinstance(value, int) and abs(value) > EXACT_IN_JAVASCRIPT:
+        return str(value)
+    return value
+
+
+def policy(style: str, script: str) -> str:
+    """The content security policy that allows this style and this script, and nothing else."""
+
+    def digest(text: str) -> str:
+        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest(script)}'; style-src 'sha256-{digest(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def read_modules() -> dict[str, str]:
+    """The texts of the page's JavaScript modules by file name."""
+    return {name: read(name) for name in sorted(file.name for file in PAGE.iterdir()) if name.endswith(".js")}
+
+
+def read(name: str) -> str:
+    """The text of a file of the page."""
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+# -- its JavaScript: modules in one script, since a page without a server cannot import modules -------------
+
+IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./([^"]+)";\n', re.M)
+EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.M)
+
+
+def bundle(modules: Mapping[str, str]) -> str:
+    """One script that does what its modules do, each in a function of its own, after those that it imports.
+
+    Modules import by ``import { a, b } from "./file.js";`` and export by ``export`` before a function, class
+    or const, each on lines of its own; the tests hold them to that.
+
+    Raises:
+        CycleError: modules import one another in a circle.
+
+    Example:
+        >>> one, two = "export const one = 1;\\n", 'import { one } from "./one.js";\\nf(one);\\n'
+        >>> print(bundle({"two.js": two, "one.js": one}))
+        (() => {
+        "use strict";
+        const modules = {};
+        modules["one.js"] = (() => {
+        const one = 1;
+        return { one };
+        })();
+        modules["two.js"] = (() => {
+        const { one } = modules["one.js"];
+        f(one);
+        return {  };
+        })();
+        })();
+    """
+    sources = {name: [source for _, source in IMPORT.findall(modules[name])] for name in sorted(modules)}
+    script = ["(() => {", '"use strict";', "const modules = {};"]
+    for name in TopologicalSorter(sources).static_order():
+        body = IMPORT.sub(r'const \1 = modules["\2"];\n', modules[name]).rstrip()
+        exports = ", ".join(word for _, word in EXPORT.findall(body))
+        body = EXPORT.sub(r"\1", body)
+        script.append(f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();')
+    return "\n".join([*script, "})();"])

@@ -1,0 +1,293 @@
+"""The data of the page, made of reports: tables, curves, and as much of the texts as a page can hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from headrace.pipeline.wording import printable
+from headrace.transforms.table.options import takes_options
+
+from .advice import Advice, History, Setup, advice_at, symptoms
+from .groups import reading_order
+from .html import embed
+from .numbers import gradient_share
+from .over_steps import Numbers, totals_over
+from .page_schema import (
+    Groups,
+    PageAdvisory,
+    PageData,
+    PageLevel,
+    PageSymptom,
+    PageText,
+    PageTokens,
+    ShownRows,
+    Step,
+    shown_as,
+)
+from .step import StepReport, rows_to_read
+from .texts import TokenValues
+from .user_turn import asked_line
+
+GROUPS, ROWS = 200, 5000  # on a page, per step; with more a browser becomes slow
+PAGE_TEXTS = 3_000_000  # bytes of all prompts and responses of a page, which its steps share evenly
+CHARACTERS = 4000  # of a prompt or response; of a longer one three quarters of that are its beginning
+TOKENS = 500  # of a response token by token, likewise
+BESIDE = 300  # of a column beside a response
+
+
+@takes_options
+def page_data(
+    reports: Sequence[StepReport],
+    *,
+    title: str,
+    history: History | None = None,
+    advice: Sequence[Advice] | None = None,
+    totals: Numbers | None = None,
+    recorded: int | None = None,
+    setup: Setup | None = None,
+) -> PageData:
+    """The input of :func:`render_page`: every step with its funnel, groups and rows, and curves over steps.
+
+    Of a step with more than 200 groups, or 5000 rows, the page shows some groups (:func:`reading_order`);
+    its funnel and its numbers are those of all rows. All its prompts and responses take 3 MB at most, which
+    the steps share evenly: the worst and the best rollout of each group come first (:func:`rows_to_read`), so
+    that groups of equal rewards have a response too. Of a text with more than 4,000 characters, and of a
+    response by token with more than 500, it has the beginning and the end, and says how much is left out.
+
+    Args:
+        reports: of the steps that can be chosen on the page.
+        title: of the page.
+        history: (step, numbers) of all steps, for the curves; None: those of the reports.
+        advice: verdict and advisories of each report; None: they follow from the history up to its step.
+        totals: over all steps of the run (:func:`totals_over`); None: those of the history.
+        recorded: steps of the run; None: those of the history.
+        setup: of a run of the command, so that remedies are options that it has (:meth:`Remedy.under`).
+
+    Example:
+        >>> page_data([], title="GRPO")["steps"]
+        []
+    """
+    points = [(report.step, report.numbers) for report in reports] if history is None else history
+    names = dict.fromkeys(name for _, numbers in points for name in numbers)
+    if advice is None:
+        advice = [
+            advice_at(report.numbers, [point for point in points if point[0] <= report.step])
+            for report in reports
+        ]
+    fired = dict.fromkeys(each.name for said in advice for each in said.advisories)
+    known = [symptoms()[name] for name in fired if name in symptoms()]
+    return {
+        "title": printable(title),
+        "recipe": [{"name": name, "text": text} for name, text in (reports[0].recipe if reports else ())],
+        "steps": [
+            _step(report, PAGE_TEXTS // len(reports), said)
+            for report, said in zip(reports, advice, strict=True)
+        ],
+        "curve_steps": [step for step, _ in points],
+        "curves": {name: [numbers.get(name) for _, numbers in points] for name in names},
+        "recorded": len(points) if recorded is None else recorded,
+        "totals": dict(totals_over(numbers for _, numbers in points) if totals is None else totals),
+        "symptoms": [
+            shown_as(PageSymptom, each._replace(remedies=tuple(filter(None, remedies))))
+            for each in known
+            for remedies in [[remedy.under(setup) for remedy in each.remedies]]
+        ],
+    }
+
+
+def _step(report: StepReport, room: int, said: Advice) -> Step:
+    groups = report.groups
+    total = len(groups["id"]) if groups else 0
+    rows = rows_to_read(report)
+    shown = np.empty(0, np.int64)
+    if groups:
+        order = reading_order(groups)[:GROUPS]
+        fits = np.cumsum(groups["segments"][order]) <= ROWS
+        fits[:1] = True
+        shown = np.sort(order[fits])
+        rows = rows[np.isin(report.columns["group_id"][rows], groups["id"][shown])]
+    rows = rows if groups else rows[:ROWS]
+    texts = fitting_texts(report, rows.tolist(), room)
+    return {
+        "step": report.step,
+        "funnel": [shown_as(PageLevel, level) for level in report.funnel],
+        "shown": {"groups": len(shown), "of": total},
+        "groups": _groups(report, shown, texts),
+        "rows": _rows(report, np.sort(rows), texts),
+        "numbers": report.numbers,
+        "verdict": printable(said.verdict),
+        "advisories": [
+            shown_as(PageAdvisory, each._replace(text=printable(each.text))) for each in said.advisories
+        ],
+        "unchecked": [f"{symptoms()[name].title}: needs {symptoms()[name].needs}" for name in said.unchecked],
+    }
+
+
+def _groups(report: StepReport, shown: np.ndarray, texts: PageTexts) -> Groups:
+    def column(name: str) -> np.ndarray:
+        return report.groups[name][shown] if report.groups else shown  # without groups none is shown
+
+    rows, prompts = column("row"), report.texts.get("prompt")
+    found: dict[str, list] = {
+        "id": _ids(report, "group", rows),
+        "label": [None if prompts is None else printable(asked_line(prompts[row])) for row in rows.tolist()],
+        "asked": [texts.asked.get(row) for row in rows.tolist()],
+        "prompt": [texts.prompts.get(row) for row in rows.tolist()],
+    }
+    others = [name for name in Groups.__annotations__ if name not in found]
+    return cast(Groups, found | {name: or_none(column(name)) for name in others})
+
+
+def _rows(report: StepReport, rows: np.ndarray, texts: PageTexts) -> ShownRows:
+    known = {"staleness": report.staleness, **report.columns, "share": gradient_share(report.columns)}
+    known |= {"weight": known["loss_weight"]} if "loss_weight" in known else {}
+    statuses: Sequence[str | None] = report.statuses or [None] * len(report)
+    codes = report.columns["reason"][rows].tolist()
+    unknown: list = [None] * len(rows)
+    found: dict[str, list] = {
+        "row": rows.tolist(),
+        "group": _ids(report, "group", rows) if "group_id" in known else [0] * len(rows),
+        "rollout": _ids(report, "rollout", rows) if "rollout_id" in known else rows.tolist(),
+        "rewards": [or_none(each) for each in known["rewards"][rows]] if "rewards" in known else unknown,
+        "status": [statuses[row] for row in rows.tolist()],
+        "reason": ["" if code == 0 else report.names[code] for code in codes],
+        "response": [texts.responses.get(row) for row in rows.tolist()],
+        "by_token": [texts.tokens.get(row) for row in rows.tolist()],
+        "beside": [texts.beside.get(row) for row in rows.tolist()],
+    }
+    for name in ShownRows.__annotations__:
+        if name not in found:
+            found[name] = or_none(known[name][rows]) if name in known else unknown
+    return cast(ShownRows, {name: found[name] for name in ShownRows.__annotations__})
+
+
+def _ids(report: StepReport, unit: Literal["group", "rollout"], rows: np.ndarray) -> list[int | str]:
+    """Ids as a person knows them; text as it can be printed."""
+    if len(rows) == 0:
+        return []
+    return [printable(each) if isinstance(each, str) else each for each in report.ids(unit, rows)]
+
+
+def or_none(values: np.ndarray) -> list:
+    """Python numbers, None where the value is unknown: NaN of floats, below 0 of integers."""
+    unknown = ~np.isfinite(values) if values.dtype.kind == "f" else values < 0
+    return [None if none else value for value, none in zip(values.tolist(), unknown.tolist(), strict=True)]
+
+
+# -- texts: of which rows, and how much of each, so that the page stays small -------------------------------
+
+
+class PageTexts(NamedTuple):
+    """What fits: by a group's first row its question and its prompt, by row what there is to read of it."""
+
+    asked: dict[int, PageText]
+    prompts: dict[int, PageText]
+    responses: dict[int, PageText]
+    tokens: dict[int, PageTokens]
+    beside: dict[int, dict[str, Any]]
+
+
+def fitting_texts(report: StepReport, rows: Iterable[int], room: int) -> PageTexts:
+    """The prompts and responses of rows, one after the other until `room` bytes of the page are full."""
+    found = PageTexts({}, {}, {}, {}, {})
+    prompts, responses = (report.texts.get(name) for name in ("prompt", "response"))
+    for row in rows:
+        new = PageTexts({}, {}, {}, {}, {})  # those of a row, and of its group, where that has none yet
+        first = report.first_of_group(row)
+        if prompts is not None and first is not None and first not in found.asked:
+            asked = str(report.asked(first))
+            new.asked[first] = cut_text(asked)
+            if asked != prompts[first]:
+                new.prompts[first] = cut_text(prompts[first])
+        values = report.by_token.get(row)
+        if values is not None:
+            new.tokens[row] = cut_tokens(values)
+        if responses is not None and (values is None or values.texts is None):
+            new.responses[row] = cut_text(responses[row])
+        if columns := columns_beside(report, row):
+            new.beside[row] = columns
+        room -= sum(len(embed({"": text})) for texts in new for text in texts.values())
+        if room < 0:
+            break
+        for name, texts in new._asdict().items():
+            getattr(found, name).update(texts)
+    return found
+
+
+def columns_beside(report: StepReport, row: int) -> dict[str, Any]:
+    """The ground truth of a row and the other columns of its dump, by name: texts, numbers, truth values."""
+    truth, others = (report.texts.get(name) for name in ("ground_truth", "other_columns"))
+    found: dict[str, Any] = {"ground truth": truth[row]} if truth is not None and truth[row] else {}
+    if others is not None and others[row]:
+        try:
+            more = json.loads(others[row])
+        except (ValueError, RecursionError):  # a dump may hold anything
+            more = None
+        found |= more if isinstance(more, dict) else {"other columns": others[row]}
+    plain = {name: value for name, value in found.items() if isinstance(value, str | float | int | None)}
+    found |= {name: str(value) for name, value in found.items() if name not in plain}
+    return {
+        printable(name): shortened(value, BESIDE) if isinstance(value, str) else value
+        for name, value in found.items()
+    }
+
+
+def cut_text(text: str, most: int = CHARACTERS) -> PageText:
+    """A text that the page can show: whole, or its beginning, how many characters are left out, and its end.
+
+    Example:
+        >>> cut_text("abcdefghij", 4)
+        {'start': 'abc', 'missing': 6, 'end': 'j'}
+    """
+    start, end = _ends(text, most)
+    missing = len(text) - len(start) - len(end)
+    return {"start": printable(start, keep="\n\t"), "missing": missing, "end": printable(end, keep="\n\t")}
+
+
+def shortened(text: str, most: int = CHARACTERS) -> str:
+    """The same as one text, with a mark where something is left out.
+
+    Example:
+        >>> shortened("abcdefghij", 4)
+        'abc [… 6 characters left out …] j'
+    """
+    start, missing, end = cut_text(text, most).values()
+    return f"{start} [… {missing:,} characters left out …] {end}" if missing else str(start)
+
+
+def cut_tokens(tokens: TokenValues, most: int = TOKENS) -> PageTokens:
+    """Tokens that the page can show, likewise; numbers with four digits.
+
+    Example:
+        >>> cut_tokens(TokenValues(["a", "b", "c", "d", "e"], {"advantage": [1.0, 2, 3, 4, float("nan")]}), 4)
+        {'texts': ['a', 'b', 'c', 'e'], 'values': {'advantage': [1.0, 2.0, 3.0, nan]}, 'at': 3, 'missing': 1}
+    """
+    size = len(next(iter(tokens.values.values())))
+    start, _ = _ends(range(size), most)
+    texts = None if tokens.texts is None else _joined(tokens.texts, most)
+    return {
+        "texts": None if texts is None else [printable(text, keep="\n\t") for text in texts],
+        "values": {
+            name: [float(f"{value:.4g}") for value in _joined(values, most)]
+            for name, values in tokens.values.items()
+        },
+        "at": len(start),
+        "missing": max(size - most, 0),
+    }
+
+
+def _ends(values: Any, most: int) -> tuple[Any, Any]:
+    """All, and nothing; of more than so many, three quarters of those from the start, and the last."""
+    if len(values) <= most:
+        return values, values[:0]
+    start = most * 3 // 4
+    return values[:start], values[len(values) - (most - start) :]
+
+
+def _joined(values: Sequence[Any], most: int) -> list[Any]:
+    start, end = _ends(values, most)
+    return [*start, *end]

@@ -1,0 +1,99 @@
+"""What a report knows of each row: the table of a run as NumPy columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.pipeline.account_keys import OF_TOKENS
+from headrace.transforms.stages.advantage import COMPARED
+from headrace.transforms.stages.sequences import with_merged
+from headrace.transforms.table import TokenCount, weighted_reward
+from headrace.transforms.table.schema import REWARD
+from headrace.transforms.table.tensordicts import flat_rows
+
+if TYPE_CHECKING:
+    from headrace.pipeline.run import Run
+
+
+def report_columns(run: Run) -> dict[str, np.ndarray]:
+    """(N,) or (N, K) by name, of the rows of this rank; what they mean says :class:`StepReport`."""
+    table, keys, found = run.known_rows.table, run.keys, dict[str, Tensor]()
+
+    def first(name: str) -> Tensor | None:
+        return next((table.columns[key] for key in keys.found[name] if key in table.columns), None)
+
+    def number(name: str) -> Tensor | None:
+        column = first(name)
+        return None if column is None or column.numel() != table.size else column.double().reshape(-1)
+
+    for unit, key in keys.units.items():
+        if key in table.columns:
+            found[f"{unit.removesuffix('s')}_id"] = table.columns[key]
+    for name in ("status", "policy_version", "expected_rollouts"):
+        if (column := first(name)) is not None and column.ndim == 1:
+            found[name] = column.long()
+    counted = table.fates.counts
+    if (collected := table.columns.get("collected reward")) is not None:
+        several = flat_rows(collected.double())
+        fits = keys.reward_weights is not None and len(keys.reward_weights) == several.shape[1] > 1
+        found["collected_reward"] = weighted_reward(several, keys.reward_weights if fits else None)
+        found["reward"] = found["collected_reward"]
+        if several.shape[1] > 1:
+            found["rewards"] = several
+    if REWARD in table.columns:
+        reward, stages = table.columns[REWARD], list(run.stages.items())
+        writers = [at for at, (_, stage) in enumerate(stages) if REWARD in getattr(stage, "out_keys", ())]
+        later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
+        left_later = torch.tensor([name.rpartition("/")[0] in later for name in table.fates.names])[
+            table.fates.reason
+        ]
+        # It left before rollouts had one reward.
+        unseen = (reward.isnan() & ~table.fates.here) | (~counted & ~left_later)
+        before = found.get("reward", torch.full_like(reward, float("nan")))
+        found["reward"] = torch.where(unseen, before, reward)
+    elif "reward" in found and (now := number("reward")) is not None:
+        found["reward"] = now
+    if (logged := number("logged_advantage")) is not None:
+        found["logged_advantage"] = logged
+    if table.masking.no_lengths:
+        found["no_lengths"] = torch.ones(table.size, dtype=torch.int64)
+    if (tokens := table.columns.get("collected tokens")) is not None:
+        found["tokens"] = tokens = with_merged(table, tokens)
+        now = table.columns.get(TokenCount(keys.loss_mask, keys.log_prob), tokens)
+        found["trained_tokens"] = now * table.fates.in_loss
+    if OF_TOKENS in table.columns:
+        found["advantage"], found["advantage_size"] = table.columns[OF_TOKENS].unbind(1)
+    elif (advantage := number("advantage")) is not None:
+        found["advantage"] = advantage
+    if "peers" in keys.found and keys.found["peers"][0] in table.columns:
+        found["peers"] = table.columns[keys.found["peers"][0]]
+    if table.fates.counted is not None and "tokens" in found:
+        kinds = zip(table.fates.names, table.fates.effects, strict=True)
+        filtered = torch.tensor([kind == "excluded" and not name.endswith("/empty") for name, kind in kinds])
+        found["empty"] = (~counted & ~filtered[table.fates.reason] & (found["tokens"] == 0)).long()
+    if "advantage" in found:
+        found["compared"], found["baseline"] = _compared(run)
+    found |= run.trained_at
+    if "loss_weight" not in found and (weight := number("loss_weight")) is not None:
+        found["loss_weight"] = weight
+    if table.carried is not None:
+        found["carried_in"] = torch.zeros(table.size, dtype=torch.int64).index_fill_(0, table.carried, 1)
+    return {name: run.of_rank(column).numpy() for name, column in found.items()}
+
+
+def _compared(run: Run) -> tuple[Tensor, Tensor]:
+    """(N,) rollouts that were compared with a row, −1: not known; (N,) the baseline, NaN: not known."""
+    table = run.known_rows.table
+    compared = table.notes.get(COMPARED)
+    if compared is None:
+        return torch.full((table.size,), -1), torch.full((table.size,), torch.nan, dtype=torch.float64)
+    number, baseline = compared(table.size).unbind(1)
+    if table.carried is not None:  # which were compared at an earlier step
+        number = number.index_fill(0, table.carried, -1)
+    stages = list(run.stages.values())
+    writers = [stage for stage in stages if run.keys.found["advantage"][0] in getattr(stage, "out_keys", ())]
+    return number.long(), baseline if len(writers) == 1 else torch.full_like(baseline, torch.nan)

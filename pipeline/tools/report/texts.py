@@ -1,0 +1,172 @@
+"""Prompts and responses: token by token, as text and with the numbers of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.table.schema import ROW, has_key
+from headrace.transforms.table.tensordicts import ATTENTION, PROMPT, RESPONSE, device_of, take_rows
+
+Decode = Callable[[list[int]], Sequence[str]]
+TOKENS: NestedKey = ("tokens", "full")
+
+
+class TokenValues(NamedTuple):
+    """A response from its first token in the loss to its last."""
+
+    texts: Sequence[str] | None  # of each token; None: nobody decodes
+    values: Mapping[str, Sequence[float]]  # by name, a number a token; NaN: not in the loss
+
+
+def decoder_of(*components: Any) -> Decode | None:
+    """How a training shows tokens as text: the `token_texts` of a component, else its tokenizer's words.
+
+    Args:
+        components: such as an environment and a policy, in the order of asking.
+
+    Returns:
+        A function from token ids to as many strings; None where no component knows one.
+
+    Example:
+        >>> from headrace.pipeline.reverse import DigitPolicy
+        >>> decoder_of(object(), DigitPolicy())([1, 2, 12])
+        ['1', '2', ' backwards? ']
+    """
+    for component in components:
+        if callable(decode := getattr(component, "token_texts", None)):
+            return decode
+        if callable(decode := getattr(getattr(component, "tokenizer", None), "batch_decode", None)):
+            return partial(_one_by_one, decode)
+    return None
+
+
+def _one_by_one(batch_decode: Callable[[list[list[int]]], list[str]], ids: list[int]) -> list[str]:
+    return batch_decode([[each] for each in ids])
+
+
+def texts_of_tokens(
+    batch: TensorDictBase, rows: int, decode: Decode, loss_mask_key: NestedKey
+) -> dict[str, list[str]]:
+    """The prompt and the response of each row as text, out of its tokens. A few device reads.
+
+    Args:
+        batch: TensorDict ``[n]`` with ``("tokens", "full")``; where rows have left, with their numbers.
+        rows: how many strings there are to be; a row that is not in the batch has an empty one.
+        decode: from token ids to as many strings.
+        loss_mask_key: (n, T) bool; without it ``("tokens", "response")`` says how long the response is.
+
+    Returns:
+        `rows` strings by name, ``prompt`` and ``response``; empty where the batch has no tokens.
+    """
+    if len(batch) == 0 or not has_key(batch, TOKENS):
+        return {}
+    some = _select(batch, [TOKENS, ATTENTION, PROMPT, RESPONSE, loss_mask_key])
+    texts = {name: [""] * rows for name in ("prompt", "response")}
+    for row, part in zip(_numbers(batch), _rows(some), strict=True):
+        tokens = part.get(TOKENS).reshape(-1)
+        real = torch.ones_like(tokens, dtype=torch.bool)  # no padding
+        if has_key(part, ATTENTION):
+            real = part.get(ATTENTION).reshape(-1).bool()
+        if has_key(part, loss_mask_key):
+            trains = part.get(loss_mask_key).reshape(-1)
+        elif has_key(part, RESPONSE):
+            trains = torch.arange(len(tokens)) >= len(tokens) - part.get(RESPONSE).numel()
+            trains = trains & real if len(real) == len(tokens) else trains
+        else:
+            continue
+        if not bool(trains.any()):
+            continue
+        first, last = _span(trains)
+        before, ids = tokens[:first][real[:first]], tokens[first : last + 1]
+        texts["prompt"][row] = "".join(_decoded(decode, before.tolist(), row))
+        texts["response"][row] = "".join(_decoded(decode, ids.tolist(), row))
+    return texts
+
+
+def values_by_token(
+    batch: TensorDictBase,
+    keys: Mapping[str, NestedKey],
+    rows: Iterable[int],
+    loss_mask_key: NestedKey,
+    decode: Decode | None = None,
+) -> dict[int, TokenValues]:
+    """What each token of some rows has: its advantage, or its weight. A few device reads, where there is any.
+
+    Args:
+        batch: TensorDict ``[n]``, after the stages, with row numbers.
+        keys: where to find (n, T) or (n, T, 1) numbers, by name; one number a row is none of a token.
+        rows: their numbers; one that has left the batch, or has no token in the loss, is left out.
+        loss_mask_key: (n, T) bool.
+        decode: from token ids to as many strings; None: the texts of tokens are not known.
+
+    Returns:
+        By row number; empty where no column has a number a token.
+    """
+    there = {name: key for name, key in keys.items() if _by_token(batch, key, loss_mask_key)}
+    if not there:
+        return {}
+    place = {row: at for at, row in reversed(list(enumerate(_numbers(batch))))}
+    wanted = [row for row in rows if row in place]
+    at = torch.tensor([place[row] for row in wanted], dtype=torch.int64)
+    if len(at) == 0:
+        return {}
+    some = _select(batch, [loss_mask_key, TOKENS, *there.values()])
+    found = {}
+    for row, part in zip(wanted, _rows(take_rows(some, at.to(device_of(batch)), on_cpu=at)), strict=True):
+        trains = part.get(loss_mask_key).reshape(-1)
+        if not bool(trains.any()):
+            continue
+        first, last = _span(trains)
+        here = slice(first, last + 1)
+        columns = {name: part.get(key).reshape(-1).double() for name, key in there.items()}
+        values = {name: torch.where(trains, each, torch.nan)[here] for name, each in columns.items()}
+        ids = part.get(TOKENS).reshape(-1)[here].tolist() if has_key(part, TOKENS) else []
+        texts = _decoded(decode, ids, row) if decode is not None and ids else None
+        found[row] = TokenValues(texts, {name: each.tolist() for name, each in values.items()})
+    return found
+
+
+def _decoded(decode: Decode, ids: list[int], row: int) -> list[str]:
+    texts = list(decode(ids)) if ids else []
+    if len(texts) != len(ids) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"decode returns a string for each token; of row {row} it made {len(texts)} of {len(ids)} "
+            "tokens. Decode them one by one: decode=lambda ids: [tokenizer.decode([id]) for id in ids]"
+        )
+    return texts
+
+
+def _by_token(batch: TensorDictBase, key: NestedKey, mask_key: NestedKey) -> bool:
+    """Whether a column has a number for each place of the mask, and the mask more than one place a row."""
+    if len(batch) == 0 or not has_key(batch, key) or not has_key(batch, mask_key):
+        return False
+    parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+    pairs = [(part.get(key), part.get(mask_key)) for part in parts]
+    alike = all(isinstance(value, Tensor) and value.numel() == mask.numel() for value, mask in pairs)
+    return alike and sum(mask.numel() for _, mask in pairs) > len(batch)
+
+
+def _span(trains: Tensor) -> tuple[int, int]:
+    places = trains.nonzero().flatten()
+    return int(places[0]), int(places[-1])
+
+
+def _select(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBase:
+    return batch.select(*(key for key in keys if has_key(batch, key)))
+
+
+def _rows(batch: TensorDictBase) -> Sequence[TensorDictBase]:
+    """The rows one by one, on the CPU."""
+    there = batch.cpu()
+    return there.tensordicts if isinstance(there, LazyStackedTensorDict) else there.unbind(0)
+
+
+def _numbers(batch: TensorDictBase) -> list[int]:
+    """The row numbers of a batch; one that no stage has seen has all of its rows."""
+    return batch.get(ROW).tolist() if has_key(batch, ROW) else list(range(len(batch)))

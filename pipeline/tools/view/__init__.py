@@ -1,0 +1,14 @@
+"""``headrace view FOLDER``: all rows of all steps of a run, or of two, in a browser on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .server import view
+
+__all__ = ["view"]
+
+__getattr__, __dir__ = lazy(__name__, __all__)

@@ -1,0 +1,538 @@
+"""The rows that a run keeps next to its page, read as far as somebody looks at them.
+
+A file is not trusted. It is opened only if it is a plain file in the folder of the run, not a link. Only
+columns of numbers and texts are read: nothing in a file is executed, and no extension type is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from headrace.pipeline.composing.compose import ConfigError
+from headrace.pipeline.tools.report import FAILED, FailedStep, prompt_label, read_failed
+from headrace.pipeline.wording import printable
+
+FILE = re.compile(r"step_(\d{1,18})\.parquet")
+END = 80  # characters of the end of a longer text
+EXCERPT = 600  # characters of a text in a list of rows; the whole text is read when it is asked for
+MAX_STEP_ROWS = 2**22  # as for dumps that are read back
+MAX_STEP_BYTES = 2**33  # of a step, uncompressed, as its file claims
+EXACT = 2**53  # beyond it JavaScript rounds integers
+SAME = ("prompt", "prompt_id", "group_label", "group_id")  # columns by which prompts are known again
+LABELS = {"group_id": "group_label", "rollout_id": "rollout_label"}
+REWARDS = ("rollout_reward", "reward")  # what a row is sorted by: the reward of its rollout, else its own
+
+
+class UnreadableRows(ValueError):
+    """A file, a step or a column that cannot be shown; the message says why."""
+
+
+class PromptInStep(NamedTuple):
+    """What became of a prompt in a step."""
+
+    groups: int
+    rollouts: int
+    reward: float | None  # mean over its rollouts with a reward
+    scored: int  # rollouts with a reward
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A file of rows, as far as its end describes it.
+
+    Attributes:
+        step: its number.
+        path: of the file.
+        stamp: time and size of the file when it was read.
+        rows: how many it has.
+        kinds: ``number``, ``integer``, ``numbers`` (a list) or ``text`` of each column that can be shown.
+        funnel: of the step, as the page has it.
+        numbers: of the step, likewise.
+        prompts: by the column that tells prompts apart, what became of each; filled when it is asked for.
+    """
+
+    step: int
+    path: Path
+    stamp: tuple[int, int]
+    rows: int
+    kinds: Mapping[str, str]
+    funnel: Sequence[Mapping[str, Any]]
+    numbers: Mapping[str, float | None]
+    prompts: dict[str, dict[str, PromptInStep]] = field(default_factory=dict)
+
+
+class StoredRun:
+    """The rows of a run, in ``rollouts/`` of its folder.
+
+    Args:
+        folder: of the run, or its folder ``rollouts``.
+
+    Raises:
+        ConfigError: there is no such folder, or it has no rows.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder.resolve()
+        if not folder.is_dir():
+            why = "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(f"{folder} {why}. Give the folder of a run, which has report.html")
+        inner = self.folder / "rollouts"
+        self.rows_folder = inner if inner.is_dir() else self.folder
+        if self.rows_folder.resolve() != self.rows_folder:
+            raise ConfigError(
+                f"{inner} is a link to another folder, and nothing outside {folder} is read. Give that "
+                f"folder: headrace view {inner.resolve()}"
+            )
+        self.name = self.folder.parent.name if self.folder.name == "rollouts" else self.folder.name
+        self.labels: dict[str, str] = {}  # of prompts, by their keys
+        self._steps: dict[int, StoredStep] = {}
+        self._problems: list[str] = []
+        self._failed: list[FailedStep] = []
+        self._lock = Lock()
+        if not self.steps():
+            raise ConfigError(self._why_empty(folder))
+
+    # -- what there is -------------------------------------------------------------------------------------
+
+    def steps(self) -> dict[int, StoredStep]:
+        """The steps by number. Files that were added or changed since the last call are read."""
+        with self._lock:
+            found: dict[int, StoredStep] = {}
+            problems = []
+            for path in sorted(self.rows_folder.iterdir()):
+                if (match := FILE.fullmatch(path.name)) is None:
+                    continue
+                step, known = int(match[1]), self._steps.get(int(match[1]))
+                try:
+                    if step in found:
+                        raise UnreadableRows(f"step {step} has two files; {found[step].path.name} is shown")
+                    is_known = known is not None and known.path == path and known.stamp == stamp_of(path)
+                    found[step] = known if known is not None and is_known else read_footer(path, step)
+                except UnreadableRows as err:
+                    problems.append(printable(f"{path.name}: {err}"))
+            try:
+                self._failed = [
+                    FailedStep(step, printable(why)) for step, why in read_failed(self.rows_folder)
+                ]
+            except (OSError, ValueError, RecursionError) as err:
+                self._failed = []
+                problems.append(printable(f"{FAILED}: {err}"))
+            self._steps, self._problems = dict(sorted(found.items())), problems
+            return self._steps
+
+    def failed(self) -> list[FailedStep]:
+        """The steps that failed and have no rows, each with the reason; a damaged file is a problem."""
+        return self._failed
+
+    def problems(self) -> list[str]:
+        """Files that cannot be shown, and why, as of the last look at the folder."""
+        return self._problems
+
+    def kinds(self) -> Mapping[str, str]:
+        """The columns of the first step, and the kind of each."""
+        first = next(iter(self._steps.values()), None)
+        return {} if first is None else first.kinds
+
+    def step(self, number: int) -> StoredStep:
+        """A step.
+
+        Raises:
+            UnreadableRows: the run has none of this number.
+        """
+        if number not in self._steps:
+            raise UnreadableRows(f"the run {self.name} has no step {number}")
+        return self._steps[number]
+
+    def _why_empty(self, folder: Path) -> str:
+        if self._failed:
+            step, why = self._failed[0]
+            return f"{folder} has no rows: all steps failed. {f'Step {step}' if step else 'The first'}: {why}"
+        if self._problems:
+            some = "; ".join(self._problems[:3])
+            return f"{folder}: no file of rows can be read. {some}"
+        words = ["headrace", "task=replay", f"source.path={folder}", "hydra.run.dir=FOLDER"]
+        return (
+            f"{folder} has no rows of a run, rollouts/step_*.parquet, which a run with report.dump=parquet "
+            f"keeps. For a dump of another trainer: {shlex.join(words)}, then headrace view FOLDER"
+        )
+
+    # -- rows of a step ------------------------------------------------------------------------------------
+
+    def rows(
+        self,
+        number: int,
+        *,
+        sort: str = "",
+        descending: bool = False,
+        reason: str = "",
+        group: str = "",
+        text: str = "",
+        prompt: str = "",
+        same: str = "prompt",
+        offset: int = 0,
+        count: int = 50,
+    ) -> dict[str, Any]:
+        """Some rows of a step, with all their columns; of long texts the beginning.
+
+        Args:
+            number: of the step.
+            sort: a column of numbers; empty: the reward of the rollout. Rows without a number come last.
+            descending: whether the greatest number comes first.
+            reason: rows with this reason only; ``left``: those that are not trained.
+            group: rows with this group id, or group label, only; where none has it, those that begin with it.
+            text: rows only in which a text has this in it, in whatever case.
+            prompt: key of a prompt (:func:`key_of`): its rows only.
+            same: the column whose values `prompt` is a key of.
+            offset: how many rows to leave out.
+            count: most rows to return.
+
+        Returns:
+            ``columns`` as [name, kind] pairs, ``rows`` as lists in their order, ``keys``: of their
+            prompts (empty: unknown), ``found``: rows that match, ``of``: rows of the step. A text is
+            ``{"start", "characters"}``, and a long one has its ``end``.
+
+        Raises:
+            UnreadableRows: no such step or column, or a file that cannot be read.
+        """
+        stored = self.step(number)
+        sort = sort or next((name for name in REWARDS if name in stored.kinds), "row")
+        if stored.kinds.get(sort) not in ("number", "integer"):
+            raise UnreadableRows(f"rows are sorted by a column of numbers; step {number} has no {sort!r}")
+        with opened(stored.path) as file:
+            order = self._matching(file, stored, reason, group, text, prompt, same)
+            ranks, unknown = ranked(file.read([sort])[sort])
+            ranks = -ranks if descending else ranks
+            order = order[np.lexsort((ranks[order], unknown[order]))]
+            chosen = order[offset : offset + count]
+            names = list(stored.kinds)
+            rows = cells_at(file, stored, names, chosen)
+            keys = [key_of(value) for [value] in values_at(file, [same], chosen)] if same in names else []
+        columns = [[printable(name), stored.kinds[name]] for name in names]
+        return {"columns": columns, "rows": rows, "keys": keys, "found": len(order), "of": stored.rows}
+
+    def text(self, number: int, place: int, column: str) -> str:
+        """A text of one row, whole.
+
+        Args:
+            number: of the step.
+            place: of the row in its file.
+            column: of texts.
+
+        Raises:
+            UnreadableRows: no such step, row or column, or a file that cannot be read.
+        """
+        stored = self.step(number)
+        if stored.kinds.get(column) != "text" or not 0 <= place < stored.rows:
+            raise UnreadableRows(f"step {number} has no text {column!r} of a row {place}")
+        with opened(stored.path) as file:
+            [[value]] = values_at(file, [column], np.array([place]))
+        return printable(value or "", keep="\n\t")
+
+    def _matching(
+        self,
+        file: pq.ParquetFile,
+        stored: StoredStep,
+        reason: str,
+        group: str,
+        text: str,
+        prompt: str,
+        same: str,
+    ) -> np.ndarray:
+        """Places of the rows that match, in the order of the file."""
+        keep = np.ones(stored.rows, bool)
+        if reason and "reason" in stored.kinds:
+            reasons = file.read(["reason"])["reason"]
+            found = pc.not_equal(reasons, "trained") if reason == "left" else pc.equal(reasons, reason)
+            keep &= as_mask(found)
+        if group:
+            names = [name for name in ("group_id", "group_label") if name in stored.kinds]
+            columns = [file.read([name])[name].cast(pa.string()) for name in names]
+            found = [as_mask(pc.equal(column, group)) for column in columns]
+            if not any(mask.any() for mask in found):  # no group has this name
+                found = [as_mask(pc.starts_with(column, group)) for column in columns]
+            keep &= np.logical_or.reduce(found) if found else False
+        if prompt:
+            codes, values = coded(stored, same)
+            wanted = [at for at, value in enumerate(values) if key_of(value) == prompt]
+            keep &= np.isin(codes, wanted)
+        if text:
+            columns = [name for name, kind in stored.kinds.items() if kind == "text"]
+            found = []
+            for part in file.iter_batches(batch_size=256, columns=columns):
+                has = [as_mask(pc.match_substring(each, text, ignore_case=True)) for each in part.columns]
+                found.append(np.logical_or.reduce(has) if has else np.zeros(len(part), bool))
+            keep &= np.concatenate(found) if found else False
+        return np.flatnonzero(keep)
+
+    # -- prompts over the steps ----------------------------------------------------------------------------
+
+    def prompts(self, same: str, text: str = "") -> dict[str, dict[int, PromptInStep]]:
+        """What became of each prompt in each step, by its key. The first call reads a column of all files.
+
+        Args:
+            same: the column whose equal values are one prompt.
+            text: prompts only that have this in them, in whatever case.
+
+        Raises:
+            UnreadableRows: a file that cannot be read.
+        """
+        found: dict[str, dict[int, PromptInStep]] = {}
+        with self._lock:
+            for number, stored in self._steps.items():
+                if same not in stored.kinds:
+                    continue
+                if same not in stored.prompts:
+                    stored.prompts[same] = self._read_prompts(stored, same)
+                keys = list(stored.prompts[same])
+                if text:
+                    _, values = coded(stored, same)
+                    wanted = text.casefold()
+                    keys = [key_of(value) for value in values if wanted in str(value).casefold()]
+                for key in keys:
+                    found.setdefault(key, {})[number] = stored.prompts[same][key]
+        return found
+
+    def prompt_text(self, key: str, same: str) -> str | None:
+        """The whole prompt of a key; None: no row of the run has it."""
+        for stored in self._steps.values():
+            if key in stored.prompts.get(same, ()):
+                _, values = coded(stored, same)
+                code = next(at for at, value in enumerate(values) if key_of(value) == key)
+                return printable(str(values[code]), keep="\n\t")
+        return None
+
+    def _read_prompts(self, stored: StoredStep, same: str) -> dict[str, PromptInStep]:
+        numbers = [name for name in ("group_id", "rollout_id", *REWARDS) if name in stored.kinds]
+        with opened(stored.path, texts=[same] if stored.kinds[same] == "text" else []) as file:
+            table = file.read(list({same, *numbers}))
+        codes, values = as_codes(table[same])
+        of = {name: table[name].to_numpy(zero_copy_only=False) for name in numbers}
+        rows = np.arange(len(codes))
+        first = np.unique(of.get("rollout_id", rows), return_index=True)[1]  # of each rollout
+        reward = next((of[name] for name in REWARDS if name in of), np.full(len(codes), np.nan))[first]
+        code, group = codes[first], of.get("group_id", rows)[first]
+        known = np.isfinite(reward)
+        count = np.bincount(code[known], minlength=len(values))
+        total = np.bincount(code[known], reward[known], minlength=len(values))
+        rollouts = np.bincount(code, minlength=len(values))
+        groups = np.bincount(np.unique(np.stack([code, group]), axis=1)[0], minlength=len(values))
+        found = {}
+        for at, value in enumerate(values):
+            key = key_of(value)
+            self.labels.setdefault(key, prompt_label(value))
+            mean = float(total[at] / count[at]) if count[at] else None
+            found[key] = PromptInStep(int(groups[at]), int(rollouts[at]), mean, int(count[at]))
+        return found
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Time of the last change and size of a file.
+
+    Raises:
+        UnreadableRows: it is gone.
+    """
+    try:
+        found = path.lstat()
+    except OSError as err:
+        raise UnreadableRows(f"it cannot be read: {err.strerror}") from None
+    return found.st_mtime_ns, found.st_size
+
+
+@contextmanager
+def opened(path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, if it is a plain file and no link.
+
+    Args:
+        path: of the file.
+        texts: columns to read as codes of a dictionary.
+
+    Raises:
+        UnreadableRows: another kind of file, or a damaged one.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(handle, "rb") as raw:
+            if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+                raise UnreadableRows("it is no plain file")
+            with pq.ParquetFile(raw, read_dictionary=list(texts)) as file:
+                yield file
+    except UnreadableRows:
+        raise
+    except OSError as err:
+        why = "it is a link, which is not followed" if path.is_symlink() else err.strerror or str(err)
+        raise UnreadableRows(f"it cannot be read: {why}") from None
+    except Exception as err:  # a damaged file makes the decoder raise anything
+        raise UnreadableRows(f"it cannot be read as Parquet: {str(err).splitlines()[0][:200]}") from None
+
+
+def read_footer(path: Path, number: int) -> StoredStep:
+    """What the end of a file says of its rows; no row is read.
+
+    Raises:
+        UnreadableRows: it is no such file, or claims more than there may be.
+    """
+    stamp = stamp_of(path)
+    with opened(path) as file:
+        metadata, schema = file.metadata, file.schema_arrow
+        groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+        size = sum(group.total_byte_size for group in groups)
+        if metadata.num_rows > MAX_STEP_ROWS or size > MAX_STEP_BYTES:
+            raise UnreadableRows(
+                f"a step has at most {MAX_STEP_ROWS:,} rows and {MAX_STEP_BYTES:,} bytes; found "
+                f"{metadata.num_rows:,} rows and {size:,} bytes"
+            )
+        of_step = plain_json(metadata.metadata or {}, "headrace.step")
+    kinds = {field.name: kind for field in schema if (kind := kind_of(field.type)) is not None}
+    kinds.pop("step", None)  # which is the file's name
+    of_step = of_step if isinstance(of_step, dict) else {}
+    described = {"funnel": of_step.get("funnel", []), "numbers": of_step.get("numbers", {})}
+    return StoredStep(number, path, stamp, metadata.num_rows, kinds, **described)
+
+
+def plain_json(metadata: Mapping[bytes, bytes], key: str) -> Any:
+    """A value of a file's metadata; None where there is none, or none that can be read."""
+    try:
+        return json.loads(metadata.get(key.encode(), b"null"), parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+
+
+def kind_of(type: pa.DataType) -> str | None:
+    """How a column is shown; None: not at all."""
+    if pa.types.is_string(type) or pa.types.is_large_string(type):
+        return "text"
+    if pa.types.is_integer(type) or pa.types.is_boolean(type):
+        return "integer"
+    if pa.types.is_floating(type):
+        return "number"
+    if pa.types.is_list(type) or pa.types.is_fixed_size_list(type):
+        return "numbers" if pa.types.is_floating(type.value_type) else None
+    return None
+
+
+# -- values --------------------------------------------------------------------------------------------------
+
+
+def values_at(file: pq.ParquetFile, names: Sequence[str], places: np.ndarray) -> list[list[Any]]:
+    """The values of some rows, by row; one row group is in memory at a time."""
+    found: dict[int, list[Any]] = {}
+    start = 0
+    for at in range(file.num_row_groups):
+        size = file.metadata.row_group(at).num_rows
+        here = places[(places >= start) & (places < start + size)]
+        if len(here):
+            table = file.read_row_group(at, columns=list(names)).take(pa.array(here - start))
+            columns = [table[name].to_pylist() for name in names]
+            found |= dict(zip(here.tolist(), map(list, zip(*columns, strict=True)), strict=True))
+        start += size
+    return [found[place] for place in places.tolist()]
+
+
+def cells_at(
+    file: pq.ParquetFile, stored: StoredStep, names: Sequence[str], places: np.ndarray
+) -> list[list[Any]]:
+    """The same as JSON can hold it, with the row's place in the file in front."""
+    kinds = [stored.kinds[name] for name in names]
+    rows = values_at(file, names, places)
+    return [[place, *map(cell_of, row, kinds)] for place, row in zip(places.tolist(), rows, strict=True)]
+
+
+def cell_of(value: Any, kind: str) -> Any:
+    """A value as JSON can hold it and JavaScript can read it without loss.
+
+    Example:
+        >>> cell_of(2**60, "integer"), cell_of(float("nan"), "number")
+        ('1152921504606846976', None)
+        >>> cell_of("a" * 700, "text")["characters"]
+        700
+    """
+    if value is None:
+        return None
+    if kind == "text":
+        end = {"end": printable(value[-END:], keep="\n\t")} if len(value) > EXCERPT else {}
+        return {"start": printable(value[:EXCERPT], keep="\n\t"), "characters": len(value)} | end
+    if kind == "numbers":
+        return [each if each is not None and math.isfinite(each) else None for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if abs(value) > EXACT else value
+
+
+def as_mask(found: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """(N,) bool of an Arrow column of truths; null is False."""
+    return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), bool)
+
+
+def ranked(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """(N,) ranks of a column of numbers, equal for equal numbers, and (N,) bool, True where there is none.
+
+    Integers of 64 bits are compared as integers: as floats, ids of texts would be alike.
+
+    Example:
+        >>> ranks, unknown = ranked(pa.chunked_array([[2**60 + 1, None, 2**60]]))
+        >>> ranks.tolist(), unknown.tolist()
+        ([2, 0, 1], [False, True, False])
+    """
+    unknown = as_mask(pc.is_null(column, nan_is_null=True))
+    whole = pa.types.is_integer(column.type)
+    values = pc.fill_null(column, 0) if whole else column.cast(pa.float64())
+    known = np.where(unknown, 0, values.to_numpy(zero_copy_only=False))
+    return np.unique(known, return_inverse=True)[1], unknown
+
+
+def coded(stored: StoredStep, name: str) -> tuple[np.ndarray, list[Any]]:
+    """A column as (N,) codes, and the value of each code.
+
+    Raises:
+        UnreadableRows: no such column, or a file that cannot be read.
+    """
+    if name not in stored.kinds:
+        raise UnreadableRows(f"step {stored.step} has no column {name!r}")
+    with opened(stored.path, texts=[name] if stored.kinds[name] == "text" else []) as file:
+        return as_codes(file.read([name])[name])
+
+
+def as_codes(column: pa.ChunkedArray) -> tuple[np.ndarray, list[Any]]:
+    """(N,) codes of a column, and the value of each; null is a value, too.
+
+    Example:
+        >>> codes, values = as_codes(pa.chunked_array([["a", None], ["b", "a"]]))
+        >>> codes.tolist(), values
+        ([0, 2, 1, 0], ['a', 'b', None])
+    """
+    if not pa.types.is_dictionary(column.type):
+        column = pc.dictionary_encode(column)
+    column = column.unify_dictionaries()
+    if not column.num_chunks:
+        return np.empty(0, np.int64), []
+    codes = pc.fill_null(pa.chunked_array([chunk.indices for chunk in column.chunks]), -1).to_numpy()
+    codes, values = codes.astype(np.int64), column.chunk(0).dictionary.to_pylist()
+    if (codes < 0).any():
+        codes, values = np.where(codes < 0, len(values), codes), [*values, None]
+    return codes, values
+
+
+def key_of(value: Any) -> str:
+    """A short name for a prompt, the same in every run: 128 bits of a hash of its text or id."""
+    text = "" if value is None else str(value)
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()

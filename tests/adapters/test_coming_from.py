@@ -1,0 +1,470 @@
+"""The adapters of docs/coming-from compute what the trainers compute, and refuse invalid batches.
+
+Here stand-ins are in the places of trainers that are not on the package index. The others are run by
+tests/adapters/test_adapters_in_peers.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import random
+import re
+import shlex
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import foreign
+import numpy as np
+import pytest
+import torch
+
+from headrace.adapters import attach, recipe_of_environment, slime
+from headrace.pipeline import load_pipeline
+from headrace.transforms import BatchError, IncompleteGroupsError
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
+
+
+def adapter(name: str) -> ModuleType:
+    """Imported anew, since it takes hold of the trainer's modules."""
+    return importlib.reload(importlib.import_module(f"headrace.adapters.{name}"))
+
+
+@pytest.fixture
+def recipe(monkeypatch) -> Callable[..., None]:
+    """Names the recipe in the environment, and overrides."""
+
+    def name(recipe: str | None = None, *words: str) -> None:
+        if recipe is not None:
+            monkeypatch.setenv("HEADRACE_RECIPE", recipe)
+        monkeypatch.setenv("HEADRACE_OVERRIDES", " ".join(words))
+
+    monkeypatch.delenv("HEADRACE_RECIPE", raising=False)
+    name()
+    return name
+
+
+def test_every_adapter_is_short_and_has_a_page():
+    pages = "\n".join(page.read_text() for page in PAGES)
+    for path in (ROOT / "adapters").glob("*.py"):
+        text = path.read_text()
+        code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+        if path.stem not in ("__init__", "attaching", "environment", "samples"):
+            assert len(code) <= 75, path.name
+            assert f"headrace.adapters.{path.stem}" in pages or path.stem in ("trl", "swift"), path.name
+
+
+def test_the_environment_names_the_recipe(recipe):
+    recipe("rloo", "pipeline.stages.gate.group_size=4", "'pipeline.stages.advantage.scale=none'")
+    found = recipe_of_environment("as/slime")
+    assert found.stages["advantage"].baseline == "leave_one_out"
+    assert found.stages["gate"].group_size == 4
+    assert "split" not in found.stages
+    assert "weight" not in found.stages
+    recipe("rae")
+    with pytest.raises(ValueError, match=r"stages running have a state"):
+        recipe_of_environment("as/slime")
+
+
+def test_a_misspelt_recipe_raises_before_any_rollout(recipe):
+    recipe("grop")
+    with pytest.raises(ValueError, match=r"unknown recipe 'grop' \(did you mean 'grpo'"):
+        adapter("slime")
+
+
+def test_a_missing_option_is_named_as_an_environment_override(monkeypatch, recipe):
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    adapter("skyrl")
+    with pytest.raises(BatchError, match=r'HEADRACE_OVERRIDES="pipeline\.stages\.gate\.group_size=8"'):
+        registry["headrace"](torch.ones(2, 1), torch.ones(2, 1), index=["u", "u"])
+
+
+def test_without_std_in_the_trainer_the_default_recipe_has_none(monkeypatch, recipe):
+    """R - 1/4 = 3/4, -1/4, ...; a scale or a recipe that you name wins, and divides by the std, 1/2."""
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    status = foreign.torchtitan_config(monkeypatch)
+    size, rewards = "pipeline.stages.gate.group_size=4", [1.0, 0.0, 0.0, 0.0]
+
+    def of_skyrl():
+        adapter("skyrl")
+        rows = torch.tensor(rewards).unsqueeze(1), torch.ones(4, 1)
+        return registry["headrace"](*rows, index=["u"] * 4, grpo_norm_by_std=False)[0].flatten().tolist()
+
+    def of_slime():
+        args = foreign.slime_args(4, 1)
+        args.grpo_std_normalization = False
+        return slime.post_process_rewards(args, samples_of(rewards, [0] * 4))[1]
+
+    def of_torchtitan():
+        estimator = adapter("torchtitan").RecipeEstimator.Config().build()
+        return estimator(foreign.torchtitan_group(rewards, [status.COMPLETED] * 4))
+
+    for named, std in (((), 1.0), (("pipeline.stages.advantage.scale=group",), 0.5)):
+        for found in (of_skyrl, of_slime, of_torchtitan):
+            recipe(None, size, *named)
+            assert found() == pytest.approx([0.75 / std, *[-0.25 / std] * 3], abs=1e-5)
+    recipe("grpo", size)
+    assert of_slime() == pytest.approx([1.5, *[-0.5] * 3], abs=1e-5)
+
+
+def test_an_unknown_trainer_is_refused():
+    with pytest.raises(TypeError, match=r"import path in their configuration: docs/coming-from/README\.md"):
+        attach(SimpleNamespace(reward_weights=torch.ones(1)))
+
+
+# -- slime and miles --------------------------------------------------------------------------------------
+
+
+def samples_of(rewards, groups, rollouts=None, **columns) -> list[foreign.SlimeSample]:
+    rows = zip(rewards, groups, rollouts or [None] * len(rewards), strict=True)
+    return [
+        foreign.SlimeSample(group_index=group, index=row, rollout_id=rollout, reward=reward, **columns)
+        for row, (reward, group, rollout) in enumerate(rows)
+    ]
+
+
+def test_slime_gets_its_own_numbers_for_complete_groups(recipe):
+    args = foreign.slime_args(group_size=8, groups=3)
+    for seed in range(5):
+        rng = random.Random(seed)
+        rewards = [rng.random() for _ in range(24)]
+        samples = samples_of(rewards, [row // 8 for row in range(24)])
+        raw, advantages = slime.post_process_rewards(args, samples)
+        assert raw == rewards
+        assert advantages == pytest.approx(foreign.slime_rewards(args, rewards), rel=1e-4, abs=1e-6)
+        assert not any(sample.remove_sample for sample in samples)
+
+
+def test_miles_gets_its_own_numbers_where_rollouts_fan_out(recipe):
+    recipe("as/miles")
+    for seed in range(5):
+        rng = random.Random(seed)
+        rollouts = [rollout for rollout in range(12) for _ in range(rng.randint(1, 3))]
+        reward = [rng.random() for _ in range(12)]
+        samples = samples_of([reward[r] for r in rollouts], [r // 4 for r in rollouts], rollouts)
+        _, advantages = slime.post_process_rewards(foreign.slime_args(4, 3), samples)
+        assert advantages == pytest.approx(foreign.miles_rewards(samples), rel=1e-4, abs=1e-6)
+
+
+def test_slime_removes_rows_that_a_recipe_masks(recipe):
+    recipe("grpo", "pipeline.empty=count")  # as slime does
+    samples = samples_of([1.0, 1.0, 1.0, 0.0], [0, 0, 1, 1])
+    samples[2].remove_sample = True
+    _, advantages = slime.post_process_rewards(foreign.slime_args(2, 2), samples)
+    assert [sample.remove_sample for sample in samples] == [True, True, True, False]
+    assert advantages == pytest.approx([0.0, 0.0, 0.0, -(0.5**0.5)], abs=1e-5)
+
+
+def test_invalid_samples_of_slime_are_refused(recipe):
+    for change, message in (
+        ({"group_index": None}, "group_id"),
+        ({"status": foreign.SlimeStatus.ABORTED}, "1 of 2"),
+        ({"reward": float("nan")}, "every reward must be finite"),
+        ({"reward": 0.5}, "must have the same reward; found rollout 1"),
+        ({"index": None, "rollout_id": None}, "None"),
+    ):
+        samples = samples_of([1.0, 0.0, 0.0], [0, 0, 0], [0, 1, 1])
+        vars(samples[2]).update(change)
+        with pytest.raises(BatchError, match=message):
+            slime.post_process_rewards(foreign.slime_args(2, 1), samples)
+
+
+def mean_of(unit: str, rows: list[foreign.SlimeSample]) -> dict[int, float]:
+    """By hand, what each token of a row weighs in the mean over tokens, samples or rollouts of these rows."""
+    tokens = {s.index: sum(s.loss_mask) for s in rows}
+    of_rollout = {
+        s.rollout_id: sum(tokens[t.index] for t in rows if t.rollout_id == s.rollout_id) for s in rows
+    }
+    every = sum(tokens.values())
+    weights = {
+        "token": lambda s: 1 / every,
+        "sample": lambda s: 1 / (len(rows) * tokens[s.index]),
+        "rollout": lambda s: 1 / (len(of_rollout) * of_rollout[s.rollout_id]),
+    }
+    return {s.index: weights[unit](s) for s in rows}
+
+
+@pytest.mark.parametrize(("trainer", "unit"), [("slime", "token"), ("miles", "sample"), ("slime", "rollout")])
+def test_slimes_data_have_the_weights_of_the_recipe(monkeypatch, recipe, trainer, unit):
+    """Rollouts with fan-out, in two steps; groups of equal rewards are masked."""
+    {"slime": foreign.slime_ray, "miles": foreign.miles_ray}[trainer](monkeypatch)
+    hook = importlib.import_module(f"headrace.adapters.{trainer}").convert_samples_to_train_data
+    recipe("dr_grpo", f"pipeline.stages.weight.unit={unit}", "pipeline.stages.weight.length=null")
+    args = foreign.slime_args(group_size=4, groups=4)
+    args.global_batch_size = 8
+    silent = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        rollouts = [rollout for rollout in range(16) for _ in range(rng.randint(1, 3))]
+        reward = [rng.choice([0.0, 1.0]) if rollout >= 4 else 1.0 for rollout in range(16)]
+        samples = samples_of([reward[r] for r in rollouts], [r // 4 for r in rollouts], rollouts)
+        for sample in samples:
+            sample.loss_mask = [1] + [rng.randint(0, 1) for _ in range(rng.randint(0, 2))]
+            sample.response_length = len(sample.loss_mask)
+        steps = foreign.slime_coefficients(hook(args, samples), 8)
+        mean = {group: statistics.fmean(reward[4 * group : 4 * group + 4]) for group in range(4)}
+        varies = {group: len(set(reward[4 * group : 4 * group + 4])) > 1 for group in range(4)}
+        silent += sum(not each for each in varies.values())
+        for step, groups in zip(steps, ((0, 1), (2, 3)), strict=True):
+            rows = [s for s in samples if s.group_index in groups and varies[s.group_index]]
+            weights = mean_of(unit, rows)
+            expected = {s.index: weights[s.index] * (s.reward - mean[s.group_index]) for s in rows}
+            assert step == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert silent > 4
+
+
+def test_with_its_own_recipe_slimes_data_are_unchanged(monkeypatch, recipe):
+    foreign.slime_ray(monkeypatch)
+    args = foreign.slime_args(group_size=4, groups=2)
+    rng = random.Random(0)
+    samples = samples_of([rng.random() for _ in range(8)], [row // 4 for row in range(8)])
+    rewards = [sample.reward for sample in samples]
+    own = foreign.train_data(samples, (rewards, foreign.slime_rewards(args, rewards)))
+    found = slime.convert_samples_to_train_data(args, samples)
+    assert found["rewards"] == pytest.approx(own.pop("rewards"), rel=1e-4)
+    assert found["rollout_mask_sums"] == pytest.approx(own.pop("rollout_mask_sums"))
+    assert {name: found[name] for name in own} == own
+
+
+def test_what_slimes_data_cannot_express_is_refused(monkeypatch, recipe):
+    foreign.slime_ray(monkeypatch)
+    foreign.miles_ray(monkeypatch)
+    samples = samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
+    args = foreign.slime_args(group_size=2, groups=2)
+    recipe("dr_grpo", "pipeline.stages.filter.action=drop")
+    with pytest.raises(BatchError, match=r"minibatch of 4"):
+        slime.convert_samples_to_train_data(args, samples)
+    recipe("dr_grpo", "pipeline.stages.split.unit=group", "pipeline.stages.split.remainder=uneven")
+    args.global_batch_size = 1
+    with pytest.raises(BatchError, match=r"global_batch_size=1 rollouts; found steps of \[2, 2\]"):
+        slime.convert_samples_to_train_data(args, samples)
+    args.use_dynamic_global_batch_size = True
+    with pytest.raises(BatchError, match="no metadata"):
+        adapter("miles").convert_samples_to_train_data(args, samples)
+    args.calculate_per_token_loss = True
+    with pytest.raises(ValueError, match=r"ignores weights of rows.*weight\.unit=token"):
+        slime.convert_samples_to_train_data(args, samples)
+
+
+def rollout_data(seed: int, **columns) -> dict[str, list]:
+    """Of one rank: rows of different lengths, with log-probabilities, as slime's actor has them."""
+    rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
+    lengths = [rng.randint(1, 5) for _ in range(6)]
+    made = {"response_lengths": lengths, "rollout_ids": [10 + row // 2 for row in range(6)]}
+    made["rewards"] = [rng.uniform(-1, 1) for _ in range(6)]
+    made["loss_masks"] = [torch.ones(length, dtype=torch.int) for length in lengths]
+    for name in ("kl", "log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"):
+        made[name] = [-torch.rand(length, generator=torch_rng) for length in lengths]
+    return made | columns
+
+
+def test_slimes_tokens_have_the_recipes_advantage(recipe):
+    """Without a term the reward of the row; of `opd` slime's own --use-opd, A − c · (student − teacher)."""
+    args = foreign.slime_args(2, 3)
+    for seed in range(5):
+        recipe("as/slime")
+        data = rollout_data(seed)
+        slime.compute_advantages(args, data)
+        for row, length in enumerate(data["response_lengths"]):
+            assert data["advantages"][row].tolist() == pytest.approx(
+                [data["rewards"][row]] * length, abs=1e-6
+            )
+        recipe("opd", "pipeline.stages.teacher.factor=0.5")
+        for args.use_rollout_logprobs in (False, True):
+            student = data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
+            slime.compute_advantages(args, data)
+            for row, teacher in enumerate(data["teacher_log_probs"]):
+                theirs = data["rewards"][row] - 0.5 * (student[row] - teacher)
+                torch.testing.assert_close(data["advantages"][row], theirs, rtol=1e-6, atol=1e-6)
+                assert torch.equal(data["returns"][row], data["advantages"][row])
+
+
+def test_slimes_hooks_share_a_recipe_between_rows_and_tokens(recipe):
+    recipe("opd")
+    args, samples = foreign.slime_args(2, 2), samples_of([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])
+    with pytest.raises(BatchError, match="teacher_log_probs"):
+        slime.post_process_rewards(args, samples)
+    args.custom_advantage_function_path = "headrace.adapters.slime.compute_advantages"
+    _, advantages = slime.post_process_rewards(args, samples)
+    assert advantages == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0, 0.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "error", "message"),
+    [
+        ("gtpo", {}, ValueError, r"no group: .*of which entropy compare rows"),
+        ("kl_in_advantage", {}, ValueError, r"no group: .*of which kl compare rows"),
+        ("opd", {"teacher_log_probs": None}, BatchError, "teacher_log_probs"),
+        ("opd", {"kl": [torch.zeros(1)] * 6}, BatchError, "kl has parts of the responses"),
+    ],
+)
+def test_recipes_over_slimes_ranks_are_refused(recipe, name, columns, error, message):
+    recipe(name)
+    with pytest.raises(error, match=message):
+        slime.compute_advantages(foreign.slime_args(2, 3), rollout_data(0, **columns))
+
+
+# -- prime-rl ---------------------------------------------------------------------------------------------
+
+
+def score(module: ModuleType, episodes: list[foreign.Episode]) -> list[list[float] | None]:
+    algorithm = module.RecipeAlgorithm(SimpleNamespace(), None)
+    asyncio.run(algorithm.score_group(episodes))
+    return [node.advantages for e in episodes for t in e.traces for node in t.nodes]
+
+
+@pytest.fixture
+def prime_rl(monkeypatch, recipe) -> ModuleType:
+    foreign.prime_rl_algo(monkeypatch)
+    recipe(None, "~pipeline.stages.gate")
+    return adapter("prime_rl")
+
+
+def episode(reward: float, *masks: list[bool], **columns) -> foreign.Episode:
+    return foreign.Episode([foreign.Trace(reward, [foreign.Node(mask) for mask in masks], **columns)])
+
+
+def test_prime_rl_gets_its_own_numbers(prime_rl):
+    for seed in range(5):
+        rng = random.Random(seed)
+        episodes = [episode(rng.random(), [False], [True] * rng.randint(1, 3)) for _ in range(8)]
+        episodes[3].traces[0].has_error = True
+        found = [values for values in score(prime_rl, episodes) if values is not None]
+        sampled = [sum(e.traces[0].nodes[1].mask) for e in episodes if not e.traces[0].has_error]
+        theirs = zip(foreign.prime_rl_advantages(episodes), sampled, strict=True)
+        assert found == [pytest.approx([value] * number, abs=1e-6) for value, number in theirs]
+
+
+def test_prime_rl_gets_an_advantage_per_token(prime_rl, recipe):
+    words = [
+        "~pipeline.stages.gate",
+        "+stage@pipeline.stages.late=token_advantage",
+        "pipeline.stages.late.how=multiply",
+        "'+pipeline.stages.late.term={_target_: test_coming_from.Position}'",
+        "pipeline.order=[collapse,advantage,late,split,weight]",
+    ]
+    recipe("as/prime_rl", *words)
+    episodes = [episode(1.0, [True, True], [False, True]), episode(0.0, [True])]
+    assert score(prime_rl, episodes) == [[0.0, 0.5], [1.0], [-0.0]]
+
+
+def test_prime_rl_reports_a_lost_rollout(prime_rl, recipe):
+    recipe(None, "pipeline.stages.gate.group_size=3")
+    with pytest.raises(IncompleteGroupsError, match="2 of 3"):
+        score(prime_rl, [episode(1.0, [True]), episode(0.0, [True])])
+    assert score(prime_rl, []) == []
+
+
+class Position:
+    """A term by token: its position."""
+
+    def __call__(self, batch, mask):
+        return mask.cumsum(1) - 1.0
+
+
+# -- SkyRL, rLLM, torchtitan ------------------------------------------------------------------------------
+
+
+def test_skyrl_gets_its_own_numbers_over_uneven_groups(monkeypatch, recipe):
+    registry = foreign.skyrl_ppo_utils(monkeypatch)
+    recipe(None, "~pipeline.stages.gate")
+    adapter("skyrl")
+    for seed in range(5):
+        rng = random.Random(seed)
+        uids = np.array([f"uid-{group}" for group in range(5) for _ in range(rng.randint(1, 4))])
+        rng.shuffle(uids)
+        rewards, mask = torch.zeros(len(uids), 4), torch.zeros(len(uids), 4)
+        for row in range(len(uids)):
+            mask[row, : rng.randint(1, 4)], rewards[row, 0] = 1.0, rng.choice([0.0, 1.0, 0.25])
+        found, returns = registry["headrace"](
+            token_level_rewards=rewards, response_mask=mask, index=uids, values=None, config=None
+        )
+        torch.testing.assert_close(
+            found, foreign.verl_advantages(rewards, mask, uids)[0], rtol=2e-6, atol=2e-6
+        )
+        assert torch.equal(found, returns)
+    recipe(None, "pipeline.stages.gate.group_size=8")
+    with pytest.raises(IncompleteGroupsError, match=r"uid-0.* of 8"):
+        registry["headrace"](token_level_rewards=rewards, response_mask=mask, index=uids)
+
+
+def test_rllm_gets_its_own_numbers_of_each_role(monkeypatch, recipe):
+    registry = foreign.rllm_advantage(monkeypatch)
+    recipe(None, "~pipeline.stages.gate")
+    adapter("rllm")
+    for seed in range(5):
+        rng = random.Random(seed)
+        groups = [foreign.rllm_group(f"task{at}:solver", rng) for at in range(4)]
+        rewards = [np.array([trajectory.reward for trajectory in group.trajectories]) for group in groups]
+        found, returns = registry["headrace"](
+            rewards=rewards, algorithm_config=SimpleNamespace(), traj_groups=groups
+        )
+        for mine, theirs, again in zip(found, rewards, returns, strict=True):
+            alone = len(theirs) == 1
+            expected = (theirs - (0 if alone else theirs.mean())) / ((1 if alone else theirs.std()) + 1e-6)
+            assert mine == pytest.approx(expected, rel=2e-6, abs=2e-6)
+            assert again is mine
+    groups[1].trajectories.append(groups[0].trajectories[0])  # of another task
+    rewards[1] = np.append(rewards[1], rewards[0][0])
+    with pytest.raises(BatchError, match="group"):
+        registry["headrace"](rewards=rewards, algorithm_config=None, traj_groups=groups)
+
+
+def test_torchtitan_gets_its_own_numbers_and_the_failures(monkeypatch, recipe):
+    status = foreign.torchtitan_config(monkeypatch)
+    recipe(None, "pipeline.stages.gate.group_size=6")
+    module = adapter("torchtitan")
+    estimator = module.RecipeEstimator.Config().build()
+    for seed in range(5):
+        rng = random.Random(seed)
+        rewards = [rng.choice([0.0, 1.0, 0.25]) for _ in range(6)]
+        group = foreign.torchtitan_group(rewards, [status.COMPLETED] * 6)
+        mean = sum(rewards) / 6
+        assert estimator(group) == pytest.approx([reward - mean for reward in rewards], abs=1e-6)
+    estimator = module.RecipeEstimator.Config(should_std_normalize=True).build()
+    std = np.std(rewards) + 1e-6
+    assert estimator(group) == pytest.approx([(reward - mean) / std for reward in rewards], abs=2e-6)
+    group.rollouts[2].status = status.ERROR_TIMEOUT
+    with pytest.raises(IncompleteGroupsError, match=r"5 of 6"):
+        estimator(group)
+    group.rollouts[2].status = status.TRUNCATED_LENGTH
+    assert estimator(group)[2] == pytest.approx((rewards[2] - mean) / std, abs=2e-6)
+
+
+def test_names_in_the_pages_configurations_exist():
+    text = "\n".join(page.read_text() for page in PAGES)
+    paths = set(re.findall(r"headrace\.adapters\.(\w+)(?:\.(\w+)| import (\w+))?", text))
+    assert len(paths) >= 8
+    for module, attribute, imported in paths:
+        tree = ast.parse((ROOT / "adapters" / f"{module}.py").read_text())
+        names = {getattr(node, "name", "") for node in tree.body}
+        assert not (attribute or imported) or (attribute or imported) in names, (module, attribute, imported)
+    of_recipe = r'(?:HEADRACE_RECIPE=([\w/]+)[^\n]*\nexport )?HEADRACE_OVERRIDES="([^"]*)"'
+    for recipe, said in set(re.findall(of_recipe, text)):
+        assert load_pipeline(recipe or "grpo", *shlex.split(said)).stages
+    quoted = re.findall(r"^(attach\(.*?\)) *(?:#.*)?$", text, re.MULTILINE)
+    assert len(quoted) > 4
+    for line in quoted:
+        call = ast.parse(line).body[0].value
+        recipe = ast.literal_eval(call.args[1]) if call.args[1:] else "as/trl"
+        assert load_pipeline(recipe, **{word.arg: ast.literal_eval(word.value) for word in call.keywords})
+
+
+def test_recipes_criteria_and_options_in_the_pages_exist():
+    text = "\n".join(page.read_text() for page in PAGES)
+    for cell in re.findall(r"`pipeline=[^|\n]*", text):
+        for name in re.findall(r"`(?:pipeline=)?([\w/]+)`", cell):
+            assert (ROOT / "conf" / "pipeline" / f"{name}.yaml").exists(), name
+    for name in re.findall(r"`(as/\w+)`|HEADRACE_RECIPE(?:=|\": \")([\w/]+)", text):
+        name = "".join(name)
+        assert (ROOT / "conf" / "pipeline" / f"{name}.yaml").exists(), name
+    for stage, option in re.findall(r"`(?:pipeline\.stages\.)?(\w+)\.(\w+)(?:=[^`]*)?`", text):
+        node = ROOT / "conf" / "stage" / f"{stage}.yaml"
+        assert not node.exists() or re.search(rf"^{option}:", node.read_text(), re.MULTILINE), option

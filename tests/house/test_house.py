@@ -1,0 +1,381 @@
+"""Repository checks that a linter does not have."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import headrace.pipeline
+import headrace.transforms
+from headrace.transforms import BatchError, BatchTransform
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("transforms", "pipeline", "adapters")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+# An adapter has the name of its trainer, as a reader of dumps has, and one hook is named as the next.
+OURS = [path for path in SOURCES if not path.is_relative_to(ROOT / "adapters")]
+
+
+class Trees(dict):
+    """What is read of a file, once it is asked for."""
+
+    def __missing__(self, path: Path) -> ast.Module:
+        self[path] = ast.parse(path.read_text())
+        return self[path]
+
+
+TREES = Trees()
+NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
+NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
+MODULES = {name: path for path, name in NAMES.items()}
+GROUND = (
+    "alone",
+    "checks",
+    "columns",
+    "distributed",
+    "empty",
+    "ends",
+    "entry",
+    "errors",
+    "fates",
+    "ids",
+    "masking",
+    "options",
+    "places",
+    "process_group",
+    "prefixes",
+    "rewards",
+    "rows",
+    "table",
+    "schema",
+    "stage",
+    "tensordicts",
+    "tokens",
+)
+
+# What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
+PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
+PUBLIC += ("adapters", "adapters.openrlhf", "adapters.slime")
+PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
+PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
+PUBLIC += ("pipeline.tasks.audit", "pipeline.tasks.chances")
+# What else they import: inner modules with unit tests.
+INNER = {
+    "pipeline.certify.exact_gradient",
+    "pipeline.coefficients.setting",
+    "pipeline.collect.queues",
+    "pipeline.command.arguments",
+    "pipeline.command.doctor",
+    "pipeline.command.sweep",
+    "pipeline.composing",
+    "pipeline.composing.compose",
+    "pipeline.composing.nodes",
+    "pipeline.composing.recipe_names",
+    "pipeline.conversations",
+    "pipeline.load",
+    "pipeline.main",
+    "pipeline.public_names",
+    "pipeline.refused_steps",
+    "pipeline.report.advice",
+    "pipeline.report.folder",
+    "pipeline.report.html",
+    "pipeline.report.loggers",
+    "pipeline.report.notebook",
+    "pipeline.report.numbers",
+    "pipeline.report.page_contents",
+    "pipeline.report.page_schema",
+    "pipeline.report.texts",
+    "pipeline.run",
+    "pipeline.sources.record",
+    "pipeline.sources.tokenizing",
+    "pipeline.tables",
+    "pipeline.tasks.perform",
+    "pipeline.train.job",
+    "pipeline.valid_json",
+    "pipeline.view.server",
+    "pipeline.view.stored_run",
+    "transforms.advantage.baselines",
+    "transforms.columns",
+    "transforms.distributed",
+    "transforms.distributed.barrier",
+    "transforms.ids",
+    "transforms.options",
+    "transforms.prefixes",
+    "transforms.process_group",
+    "transforms.rows",
+    "transforms.split.bins",
+    "transforms.split.trees",
+    "transforms.tensordicts",
+    "transforms.tokens",
+}
+
+
+ROOTS = [ROOT / "src" / "headrace" / name for name in ("__init__.py", "__main__.py", "faces.py")]
+NAMES |= dict(zip(ROOTS, ("headrace", "headrace.__main__", "headrace.faces"), strict=True))
+MODULES |= {NAMES[path]: path for path in ROOTS}
+
+# Inner functions that import an outer part when they are called: who, what, and why.
+DOORS = {
+    ("transforms.alone", "transforms.distributed"): "only a process that is given a group needs the others",
+    (
+        "transforms.split.stage",
+        "transforms.split.memory",
+    ): "what a split leaves to the next batch is around it",
+    (
+        "transforms.split.stage",
+        "transforms.split.trees",
+    ): "only rows with `tree` are sorted by their prefixes",
+    ("pipeline.run", "pipeline.report"): "run.report() and pipeline.report() print the report of a run",
+    ("pipeline.pipeline", "pipeline.report.notebook"): "a notebook shows a pipeline as a table",
+    ("pipeline.ledger", "pipeline.report.notebook"): "a notebook shows a ledger as a table",
+}
+
+
+def packages_of(name: str) -> set[str]:
+    """The packages that are imported before a module."""
+    parts = name.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts))}
+
+
+@cache
+def imports(path: Path) -> dict[str, bool]:
+    """The modules that one imports, ours by their full names, and whether it does so on call only.
+
+    Under TYPE_CHECKING, in functions, and by `import_module` with a text, too.
+    """
+    found = dict[str, bool]()
+    package = NAMES[path] if path.name == "__init__.py" else NAMES[path].rpartition(".")[0]
+
+    def note(names: Iterable[str], on_call: bool) -> None:
+        found.update({name: on_call and found.get(name, True) for name in names})
+
+    def visit(node: ast.AST, on_call: bool) -> None:
+        on_call |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.Import):
+            note({alias.name for alias in node.names}, on_call)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            inner = {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            note(inner if len(inner) == len(node.names) else {module, *inner}, on_call)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            note({each.value for each in node.args[:1] if isinstance(each, ast.Constant)}, on_call)
+        for child in ast.iter_child_nodes(node):
+            visit(child, on_call)
+
+    visit(TREES[path], False)
+    return found
+
+
+def graph() -> dict[str, dict[str, bool]]:
+    """By module, the modules of headrace that it imports, with their packages, apart from those it is in."""
+    edges: dict[str, dict[str, bool]] = {}
+    for name, path in MODULES.items():
+        inside, edges[name] = {name, *packages_of(name)}, {}
+        for module, on_call in imports(path).items():
+            for each in ({module} | (packages_of(module) - inside)) & MODULES.keys() - {name}:
+                edges[name][each] = on_call and edges[name].get(each, True)
+    return edges
+
+
+def room(name: str) -> str | None:
+    """The stage that a module of `headrace.transforms` belongs to; None on the ground floor."""
+    parts = name.split(".")
+    inside = parts[:2] == ["headrace", "transforms"] and len(parts) > 2 and parts[2] not in GROUND
+    return parts[2] if inside else None
+
+
+def test_dependencies_point_one_way():
+    for path in SOURCES:
+        names = imports(path)
+        tops = {name.split(".")[0] for name in names}
+        found = tops & {*FOLDERS, "conf"}
+        assert not found, f"{path}: import headrace.…: the root folders make second copies"
+        if path in OURS:
+            assert not [name for name in names if name.startswith("headrace.adapters")], path
+        if path.is_relative_to(ROOT / "transforms"):
+            above = [name for name in names if name.startswith(("headrace.pipeline", "headrace.conf"))]
+            others = tops & {"hydra", "omegaconf", "rich", "pyarrow"}
+            allowed = {"pyarrow"} if path.name in ("ids.py", "journal.py") else set()  # texts to numbers
+            assert not above + sorted(others - allowed), path
+
+
+def test_no_stage_imports_another_and_shared_modules_import_none():
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "transforms") and path != ROOT / "transforms" / "__init__.py":
+            mine = room(NAMES[path])
+            assert not [name for name in imports(path) if room(name) not in (None, mine)], path
+
+
+def test_arithmetic_imports_no_torchrl():
+    """A module without a transform takes tensors or a batch, and does not import the contract."""
+    for path in SOURCES:
+        if not path.is_relative_to(ROOT / "transforms") or path.name in ("stage.py", "__init__.py"):
+            continue
+        classes = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.ClassDef)]
+        module = importlib.import_module(NAMES[path])
+        if not any(issubclass(getattr(module, node.name, object), BatchTransform) for node in classes):
+            found = [
+                name
+                for name in imports(path)
+                if name.split(".")[0] == "torchrl" or name == "headrace.transforms.table.stage"
+            ]
+            assert not found, path
+
+
+def inner_imports(path: Path) -> set[str]:
+    """The modules of headrace that a file imports though they, or what it takes of them, are not public."""
+    found = set()
+    for node in ast.walk(TREES[path]):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("headrace."):
+            continue
+        module = importlib.import_module(node.module)
+        for name in (alias.name for alias in node.names):
+            listed = node.module.removeprefix("headrace.") in PUBLIC
+            if not listed or name not in getattr(module, "__all__", vars(module)):
+                inner = f"{node.module}.{name}"
+                found.add((inner if inner in MODULES else node.module).removeprefix("headrace."))
+    return found - set(PUBLIC)
+
+
+@pytest.mark.slow
+def test_tests_benchmarks_and_examples_import_public_names():
+    """Except for inner modules that are listed, each of which is used."""
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
+    assert set().union(*map(inner_imports, files)) == INNER
+
+
+def test_imports_have_no_cycle():
+    """Listings of packages, imports in functions and those for type checkers count; listed doors do not."""
+    ends = {(f"headrace.{inner}", f"headrace.{outer}") for inner, outer in DOORS}
+    found = graph()
+    behind = {
+        name: {each for each in names if not any(each in {b, *packages_of(b)} for a, b in ends if a == name)}
+        for name, names in found.items()
+    }
+    in_order = list(TopologicalSorter(behind).static_order())  # raises CycleError, with the circle
+    assert set(in_order) == set(MODULES)
+
+
+def test_a_door_is_an_import_in_a_function():
+    found = graph()
+    assert all(found[f"headrace.{inner}"][f"headrace.{outer}"] for inner, outer in DOORS)
+
+
+def test_no_two_public_names_are_equal():
+    """Except for a class and its function in one folder, and `parse_row`, which every reader of dumps has."""
+    homes = defaultdict(list)
+    for path in OURS:
+        for node in TREES[path].body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                homes[node.name.replace("_", "").lower()].append((node.name, path.parent))
+    for name, places in homes.items():
+        spelt, folders = {spelling for spelling, _ in places}, {folder for _, folder in places}
+        assert len(places) == 1 or (len(spelt) == len(places) and len(folders) == 1) or name == "parserow", (
+            places
+        )
+
+
+def test_no_two_files_have_the_same_name():
+    stems = [path.stem for path in OURS if path.name not in ("__init__.py", "__main__.py")]
+    alike = {stem for stem in stems if stems.count(stem) > 1}
+    assert alike <= {"stage"}, "a file is named after its one concept"
+
+
+def test_no_module_has_the_name_of_an_exported_function():
+    """Otherwise `package.name` depends on what was imported last."""
+    shown = {
+        path.parent: {
+            alias.name
+            for node in ast.walk(TREES[path])
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+        for path in SOURCES
+        if path.name == "__init__.py"
+    }
+    found = {
+        name.removeprefix("headrace.")
+        for name, path in MODULES.items()
+        for folder in (path.parent if path.name == "__init__.py" else path).parents
+        if name.rpartition(".")[2] in shown.get(folder, ())
+    }
+    assert not found
+
+
+def test_the_pipeline_does_not_check_stage_types():
+    """Stages declare their traits; only BatchTransform and Pipeline may be checked."""
+    stages = {
+        name
+        for name, thing in vars(headrace.transforms).items()
+        if isinstance(thing, type) and issubclass(thing, BatchTransform) and thing is not BatchTransform
+    }
+    for path in SOURCES:
+        if not path.is_relative_to(ROOT / "pipeline"):
+            continue
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("isinstance", "issubclass"):
+                asked = {getattr(part, "id", None) for part in ast.walk(node.args[1])}
+                assert not asked & stages, f"{path}:{node.lineno}"
+
+
+def test_data_is_never_checked_with_assert():
+    assert not [
+        f"{path}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Assert)
+    ]
+
+
+ERRORS = {kind.__name__ for kind in (BatchError, *BatchError.__subclasses__())}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    for path in SOURCES:
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Call):
+                yield f"{path}:{node.lineno}", node
+
+
+def test_no_text_of_an_error_without_facts_has_a_field():
+    field = re.compile(r"\{(\w+/)?\w+\}")
+    for where, call in calls():
+        if getattr(call.func, "id", "") in ERRORS and not call.keywords:
+            words = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
+            assert not [each for each in words if field.search(str(each))], where
+
+
+def test_no_text_with_facts_has_data_in_it_whose_braces_would_be_fields():
+    """A name in capitals is a constant."""
+    for where, call in calls():
+        is_verb = isinstance(call.func, ast.Attribute) and call.func.attr.startswith("require")
+        if is_verb or (getattr(call.func, "id", "") in ERRORS and call.keywords):
+            texts = [each for each in call.args if isinstance(each, ast.JoinedStr | ast.BinOp)]
+            data = [part for text in texts for part in ast.walk(text) if isinstance(part, ast.FormattedValue)]
+            shown = [ast.unparse(part.value) for part in data if part.conversion == ord("r")]
+            assert not [name for name in shown if not name.isupper()], where
+
+
+def test_every_folder_of_modules_is_a_package():
+    """Otherwise no wheel has it: setuptools finds packages by their `__init__.py`."""
+    folders = {path.parent for path in SOURCES}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_root_folders_are_installed_once():
+    """`src/headrace` links to them, and `import headrace` finds these links."""
+    entries = {
+        path.name: path for path in (ROOT / "src" / "headrace").iterdir() if path.name != "__pycache__"
+    }
+    links = {name: path.resolve() for name, path in entries.items() if path.is_symlink()}
+    assert links == {name: ROOT / name for name in (*FOLDERS, "conf")}
+    assert entries.keys() - links.keys() == {"__init__.py", "__main__.py", "faces.py", "py.typed"}

@@ -1,0 +1,175 @@
+"""The page's JavaScript reads the keys of its schema, and its modules import what they call."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import is_typeddict
+
+import pages
+import pytest
+import torch
+from busy import busy_batch, stages
+
+from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline.tools.report import html, page_schema
+from headrace.transforms import LossWeight, ShuffleSplit
+
+pytestmark = pytest.mark.slow
+
+MODULES = html.read_modules()
+SCHEMAS = {
+    name: set(schema.__annotations__)
+    for name, schema in vars(page_schema).items()
+    if is_typeddict(schema) and name != "PageDataRequired"
+}
+# The words by which the modules call an object of the data, and what model.js adds to it.
+WORDS = {
+    "page": ("PageData",),
+    "step": ("Step",),
+    "shown": ("Shown",),
+    "level": ("PageLevel",),
+    "stage": ("PageLevel", "RecipeStage"),
+    "out": ("PageLeft",),
+    "group": ("Groups",),
+    "row": ("ShownRows",),
+    "excerpt": ("PageText",),
+    "strand": ("PageTokens",),
+    "certificate": ("PageCertificate",),
+    "judgement": ("PageJudgement",),
+    "advisory": ("PageAdvisory",),
+    "symptom": ("PageSymptom",),
+    "remedy": ("PageRemedy",),
+    "run": ("PageRun",),
+    "failed": ("PageFailed",),
+}
+ADDED = {"group": {"members"}}
+
+
+def listed_units() -> set[str]:
+    """The constant UNITS of units.js: names with which a field is looked up."""
+    return set(
+        re.findall(r'"(\w+)"', re.search(r"^export const UNITS = \[(.*)\];$", MODULES["units.js"], re.M)[1])
+    )
+
+
+def accesses(word: str) -> set[str]:
+    """What follows `word.` anywhere in the modules."""
+    return {name for text in MODULES.values() for name in re.findall(rf"(?<![\w.]){word}\.(\w+)", text)}
+
+
+def test_modules_read_exactly_the_fields_of_the_schema():
+    """No module reads an unknown field, and some module uses each."""
+    read = {word: accesses(word) for word in WORDS}
+    for word, kinds in WORDS.items():
+        assert read[word] <= set().union(*(SCHEMAS[kind] for kind in kinds), ADDED.get(word, ())), word
+    for kind, fields in SCHEMAS.items():
+        units = listed_units() if kind in ("PageLevel", "PageLeft") else set()
+        assert units <= fields
+        assert fields <= units.union(*(read[word] for word, kinds in WORDS.items() if kind in kinds)), kind
+
+
+def test_each_called_function_of_another_module_is_imported():
+    """Without an import the call fails only when the page reaches it."""
+    exports = {*re.findall(r"^export (?:function|const) (\w+)", "\n".join(MODULES.values()), re.M)}
+    for name, text in MODULES.items():
+        called = exports & {*re.findall(r"(?<![\w.])(\w+)\(", text)}
+        imported = re.findall(r"\w+", " ".join(re.findall(r"^import \{([^}]*)\}", text, re.M)))
+        declared = re.findall(r"\b(?:function|const|let) (\w+)", text)
+        assert called - {*imported} - {*declared} == set(), name
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Runs a module that may import the page's, and reads the JSON that it prints."""
+    if not shutil.which("node"):
+        pytest.skip("needs node")
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+
+    def run(text: str):
+        (tmp_path / "test.js").write_text(text, encoding="utf-8")
+        done = subprocess.run(
+            ["node", "test.js"], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_numbers_have_four_digits_ticks_are_round_and_units_are_shown(node):
+    shown = node("""
+        import { count, extent, number, scale, ticks } from "./numbers.js";
+        import { measured, measuredRange } from "./units.js";
+        console.log(JSON.stringify([[
+          [0.123456, -0.5, 1234567, 1.5e-7, null].map(number), count(-0),
+          extent([3, null, NaN, -1]), extent([null]), ticks([0, 1], 4), scale([0, 10], [100, 200])(2.5),
+        ], [
+          measured("rows/trained", 1), measured("out/gate/failed", 1234), measured("rollouts/out/x/y", 2),
+          measured("solve_all", 0.125), measured("time/gate", 0.00125), measured("time/gate", 2.5),
+          measured("reward/all/mean", 0.5), measured("mine", 3), measured("staleness/max", null),
+          measuredRange("rows/in", 1, 7), measuredRange("time/x", 0.05, 2), measuredRange("mine", -1, 0.5),
+          measuredRange("frac_reward_zero_std", 0, 1),
+        ]]));
+    """)
+    numbers = ["0.1235", "−0.5", "1,234,567", "1.50e−7", "–"]
+    assert shown[0] == [numbers, "0", [-1, 3], None, [0, 0.5, 1], 125]
+    assert shown[1] == [
+        *("1 row", "1,234 rows", "2 rollouts", "12.5 %", "1.25 ms", "2.5 s", "0.5", "3", "–"),
+        *("1 to 7 rows", "50 ms to 2 s", "−1 to 0.5", "0 to 100 %"),
+    ]
+
+
+def test_every_metric_has_a_unit_or_is_listed_without_one(make_batch):
+    """A new metric must be listed with its unit or without one."""
+    patterns = re.findall(r"^  \[/(.*)/, \(", MODULES["units.js"], re.M)
+    assert len(patterns) == MODULES["units.js"].count("  [/")
+    batch = busy_batch(make_batch)
+    batch["next", "policy_version"] = torch.arange(9)
+    split = ShuffleSplit(minibatches=2, ranks=2, microbatches=2, balance="tokens", remainder="pad")
+    run = Pipeline(stages(split=split, weight=LossWeight())).run(batch)
+    names = {*make_report(run, batch=batch, parameters=1e9).numbers}
+    names |= {
+        f"correction/{name}" for name in ("ess_token", "kl_k3_sequence", "chi2_token", "weight_max_token")
+    }
+    unknown = [name for name in sorted(names) if not any(re.search(pattern, name) for pattern in patterns)]
+    assert unknown == []
+
+
+def test_bins_are_round_and_hold_each_rollout_once(node):
+    values = [0, 1, 99, 100, 101, 2399, 2400]
+    data = json.dumps([{"value": value, "kind": "kept"} for value in values])
+    bins = node(f"""
+        import {{ binsOf }} from "./histogram.js";
+        console.log(JSON.stringify([binsOf({data}), binsOf([{{ value: 7, kind: "kept" }}])]));
+    """)
+    wide, single = bins
+    assert len(wide) <= 25
+    assert {each["to"] - each["from"] + 1 for each in wide} == {200}
+    assert all(each["from"] % 200 == 0 for each in wide)
+    assert [each["from"] for each in wide] == list(range(0, 2600, 200))
+    assert {each["from"]: each["counts"]["kept"] for each in wide if each["counts"]} == {
+        0: 5,
+        2200: 1,
+        2400: 1,
+    }
+    assert single == [{"from": 7, "to": 7, "counts": {"kept": 1}}]
+
+
+def test_groups_are_sorted_by_spread(node):
+    """Widest first; equal spreads by id, also one beyond a double; groups of one reward last."""
+    ids, spread = [7, 2**60, 3, 2**60 + 1, 5, 9], [0.5, 0.25, 0.0, 0.25, None, 0.5]
+    rows = [row for group in ids for row in pages.rollouts_of(group, [0.0, 1.0])]
+    run = pages.run_of(pages.step_of(rows))
+    run["steps"][0]["groups"]["reward_std"] = spread
+    data = json.dumps(html.plain(run))
+    shown = node(f"""
+        import {{ chosen, modelOf }} from "./model.js";
+        const lines = chosen(modelOf({data}.steps[0]), {{ sort: "std", filter: "all" }});
+        console.log(JSON.stringify(lines.map(({{ group }}) => String(group.id))));
+    """)
+    assert shown == [str(group) for group in (7, 9, 2**60, 2**60 + 1, 3, 5)]

@@ -1,0 +1,92 @@
+"""Recipes, and how overrides change them."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+import pytest
+from composed import configure
+from omegaconf import OmegaConf
+from recipes import NAMES
+
+from headrace.pipeline import ConfigError, Pipeline, load_pipeline
+from headrace.transforms.table import COLUMNS
+
+pytestmark = pytest.mark.slow
+
+GATE = "pipeline.stages.gate.group_size=2"
+
+
+def advantage_of(batch, *overrides):
+    return load_pipeline(GATE, "pipeline.stages.split.shuffle=false", *overrides)(batch)[
+        "advantage"
+    ].flatten()
+
+
+def test_grpo_divides_by_std_and_dr_grpo_does_not(make_batch):
+    batch = make_batch([1.0, 3, 5, 11], [0, 0, 1, 1])
+    assert advantage_of(batch).tolist() == pytest.approx([-0.7071063, 0.7071063, -0.7071066, 0.7071066])
+    assert advantage_of(batch, "pipeline=dr_grpo").tolist() == [-1, 1, -3, 3]
+
+
+def test_grpo_masks_groups_without_variance_and_dapo_drops_them(make_batch):
+    batch = make_batch([1.0, 3, 5, 5], [0, 0, 1, 1])
+    assert len(load_pipeline(GATE)(batch)) == 4
+    assert len(load_pipeline(GATE, "pipeline=dapo")(batch)) == 2
+
+
+@cache
+def nodes_of(recipe):
+    return OmegaConf.to_container(configure("load", f"pipeline={recipe}").pipeline)["stages"]
+
+
+def test_a_recipe_lists_only_what_differs():
+    """Every option in its file differs from what the recipe builds on."""
+    for name in (name for name in NAMES if name != "grpo"):
+        written = OmegaConf.to_container(OmegaConf.load(f"conf/pipeline/{name}.yaml"))
+        builds_on, *added = [entry for entry in written["defaults"] if entry != "_self_"]
+        base = builds_on if isinstance(builds_on, str) else next(iter(builds_on))
+        below = nodes_of(base.removeprefix("/pipeline/").removesuffix("@_here_"))
+        for key, value in (item for entry in added for item in entry.items()):
+            folder, _, place = key.removeprefix("override ").partition("@stages.")
+            stage, _, option = place.partition(".")
+            node = OmegaConf.to_container(OmegaConf.load(f"conf{folder}/{value}.yaml"))
+            below = below | {stage: {**below[stage], option: node} if option else node}
+        for stage, options in written.get("stages", {}).items():
+            if options is None:
+                assert below[stage] is not None, (name, stage)
+            for option, value in (options or {}).items():
+                if isinstance(value, dict):  # options of a criterion, or of a term
+                    assert all(below[stage][option].get(inner) != value[inner] for inner in value), name
+                else:
+                    assert below[stage][option] != value, f"{name}: {stage}.{option} is {value!r} already"
+
+
+def test_recipes_have_every_option_of_the_pipeline_at_its_default():
+    node = configure("load").pipeline
+    parameters = inspect.signature(Pipeline).parameters
+    assert set(node) - {"_target_", "stages"} == set(parameters) - {"stages"}
+    assert set(node["columns"]) == set(COLUMNS)
+    for option in set(parameters) - {"stages", "columns"}:
+        default = parameters[option].default
+        assert node[option] == (list(default) if isinstance(default, tuple) else default)
+
+
+def test_a_stage_can_be_deleted_and_moved():
+    deleted, moved = "~pipeline.stages.filter", "pipeline.order=[collapse,gate,filter,advantage,split,weight]"
+    order = ["collapse", "gate", "advantage", "split", "weight"]
+    assert load_pipeline(deleted, moved).order == order
+
+
+def test_an_empty_name_is_refused_before_any_rollout():
+    with pytest.raises(ConfigError, match=r"'pipeline\.\.stages=1' is not NAME=VALUE"):
+        load_pipeline("pipeline..stages=1")
+
+
+def test_loading_leaves_an_outer_hydra_application_unchanged():
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("headrace.conf", version_base="1.3"):
+        load_pipeline("pipeline=dapo")
+        assert compose("config").seed == 0

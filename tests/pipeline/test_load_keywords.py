@@ -1,0 +1,215 @@
+"""load_pipeline by keyword: every override as a typed argument, with errors that name the option."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import typing
+from types import EllipsisType
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from headrace.adapters import attach
+from headrace.pipeline import ConfigError, Decider, decide, load_pipeline
+from headrace.pipeline.composing.compose import compose_config, recipes
+from headrace.pipeline.composing.recipe_names import Recipe
+from headrace.pipeline.load import KEYWORDS, PipelineOptions, settings_of
+from headrace.transforms.table.options import annotations_of
+
+pytestmark = pytest.mark.slow
+
+# A value that no recipe has, and how an override says it.
+VALUES = {
+    "group_size": (13, "13"),
+    "on_incomplete": ("drop", "drop"),
+    "min_rollouts": (3, "3"),
+    "missing": ("mask", "mask"),
+    "reward": ("max", "max"),
+    "baseline": ("best_other", "best_other"),
+    "scale": ("mad", "mad"),
+    "minibatches": (7, "7"),
+    "microbatches": (3, "3"),
+    "max_tokens": (1 << 14, "16384"),
+    "ranks": (2, "2"),
+    "shuffle": (False, "false"),
+    "seed": (11, "11"),
+    "loss_unit": ("sample", "sample"),
+    "order": (["gate", "split"], "[gate,split]"),
+    "columns": ({"reward": "score", "turn": ("mine", "turn")}, "{reward: score, turn: [mine, turn]}"),
+    "group_key": (("mine", "group"), "[mine,group]"),
+    "rollout_key": (None, "null"),
+    "loss_mask_key": ("mask", "mask"),
+    "log_prob_key": (None, "null"),
+    "process_group": ("world", "world"),
+    "shared_ids": ("different", "different"),
+    "patience": (2.5, "2.5"),
+    "masked_log_prob": ("keep", "keep"),
+    "empty": ("count", "count"),
+}
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """What `load_pipeline` would build of its words."""
+    monkeypatch.setattr("headrace.pipeline.load.build_pipeline", lambda config: config)
+    return load_pipeline
+
+
+def has(pipeline: DictConfig, key: str) -> bool:
+    stage = key.split(".")[1] if key.startswith("stages.") else None
+    return stage is None or pipeline.stages.get(stage) is not None
+
+
+@pytest.mark.parametrize("recipe", ["as/miles", "mt_grpo", "tree_grpo"])
+def test_keywords_equal_their_overrides(recipe, node):
+    plain = compose_config("load", f"pipeline={recipe}").pipeline
+    taken = {word: key for word, key in KEYWORDS.items() if has(plain, key)}
+    assert len(taken) >= len(KEYWORDS) - 2
+    by_keyword = node(recipe, **{word: VALUES[word][0] for word in taken})
+    by_override = node(f"pipeline={recipe}", *(f"pipeline.{key}={VALUES[w][1]}" for w, key in taken.items()))
+    assert OmegaConf.to_container(by_keyword) == OmegaConf.to_container(by_override)
+    assert by_keyword != plain
+    for word in KEYWORDS.keys() - taken.keys():
+        with pytest.raises(
+            ConfigError, match=rf"no stage 'advantage'.*; its stages are gate, collapse, .*{'split'}"
+        ):
+            node(recipe, **{word: VALUES[word][0]})
+
+
+def test_an_omitted_keyword_keeps_the_recipes_value(node):
+    assert node("rloo", **dict.fromkeys(KEYWORDS, ...)) == node("rloo") == node("pipeline=rloo")
+    assert node() == node("grpo")
+
+
+def test_any_option_of_any_stage_can_be_set(node):
+    found = node(
+        "as/verl",
+        stages={
+            "advantage": {"clip": (-5, 5.0)},
+            "collapse": None,
+            "filter": {"_target_": "headrace.transforms.SampleFilter", "criterion": {"_target_": "my.Own"}},
+            "bonus": {"_target_": "my.Bonus", "by": 2},
+        },
+        scale="none",
+        order=["bonus"],
+    )
+    advantage = node("as/verl", "pipeline.stages.advantage.clip=[-5,5.0]", scale="none").stages.advantage
+    assert found.stages.advantage == advantage
+    assert found.stages.collapse is None
+    assert found.stages.filter == {
+        "_target_": "headrace.transforms.SampleFilter",
+        "criterion": {"_target_": "my.Own"},
+    }
+    assert found.stages.bonus == {"_target_": "my.Bonus", "by": 2}
+    replaced = node("grpo", stages={"filter": {"_target_": "my.Other"}})
+    assert replaced.stages.filter == {"_target_": "my.Other"}, "the whole of it"
+
+
+def test_rows_is_a_keyword():
+    pipeline = load_pipeline("grpo", rows="llm", stages={"dense": {"pad_id": 0}}, minibatches=4)
+    assert pipeline.order[0] == "dense"
+    by_override = load_pipeline(
+        "pipeline=grpo",
+        "rows=llm",
+        "pipeline.stages.dense.pad_id=0",
+        "pipeline.stages.split.minibatches=4",
+    )
+    assert repr(pipeline) == repr(by_override)
+
+
+@pytest.mark.parametrize(
+    ("words", "keywords", "message"),
+    [
+        (["grp"], {}, r"unknown recipe 'grp' \(did you mean 'grpo'"),
+        (["grpo", "rloo"], {}, "KEY=VALUE; got 'rloo'. .* one recipe, here 'grpo'"),
+        (["grpo", "pipeline=rloo"], {}, "pipeline is set twice, by pipeline=grpo and by pipeline=rloo"),
+        (["grpo"], {"groupsize": 8}, r"no keyword 'groupsize' \(did you mean 'group_size'.*are rows"),
+        (["grpo", 8], {}, "KEY=VALUE; got 8. Give options by keyword, such as group_size=8"),
+        (["grpo"], {"clip": 8}, r"no keyword 'clip'; set it as stages={'advantage': {'clip': 8}}"),
+        (["grpo"], {"reward_key": "score"}, r"'reward_key'; set it as columns={'reward': 'score'}"),
+        ([{"gate": {}}], {}, r"a recipe is a name, such as 'grpo'; got a dict.* columns to headrace.decide"),
+        (["grpo"], {"columns": ["uid"]}, r"columns must be names and values in braces; got \['uid'\]$"),
+        (["grpo"], {"stages": [0] * 4000}, r"^stages must be a mapping .{0,300}$"),
+        (
+            ["grpo"],
+            {"stages": {"advantge": {"clip": None}}},
+            r"no stage 'advantge' \(did you mean 'advantage'\?\); its stages are gate",
+        ),
+        (
+            ["grpo"],
+            {"stages": {"advantage": {"clp": None}}},
+            r"pipeline.stages.advantage .*no option 'clp' \(did you mean 'clip'",
+        ),
+        (["as/verl"], {"stages": {"filter": {"action": "drop"}}}, "no stage 'filter'; its stages are gate, "),
+        (["grpo"], {"scale": "nose"}, "scale must be one of 'group'"),
+        (["grpo"], {"seed": object()}, "seed must be a value that YAML has, or a callable; got <object"),
+        (["grpo", "pipeline.stages.split.seed=1"], {"seed": 1}, "split.seed is set twice, by seed=1 and by"),
+        (["grpo", "~pipeline.stages.split"], {"seed": 1}, "twice, by seed=1 and by .*split=null"),
+        (["pipeline.stages.split={seed: 4}"], {"seed": 1}, "twice, by seed=1 and by .*split={"),
+        (["grpo"], {"seed": 1, "stages": {"split": {"seed": 2}}}, r"stages.'split'..'seed'. and by seed=1"),
+        (["grpo"], {"seed": 1, "stages": {"split": None}}, r"twice, by stages\['split'\] and by seed=1"),
+        (
+            ["grpo", "criterion@pipeline.stages.filter.criterion=finite"],
+            {"stages": {"filter": {"criterion": {"_target_": "my.Own"}}}},
+            "is set twice",
+        ),
+    ],
+)  # fmt: skip
+def test_unknown_or_repeated_options_are_refused(words, keywords, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(*words, **keywords)
+
+
+def test_options_of_other_nodes_do_not_conflict():
+    assert settings_of(["pipeline=grpo", "seed=3", "rows=null"], {"seed": 1}, {}) == {"stages.split.seed": 1}
+
+
+def test_keywords_have_the_types_of_the_stages_and_are_documented():
+    """load_pipeline takes exactly the options of its stages."""
+    hints = typing.get_type_hints(PipelineOptions)
+    parameters = inspect.signature(load_pipeline).parameters
+    by_keyword = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    assert by_keyword == {*KEYWORDS, "rows", "stages"} == {*VALUES, "rows", "stages"}
+    plain = compose_config("load").pipeline
+    for word, key in KEYWORDS.items():
+        *path, option = key.split(".")
+        target = OmegaConf.select(plain, ".".join(path)) if path else plain
+        module, _, name = target["_target_"].rpartition(".")
+        owner = getattr(importlib.import_module(module), name)
+        theirs = annotations_of(owner)[option]
+        if word == "process_group":  # by name alone: a group itself is no word
+            assert literals(hints[word]) == {"world"}
+            continue
+        assert members(hints[word]) == members(theirs), word
+        assert re.search(rf"^ +{word}: ", load_pipeline.__doc__, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("function", [load_pipeline, decide, Decider, attach])
+def test_help_shows_the_keywords_of_whatever_loads_a_pipeline(function):
+    parameters = inspect.signature(function).parameters
+    assert {*PipelineOptions.__annotations__} <= {*parameters}
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+
+
+def members(hint) -> set:
+    """A hint's parts, of a union or of a Literal, as `hint | EllipsisType` has them."""
+    return set(typing.get_args(hint | EllipsisType)) - {EllipsisType}
+
+
+def literals(hint) -> set:
+    return {
+        value for part in typing.get_args(hint) for value in typing.get_args(part) if isinstance(value, str)
+    }
+
+
+def test_editors_complete_every_recipe():
+    assert list(typing.get_args(Recipe)) == recipes()
+
+
+def test_a_part_of_a_stage_that_the_recipe_lacks_is_refused():
+    part = "criterion@pipeline.stages.filter.criterion=not_truncated"
+    assert "filter" in load_pipeline("grpo", part).stages
+    with pytest.raises(ConfigError, match=r"the recipe has no stage 'filter'; its stages are gate, collapse"):
+        load_pipeline("as/trl", part)

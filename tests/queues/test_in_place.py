@@ -1,0 +1,239 @@
+"""Rollouts that verl v1 and NeMo RL keep in TransferQueue are read, decided and passed on in place."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from composed import composed
+from tensordict import NonTensorStack, TensorDict
+
+from headrace.pipeline import GroupReplayBuffer, QueuedGroups, assembled
+from headrace.transforms import BatchError, GroupAssembler
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+transfer_queue = pytest.importorskip("transfer_queue", reason="the extra `tq` is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("queue")]
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    """Their partitions have one name each."""
+    yield
+    for partition, keys in transfer_queue.kv_list().items():
+        if keys:
+            transfer_queue.kv_clear(list(keys), partition)
+
+
+def keys_in(partition: str) -> set[str]:
+    return set(transfer_queue.kv_list(partition).get(partition, {}))
+
+
+# -- verl v1, as AgentLoopWorkerTQ._run_prompt and _agent_loop_postprocess write (1dda039b) ------------------
+
+
+def submit(uid: str, step: int = 1, partition: str = "train") -> None:
+    """A prompt that is registered, and under way."""
+    tag = {"is_prompt": True, "status": "pending", "global_steps": step}
+    transfer_queue.kv_batch_put([uid], partition, tags=[tag])
+    transfer_queue.kv_batch_put([uid], partition, tags=[tag | {"status": "running"}])
+
+
+def run_session(
+    uid: str, session: int, reward: float | None, *, outputs: int = 1, step: int = 1, partition: str = "train"
+) -> None:
+    """What one agent loop returns: several outputs, the reward on the last token of each."""
+    keys = [f"{uid}_{session}_{index}" for index in range(outputs)]
+    sizes = [3 + index + session for index in range(outputs)]
+    fields: dict[str, Any] = {
+        name: torch.nested.as_nested_tensor([torch.arange(size) for size in sizes], layout=torch.jagged)
+        for name in ("prompts", "responses", "response_mask", "loss_mask", "input_ids", "position_ids")
+    }
+    if reward is not None:
+        scores = [torch.zeros(size).index_fill_(0, torch.tensor(size - 1), reward) for size in sizes]
+        fields["rm_scores"] = torch.nested.as_nested_tensor(scores, layout=torch.jagged)
+    fields["uid"] = NonTensorStack(*[uid] * outputs)
+    fields["session_id"] = torch.full((outputs,), session)
+    tag = {"status": "success", "global_steps": step}
+    tags = [tag | {"prompt_len": size, "response_len": size, "seq_len": 2 * size} for size in sizes]
+    transfer_queue.kv_batch_put(keys, partition, fields=TensorDict(fields, batch_size=[outputs]), tags=tags)
+
+
+def finish(uid: str, step: int = 1, *, status: str = "finished", partition: str = "train") -> None:
+    tag = {"is_prompt": True, "status": status, "global_steps": step}
+    transfer_queue.kv_batch_put([uid], partition, tags=[tag])
+
+
+def group(
+    uid: str, rewards: Sequence[float | None], *, outputs: int = 1, step: int = 1, partition: str = "train"
+) -> None:
+    """A group that is over; None is a session that failed."""
+    submit(uid, step, partition)
+    for session, reward in enumerate(rewards):
+        if reward is not None:
+            run_session(uid, session, reward, outputs=outputs, step=step, partition=partition)
+    finish(uid, step, status="failure" if None in rewards else "finished", partition=partition)
+
+
+def test_groups_of_verl_are_decided_in_place():
+    group("a-1", [0.0, 1.0], outputs=2)
+    group("b_2", [3.0, 5.0, 7.0])
+    submit("c")
+    run_session("c", 0, 1.0)
+    source, assembler = QueuedGroups.of("verl"), GroupAssembler(segment_key="segment")
+    assembler.put(source.read())
+    batch = assembler.take()
+    keys = ["a-1_0_0", "a-1_0_1", "a-1_1_0", "a-1_1_1", "b_2_0_0", "b_2_1_0", "b_2_2_0"]
+    assert source.keys_of(batch) == keys
+    assert batch["next", "reward"].tolist() == [0, 0, 1, 1, 3, 5, 7]
+    advantage = composed("pipeline=dr_grpo").halves()[0](batch)["advantage"].flatten()
+    assert advantage.tolist() == [-0.5, -0.5, 0.5, 0.5, -2, 0, 2]
+    assert source.read() is None
+    finish("c")
+    assert source.keys_of(source.read()) == ["c_0_0"]
+
+
+def build(sampler_kwargs: dict[str, Any], **options: Any) -> Any:
+    """As PPOTrainer._build_replay_buffer does, with what it passes to a custom sampler (1dda039b)."""
+    module = importlib.import_module("headrace.pipeline.queues.in_place")  # pkg://… by load_extern_type
+    given: dict[str, Any] = {
+        "trainer_mode": "separate_async",
+        "trainer_config": {},
+        "max_off_policy_threshold": 8,
+        "max_off_policy_strategy": "drop",
+        "refill_fn": None,
+    }
+    given |= options
+    made = module.GroupReplayBuffer(sampler_kwargs=sampler_kwargs, **given)
+    made.poll_interval = 0.01
+    return made
+
+
+def test_verl_samples_complete_groups_and_requests_failed_ones_again():
+    asked: list[int] = []
+
+    def refill(prompts: int) -> int:
+        asked.append(prompts)
+        for number in range(prompts):
+            group(f"new-{len(asked)}-{number}", [1.0, 0.0, 1.0])
+        return prompts
+
+    group("whole", [1.0, 2.0, 3.0], outputs=2)
+    group("torn", [1.0, None, 3.0])
+    group("void", [None, None, None])
+    submit("slow")
+    run_session("slow", 0, 1.0)
+    buffer = build({"group_size": 3}, refill_fn=refill)
+    meta, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=3)
+    assert isinstance(meta, transfer_queue.KVBatchMeta)
+    assert meta.partition_id == "train"
+    assert meta.keys[:6] == [f"whole_{session}_{index}" for session in range(3) for index in range(2)]
+    assert meta.keys[6:] == [f"new-1-{number}_{session}_0" for number in (0, 1) for session in range(3)]
+    assert [tag["seq_len"] for tag in meta.tags[:2]] == [6, 8]
+    assert (asked, metrics) == ([2], {"training/rollout_failure/evicted_samples": 2})
+    assert keys_in("train") == {*meta.keys, "slow", "slow_0_0"}  # prompts that were taken, and what failed
+    scores = transfer_queue.kv_batch_get(meta.keys, meta.partition_id, select_fields=["rm_scores"])
+    assert len(scores) == 12
+
+
+def test_verl_samples_what_assembler_and_recipe_keep():
+    group("torn", [1.0, None, 3.0])
+    group("same", [2.0, 2.0, 2.0])
+    group("whole", [1.0, 2.0, 3.0])
+    options = {"group_size": 3, "on_failure": "keep", "min_rollouts": 2, "recipe": ["pipeline=grpo"]}
+    meta, metrics = build(options).sample(global_steps=1, partition_id="train", batch_size=3)
+    assert meta.keys == ["torn_0_0", "torn_2_0", "whole_0_0", "whole_1_0", "whole_2_0"]
+    assert metrics == {"training/filter_groups/evicted_samples": 1}
+    assert keys_in("train") == set(meta.keys)
+
+
+def test_verl_drops_stale_groups_or_waits():
+    group("old", [1.0, 2.0], step=1)
+    group("new", [1.0, 2.0], step=4)
+    submit("due", step=3)
+    meta, metrics = build({"group_size": 2}, max_off_policy_threshold=2).sample(4, "train", 2)
+    assert meta.keys == ["new_0_0", "new_1_0"]
+    assert metrics == {"training/rollout_failure/evicted_samples": 1}
+    group("newer", [1.0, 2.0], step=4)
+    buffer = build({"group_size": 2}, max_off_policy_threshold=2, max_off_policy_strategy="wait")
+    buffer.poll_interval, looks = 0.0, []
+
+    def look(read=QueuedGroups.read):
+        looks.append(None)
+        if len(looks) == 3:
+            group("due", [1.0, 2.0], step=3)
+        return read(buffer.partitions["train"][0])
+
+    buffer._partition("train")[0].read = look
+    meta, _ = buffer.sample(4, "train", 2)
+    assert sorted(meta.keys) == ["due_0_0", "due_1_0", "newer_0_0", "newer_1_0"]
+
+
+def test_verl_validates_on_every_finished_group():
+    group("v1", [1.0, None], partition="val")
+    group("v2", [None, None], partition="val")
+    group("v3", [1.0, 2.0], partition="val")
+    meta, metrics = build({"group_size": 2}).sample(global_steps=7, partition_id="val", batch_size=3)
+    assert meta.keys == ["v1_0_0", "v3_0_0", "v3_1_0"]
+    assert metrics == {"validation/rollout_failure/evicted_samples": 1}
+
+
+def test_rows_of_verl_without_a_reward_are_refused():
+    submit("a")
+    run_session("a", 0, None)
+    finish("a")
+    with pytest.raises(BatchError, match=r"needs the field 'rm_scores' \(reward\); some of a_0_0 lack it"):
+        QueuedGroups.of("verl").read()
+
+
+def test_invalid_options_of_verl_raise_before_the_first_step():
+    with pytest.raises(ValueError, match="max_off_policy_strategy must be one of 'drop', 'wait'; got 'keep'"):
+        build({}, max_off_policy_strategy="keep")
+    with pytest.raises(TypeError, match="on_failures"):
+        build({"on_failures": "keep"})
+    with pytest.raises(ValueError, match=r"framework must be one of nemo_rl, verl \(conf/queue\); got 'vrl'"):
+        QueuedGroups.of("vrl")
+    with pytest.raises(ValueError, match=r"\(\?P<group>…\)"):
+        QueuedGroups("train", key="a", reward="r")
+    assert isinstance(build({}), GroupReplayBuffer)
+
+
+# -- NeMo RL, as TQReplayBuffer.commit writes by pack_payload (7ea279ab) -------------------------------------
+
+
+def commit(uid: str, rewards: Sequence[float], version: int = 0) -> None:
+    """One prompt group, all of its completions at once."""
+    count, sizes = len(rewards), [4 + number for number in range(len(rewards))]
+    fields: dict[str, Any] = {
+        name: torch.nested.as_nested_tensor([torch.ones(size) for size in sizes], layout=torch.jagged)
+        for name in ("input_ids", "generation_logprobs", "token_mask")
+    }
+    fields |= {"input_lengths": torch.tensor(sizes), "sample_mask": torch.ones(count)}
+    fields |= {"total_reward": torch.tensor(rewards), "prompt_ids_for_adv": torch.ones(count, 3)}
+    transfer_queue.kv_batch_put(
+        [f"{uid}_g{number}" for number in range(count)],
+        "rollout_data",
+        fields=TensorDict(fields, batch_size=[count]),
+        tags=[{"weight_version": version}] * count,
+    )
+
+
+def test_groups_of_nemo_rl_are_decided_in_place():
+    commit("6f2a", [0.0, 1.0], version=3)
+    commit("77_g0", [5.0, 5.0, 5.0], version=4)
+    source = QueuedGroups.of("nemo_rl")
+    assembler = GroupAssembler(max_staleness=4, groups=2)
+    assembler.version = 4
+    batch = next(iter(assembled((rows for rows in source if rows is not None), assembler)))
+    assert source.keys_of(batch) == ["6f2a_g0", "6f2a_g1", "77_g0_g0", "77_g0_g1", "77_g0_g2"]
+    assert batch["next", "policy_version"].tolist() == [3, 3, 4, 4, 4]
+    pipeline = composed("pipeline=grpo").halves()[0]
+    assert pipeline(batch)["headrace", "in_loss"].tolist() == [True, True, False, False, False]
+    assert pipeline.metrics["out/filter/zero_variance"] == 3
+    commit("8", [1.0], version=9)
+    assert source.keys_of(source.read()) == ["8_g0"]
+    source.clear([int(batch["group_id"][0])])
+    assert keys_in("rollout_data") == {"77_g0_g0", "77_g0_g1", "77_g0_g2", "8_g0"}

@@ -1,0 +1,54 @@
+"""How ranks tell one another's ids apart, tested in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import (
+    BatchError,
+)
+from headrace.transforms.ranks import tell_apart
+from headrace.transforms.table import resolve_group
+from headrace.transforms.table.process_group import check_one_way
+
+ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=20)
+
+
+def columns(rows):
+    return torch.tensor([i for i, _ in rows], dtype=torch.int64), torch.tensor([r for _, r in rows]).long()
+
+
+@given(ROWS)
+def test_equal_ids_are_one_unit_only_if_ids_are_shared(rows):
+    ids, rank = columns(rows)
+    apart = tell_apart(ids, rank, "different", "rollout_id").tolist()
+    for i, one in enumerate(rows):
+        for j, other in enumerate(rows):
+            assert (apart[i] == apart[j]) == (one == other)
+    assert tell_apart(ids, rank, "same", "rollout_id") is ids
+
+
+@given(ROWS)
+def test_an_id_on_several_ranks_is_refused_with_all_of_them(rows):
+    ids, rank = columns(rows)
+    twice = sorted({i for i, r in rows for j, s in rows if i == j and r != s})
+    if not twice:
+        assert torch.equal(tell_apart(ids, rank, "raise", "group_id"), ids)
+        return
+    message = rf"^group_id {', '.join(map(str, twice))} on more than one rank: set pipeline.shared_ids=same"
+    with pytest.raises(BatchError, match=message):
+        tell_apart(ids, rank, "raise", "group_id")
+
+
+def test_ranks_and_process_group_are_not_both_set():
+    check_one_way(1, "world")
+    check_one_way(4, None)
+    with pytest.raises(ValueError, match="got ranks=2 and process_group='world'"):
+        check_one_way(2, "world")
+    with pytest.raises(ValueError, match="process_group must be a process group, 'world' or None; got 'all'"):
+        resolve_group("all")
+    with pytest.raises(ValueError, match="call init_process_group before the first batch"):
+        resolve_group("world")

@@ -1,0 +1,160 @@
+"""Bins of equal cost: their invariants, and how even they are compared with Karmarkar and Karp."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from first_fits import plain_first_fit
+from hypothesis import given
+from hypothesis import strategies as st
+from karmarkar_karp import imbalance, largest_differencing, lengths_of
+
+from headrace.transforms import BatchError
+from headrace.transforms.split.bins import balance_evenly, balance_within, bins_within, even_out, first_fit
+
+COSTS = st.one_of(
+    st.lists(st.integers(0, 2**62), max_size=60),
+    st.lists(st.integers(0, 5), max_size=60),
+    st.lists(st.just(0), max_size=20),
+)
+LENGTHS = st.lists(st.integers(0, 30), max_size=60)
+
+
+def column(values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
+
+
+def loads(costs, found, bins):
+    total = [0] * bins
+    for cost, number in zip(costs, found.tolist(), strict=True):
+        total[number] += cost
+    return total
+
+
+@given(COSTS, st.integers(1, 20))
+def test_counts_differ_by_at_most_one(costs, bins):
+    found = balance_evenly(column(costs), bins)
+    assert found.shape == (len(costs),)
+    assert found.dtype is torch.int64
+    counts = torch.bincount(found, minlength=bins)
+    assert len(counts) == bins
+    assert counts.max() - counts.min() <= 1
+    assert torch.equal(counts.sort(descending=True).values, counts) or len(costs) >= bins
+
+
+@given(COSTS, st.integers(1, 20))
+def test_swaps_never_make_the_heaviest_bin_heavier(costs, bins):
+    assigned = [0] * bins
+    for place, cost in enumerate(sorted(costs, reverse=True)):
+        turn, seat = divmod(place, bins)
+        assigned[bins - 1 - seat if turn % 2 else seat] += cost
+    limit = max(assigned) * (1 + 1e-12)  # sums in float64
+    assert max(loads(costs, balance_evenly(column(costs), bins), bins)) <= limit
+
+
+@given(LENGTHS, st.integers(1, 40), st.integers(1, 5), st.data())
+def test_balance_within_keeps_every_promise(lengths, budget, multiple, data):
+    size = len(lengths)
+    costs = data.draw(
+        st.one_of(st.none(), st.lists(st.integers(0, 2**62), min_size=size, max_size=size)), label="costs"
+    )
+    found = balance_within(
+        column(lengths), budget, multiple_of=multiple, costs=None if costs is None else column(costs)
+    )
+    assert found.shape == (size,)
+    bins = bins_within(column(lengths), budget, multiple_of=multiple)
+    counts = torch.bincount(found, minlength=bins).tolist()
+    assert len(counts) == bins
+    if size < bins:
+        assert counts == [1] * size + [0] * (bins - size)
+    else:
+        assert min(counts, default=1) >= 1
+    for number, used in enumerate(loads(lengths, found, bins)):
+        assert used <= budget or counts[number] == 1
+
+
+@given(
+    st.integers(1, 400).flatmap(
+        lambda longest: (
+            st.lists(st.integers(longest // 2, longest), max_size=80) | st.lists(st.integers(0, longest))
+        )
+    ),
+    st.integers(1, 2000),
+    st.integers(1, 5),
+)
+def test_first_fit_never_needs_fewer_bins(lengths, budget, multiple):
+    for order in (lengths, sorted(lengths, reverse=True)):
+        needed = math.ceil(len(plain_first_fit(order, budget)) / multiple) * multiple
+        assert bins_within(column(lengths), budget, multiple_of=multiple) <= needed
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_first_fit_decreasing_is_within_its_bound(lengths, budget):
+    lengths = [length for length in lengths if length <= budget]
+    bins = int(balance_within(column(lengths), budget).max()) + 1 if lengths else 0
+    at_least = math.ceil(sum(lengths) / budget)
+    halves = sum(length > budget / 2 for length in lengths)
+    assert bins >= max(at_least, halves, min(1, len(lengths)))
+    # The optimum is not known; a packing with no two neighbours that fit in one is within twice the sum.
+    assert bins <= max(1, 2 * sum(lengths) / budget + 1) or not lengths
+
+
+@given(st.lists(st.integers(0, 30), max_size=40), st.integers(30, 60))
+def test_first_fit_takes_the_first_bin_with_capacity(lengths, budget):
+    bins: list[list[int]] = []
+    for item, length in enumerate(lengths):
+        for items in bins:
+            if sum(lengths[i] for i in items) + length <= budget:
+                items.append(item)
+                break
+        else:
+            bins.append([item])
+    assert first_fit(range(len(lengths)), lengths, budget) == bins
+
+
+@pytest.mark.slow
+def test_bins_of_equal_counts_are_as_even_as_karmarkar_and_karp():
+    for kind, bins, large in product(("lognormal", "bimodal", "uniform"), (2, 8, 64), (False, True)):
+        costs = lengths_of(kind, 8192 if large else 32 * bins, bins)
+        ours = imbalance(costs, balance_evenly(costs, bins), bins)
+        oracle = column(largest_differencing(costs.tolist(), bins, equal_count=True))
+        assert ours <= 1e-3
+        assert ours <= imbalance(costs, oracle, bins) + 1e-3
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=24))
+def test_balancing_keeps_budget_and_items_and_empties_no_bin(items):
+    length, cost, place = zip(*items, strict=True)
+    bins = [[item for item, at in enumerate(place) if at == number] for number in sorted(set(place))]
+    budget = max(sum(length[item] for item in members) for members in bins)
+    before = max(sum(cost[item] for item in members) for members in bins)
+    even_out(bins, length, cost, budget, 1e-4)
+    assert sorted(item for members in bins for item in members) == list(range(len(items)))
+    assert all(bins)
+    assert max(sum(length[item] for item in members) for members in bins) <= budget
+    assert max(sum(cost[item] for item in members) for members in bins) <= before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: balance_evenly(column([1]), 0), "bins must be an integer ≥ 1; got 0"),
+        (lambda: balance_within(column([1]), 0), "budget must be an integer ≥ 1; got 0"),
+        (lambda: balance_within(column([1]), 1, multiple_of=0), "multiple_of must be an integer ≥ 1; got 0"),
+        (lambda: balance_evenly(column([3, -1]), 2), "costs must be finite and at least 0; got -1 at 1"),
+        (lambda: balance_evenly(column([math.nan], torch.float64), 2), "got nan at 0"),
+        (lambda: balance_evenly(column([[1]]), 2), r"costs must be \(n,\).*got shape \(1, 1\)"),
+        (
+            lambda: balance_within(column([1.0], torch.float64), 2),
+            "lengths must be .* torch.int64 on the CPU",
+        ),
+        (lambda: balance_within(column([1]), 2, costs=column([])), "every item needs a cost; got 0 for 1"),
+    ],
+)
+def test_invalid_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert isinstance(caught.value, BatchError) or "integer ≥ 1" in message

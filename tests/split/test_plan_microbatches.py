@@ -1,0 +1,372 @@
+"""The promises in the docstring of ShuffleSplit, for minibatches, ranks and micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cutting import cut_alone
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from saving import as_saved
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    LossWeight,
+    ShuffleSplit,
+    assign_rows,
+    split_microbatches,
+    split_minibatches,
+)
+from headrace.transforms.table.schema import MICROBATCH, MINIBATCH, PADDING, RANK
+
+ATTENTION, LOSS = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
+
+
+def batch_of(lengths, rollouts=None, first_id: int = 0) -> TensorDict:
+    """Rows of so many tokens, all in the loss."""
+    rows, width = len(lengths), max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    ids = torch.tensor(range(rows) if rollouts is None else rollouts) + first_id
+    return TensorDict(
+        {
+            "name": torch.arange(rows) + 1000 * first_id,
+            "rollout_id": ids,
+            "group_id": ids // 2,
+            ATTENTION: mask,
+            LOSS: mask.clone(),
+            ("log_probs", "full"): -torch.rand(rows, width),
+        },
+        batch_size=[rows],
+    )
+
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=4, max_size=24)
+CUT = st.one_of(
+    st.just({}),
+    st.integers(1, 4).map(lambda m: {"microbatches": m}),
+    st.tuples(st.integers(4, 30), st.sampled_from(["pad", "drop"])).map(
+        lambda cut: {"max_tokens": cut[0], "remainder": cut[1]}
+    ),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "minibatches": st.integers(1, 3),
+        "balance": st.sampled_from(["none", "tokens", "attention"]),
+        "ranks": st.sampled_from([1, 2, 3]),
+        "remainder": st.sampled_from(["pad", "uneven", "drop"]),
+        "unit": st.sampled_from(["sample", "rollout", "group"]),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@given(LENGTHS, st.integers(1, 3), OPTIONS, CUT)
+def test_the_split_keeps_its_documented_promises(lengths, fan_out, options, cut):
+    options = options | cut
+    batch = batch_of(lengths, [i // fan_out for i in range(len(lengths))])
+    split = ShuffleSplit(**options)
+    try:
+        out, verdict, *_ = cut_alone(split, batch)
+    except BatchError as err:  # fewer rows than ranks, and no padding allowed; fewer units than minibatches
+        assume(
+            not any(
+                why in str(err) for why in ("no micro-batch may", "no optimiser step is", "would drop all")
+            )
+        )
+        raise
+    padding = out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))
+    assert options["remainder"] == "pad" or not padding.any()
+
+    # Each row in exactly one micro-batch of one minibatch, or left.
+    left = batch["name"][verdict.bool()].tolist()
+    assert sorted(out["name"][~padding].tolist() + left) == batch["name"].tolist()
+
+    # Units whole in a minibatch.
+    if options["unit"] != "sample":
+        homes: dict[int, set[int]] = {}
+        for unit, minibatch in zip(
+            out[f"{options['unit']}_id"].tolist(), out[MINIBATCH].tolist(), strict=True
+        ):
+            homes.setdefault(unit, set()).add(minibatch)
+        assert all(len(home) == 1 for home in homes.values())
+
+    # Ranks level in micro-batches, and none empty.
+    ranks = out.get(RANK, torch.zeros(len(out), dtype=torch.int64))
+    place = torch.stack([out[MINIBATCH], ranks, out[MICROBATCH]], 1)
+    assert place.tolist() == sorted(place.tolist())
+    for minibatch in out[MINIBATCH].unique():
+        counts = {
+            rank: out[MICROBATCH][(out[MINIBATCH] == minibatch) & (ranks == rank)].unique().tolist()
+            for rank in range(options["ranks"])
+        }
+        assert len({tuple(numbers) for numbers in counts.values()}) == 1
+        assert counts[0] == list(range(len(counts[0]))) != []
+
+    # Budget, size and count kept.
+    parts = [out[(place == p).all(1)] for p in place.unique(dim=0)]
+    real = [part[~part.get(PADDING, torch.zeros(len(part), dtype=torch.bool))] for part in parts]
+    tokens = [int(part[ATTENTION].sum()) for part in real]
+    if "max_tokens" in cut:
+        assert all(t <= cut["max_tokens"] or len(part) == 1 for t, part in zip(tokens, real, strict=True))
+    elif options["remainder"] == "pad":
+        assert len({len(part) for part in parts}) <= 1
+    if "microbatches" in cut and options["remainder"] == "pad":
+        assert len(parts) == len(out[MINIBATCH].unique()) * options["ranks"] * cut["microbatches"]
+
+    # Padding trains nothing.
+    assert not out[LOSS][padding].any()
+    assert out["log_probs", "full"][padding].isnan().all()
+
+
+@given(LENGTHS, st.integers(0, 99), st.sampled_from(["none", "tokens"]))
+def test_a_seed_gives_the_same_minibatches_for_any_number_of_ranks(lengths, seed, balance):
+    batch = batch_of(lengths)
+    found = []
+    for ranks in (1, 2, 3):
+        split = ShuffleSplit(
+            minibatches=2, seed=seed, ranks=ranks, microbatches=2, balance=balance, remainder="pad"
+        )
+        out = split(batch)
+        real = out[~out.get(PADDING, torch.zeros(len(out), dtype=torch.bool))]
+        found.append([sorted(real["name"][real[MINIBATCH] == k].tolist()) for k in (0, 1)])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@given(LENGTHS, st.sampled_from([2, 3]))
+def test_ranks_together_have_the_whole_batch(lengths, ranks):
+    batch = batch_of(lengths)
+    options = {"minibatches": 1, "ranks": ranks, "microbatches": 2, "balance": "tokens", "remainder": "pad"}
+    whole = ShuffleSplit(**options)(batch)
+    mine = [ShuffleSplit(rank=rank, **options)(batch) for rank in range(ranks)]
+    assert torch.equal(torch.cat([part["name"] for part in mine]), whole["name"])
+    assert [part[RANK].unique().tolist() for part in mine] == [[rank] for rank in range(ranks)]
+
+
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 3), st.sampled_from(["pad", "uneven"]))
+def test_minibatches_one_by_one_equal_those_of_the_ordered_batch(lengths, minibatches, ranks, remainder):
+    """For all ranks together, and for each."""
+    assume(len(lengths) >= minibatches * ranks)
+    options = {"minibatches": minibatches, "ranks": ranks, "remainder": remainder, "seed": 4}
+    for rank in (None, *range(ranks)):
+        whole = ShuffleSplit(rank=rank, **options)(batch_of(lengths))
+        parts = list(Pipeline({"split": ShuffleSplit(rank=rank, **options)}).minibatches(batch_of(lengths)))
+        assert [part[MINIBATCH].unique().tolist() for part in parts] == [[k] for k in range(minibatches)]
+        assert torch.equal(torch.cat([part["name"] for part in parts]), whole["name"])
+        if ranks > 1:
+            held = list(range(ranks)) if rank is None else [rank]
+            assert [part[RANK].unique().tolist() for part in parts] == [held] * minibatches
+
+
+@pytest.mark.parametrize(("rows", "ranks", "each"), [(5, 2, 2), (4, 2, 2), (7, 3, 2), (3, 1, 3), (9, 2, 4)])
+def test_too_few_rows_make_fewer_micro_batches_on_every_rank(rows, ranks, each):
+    split = ShuffleSplit(minibatches=1, ranks=ranks, microbatches=4, unit="sample", remainder="uneven")
+    outcome = cut_alone(split, batch_of([2] * rows))
+    assert len(outcome.batch) == rows
+    assert outcome.measured["microbatches"] == each
+    held = outcome.batch.get(RANK, torch.zeros(rows, dtype=torch.int64))
+    for rank in range(ranks):
+        assert outcome.batch[MICROBATCH][held == rank].unique().tolist() == list(range(each))
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=20),
+    st.integers(1, 3),
+    st.sampled_from([{}, {"microbatches": 3}, {"max_tokens": 9}]),
+    st.sampled_from(["none", "tokens", "attention"]),
+)
+def test_every_rank_has_as_many_micro_batches(lengths, ranks, cut, balance):
+    assigned = assign_rows(torch.tensor(lengths).long(), ranks=ranks, balance=balance, **cut)
+    (number,) = {len(parts) for parts in assigned}
+    assert len(assigned) == ranks
+    if "max_tokens" in cut and len(lengths) >= ranks * number:
+        assert all(len(part) for parts in assigned for part in parts)
+    assert sorted(torch.cat([part for parts in assigned for part in parts]).tolist()) == list(
+        range(len(lengths))
+    )
+    if "max_tokens" not in cut:
+        assert number == cut.get("microbatches", 1)
+
+
+def test_each_epoch_of_each_batch_has_its_own_order():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=1, seed=2)})
+    orders = [
+        tuple(part["name"].tolist())
+        for epochs in (2, 1, 3)
+        for part in pipeline.minibatches(batch_of([2] * 12), epochs=epochs)
+    ]
+    assert len(set(orders)) == len(orders) == 6
+    assert pipeline.stages["split"].state.calls == 6
+
+
+def test_costs_are_balanced_over_ranks():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 4000, (1024,), generator=generator)
+    for balance, cost in (("tokens", lengths), ("attention", lengths**2 + 24576 * lengths)):
+        assigned = assign_rows(lengths, ranks=4, microbatches=8, balance=balance)
+        by_rank = torch.stack([sum(cost[part].sum() for part in mine) for mine in assigned]).double()
+        slots = torch.tensor([[float(cost[part].sum()) for part in mine] for mine in assigned])
+        assert by_rank.max() / by_rank.mean() - 1 < 1e-3
+        assert slots.max() / slots.mean() - 1 < 1e-3
+    assert {len(part) for mine in assigned for part in mine} == {32}
+
+
+def test_padding_costs_nothing():
+    split = ShuffleSplit(minibatches=1, ranks=2, balance="tokens", remainder="pad")
+    outcome = cut_alone(split, batch_of([2, 2, 2]))
+    assert int(outcome.batch[PADDING].sum()) == 1
+    assert outcome.measured["rank_imbalance"] == pytest.approx(4 / 3 - 1)
+
+
+def test_a_row_above_the_budget_is_alone_and_counted():
+    batch = batch_of([3, 20, 3, 3])
+    split = ShuffleSplit(minibatches=1, max_tokens=9)
+    outcome = cut_alone(split, batch)
+    parts = list(split_microbatches(outcome.batch))
+    assert sorted(part[ATTENTION].sum(-1).tolist() for part in parts) == [[3, 3, 3], [20]]
+    assert outcome.measured["oversized"] == 1
+
+
+def test_a_row_as_long_as_the_budget_is_not_above_it():
+    batch = batch_of([9, 9, 3])
+    assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=9), batch).measured["oversized"] == 0
+    assert cut_alone(ShuffleSplit(minibatches=1, max_tokens=8), batch).measured["oversized"] == 2
+
+
+def test_too_few_rows_for_the_ranks_raise_with_what_to_do():
+    with pytest.raises(BatchError, match=r"minibatch 0 has 2 rows for 3 ranks.*remainder='pad'"):
+        ShuffleSplit(minibatches=1, ranks=3)(batch_of([2, 2]))
+    out = ShuffleSplit(minibatches=1, ranks=3, remainder="pad")(batch_of([2, 2]))
+    assert out[PADDING].tolist() == [False, False, True]
+
+
+def test_unshuffled_rows_are_views():
+    batch = batch_of([2] * 8)
+    stages = {"split": ShuffleSplit(minibatches=2, shuffle=False, microbatches=2), "weight": LossWeight()}
+    parts = list(Pipeline(stages).minibatches(batch))
+    assert [part[ATTENTION].data_ptr() for part in parts] == [batch[ATTENTION][i:].data_ptr() for i in (0, 4)]
+    micro = list(split_microbatches(parts[1]))
+    assert [part[ATTENTION].data_ptr() for part in micro] == [batch[ATTENTION][i:].data_ptr() for i in (4, 6)]
+
+
+# -- carried rows -----------------------------------------------------------------------------------
+
+
+def test_carried_units_come_first_and_are_in_the_ledger():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=3, remainder="carry"), "weight": LossWeight()})
+    seen, given_ = [], []
+    for number in range(5):
+        batch = batch_of([2, 3, 4, 5, 6], [0, 0, 1, 2, 3], first_id=10 * number)
+        given_ += batch["name"].tolist()
+        seen += [name for part in pipeline.minibatches(batch, epochs=1) for name in part["name"].tolist()]
+        numbers = pipeline.metrics
+        assert numbers["rows/in"] == numbers["rows/trained"] + numbers["out/split/carried"]
+        assert numbers["rows/in"] == 5 + numbers["split/carried_in"]
+        assert {row["rollout"] % 10 for row in pipeline.ledger.rows("split/carried")} <= {0, 1, 2, 3}
+    waiting = pipeline.stages["split"].state.carried
+    waiting = [] if waiting is None else waiting["name"].tolist()
+    assert sorted(seen + waiting) == sorted(given_)
+    assert len(seen) == len(set(seen))
+
+
+def test_each_epoch_has_the_same_rows_with_carried_ones():
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
+    batch = batch_of([2] * 5)
+    parts = [part["name"] for part in pipeline.minibatches(batch, epochs=2)]
+    first, second = torch.cat(parts[:2]), torch.cat(parts[2:])
+    assert torch.equal(first.sort().values, second.sort().values)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_a_state_with_carried_rows_loads_with_weights_only(kind):
+    def rows(first_id):
+        batch = batch_of([2, 2, 2], first_id=first_id)
+        batch["prompt_text"] = [f"prompt {i}" for i in range(3)]
+        return batch if kind == "dense" else lazy_stack(list(batch.unbind(0)))
+
+    first, second = (Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")}) for _ in "ab")
+    first(rows(0))
+    second.load_state_dict(as_saved(first.state_dict()))
+    ours, theirs = first(rows(10)), second(rows(10))
+    assert torch.equal(ours["name"], theirs["name"])
+    assert list(ours["prompt_text"]) == list(theirs["prompt_text"])
+    assert torch.equal(ours[LOSS], theirs[LOSS])
+
+
+def test_carried_rows_of_another_width_are_refused():
+    split = ShuffleSplit(minibatch_size=3, remainder="carry")
+    split(batch_of([2] * 5))
+    with pytest.raises(BatchError, match="columns of the same width; pad them"):
+        split(batch_of([3] * 5, first_id=10))
+    split(batch_of([2] * 3, first_id=20))
+    with pytest.raises(BatchError, match="only some have more"):
+        split(batch_of([2] * 5, first_id=30).set("more", torch.zeros(5)))
+
+
+def test_reordered_rows_and_several_steps_are_refused():
+    ordered = ShuffleSplit(minibatches=4, unit="sample")(batch_of([2] * 8))
+    with pytest.raises(
+        BatchError, match=r"this batch holds 4: take one after the other with split_minibatches"
+    ):
+        split_microbatches(ordered)
+    moved = ordered[torch.tensor([3, 0, 5, 1])]
+    for split in (split_minibatches, split_microbatches):
+        with pytest.raises(BatchError, match="they were reordered since"):
+            split(moved)
+
+
+def test_a_stage_after_the_split_must_not_move_rows():
+    class Late(BatchTransform):
+        """Drops the first rows."""
+
+        def __init__(self):
+            super().__init__(in_keys=[MINIBATCH])
+
+        def apply(self, batch):
+            return batch[2:]
+
+    with pytest.raises(BatchError, match=r"'late', .* after the split must keep all 8 rows"):
+        Pipeline({"split": ShuffleSplit(minibatches=2), "late": Late()})(batch_of([2] * 8))
+
+
+def test_a_row_without_token_weight_is_recorded_as_such():
+    batch = batch_of([2] * 4)
+    batch["log_probs", "full"][1] = float("nan")  # GRPOLoss leaves those tokens out
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2), "weight": LossWeight()})
+    pipeline(batch)
+    assert [row["row"] for row in pipeline.ledger.rows("pipeline/empty")] == [1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_copied_minibatch_has_the_same_micro_batches(ranks, inference):
+    batch = batch_of([1 + i % 5 for i in range(24)])
+    split = ShuffleSplit(minibatches=3, microbatches=3, ranks=ranks, remainder="pad")
+    with torch.inference_mode(inference):
+        for minibatch in Pipeline({"split": split}).minibatches(batch):
+            known, read = (
+                [part["rollout_id"].tolist() for part in split_microbatches(rows)]
+                for rows in (minibatch, minibatch.clone())
+            )
+            assert known == read
+            assert len(known) == 3 * ranks
+            minibatch[MICROBATCH].copy_(minibatch[MICROBATCH].flip(0))  # by somebody, since
+            with pytest.raises(BatchError, match="reordered since"):
+                split_microbatches(minibatch)
+
+
+def some_rows(make_batch, n: int = 8) -> TensorDict:
+    return make_batch([float(i) for i in range(n)], [0] * n)
+
+
+def test_padding_that_would_train_is_refused_before_state_changes(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, microbatches=2, remainder="pad")})
+    batch = some_rows(make_batch, 5).exclude("masks", "log_probs")
+    with pytest.raises(BatchError, match=r"^stage 'split'.*padding rows are masked in"):
+        pipeline.run(batch)
+    assert pipeline.stages["split"].state.calls == 0
+    assert pipeline.ledger is None

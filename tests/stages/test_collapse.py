@@ -1,0 +1,172 @@
+"""The segments of one rollout count as one rollout."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from alone import said_by
+from batches import batch_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    collapse_fan_out,
+)
+from headrace.transforms.table.schema import COUNTED, IS_FIRST_SEGMENT, REWARD, REWARDS
+
+
+def test_segment_rewards_must_agree_unless_a_reduction_is_set(make_batch):
+    batch = make_batch([1.0, 2.0, 5.0], [0, 0, 0], [7, 7, 8])
+    with pytest.raises(BatchError, match=r"rollout 7 \(rows \[0, 1\]: \[1.0, 2.0\]\).*reward='sum'"):
+        FanOutCollapse()(batch)
+    assert FanOutCollapse(reward="sum")(batch)[REWARD].tolist() == [3, 3, 5]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(-9, 9)), min_size=1, max_size=20, unique=True),
+    st.sampled_from(["first", "last"]),
+    st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_first_and_last_may_follow_a_turn_column(segments, how, counted):
+    """Compared with a loop: the reward of the segment with the lowest or highest turn.
+
+    Where that one is out of the statistics, and others are in, nothing says what the rollout is worth.
+    """
+    rollouts, turns = [rollout for rollout, _ in segments], [turn for _, turn in segments]
+    rewards = [float(row) for row in range(len(segments))]
+    batch = batch_of(rewards, rollouts, rollouts, turn=turns)
+    batch[COUNTED] = torch.tensor(counted[: len(segments)])
+    inside = [row for row in range(len(segments)) if counted[row]]
+
+    def expected(row: int, rows: list[int]) -> float:
+        segments_of = [other for other in rows if rollouts[other] == rollouts[row]]
+        pick = min if how == "first" else max
+        return rewards[pick(segments_of, key=lambda other: turns[other])]
+
+    everybody = list(range(len(segments)))
+    without = {rollouts[row] for row in inside if expected(row, everybody) != expected(row, inside)}
+    if without:
+        with pytest.raises(
+            BatchError, match=f"its {how} segment, but this segment was taken out of rollout"
+        ) as refused:
+            FanOutCollapse(reward=how, turn_key="turn")(batch)
+        assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == without
+        batch[COUNTED] = torch.tensor([rollout not in without for rollout in rollouts]) & batch[COUNTED]
+        inside = [row for row in inside if rollouts[row] not in without]
+    found = FanOutCollapse(reward=how, turn_key="turn")(batch)[REWARD].tolist()
+    assert found == [expected(row, inside) if row in inside else 0.0 for row in range(len(segments))]
+    alone = collapse_fan_out(rewards, rollouts, reduce=how, turn=turns).reward.tolist()
+    assert alone == [expected(row, everybody) for row in everybody]
+
+
+def test_a_repeated_turn_of_a_rollout_is_refused(make_batch):
+    batch = make_batch([1.0, 2.0, 3.0], [0, 0, 0], [7, 8, 7], turn=[4, 4, 4])
+    message = r"must have different turns; found rollout 7 \(rows \[0, 2\]: \[4, 4\]\)"
+    with pytest.raises(BatchError, match=message):
+        FanOutCollapse(reward="last", turn_key="turn")(batch)
+    with pytest.raises(BatchError, match=message):
+        collapse_fan_out([1.0, 2, 3], [7, 8, 7], reduce="first", turn=[4, 4, 4])
+    with pytest.raises(ValueError, match=r"turn_key is only read with .*; got it with reward='sum'"):
+        FanOutCollapse(reward="sum", turn_key="turn")
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
+def test_rewards_have_any_shape_that_collectors_write(make_batch, shape):
+    batch = make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1])
+    batch["next", "reward"] = batch["next", "reward"].view(shape)
+    assert FanOutCollapse()(batch)[REWARD].tolist() == [1, 3, 3]
+
+
+def test_a_reward_per_token_is_refused(make_batch):
+    batch = make_batch([1.0, 3], [0, 0])
+    batch["next", "reward"] = torch.zeros(2, 4)
+    with pytest.raises(
+        BatchError, match=r"one number per row in \('next', 'reward'\).*2 rows; found \(2, 4\)"
+    ):
+        FanOutCollapse()(batch)
+
+
+def test_excluded_rows_are_not_used_or_checked(make_batch):
+    batch = make_batch([float("nan"), 1.0, 3.0], [0, 0, 0], [0, 1, 2])
+    batch[COUNTED] = torch.tensor([False, True, True])
+    out = FanOutCollapse()(batch)
+    assert out[REWARD].tolist() == [0, 1, 3]
+    assert out[IS_FIRST_SEGMENT].tolist() == [False, True, True]
+    assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [0, -1, 1]
+
+
+def test_without_the_collapse_a_repeated_rollout_raises(make_batch):
+    batch = make_batch([1.0, 3, 3], [0, 0, 0], [4, 5, 5])
+    with pytest.raises(BatchError, match=r"one row; found rollout 5 in 2 rows.*put FanOutCollapse before"):
+        GroupRelativeAdvantage()(batch)
+
+
+def test_a_rollout_counts_once_if_its_first_row_leaves(make_batch):
+    # After the first segment of rollout 1 is gone, its second still votes, once.
+    out = FanOutCollapse()(make_batch([1.0, 3, 3], [0, 0, 0], [0, 1, 1]))[torch.tensor([0, 2])]
+    assert GroupRelativeAdvantage(scale="none")(out)["advantage"].flatten().tolist() == [-1, 1]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("rewards", [[NAN, 1.0], [1.0, NAN], [NAN, 0.0], [0.0, NAN]])
+def test_segments_that_disagree_on_a_missing_reward_are_refused(make_batch, rewards):
+    batch = make_batch([5.0, *rewards], [0, 0, 0], [8, 7, 7])
+    found = re.escape(f"rollout 7 (rows [1, 2]: {[[value] for value in rewards]})")
+    with pytest.raises(BatchError, match=rf"missing on all segments of its rollout; found {found}$"):
+        FanOutCollapse(missing="skip")(batch)
+    batch[COUNTED] = torch.tensor([True, True, False])  # a segment out of the statistics says nothing
+    assert FanOutCollapse(missing="skip")(batch)[IS_FIRST_SEGMENT].tolist() == [True, True, False]
+
+
+def test_each_of_several_rewards_may_be_missing(make_batch):
+    batch = make_batch([0.0] * 3, [0] * 3, [7, 7, 8])
+    rewards = [[NAN, 2.0], [NAN, 2.0], [4.0, NAN]]
+    batch["next", "reward"] = torch.tensor(rewards)
+    outcome = said_by(FanOutCollapse(columns=2, missing="skip"), batch)
+    assert torch.equal(outcome.batch[REWARDS].nan_to_num(-1), torch.tensor(rewards).nan_to_num(-1))
+    assert outcome.batch[REWARD].tolist() == [2, 2, 4]
+    assert outcome.metrics["reward_mean"] == 3
+    for wrong in ([2.0, NAN], [NAN, NAN], [2.0, 2.0]):  # both columns disagree, or one
+        batch["next", "reward"][1] = torch.tensor(wrong)
+        found = re.escape(f"rollout 7 (rows [0, 1]: [[nan, 2.0], {wrong}])")
+        with pytest.raises(BatchError, match=f"missing on all segments of its rollout; found {found}"):
+            FanOutCollapse(columns=2, missing="skip")(batch)
+
+
+def test_a_missing_reward_is_refused_unless_skipped(make_batch):
+    batch = make_batch([1.0, NAN], [0, 0])
+    with pytest.raises(BatchError, match="must be finite; found nan at row 1"):
+        FanOutCollapse()(batch)
+    batch["next", "reward"][0] = float("inf")
+    with pytest.raises(BatchError, match="must be finite; found inf at row 0"):
+        FanOutCollapse(missing="skip")(batch)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [("shared", None), ("first", 2.0), ("last", 3.0), ("sum", 6.0), ("mean", 2.0), ("max", 3.0)],
+)
+def test_each_reduction_by_hand(reduce, expected):
+    """Segments 2, 1 and 3 of one rollout, with a row of another rollout between them."""
+    rewards = [2.0, 7.0, 1.0, 3.0] if expected else [2.0, 7.0, 2.0, 2.0]
+    found = collapse_fan_out(rewards, [5, 6, 5, 5], reduce=reduce)
+    assert found.reward.tolist() == [expected or 2, 7, expected or 2, expected or 2]
+    assert found.is_first_segment.tolist() == [True, True, False, False]
+
+
+def test_sums_and_means_are_exact_beside_a_large_segment():
+    rewards = [2.0**25, 1.0, -(2.0**25)]  # in float32 1 + 2²⁵ is 2²⁵
+    assert collapse_fan_out(rewards, [0, 0, 0], reduce="sum").reward.tolist() == [1] * 3
+    assert collapse_fan_out(rewards, [0, 0, 0], reduce="mean").reward.tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_long_lists_of_row_ids_are_cut_and_counted():
+    with pytest.raises(BatchError, match=r"found -1 at row 0, .*-1 at row 7 and 12 more"):
+        collapse_fan_out([1.0] * 20, [-1] * 20)

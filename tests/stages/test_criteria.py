@@ -1,0 +1,143 @@
+"""The contract of all criteria: rollouts without a reward, excluded rows, and fan-out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from recipes import of
+from rollouts import make_collector, make_env, make_policy
+from tensordict import TensorDict
+from test_contract import rows, undeclared
+
+from headrace.transforms import (
+    BestOf,
+    Criterion,
+    Diverged,
+    Finite,
+    Fresh,
+    GroupMeanWithin,
+    LengthWithin,
+    MissingKeyError,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+    Rows,
+    SampleFilter,
+    Status,
+)
+from headrace.transforms.table.schema import COUNTED, REWARD
+
+# One that keeps some rows of the batch and not others.
+CRITERIA: dict[str, Callable[[], Criterion]] = {
+    "best-reward": lambda: BestOf(k=2),
+    "best-variance": lambda: BestOf(k=2, by="variance"),
+    "best-length": lambda: BestOf(k=2, by="length"),
+    "diverged": lambda: Diverged(estimator="k1", level="sum", high=1.002, unit="rollout"),
+    "finite": lambda: Finite(),
+    "fresh": lambda: Fresh(current=3, max_staleness=1),
+    "group-mean": lambda: GroupMeanWithin(high=3.5 / 16),
+    "length": lambda: LengthWithin(high=2),
+    "not-truncated": lambda: NotTruncated(truncated_key="truncated"),
+    "reward": lambda: RewardWithin(high=2 / 16),
+    "rewards-vary": lambda: RewardsVary(),
+}
+
+
+def batch() -> TensorDict:
+    """Two groups and a lone rollout; rollout 1 has two rows."""
+    found = rows().exclude("prompt_text", "stranger")
+    found["number"] = torch.arange(8)
+    found["next", "policy_version"] = torch.tensor([1, 2, 2, 3, 1, 2, 3, 3])
+    found["truncated"] = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0]).bool()
+    return found
+
+
+def kept(name: str, batch: TensorDict, without: int) -> list[int]:
+    """The rows that stay, of all rollouts but one."""
+    out = SampleFilter(criterion=CRITERIA[name](), action="drop")(batch)
+    return out["number"][out["rollout_id"] != without].tolist()
+
+
+def test_a_rollout_without_a_reward_or_excluded_is_as_if_absent():
+    """It changes nothing for the others, and makes no group leave."""
+    for name in CRITERIA:
+        for rollout in (1, 2):  # of two rows, and with the highest reward
+            with of(f"{name}, rollout {rollout}"):
+                full = batch()
+                its = full["rollout_id"] == rollout
+                expected = kept(name, full[~its], rollout)
+                excluded = batch()
+                excluded[COUNTED] = ~its
+                assert kept(name, excluded, rollout) == expected, "excluded"
+                unscored = batch()
+                for key in (REWARD, ("next", "reward")):
+                    unscored[key][its] = torch.nan
+                assert kept(name, unscored, rollout) == expected, "without a reward"
+
+
+def test_more_rows_of_a_rollout_change_no_other():
+    """A rollout, of any rewards, gets up to nine more rows, without tokens in the loss."""
+    draw = random.Random(0)
+    for name in CRITERIA:
+        with of(name):
+            for _ in range(12):
+                full, row = batch(), draw.randrange(8)
+                rewards = draw.sample([1, 2, 3, 3, 3, 4, 9], 7)
+                full[REWARD] = full["next", "reward"] = torch.tensor(
+                    [rewards[i] / 16 for i in full["rollout_id"]]
+                )
+                fanned = torch.cat([full, *[full[row : row + 1]] * draw.randint(1, 9)])
+                fanned["masks", "all_assistant_mask"][8:] = False
+                rollout = int(full["rollout_id"][row])
+                assert kept(name, fanned, rollout) == kept(name, full, rollout), (
+                    "it counts rows: compute statistics over rows.voters, or over one row of each rollout"
+                )
+
+
+def test_what_a_criterion_reads_is_in_its_columns_and_keys():
+    for name, make in CRITERIA.items():
+        with of(name):
+            lacking = undeclared(SampleFilter(criterion=make(), action="drop"), batch())
+            assert not lacking, lacking
+
+
+class RowMean(Criterion, columns=("reward", "group")):
+    """It has two faults."""
+
+    def __init__(self, **names):
+        self.name_columns(names)
+        self.in_keys = (self.group_key,)
+
+    def decide(self, rows: Rows) -> torch.Tensor:
+        groups = rows.groups
+        mean = groups.sum(rows.number("reward").nan_to_num(0.0)) / groups.count
+        return groups.spread(mean > 3.2 / 16) & (rows.number("number") >= 0)
+
+
+def test_these_laws_find_a_criterion_that_counts_rows_or_hides_what_it_reads(monkeypatch):
+    monkeypatch.setitem(globals(), "CRITERIA", {"row-mean": RowMean})
+    with pytest.raises(AssertionError, match=r"row-mean: it counts rows"):
+        test_more_rows_of_a_rollout_change_no_other()
+    with pytest.raises(
+        AssertionError, match=r"row-mean: .*'number' to its in_keys.*self.reward_key to its in_keys"
+    ):
+        test_what_a_criterion_reads_is_in_its_columns_and_keys()
+
+
+TRUNCATED = int(Status.TRUNCATED)
+
+
+@pytest.mark.slow
+def test_all_stages_read_truncation_where_the_gate_reads_it():
+    """An environment has the status before the step at the root; every truncated row is found."""
+    batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)
+    after = batch["next", "status"].flatten()
+    assert int((after == TRUNCATED).sum()) > 10
+    assert torch.equal(NotTruncated()(batch), after != TRUNCATED)
+    root = batch.exclude(("next", "status"))
+    assert torch.equal(NotTruncated()(root), root["status"].flatten() != TRUNCATED)
+    with pytest.raises(MissingKeyError, match=r"needs the key \('next', 'status'\) \(status_key\)"):
+        NotTruncated()(root.exclude("status"))

@@ -1,0 +1,211 @@
+"""Masked, excluded and dropped are three different actions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from alone import said_by
+from any_rank import collected
+from composed import composed
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    Finite,
+    Fresh,
+    GroupRelativeAdvantage,
+    LengthWithin,
+    NotTruncated,
+    RewardsVary,
+    RewardWithin,
+    SampleFilter,
+    Status,
+)
+from headrace.transforms.table.schema import IN_LOSS, LENGTH
+
+MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
+
+
+def advantage_after(batch, **options):
+    """Rewards 1, 3, 8 in one group, the 8 judged out: what the baseline makes of it."""
+    stage = SampleFilter(criterion=RewardWithin(high=5.0), **options)
+    return GroupRelativeAdvantage(scale="none")(stage(FanOutCollapse()(batch)))
+
+
+@pytest.mark.parametrize(
+    ("action", "advantage"), [("mask", [-3, -1, 4]), ("exclude", [-1, 1, 0]), ("drop", [-1, 1])]
+)
+def test_the_action_decides_what_the_baseline_includes(make_batch, action, advantage):
+    out = advantage_after(make_batch([1.0, 3, 8], [0, 0, 0]), action=action)
+    assert out["advantage"].flatten().tolist() == advantage
+
+
+@pytest.mark.parametrize("action", ["mask", "exclude"])
+def test_masked_rows_have_nothing_to_train(make_batch, action):
+    batch = make_batch([1.0, 3, 8], [0, 0, 0])
+    out = advantage_after(batch, action=action)
+    assert not out[MASK][2].any()
+    assert out[LOG_PROBS][2].isnan().all()
+    assert torch.equal(out[MASK][:2], batch[MASK][:2])
+    assert torch.equal(out[LOG_PROBS][:2], batch[LOG_PROBS][:2])
+    assert out[IN_LOSS].tolist() == [True, True, False]
+
+
+def test_a_masked_row_keeps_its_length_in_statistics(make_batch):
+    """Masked by two filters in sequence, in either form of a batch."""
+    batch = make_batch([1.0, 8, 9, 3], [0] * 4)
+    batch[MASK] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    for form in (batch, lazy_stack(list(batch.exclude("prompt_text").unbind(0)))):
+        once = SampleFilter(criterion=RewardWithin(high=8.5))(form)
+        assert once[LENGTH].tolist() == [-1, -1, 3, -1]
+        twice = SampleFilter(criterion=RewardWithin(high=5.0))(once)
+        assert twice[LENGTH].tolist() == [-1, 2, 3, -1]
+        assert LengthWithin(low=1)(twice).tolist() == [True, False, False, True]
+        stage = SampleFilter(criterion=LengthWithin(low=1), action="drop")
+        assert stage(twice)["rollout_id"].tolist() == [0, 3]
+
+
+def test_columns_do_not_depend_on_masked_rows(make_batch):
+    stage = SampleFilter(criterion=RewardWithin(high=5.0))
+    some, none = stage(make_batch([1.0, 8], [0, 0])), stage(make_batch([1.0, 2], [0, 0]))
+    assert set(some.keys(True, True)) == set(none.keys(True, True))
+
+
+@pytest.mark.parametrize(
+    ("unit", "kept"),
+    [("sample", [0, 1, 3, 4, 5]), ("rollout", [0, 3, 4, 5]), ("group", [4, 5])],
+)
+def test_a_unit_is_kept_or_removed_as_one(make_batch, unit, kept):
+    batch = make_batch([1.0, 1, 9, 1, 1, 1], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
+    batch["row"] = torch.arange(6)
+    stage = SampleFilter(criterion=RewardWithin(high=5.0), unit=unit, action="drop")
+    assert stage(batch)["row"].tolist() == kept
+
+
+def test_removing_all_rows_gives_an_empty_batch_and_a_metric(make_batch):
+    stage = SampleFilter(criterion=RewardWithin(high=-1.0), action="drop")
+    outcome = said_by(stage, make_batch([1.0, 8], [0, 0]))
+    assert outcome.batch.shape == (0,)
+    assert outcome.metrics == {"kept": 0, "fraction_kept": 0}
+    assert outcome.reasons == ["reward_bounds"] * 2
+
+
+def test_a_row_that_cannot_be_masked_raises(make_batch):
+    batch = make_batch([1.0, 8], [0, 0]).exclude(MASK, LOG_PROBS)
+    with pytest.raises(BatchError, match=r"1 rows must be masked out of the loss, but .*would still train"):
+        SampleFilter(criterion=RewardWithin(high=5.0))(batch)
+    assert len(SampleFilter(criterion=RewardWithin(high=9.0))(batch)) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda batch: torch.ones(len(batch)), r"float32 \(2,\)"),
+        (lambda batch: torch.ones(3, dtype=torch.bool), r"bool \(3,\)"),
+        (lambda batch: [True, True], "list"),
+    ],
+)
+def test_a_criterion_that_returns_no_mask_raises(make_batch, answer, found):
+    with pytest.raises(BatchError, match=rf"one bool per row, \(2,\).*returned .*{found}"):
+        SampleFilter(criterion=answer)(make_batch([1.0, 8], [0, 0]))
+
+
+def test_the_default_unit_is_that_of_the_criterion(make_batch):
+    batch = make_batch([1.0, 9, 1, 2], [0, 0, 1, 1])
+    high = RewardWithin(high=5.0)
+    assert len(SampleFilter(criterion=high, action="drop")(batch)) == 3
+    assert len(SampleFilter(criterion=high, action="drop", unit="group")(batch)) == 2
+    batch = make_batch([1.0, 9, 1, 1], [0, 0, 1, 1])
+    assert len(SampleFilter(criterion=RewardsVary(), action="drop")(batch)) == 2
+
+
+# -- criteria -----------------------------------------------------------------------------------------
+
+
+def kept_by(criterion, batch):
+    return criterion(batch).tolist()
+
+
+def test_rewards_vary_keeps_groups_of_two_rewards(make_batch):
+    batch = make_batch([1.0, 1.5, 2, 2, 7], [0, 0, 1, 1, 2])
+    assert kept_by(RewardsVary(), batch) == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integer_rewards_do_not_wrap(make_batch, dtype):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    values = [0, 1, 1, 1] if dtype is torch.bool else [-100, 100, 7, 7]  # 200 is −56 in eight bits
+    batch["next", "reward"] = torch.tensor(values, dtype=dtype).view(4, 1)
+    assert kept_by(RewardsVary(), batch) == [True, True, False, False]
+
+
+def test_rewards_vary_compares_rollouts_not_segments(make_batch):
+    # both rollouts add up to 3
+    batch = make_batch([1.0, 2, 3], [0, 0, 0], [5, 5, 6])
+    assert kept_by(RewardsVary(), FanOutCollapse(reward="sum")(batch)) == [False] * 3
+
+
+def test_reward_bounds_are_inclusive_and_nan_is_outside(make_batch):
+    batch = make_batch([0.0, 1, 2, float("nan")], [0] * 4)
+    assert kept_by(RewardWithin(low=0.0, high=1.0), batch) == [True, True, False, False]
+
+
+def test_finite_checks_the_whole_row(make_batch):
+    batch = make_batch([0.0, float("inf"), float("nan")], [0] * 3)
+    assert kept_by(Finite(), batch) == [True, False, False]
+    batch[LOG_PROBS][0, 2] = float("nan")
+    assert kept_by(Finite(key=LOG_PROBS), batch) == [False, True, True]
+
+
+def test_truncation_is_a_status_or_a_flag(make_batch):
+    batch = make_batch([0.0, 1], [0, 0], status=[Status.TRUNCATED, Status.COMPLETED])
+    batch["next", "truncated"] = torch.tensor([[False], [True]])
+    assert kept_by(NotTruncated(), batch) == [False, True]
+    assert kept_by(NotTruncated(truncated_key=("next", "truncated")), batch) == [True, False]
+
+
+def test_length_counts_tokens_in_the_loss(make_batch):
+    batch = make_batch([0.0, 1, 2], [0] * 3)
+    batch[MASK] = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    assert kept_by(LengthWithin(low=1), batch) == [False, True, True]
+    assert kept_by(LengthWithin(high=3), batch) == [True, True, False]
+    ragged = lazy_stack([TensorDict({MASK: torch.ones(n, dtype=torch.bool)}) for n in (1, 4)])
+    assert kept_by(LengthWithin(high=3), ragged) == [True, False]
+
+
+def test_staleness_is_counted_in_versions(make_batch):
+    batch = make_batch([0.0, 1, 2], [0] * 3)
+    batch["next", "policy_version"] = torch.tensor([3, 5, 4])
+    assert kept_by(Fresh(current=5), batch) == [False, True, False]
+    assert kept_by(Fresh(max_staleness=1, current=5), batch) == [False, True, True]
+    assert kept_by(Fresh(max_staleness=1, current=6), batch) == [False, True, False]
+    assert kept_by(Fresh(max_staleness=3, current=lambda: 7), batch) == [False, True, True]
+
+
+def test_a_row_of_a_later_version_is_refused(make_batch):
+    batch = make_batch([0.0, 1], [0] * 2)
+    batch["next", "policy_version"] = torch.tensor([3, 5])
+    with pytest.raises(
+        BatchError, match=r"newer than the policy version that trains, 4 \(current\); found 5 at row 1"
+    ):
+        SampleFilter(criterion=Fresh(current=lambda: 4))(batch)
+
+
+def test_every_value_of_a_ragged_column_is_checked():
+    rows = [[1.0, 2.0], [1.0, float("nan"), 2.0], [float("inf")], [0.0]]
+    batch = lazy_stack([TensorDict({"x": torch.tensor(row)}, batch_size=[]) for row in rows])
+    assert Finite(key="x")(batch).tolist() == [True, False, False, True]
+
+
+def test_a_callables_verdict_on_ragged_rows_is_not_taken_for_a_column():
+    for action in ("mask", "exclude"):
+        judged = {"judged": SampleFilter(criterion=lambda rows: rows["rollout_id"] % 2 == 0, action=action)}
+        dense = collected("uniform", "opd")
+        one, other = (Pipeline(judged | dict(composed("pipeline=opd").stages.items())) for _ in range(2))
+        ragged, expected = one.run(lazy_stack(list(dense.unbind(0)))), other.run(dense)
+        assert ragged.ledger.counts() == expected.ledger.counts()
+        for rows, dense_rows in zip(ragged.minibatches(), expected.minibatches(), strict=True):
+            credit = torch.stack(rows.get("advantage", as_list=True))
+            assert torch.equal(credit, dense_rows["advantage"])

@@ -1,0 +1,132 @@
+"""Criteria that compare the rollouts of a group equal loops and all subsets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from batches import batch_of
+from drawn_rollouts import batch_of_rollouts, per_rollout, rollouts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    BestOf,
+    FanOutCollapse,
+    GroupMeanWithin,
+    GroupRelativeAdvantage,
+    MissingKeyError,
+    SampleFilter,
+)
+from headrace.transforms.table.schema import REWARD
+
+
+def kept_by_loops(members, k, by):
+    """Labels of those kept of (label, reward, length)."""
+    keys = {
+        "reward": lambda each: (-each[1], each[0]),
+        "length": lambda each: (each[2], each[0]),
+        "efficiency": lambda each: (-each[1] / each[2], each[0]),
+    }
+    return {each[0] for each in sorted(members, key=keys[by])[:k]}
+
+
+@given(rollouts(), st.integers(1, 5), st.sampled_from(["reward", "length", "efficiency"]))
+def test_the_best_k_of_each_group_are_kept(drawn, k, by):
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    keep = BestOf(k=k, by=by)(batch)
+    stay = {label for label, flag in zip(batch["rollout_id"].tolist(), keep.tolist(), strict=True) if flag}
+    expected = set()
+    for group in {each[0] for each in found}:
+        members = [(each[1], each[2], sum(each[3])) for each in found if each[0] == group]
+        expected |= kept_by_loops(members, k, by)
+    assert stay == expected
+    assert keep.tolist() == [label in stay for label in batch["rollout_id"].tolist()]
+
+
+def test_of_sets_of_equal_variance_the_one_with_the_most_large_rewards_is_kept():
+    """Rounding must not decide between the sets."""
+    for most in (0.1, 0.3, 0.7):
+        batch = FanOutCollapse()(batch_of([most, 0, 0, 0, 0], [0] * 5))
+        assert BestOf(k=4, by="variance")(batch).tolist() == [True] * 4 + [False]
+
+
+def test_a_group_mean_equal_to_the_bound_is_within_it():
+    kinds = itertools.product((torch.float32, torch.float64), (0.1, 0.2, 0.7, 0.8), (3, 6, 7))
+    for dtype, value, rows in kinds:
+        batch = batch_of([0.0] * rows, [0] * rows)
+        batch[REWARD] = torch.full((rows,), value, dtype=dtype)
+        assert GroupMeanWithin(low=value, high=value)(batch).all(), (dtype, value, rows)
+
+
+@given(rollouts(), st.integers(1, 5))
+def test_the_k_of_largest_variance_are_kept(drawn, k):
+    """PODS, arXiv:2504.13818, compared with all sets of k; the order of rows changes nothing."""
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    keep = per_rollout(batch, BestOf(k=k, by="variance")(batch))
+    again = batch_of_rollouts(found, range(len(order)))
+    assert per_rollout(again, BestOf(k=k, by="variance")(again)) == keep
+    for group in {each[0] for each in found}:
+        members = [each for each in found if each[0] == group]
+        chosen = [each[2] for each in members if keep[each[1]]]
+        assert len(chosen) == min(k, len(members))
+        sets = itertools.combinations([each[2] for each in members], len(chosen))
+        assert statistics.pvariance(chosen) == pytest.approx(max(map(statistics.pvariance, sets)), abs=1e-12)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 5), st.randoms())
+def test_of_equal_rewards_at_either_end_the_smaller_ids_are_kept(rewards, k, random):
+    """As for any other `by`: of equal rewards the smaller ids are kept."""
+    ids = random.sample(range(20), len(rewards))
+    batch = FanOutCollapse()(batch_of(rewards, [0] * len(rewards), ids))
+    keep = BestOf(k=k, by="variance")(batch).tolist()
+    assert sum(keep) == min(k, len(keep))
+    found = list(zip(rewards, ids, keep, strict=True))
+    for reward, label, kept in found:
+        assert not kept or all(stays for equal, less, stays in found if equal == reward and less < label)
+
+
+def test_statistics_are_over_the_kept_rollouts():
+    batch = batch_of([0.0, 1, 5, 6], [0] * 4)
+    stages = {
+        "collapse": FanOutCollapse(),
+        "filter": SampleFilter(criterion=BestOf(k=2), action="exclude"),
+        "advantage": GroupRelativeAdvantage(scale="none"),
+    }
+    run = Pipeline(stages).run(batch)
+    assert run.batch["advantage"].flatten().tolist() == [0, 0, -0.5, 0.5]
+    assert run.ledger.counts()["filter/not_best"] == 2
+    stages["filter"] = SampleFilter(criterion=BestOf(k=2))
+    assert Pipeline(stages)(batch)["advantage"].flatten().tolist() == [-3, -2, 2, 3]
+
+
+def test_criteria_of_groups_come_after_the_collapse():
+    for criterion in (BestOf(k=1), GroupMeanWithin(low=0.5)):
+        with pytest.raises(MissingKeyError, match="put FanOutCollapse before it"):
+            criterion(batch_of([1.0, 2], [0, 0]))
+        stage = SampleFilter(criterion=criterion)
+        with pytest.raises(BatchError, match="needs a group_id ≥ 0; found -1 at row 1"):
+            stage(FanOutCollapse(group_key=None)(batch_of([1.0, 2], [0, -1])))
+    for wrong in (0, True, None):
+        with pytest.raises(ValueError, match="k must be an integer"):
+            BestOf(k=wrong)
+
+
+@given(rollouts(), st.sampled_from([(0.25, 0.75), (0.5, 1.0), (-math.inf, 0.5)]))
+def test_the_mean_of_a_group_decides_for_all_its_rows(drawn, bounds):
+    found, order = drawn
+    batch = batch_of_rollouts(found, order)
+    low, high = bounds
+    keep = GroupMeanWithin(low=low, high=high)(batch)
+    for row, group in enumerate(batch["group_id"].tolist()):
+        mean = math.fsum(each[2] for each in found if each[0] == group) / sum(
+            each[0] == group for each in found
+        )
+        assert bool(keep[row]) == (low <= mean <= high)

@@ -1,0 +1,177 @@
+"""Laws of every stage that writes an advantage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import batch_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies import MASK, OLD, SAMPLER
+from recipes import of
+from tensordict import TensorDictBase, lazy_stack
+
+from headrace.transforms import (
+    BatchWhitening,
+    DifficultyWeight,
+    DirectedWeight,
+    EntropyShare,
+    GroupRelativeAdvantage,
+    LogRatio,
+    RolloutCorrection,
+    RunningBaseline,
+    SignFactors,
+    StalenessWeight,
+    StateAdvantage,
+    TokenAdvantage,
+    TopShare,
+    TreeAdvantage,
+    TurnAdvantage,
+    TurnDiscount,
+)
+from headrace.transforms.table.schema import COUNTED, RETURN, REWARD
+
+TEACHER, ENTROPY = ("teacher_log_probs", "full"), ("entropy", "full")
+TOKENS, REAL = ("tokens", "full"), ("masks", "all_attention_mask")
+BY_TOKEN = (MASK, REAL, TOKENS, OLD, SAMPLER, TEACHER, ENTROPY, "version", "turn_index", "turn_reward")
+FLOATS = (OLD, SAMPLER, TEACHER, ENTROPY, "turn_reward", "advantage", REWARD, RETURN, ("next", "reward"))
+FIRST = {
+    "group": GroupRelativeAdvantage,
+    "others": lambda: GroupRelativeAdvantage(baseline="leave_one_out", scale="none"),
+    "median": lambda: GroupRelativeAdvantage(baseline="median", scale="mad", eps_mode="skip"),
+    "batch": lambda: GroupRelativeAdvantage(baseline="batch", scale="batch"),
+    "length": lambda: GroupRelativeAdvantage(baseline="length_weighted", scale="none"),
+    "nonzero": lambda: GroupRelativeAdvantage(scale="nonzero"),
+    "turns": lambda: TurnAdvantage(turn_rewards="token"),
+    "rows as turns": lambda: TurnAdvantage(turn_index_key=None, rollout_key=None),
+    "tree": TreeAdvantage,
+    "tree against the others": lambda: TreeAdvantage(baseline="leave_one_out"),
+}
+SECOND = {  # which change an advantage that is there
+    "states": lambda: StateAdvantage(weight=1.0, state_key="role"),
+    "whitening": BatchWhitening,
+    "whitening by sample": lambda: BatchWhitening(per="sample"),
+    "discount": lambda: TurnDiscount(discount=0.5),
+    "signs": lambda: SignFactors(positive=0.5),
+    "difficulty": lambda: DifficultyWeight(),
+    "running": lambda: RunningBaseline(baseline_key="group_id"),
+    "weight by token": lambda: RolloutCorrection(),
+    "weight by row": lambda: RolloutCorrection(level="sequence", high=1e6),
+    "weight by rollout": lambda: RolloutCorrection(level="mean", unit="rollout", bound="zero"),
+    "ratio": lambda: TokenAdvantage(term=LogRatio(), factor=0.3),
+    "centred ratio": lambda: TokenAdvantage(term=LogRatio(centre="batch"), factor=-0.2),
+    "directed": lambda: TokenAdvantage(term=DirectedWeight(clip=0.1), factor=0.5, how="multiply"),
+    "top": lambda: TokenAdvantage(term=TopShare(share=0.3), how="multiply"),
+    "share": lambda: TokenAdvantage(term=EntropyShare(), factor=0.4, how="multiply"),
+    "stale": lambda: TokenAdvantage(
+        term=StalenessWeight(current=9, decay=0.5, version_key="version"), how="multiply"
+    ),
+}
+STAGES = FIRST | SECOND
+
+
+def rows(dtype: torch.dtype = torch.float64) -> TensorDictBase:
+    """Eight rollouts of one row in three groups; rewards are shares, tokens of two kinds fork anywhere."""
+    size, tokens = 8, 6
+    batch = batch_of([0, 1, 0.5, 0.25, 1, 0.75, 0, 0.5], [0, 0, 0, 5, 5, 5, 2, 2], tokens=tokens)
+    places = torch.arange(size * tokens).view(size, tokens)
+    batch[TOKENS], batch["version"] = batch[TOKENS] % 2, places % 5 + 5
+    batch["turn_index"] = (torch.arange(tokens) // 3).repeat(size, 1)
+    batch["turn_reward"] = (places % 7 / 8).double()
+    batch[OLD] = batch[SAMPLER] + 0.3 * torch.sin(places.float())
+    batch["advantage"] = torch.linspace(-2, 2, size).view(size, 1, 1)
+    batch[REWARD] = batch[RETURN] = batch["next", "reward"].flatten()
+    batch["expected_rollouts"] = torch.tensor([3, 3, 3, 3, 3, 3, 2, 2])
+    for key in FLOATS:
+        batch[key] = batch[key].to(dtype)
+    return batch
+
+
+def advantage_of(name: str, batch: TensorDictBase) -> torch.Tensor:
+    return STAGES[name]()(batch)["advantage"]
+
+
+@settings(max_examples=6)
+@given(order=st.permutations(range(8)))
+def test_permuting_rows_permutes_the_bits(order):
+    batch = rows()
+    for name in STAGES:
+        with of(name):
+            moved = advantage_of(name, batch[torch.tensor(order)])
+            assert torch.equal(moved, advantage_of(name, batch)[order])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_bit(side):
+    batch, wide = rows(), rows()
+    for key in BY_TOKEN:
+        fill = -1 if key == "turn_index" else 0
+        wide[key] = torch.nn.functional.pad(batch[key], (4, 0) if side == "left" else (0, 4), value=fill)
+    for name in STAGES:
+        with of(name):
+            found, expected = advantage_of(name, wide), advantage_of(name, batch)
+            if expected.shape[1] > 1:
+                found = found[:, 4:] if side == "left" else found[:, :-4]
+            assert torch.equal(found, expected)
+
+
+def test_ragged_rows_have_the_bits_of_dense_ones():
+    lengths, batch = [1, 6, 3, 5, 2, 6, 4, 3], rows()
+    ragged = [row.clone() for row in batch.unbind(0)]
+    for row, length in zip(ragged, lengths, strict=True):
+        for key in BY_TOKEN:
+            row[key] = row[key][:length]
+    there = torch.stack([torch.arange(6) < length for length in lengths])
+    batch[MASK] &= there
+    batch[REAL] &= there
+    batch["turn_index"] = batch["turn_index"].masked_fill(~there, -1)
+    batch["turn_reward"] = batch["turn_reward"].masked_fill(~there, 0)
+    for name in STAGES:
+        with of(name):
+            found = STAGES[name]()(lazy_stack(ragged)).get("advantage", as_list=True)
+            for own, row, length in zip(found, advantage_of(name, batch), lengths, strict=True):
+                assert torch.equal(own, row[:length])
+
+
+def test_nothing_outside_the_loss_mask_is_read():
+    batch, other = rows(), rows()
+    for key in (OLD, SAMPLER, TEACHER, ENTROPY):
+        other[key] = other[key].masked_fill(~other[MASK], torch.nan)
+    for name in STAGES:
+        with of(name):
+            assert torch.equal(advantage_of(name, other), advantage_of(name, batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_advantage_is_rounded_once_to_its_dtype(dtype):
+    """Row advantages are computed in float64, token advantages in at least float32."""
+    for name, make in STAGES.items():
+        wide = torch.float32 if isinstance(make(), TokenAdvantage | RolloutCorrection) else torch.float64
+        exact = rows(dtype)
+        for key in FLOATS:
+            exact[key] = exact[key].to(wide)
+        with of(name):
+            found = advantage_of(name, rows(dtype))
+            assert found.dtype == dtype
+            assert torch.equal(found, advantage_of(name, exact).to(dtype))
+
+
+def test_results_carry_no_gradient_and_inputs_are_unchanged():
+    batch = rows()
+    for key in (OLD, SAMPLER, TEACHER, ENTROPY):
+        batch[key] = batch[key].clone().requires_grad_()
+    before = batch.clone()
+    for name in STAGES:
+        with of(name):
+            assert not advantage_of(name, batch).requires_grad
+            assert all(torch.equal(batch[key], before[key]) for key in FLOATS)
+
+
+def test_an_excluded_row_changes_no_other_and_has_advantage_0():
+    batch, counts = rows(), torch.tensor([row not in (1, 6) for row in range(8)])
+    batch[COUNTED] = batch["headrace", "in_loss"] = counts
+    for name in STAGES:
+        with of(name):
+            found = advantage_of(name, batch)
+            assert torch.equal(found[counts], advantage_of(name, batch[counts]))
+            assert name not in FIRST or not found[~counts].any()

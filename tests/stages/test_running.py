@@ -1,0 +1,127 @@
+"""A baseline that goes on over batches equals that of a loop."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from batches import batch_of
+from drawn_rollouts import REWARDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.pipeline import Pipeline
+from headrace.transforms import (
+    BatchError,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    RunningBaseline,
+    SampleFilter,
+    ShuffleSplit,
+)
+from headrace.transforms.table.schema import COUNTED, REWARD
+
+NAN = float("nan")
+
+
+def groups_of_one(rewards, keys, start, **columns):
+    ids = list(range(start, start + len(rewards)))
+    batch = FanOutCollapse(missing="skip")(batch_of(rewards, ids, ids, task=keys, **columns))
+    return GroupRelativeAdvantage(baseline="none", scale="none", missing="skip")(batch)
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=6), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.randoms(),
+)
+def test_a_running_mean_equals_that_of_a_loop(steps, decay, random):
+    """Row order, segments and a state between two batches change no bit."""
+    options = {"decay": decay, "start": 0.5, "start_weight": 2.0, "baseline_key": "task"}
+    stage, other = RunningBaseline(**options), RunningBaseline(**options)
+    known: dict[int, tuple[float, float]] = {}
+    for step, rows in enumerate(steps):
+        batch = groups_of_one([r for r, _ in rows], [k for _, k in rows], 100 * step)
+        batch["advantage"] = batch["advantage"].double()
+        found = stage(batch)["advantage"].flatten()
+        rewards = batch[REWARD].tolist()
+        expected = [
+            reward - known.get(key, (0.5, 2.0))[0] for reward, (_, key) in zip(rewards, rows, strict=True)
+        ]
+        assert found.tolist() == pytest.approx(expected, abs=1e-9)
+        for key in {key for _, key in rows}:
+            own = [reward for reward, (_, k) in zip(rewards, rows, strict=True) if k == key]
+            mean, weight = known.get(key, (0.5, 2.0))
+            for _ in own:
+                weight = decay * weight + 1
+                mean += (statistics.fmean(own) - mean) / weight
+            known[key] = mean, weight
+        order = [*range(len(rows)), random.randrange(len(rows))]
+        random.shuffle(order)
+        shuffled = other(batch[order])["advantage"].flatten()
+        assert torch.equal(shuffled, found[order])
+        state, other = other.state_dict(), RunningBaseline(**options)
+        other.load_state_dict(state)
+
+
+def test_a_repeated_batch_counts_once():
+    """As an interrupted batch does after its state was loaded."""
+    stage = RunningBaseline(decay=0.5)
+    first, second = (groups_of_one(rewards, [0, 0], 10 * i) for i, rewards in enumerate([[1.0, 3], [5.0, 7]]))
+    stage(first)
+    before = stage(second)["advantage"]
+    restored = RunningBaseline(decay=0.5)
+    restored.load_state_dict(stage.state_dict())
+    assert torch.equal(restored(second)["advantage"], before)
+    assert torch.equal(restored(second[torch.tensor([1, 0])])["advantage"].flip(0), before)
+    third = groups_of_one([2.0], [0], 50)
+    assert torch.equal(restored(third)["advantage"], stage(third)["advantage"])
+
+
+def test_rows_of_a_rollout_have_one_baseline():
+    wrong = batch_of([1.0, 1.0], [0, 0], [3, 3], task=[1, 2])
+    wrong["advantage"] = torch.zeros(2, 1, 1)
+    with pytest.raises(BatchError, match=r"have the same baseline_key; found 2 at row 1 \(rollout 3\)"):
+        RunningBaseline(baseline_key="task")(FanOutCollapse()(wrong))
+
+
+def test_a_batch_refused_by_a_later_stage_does_not_count():
+    """Before and after the split; the next batch is measured as if the refused one had not come."""
+    running = RunningBaseline(decay=0.5)
+    stages = {
+        "collapse": FanOutCollapse(),
+        "advantage": GroupRelativeAdvantage(baseline="none", scale="none"),
+        "running": running,
+    }
+
+    def refuse(_):
+        raise BatchError("not these")
+
+    without_tokens = {"split": ShuffleSplit(minibatch_size=2), "weight": LossWeight(loss_mask_key="none")}
+    for later in ({"filter": SampleFilter(criterion=refuse)}, without_tokens):
+        with pytest.raises(BatchError, match=r"not these|'none' \(loss_mask_key\)"):
+            Pipeline(stages | later)(batch_of([8.0, 8.0], [0, 1]))
+        assert len(running.memory.after.keys) == 0
+    found = Pipeline(stages)(batch_of([4.0, 2.0], [0, 1]))
+    assert found["advantage"].flatten().tolist() == [4, 2]
+    assert running.memory.after.mean.tolist() == [2.25]  # 0 + (3 - 0) · (1 + ½) / 2, worth two of them
+
+
+def test_rollouts_without_a_reward_or_excluded_are_not_counted():
+    stage = RunningBaseline(decay=0.0, start=1.0)
+    batch = groups_of_one([5.0, NAN, 9.0], [0, 0, 0], 0)
+    batch[COUNTED] = torch.tensor([True, True, False])
+    assert stage(batch)["advantage"].flatten().tolist() == [4, 0, 9]
+    assert stage(groups_of_one([6.0], [0], 10))["advantage"].flatten().tolist() == [1]
+
+
+def test_a_batch_is_recognised_by_its_rollouts_not_by_row_numbers():
+    """Otherwise equal rewards in every batch would look like a repeated batch."""
+    with pytest.raises(ValueError, match="needs rollout_key, with ids that are unique across batches"):
+        RunningBaseline(rollout_key=None)
+    stage = RunningBaseline(decay=0.5)
+    found = [float(stage(groups_of_one([1.0], [0], start))["advantage"]) for start in range(3)]
+    assert found == [1, 0.5, 0.25]

@@ -1,0 +1,70 @@
+"""Whitening gives mean 0 and standard deviation 1, and exactly 0 for equal values."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.transforms import BatchWhitening, whiten
+from headrace.transforms.table.schema import COUNTED
+
+NUMBERS = st.integers(-1000, 1000).map(lambda x: x / 10)
+MODES = ["variance", "add", "clamp"]
+
+
+@given(
+    st.lists(st.tuples(NUMBERS, st.integers(0, 4)), min_size=1, max_size=12),
+    st.sampled_from([0.0, 1e-8, 0.5]),
+    st.sampled_from(MODES),
+)
+def test_whitening_equals_its_definition(rows, eps, eps_mode):
+    """Each value repeated by its weight, with the standard library."""
+    values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    each = [x for x, w in rows for _ in range(w)]
+    found = whiten(values, weights, eps=eps, eps_mode=eps_mode)
+    if len(set(each)) < 2:
+        assert (found == 0).all()
+        return
+    mean = statistics.fmean(each)
+    variance = sum((x - mean) ** 2 for x in each) / (len(each) - 1)
+    by = {"variance": (variance + eps) ** 0.5, "add": variance**0.5 + eps, "clamp": max(variance**0.5, eps)}
+    expected = [(x - mean) / by[eps_mode] if w else 0.0 for x, w in rows]
+    assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_equal_values_are_exactly_0_though_their_mean_is_rounded():
+    """A row that does not count makes no difference, and gets none."""
+    for value, eps, eps_mode in product((0.1, -0.7, 1e-30, 3e20), (0.0, 1e-8), MODES):
+        values = torch.tensor([value, value, value, value + 1], dtype=torch.float64)
+        for some, weights in ((values[:3], torch.ones(3)), (values, torch.tensor([1, 1, 1, 0]))):
+            assert (whiten(some, weights, eps=eps, eps_mode=eps_mode) == 0).all(), (value, eps, eps_mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_are_float64_and_the_result_has_its_dtype(dtype):
+    values = torch.tensor([4096.0, 4097, 4098, 4099] if dtype is torch.float32 else [1.0, 2, 3, 4]).to(dtype)
+    found = whiten(values, torch.ones(4), eps=0.0)
+    assert found.dtype is dtype
+    expected = [x / (5 / 3) ** 0.5 for x in (-1.5, -0.5, 0.5, 1.5)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-2)
+
+
+def test_excluded_and_masked_rows_get_0(make_batch):
+    batch = make_batch([0.0] * 4, [0] * 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    batch["masks", "all_assistant_mask"] = mask
+    batch["advantage"] = torch.tensor([1.0, 4, 50, 900]).view(4, 1, 1)
+    batch[COUNTED] = torch.tensor([True, True, True, False])
+    # by token: four times 1 and twice 4, mean 2, variance (4 · 1 + 2 · 4) / 5
+    found = BatchWhitening(eps=0.0)(batch)["advantage"]
+    assert found.shape == (4, 1, 1)
+    assert found.flatten().tolist() == pytest.approx([-1 / 2.4**0.5, 2 / 2.4**0.5, 0, 0])
+    # by sample: 1, 4 and 50
+    found = BatchWhitening(per="sample", eps=0.0)(batch)["advantage"].flatten().tolist()
+    mean, spread = statistics.fmean([1, 4, 50]), statistics.stdev([1, 4, 50])
+    assert found == pytest.approx([(x - mean) / spread for x in (1, 4, 50)] + [0])

@@ -1,0 +1,255 @@
+"""Small dumps, exactly as the frameworks write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+
+
+def batch_of(columns: dict[Any, torch.Tensor]) -> TensorDict:
+    """A batch of plain columns."""
+    return TensorDict(columns, batch_size=[len(next(iter(columns.values())))])
+
+
+def in_order(ids: torch.Tensor) -> list[int]:
+    """Ids as numbers by first appearance."""
+    return [list(dict.fromkeys(ids.tolist())).index(each) for each in ids.tolist()]
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def slime_sample(group: int, index: int, reward: Any, **changes: Any) -> dict[str, Any]:
+    return {
+        "group_index": group,
+        "index": index,
+        "prompt": f"prompt {group}",
+        "tokens": [1, 2, 10 + index, 20 + index],
+        "multimodal_inputs": None,
+        "response": "two tokens",
+        "response_length": 2,
+        "label": "42",
+        "reward": reward,
+        "loss_mask": None,
+        "weight_versions": ["3"],
+        "rollout_log_probs": [-0.5, -0.25],
+        "rollout_routed_experts": None,
+        "remove_sample": False,
+        "status": "completed",
+        "metadata": {},
+        "spec_info": {"spec_accept_token_num": 0},
+        **changes,
+    }
+
+
+def slime_dump(path: Path, step: int = 5, samples: list[dict[str, Any]] | None = None) -> Path:
+    samples = [slime_sample(0, 0, 1.0), slime_sample(0, 1, 3.0)] if samples is None else samples
+    torch.save({"rollout_id": step, "samples": samples}, path)
+    return path
+
+
+def slime_details(
+    folder: Path, samples: list[dict[str, Any]], advantages: list[float], step: int = 5
+) -> Path:
+    """What ``--dump-details`` writes: rollouts, and beside them what was trained, on two ranks."""
+    for name in ("rollout_data", "train_data"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    slime_dump(folder / "rollout_data" / f"{step}.pt", step, samples)
+    trained = []
+    for place, (sample, advantage) in enumerate(zip(samples, advantages, strict=True)):
+        length = sample["response_length"]
+        mask = sample["loss_mask"] or [1] * length
+        row = {
+            "data_parallel_rank": place % 2,
+            "sample_index": sample["index"],
+            "rollout_position": place,
+            "tokens": torch.tensor(sample["tokens"]),
+            "response_lengths": length,
+            "rewards": advantage,
+            "loss_masks": torch.tensor([0] * length if sample["remove_sample"] else mask, dtype=torch.int),
+            "advantages": torch.full((length,), advantage),
+            "returns": torch.full((length,), advantage),
+        }
+        trained.append(row)
+    shards = [{"rank": rank, "data_parallel_rank": rank} for rank in range(2)]
+    payload = {"format_version": 2, "rollout_id": step, "rank": 0, "samples": trained, "dp_shards": shards}
+    torch.save(payload, folder / "train_data" / f"{step}.pt")
+    return folder
+
+
+def verl_row(uid: str | None, score: Any, step: int = 7, prompt: str = "1+1?") -> dict[str, Any]:
+    row = {"input": prompt, "output": f"answer {score}", "gts": "2", "score": score, "step": step}
+    return row if uid is None else {**row, "uid": uid}
+
+
+def trl_dump(path: Path, **columns: list[Any]) -> Path:
+    table = {
+        "step": [4, 4],
+        "prompt": [[{"role": "user", "content": "2+2?"}]] * 2,
+        "completion": [[{"role": "assistant", "content": text}] for text in ("4", "5")],
+        "accuracy": [1.0, 0.0],
+        "advantage": [0.5, -0.5],
+    }
+    ordered = {name: columns.get(name, values) for name, values in table.items() if name != "advantage"}
+    ordered |= {name: values for name, values in columns.items() if name not in table}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({**ordered, "advantage": columns.get("advantage", table["advantage"])}), path)
+    return path
+
+
+def verifiers_row(example: int, reward: Any, **changes: Any) -> dict[str, Any]:
+    return {
+        "example_id": example,
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "completion": [{"role": "assistant", "content": "4"}],
+        "task": "math",
+        "reward": reward,
+        "is_completed": True,
+        "is_truncated": False,
+        "metrics": {"correct": reward},
+        "correct": reward,
+        **changes,
+    }
+
+
+def node(
+    parent: int | None, role: str, tokens: list[int], mask: list[bool], **changes: Any
+) -> dict[str, Any]:
+    sampled = any(mask)
+    row = {
+        "parent": parent,
+        "message": {"role": role, "content": f"{role} says"},
+        "sampled": sampled,
+        "token_ids": tokens,
+        "mask": mask,
+        "logprobs": [-0.5] * sum(mask),
+    }
+    return {**row, **changes}
+
+
+def episode(group: str, name: str, rewards: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Two turns: four tokens of prompt and scaffold, two sampled, one of a tool, one sampled."""
+    trace = {
+        "version": 1,
+        "id": f"trace-{name}",
+        "task": {"type": "Task", "data": {"idx": 0}, "key": "k"},
+        "agent": {"config": {}, "name": "agent", "trainable": True},
+        "nodes": [
+            node(None, "user", [1, 2, 3], [False] * 3),
+            node(0, "assistant", [4, 5, 6], [False, True, True]),
+            node(1, "tool", [7], [False]),
+            node(2, "assistant", [8], [True]),
+        ],
+        "calls": [{"node": 1, "finish_reason": "stop"}, {"node": 3, "finish_reason": "stop"}],
+        "rewards": rewards,
+        "is_completed": True,
+        "ok": True,
+        "stop_condition": "agent_completed",
+    }
+    return {
+        "id": name,
+        "env": {"id": "gsm8k"},
+        "task": {"type": "Task", "data": {"idx": 0}, "key": "k"},
+        "group": {"id": group},
+        "run": {
+            "type": "train",
+            "id": "r",
+            "work": {"type": "train", "step": 2, "policy": {"start": 1, "end": 2}},
+        },
+        "ok": True,
+        "errors": [],
+        "traces": [trace | changes.pop("trace", {})],
+        **changes,
+    }
+
+
+def nemo_row(idx: int, reward: float, prompt: int = 1, **changes: Any) -> dict[str, Any]:
+    """Two tokens of prompt, two of response, one of padding."""
+    return {
+        "content": ["some text"],
+        "rewards": [reward],
+        "input_lengths": [4],
+        "token_ids": [[prompt, 2, 3, 4, 0]],
+        "token_loss_mask": [[0, 0, 1, 1, 0]],
+        "sample_loss_mask": [1.0],
+        "advantages": [[0.5, 0.5, 0.5, 0.5, 0.5]],
+        "generation_logprobs": [[0.0, 0.0, -1.0, -2.0, 0.0]],
+        "prev_logprobs": [[0.0, 0.0, -1.1, -2.1, 0.0]],
+        "idx": idx,
+        **changes,
+    }
+
+
+def open_instruct_row(sample: int, prompt: int, reward: float, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": 3,
+        "sample_idx": sample,
+        "prompt_idx": prompt,
+        "prompt_tokens": [100 + prompt, 101],
+        "response_tokens": [7, 8, 9],
+        "reward": reward,
+        "advantage": 0.25,
+        "finish_reason": "stop",
+        "dataset": "math",
+        "ground_truth": [4],
+        "request_info": None,
+        "logprobs": [-1.0, -2.0, -3.0],
+        **changes,
+    }
+
+
+def tinker_row(group: int, trajectory: int, reward: float, **changes: Any) -> dict[str, Any]:
+    step = {"ob_len": 9, "reward": 0.0, "episode_done": False, "metrics": {}, "logs": {}}
+    return {
+        "schema_version": 1,
+        "split": "train",
+        "iteration": 6,
+        "group_idx": group,
+        "traj_idx": trajectory,
+        "tags": ["math"],
+        "sampling_client_step": 5,
+        "total_reward": reward,
+        "final_reward": 0.0,
+        "trajectory_metrics": {},
+        "steps": [
+            {**step, "step_idx": 0, "ac_len": 2},
+            {**step, "step_idx": 1, "ac_len": 1 + trajectory, "episode_done": True},
+        ],
+        "final_ob_len": 0,
+        **changes,
+    }
+
+
+PROMPT = {"group_by": "prompt"}
+# A record of each format of lines, alone, and the options to read it with.
+RECORDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "verl": (verl_row("a_0_0", 1.0), {}),
+    "prime_rl": (episode("g", "a", {"r": {"score": 1}}), {}),
+    "nemo_rl": (nemo_row(0, 1.0), PROMPT),
+    "open_instruct": (open_instruct_row(0, 0, 1.0), {}),
+    "tinker": (tinker_row(0, 0, 1.0), {}),
+    "verifiers": (verifiers_row(0, 1.0, timing={"total_ms": 8.25}), {}),
+}
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Where a file of that format may be."""
+    return folder / ("train_data_step1.jsonl" if name == "nemo_rl" else "dump.jsonl")
+
+
+def assert_refused(match: str, path: Path | str, *more: str, **options: Any) -> None:
+    """Reading it raises an error that says so."""
+    with pytest.raises(SourceError, match=match):
+        list(open_source(path, *more, **options))

@@ -1,0 +1,178 @@
+"""A Python that has imported what tests need: whatever it runs is a fork of one process.
+
+Importing takes seconds, and each worker of pytest, of TorchRL and of Ray would do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+
+IMPORTED = [
+    "headrace.pipeline",
+    "headrace.pipeline.main",
+    "headrace.pipeline.reverse",
+    "headrace.pipeline.tools.command.perform",
+    "torchrl.collectors",
+    "torchrl.objectives.llm",
+    "pyarrow.compute",
+    "hypothesis",
+]
+OPTIONAL = ["pandas", "transformers.modeling_utils"]  # pyarrow imports pandas with the first array
+FREE = 500  # a number that no open file has
+NUMBER = 8  # bytes
+
+
+def ready_python() -> str:
+    """The path of a command like ``python``, with the files, the folder and the environment of its caller.
+
+    Its process ends with the one that has asked first. Where no process can be watched, it is Python itself.
+    """
+    if not hasattr(os, "pidfd_open"):  # only Linux has it
+        return sys.executable
+    folder = Path(os.environ.setdefault("HEADRACE_KEPT", mkdtemp()))
+    command = folder / "python"
+    if not command.exists():
+        start(str(folder / "socket"), os.getpid())
+        words = [sys.executable, "-IS", __file__, "run", str(folder / "socket")]
+        command.write_text(f'#!/bin/sh\nexec {" ".join(map(repr, words))} "$@"\n')
+        command.chmod(0o755)
+    return str(command)
+
+
+def ready_ray() -> str:
+    """The path of a file to be the ``setup_worker.py`` of Ray.
+
+    When Ray is imported, it reads of which raylet a process is: each has a process of its own to fork.
+    """
+    file = Path(os.environ["HEADRACE_KEPT"], "ray.py")
+    file.write_text(f"import runpy\nrunpy.run_path({__file__!r}, run_name='ray')\n")
+    return str(file)
+
+
+def start(address: str, owner: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Start the process, if nobody has."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        mine = f"{address}.{os.getpid()}"
+        listener.bind(mine)
+        listener.listen(128)
+        listener.set_inheritable(True)
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, address)
+            words = [sys.executable, "-Wignore", __file__, "serve", str(listener.fileno()), str(owner)]
+            nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+            os.posix_spawn(sys.executable, words, environment, file_actions=[nothing])
+        os.unlink(mine)
+
+
+def run(address: str, words: list[str]) -> int:
+    """The exit code of what the process runs."""
+    fds = [int(name) for name in os.listdir("/dev/fd")]
+    with socket.socket(socket.AF_UNIX) as connection:
+        fds = [fd for fd in fds if is_passed(fd)]
+        told = json.dumps([words, fds, os.getcwd(), dict(os.environ)]).encode()
+        connection.connect(address)
+        socket.send_fds(connection, [len(told).to_bytes(NUMBER, "big")], fds)
+        connection.sendall(told)
+        code = int.from_bytes(connection.recv(NUMBER) or b"\1", "big", signed=True)
+    return code if code >= 0 else 128 - code
+
+
+def is_passed(fd: int) -> bool:
+    try:
+        return os.get_inheritable(fd)
+    except OSError:  # that of the folder
+        return False
+
+
+def forked(listener: socket.socket, owner: int) -> tuple[list[str], dict[str, str]]:
+    """Returns in forks alone: the words and the environment of one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    end = os.pidfd_open(owner)
+    while True:
+        if end in select.select([listener, end], [], [])[0]:
+            os._exit(0)
+        connection, _ = listener.accept()
+        if os.fork():
+            connection.close()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        listener.close()
+        os.close(end)
+        size, fds, _, _ = socket.recv_fds(connection, NUMBER, 250)
+        told = b""
+        while len(told) < int.from_bytes(size, "big"):
+            told += connection.recv(1 << 20)
+        words, places, folder, environment = json.loads(told)
+        if process := os.fork():
+            for fd in fds:
+                os.close(fd)
+            _, status = os.waitpid(process, 0)
+            with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+                connection.send(os.waitstatus_to_exitcode(status).to_bytes(NUMBER, "big", signed=True))
+            os._exit(0)
+        connection.close()
+        if "RAY_RAYLET_PID" in environment:
+            os.setpgrp()  # Ray kills the group of a process that ends
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for place, fd in enumerate(fds, FREE):
+            os.dup2(fd, place)
+            os.close(fd)
+        for place, fd in enumerate(places, FREE):
+            os.dup2(place, fd)
+            os.close(place)
+        os.chdir(folder)
+        return words, environment
+
+
+def begin(words: list[str], environment: dict[str, str]) -> None:
+    """Run what ``python`` runs with these words."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.remove(str(Path(__file__).parent))
+    there = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in there if path and path not in sys.path]
+    sys.stdout.reconfigure(line_buffering=True)
+    while words[0].startswith("-") and words[0] != "-c":
+        words.pop(0)
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(words[1], main.__dict__)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "ray":
+    raylet = os.environ["RAY_RAYLET_PID"]
+    address = str(Path(os.environ["HEADRACE_KEPT"], raylet))
+    start(address, int(raylet), os.environ | {"RAY_JOB_ID": "ffffffff"})  # no job: a task brings its own
+    of_setup = ("--language=", "--serialized-runtime-env-context=")
+    sys.exit(run(address, [word for word in sys.argv[1:] if not word.startswith(of_setup)]))
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        sys.exit(run(sys.argv[2], sys.argv[3:]))
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for name in OPTIONAL:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    begin(*forked(socket.socket(socket.AF_UNIX, fileno=int(sys.argv[2])), int(sys.argv[3])))

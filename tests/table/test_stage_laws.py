@@ -1,0 +1,204 @@
+"""Guarantees for authors of stages: masking, renamed columns and carried rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from batches import batch_of
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, load_pipeline
+from headrace.transforms import (
+    BatchError,
+    BatchTransform,
+    BestOf,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    RewardsToGo,
+    SampleFilter,
+    ShuffleSplit,
+    group_relative_advantage,
+)
+from headrace.transforms.table.schema import COUNTED, MINIBATCH, REWARD
+
+MASK, LOG_PROBS = ("masks", "all_assistant_mask"), ("log_probs", "full")
+
+
+class Low(BatchTransform):
+    """A stage of somebody's own, by the verbs of the table."""
+
+    reasons: Mapping[str, str] = {"low": "masked"}
+
+    def __init__(self, *, low: float = 2.0, effect: str = "masked"):
+        super().__init__([("next", "reward")])
+        self.low, self.effect = low, effect
+
+    def decide(self, rows):
+        rows.leave(rows["reward"] < self.low, "low", self.effect)
+
+
+def test_a_row_that_leaves_the_loss_is_masked_by_any_stage():
+    batch = batch_of([1.0, 2, 3], [0, 0, 0])
+    for out in (Low()(batch), Pipeline({"low": Low()}).run(batch).batch):
+        assert out[MASK].any(1).tolist() == [False, True, True]
+        assert out[LOG_PROBS][0].isnan().all()
+    with pytest.raises(BatchError, match="so they would still train"):
+        Low()(batch.exclude("masks", "log_probs"))
+
+
+def test_a_reason_has_one_effect():
+    class Twice(Low):
+        def decide(self, rows):
+            super().decide(rows)
+            rows.leave(rows["reward"] > 2, "low", "dropped")
+
+    with pytest.raises(ValueError, match=r"rows that leave for 'low' are masked; .* dropped another reason"):
+        Twice()(batch_of([1.0, 2, 3], [0, 0, 0]))
+
+
+def test_excluded_rows_are_out_of_the_statistics_at_once():
+    class Sum(Low):
+        def decide(self, rows):
+            rows.leave(rows["reward"] < 2, "low", "excluded")
+            rows.metric("sum", rows.groups.sum(rows["reward"])[0])
+            rows.metric("voters", len(rows.voters))
+
+    run = Pipeline({"sum": Sum()}).run(batch_of([1.0, 2, 3], [0, 0, 0]))
+    assert (run.metrics["sum/sum"], run.metrics["sum/voters"]) == (5, 2)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(1), torch.zeros(1, dtype=torch.int64)], ids=["float", "int"])
+def test_writing_to_some_rows_leaves_the_others_unchanged(values):
+    class Some(BatchTransform):
+        def __init__(self):
+            super().__init__([("next", "reward")], [("next", "reward")])
+
+        def decide(self, rows):
+            rows.where(rows["reward"] > 2)["reward"] = values
+
+    assert Some()(batch_of([1.5, 2, 3], [0, 0, 0]))["next", "reward"].flatten().tolist() == [1.5, 2, 0]
+
+
+def test_a_column_as_an_attribute_is_answered_with_its_name():
+    class Attribute(Low):
+        def decide(self, rows):
+            rows.advantage  # noqa: B018
+
+    with pytest.raises(AttributeError, match=r"there is no rows.advantage; a column is rows\['advantage'\]"):
+        Attribute()(batch_of([1.0, 2, 3], [0, 0, 0]))
+
+
+def test_each_stage_that_needs_an_id_checks_it():
+    batch = batch_of([1.0, 2, 3, 4], [-1, -1, -1, -1], [0, -1, 2, 3])
+    with pytest.raises(BatchError, match=r"rollout_id ≥ 0; found -1 at row 1"):
+        GroupRelativeAdvantage(without_ids=[2, 2])(batch)
+
+
+def test_a_column_has_one_name_in_all_stages():
+    with pytest.raises(ValueError, match="stage 'low' reads the column 'reward' by its default name"):
+        Pipeline({"low": Low()}, columns={"reward": "score"})
+    with pytest.raises(
+        ValueError, match=r"'group' has two names: pipeline.columns has 'uid', pipeline.group_key is 'x'"
+    ):
+        Pipeline({}, columns={"group": "uid"}, group_key="x")
+    with pytest.raises(TypeError, match="column 'grp'"):
+        type("Odd", (BatchTransform,), {}, columns=("grp",))
+    pipeline = load_pipeline("grpo", columns={"group": "uid", "reward": "score"}, group_size=2)
+    batch = batch_of([1.0, 3], [0, 0])
+    batch["uid"], batch["score"] = batch["group_id"], batch["next", "reward"]
+    out = pipeline(batch.exclude("group_id", ("next", "reward")))
+    assert sorted(out["advantage"].flatten().sign().tolist()) == [-1, 1]
+
+
+@pytest.mark.parametrize("stage", [FanOutCollapse, RewardsToGo])
+def test_ends_are_checked_under_any_name(stage):
+    batch = batch_of([1.0, 1], [0, 0], [7, 7])
+    batch["fin"] = torch.tensor([True, True])
+    with pytest.raises(BatchError, match="a rollout ends once"):
+        stage(done_key="fin")(batch)
+
+
+def test_carried_rows_are_never_lost():
+    first = ShuffleSplit(minibatch_size=2, remainder="carry", unit="sample")
+    first(batch_of([1.0, 2, 3], [0, 1, 2]))
+    other = ShuffleSplit(minibatches=1, remainder="drop", unit="sample")
+    other.load_state_dict(first.state_dict())
+    run = Pipeline({"split": other}).run(batch_of([1.0, 2], [5, 6], [5, 6]))
+    assert len(run.batch) == 3
+    assert run.ledger.counts()["trained"] == 3
+
+
+def test_each_pass_has_the_columns_of_stages_after_the_split():
+    class Masks(BatchTransform):
+        """Lets the rows of the first minibatch train."""
+
+        def __init__(self):
+            super().__init__([MINIBATCH], [MASK])
+
+        def apply(self, batch):
+            first = batch[MINIBATCH] == 0
+            return batch.set(MASK, batch[MASK] & first[:, None])
+
+    batch = batch_of([1.0] * 6, [0] * 6)
+    pipeline = Pipeline({"split": ShuffleSplit(minibatches=2, unit="sample"), "masks": Masks()})
+    for number, part in enumerate(pipeline.minibatches(batch, epochs=3)):
+        assert part[MASK].any(1).tolist() == [number % 2 == 0] * 3
+
+
+def test_a_stage_that_moves_rows_is_refused():
+    with pytest.raises(BatchError, match=r"stage 'sort', .*must keep the order of the rows.*\[2, 1, 0\]"):
+        Pipeline({"sort": lambda batch: batch.flip(0)})(batch_of([1.0, 2, 3], [0, 0, 0]))
+
+
+def test_equal_rewards_have_an_advantage_of_0_over_the_batch_too():
+    for options in ({"baseline": "batch"}, {"baseline": "batch", "scale": "batch"}):
+        found = group_relative_advantage([0.7] * 8, [0] * 8, eps=1e-12, **{"scale": "none", **options})
+        assert not found.any()
+
+
+def test_integer_rewards_are_not_rounded():
+    rewards = torch.tensor([2**24 + 1, 2**24])
+    batch = TensorDict(
+        {"group_id": [0, 0], "rollout_id": [0, 1], ("next", "reward"): rewards}, batch_size=[2]
+    )
+    assert FanOutCollapse()(batch)[REWARD].tolist() == rewards.tolist()
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        GroupRelativeAdvantage(baseline="best_of_k", k=2, scale="none"),
+        SampleFilter(criterion=BestOf(k=1, by="variance")),
+        FanOutCollapse(columns=2),
+    ],
+    ids=repr,
+)
+def test_a_batch_without_kept_rows_is_no_error(stage):
+    nothing = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="drop", unit="sample")
+    run = Pipeline({"nothing": nothing, "stage": stage}).run(batch_of([1.0, 2], [0, 0]))
+    assert len(run.batch) == 0
+    assert run.ledger.counts()["trained"] == 0
+
+
+def test_any_stage_may_exclude_rows_from_the_statistics():
+    def exclude(batch):
+        return batch.set(COUNTED, batch["rollout_id"] > 0)
+
+    run = Pipeline({"exclude": exclude, "collapse": FanOutCollapse()}).run(batch_of([1.0, 2, 3], [0, 0, 0]))
+    assert run.batch[COUNTED].tolist() == [False, True, True]
+
+
+def test_an_unused_reason_is_listed_once_with_its_effect():
+    nothing = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="drop", unit="sample")
+    exclude = SampleFilter(criterion=lambda batch: batch["rollout_id"] < 0, action="exclude", unit="sample")
+    split = ShuffleSplit(minibatches=1)
+    ledger = Pipeline({"nothing": nothing, "out": exclude, "split": split}).run(batch_of([1.0], [0])).ledger
+    found = dict(zip(ledger.names, ledger.actions, strict=True))
+    assert len(found) == len(ledger.names)
+    assert [found[name] for name in found if name.startswith(("out/", "split/"))] == [
+        "excluded",
+        "dropped",
+        "carried",
+    ]

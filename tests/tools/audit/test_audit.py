@@ -1,0 +1,511 @@
+"""An audit finds the faults of a dump and reports no others."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import statistics
+from pathlib import Path
+
+import dumps
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from command import headrace_here, told
+from composed import composed, configure
+
+from headrace.pipeline import ConfigError, make_report, write_dump
+from headrace.pipeline.tools.audit import AuditFailed, audit, logged
+from headrace.pipeline.tools.dumps.readers import SourceError, open_source
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    """The recipes whose advantages a dump may have."""
+    monkeypatch.setattr(logged, "load_pipeline", composed)
+
+
+def grpo(rewards, voters=None, eps=1e-6):
+    """(R − mean) / (std + ε) of the rewards, by those of the voters."""
+    voters = rewards if voters is None else voters
+    scale = statistics.stdev(voters) + eps
+    return [(reward - statistics.mean(voters)) / scale if len(set(voters)) > 1 else 0.0 for reward in rewards]
+
+
+def audited(path, folder, *words):
+    """What an audit prints, and its checks as JSON, by name."""
+    named = [word for word in words if word.startswith("pipeline=")]
+    config = configure("config", "task=audit", f"source.path={path}", *words)
+    number, text = told(audit, config, folder, named)
+    report = json.loads((folder / "audit.json").read_text())
+    checks = {check["check"]: check for check in report["checks"]}
+    assert number == report["findings"] == sum(len(check["findings"]) for check in checks.values())
+    return text, checks
+
+
+def found(checks):
+    """The groups of each check that found something."""
+    return {
+        name: [each["group"] for each in check["findings"]]
+        for name, check in checks.items()
+        if check["findings"]
+    }
+
+
+# -- dumps with planted faults -----------------------------------------------------------------------------
+
+
+class Rows:
+    """Rows of slime's dump with their advantages, group by group."""
+
+    def __init__(self):
+        self.samples, self.advantages = [], []
+
+    def add(self, group, rewards, advantages, *, rows=None, **changes):
+        """Rollouts of a group: their rewards, the rows of some, and changes of single ones, by index."""
+        for at, (reward, advantage) in enumerate(zip(rewards, advantages, strict=True)):
+            for _ in range((rows or {}).get(at, 1)):
+                sample = dumps.slime_sample(group, len(self.samples), reward, rollout_id=100 * group + at)
+                self.samples.append(sample | changes.get(f"rollout_{at}", {}))
+                self.advantages.append(advantage)
+
+    def columns(self):
+        return self.samples, self.advantages
+
+
+R = [1.0, 0.0, 0.5, 0.25]
+AS_SLIME = ("pipeline=as/slime", "pipeline.empty=exclude", "source.group_size=4")
+REMOVED = {"rollout_1": {"remove_sample": True}}
+
+
+def sound_rows():
+    """A whole group, one that fans out, and one with a rollout out of the loss: all as declared."""
+    rows = Rows()
+    rows.add(0, R, grpo(R))
+    rows.add(6, R, grpo(R), rows={0: 2})
+    rows.add(7, R, grpo(R, [1.0, 0.5, 0.25]), **REMOVED)
+    return rows
+
+
+def test_five_faults_of_a_slime_dump_are_found(tmp_path):
+    rows = sound_rows()
+    rows.add(1, R[:3], grpo(R[:3]))
+    rows.add(2, R, grpo(R), rollout_2={"prompt": "another prompt"})
+    rows.add(3, R, grpo(R, [1.0, *R]), rows={0: 2})
+    rows.add(4, R, grpo(R), **REMOVED)
+    rows.add(5, [*R, 0.75], grpo([*R, 0.75]))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    text, checks = audited(path, tmp_path, *AS_SLIME)
+    assert found(checks) == {
+        "incomplete": ["1"],
+        "mixed": ["2"],
+        "counted_twice": ["3"],
+        "masked": ["4"],
+        "oversized": ["5"],
+    }
+    twice, masked = checks["counted_twice"]["findings"][0], checks["masked"]["findings"][0]
+    assert twice["rollouts"] == ["300"]
+    assert twice["expected"] == pytest.approx([grpo(R)[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
+    assert twice["found"] == pytest.approx([grpo(R, [1.0, *R])[at] for at in (0, 0, 1, 2, 3)], abs=1e-5)
+    assert masked["rollouts"] == ["401"]
+    assert "group 1 has 3 of 4 rollouts" in text
+    assert "group 5 has 5 rollouts, but was dispatched with 4" in text
+    assert "group 2 has 2 prompts: 'prompt 2', 'another prompt'" in text
+    assert checks["signs"]["state"] == checks["advantages"]["state"] == "passed"
+    assert checks["weights"]["state"] == "not checked"
+
+
+def test_three_faults_of_a_verl_dump_are_found(tmp_path):
+    rows = [dumps.verl_row(f"fine_{i}_0", float(i)) for i in range(4)]
+    rows += [dumps.verl_row(f"short_{i}_0", float(i)) for i in range(3)]
+    rows += [dumps.verl_row(f"mixed_{i}_0", float(i), prompt=f"{i // 2}+1?") for i in range(4)]
+    rows += [dumps.verl_row(f"large_{i}_0", float(i)) for i in range(5)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    text, checks = audited(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    assert found(checks) == {"incomplete": ["short"], "mixed": ["mixed"], "oversized": ["large"]}
+    assert checks["mixed"]["findings"][0]["rollouts"] == [f"mixed_{i}" for i in range(4)]
+    for name in ("signs", "counted_twice", "advantages"):
+        assert checks[name]["state"] == "not checked"
+        assert list(checks[name]["not_checked"]) == ["the dump has no advantages"]
+    assert "not checked: rollouts in the baseline only: the dump has no loss masks" in text
+
+
+def test_a_dump_without_advantages_is_told_first_that_they_cannot_be_checked(tmp_path):
+    rows = [dumps.verl_row(f"<b>_{i}_0", float(i), prompt=f"<script>{i // 2}") for i in range(4)]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    text, _ = audited(path, tmp_path, "pipeline=as/verl", "source.group_size=4", "source.format=verl")
+    said = "This dump cannot show whether the advantages were right, because it has none. verl saves none."
+    assert " ".join(text.split()).startswith(said)
+    page = (tmp_path / "report.html").read_text()
+    assert page.index(said) < page.index("<table")
+    assert "&lt;script&gt;" in page  # texts of a dump are escaped
+    assert not [word for word in ("<script", "<b>", "\\n") if word in page]
+
+
+def test_a_group_that_was_made_from_a_prompt_is_called_by_the_prompt(tmp_path):
+    """Its label begins with what the user asked."""
+    asked = ["2+2?"] * 4 + ["3+3?"] * 4 + ["4+4?"] * 3
+    rows = [
+        dumps.verl_row(None, float(i), prompt=f"user\n{each}\nassistant\n") for i, each in enumerate(asked)
+    ]
+    path = dumps.write_lines(tmp_path / "dump" / "7.jsonl", rows)
+    words = ("source.group_by=prompt", "source.group_size=4", "source.format=verl")
+    text, _ = audited(path, tmp_path, "pipeline=as/verl", *words)
+    assert re.search(r"group 4\+4\? #\w+ has 3 of 4 rollouts", text)
+
+
+def trl_columns(advantages):
+    return {
+        "step": [4] * 8,
+        "prompt": [f"prompt {i // 4}" for i in range(8)],
+        "completion": [str(i) for i in range(8)],
+        "accuracy": R + R[::-1],
+        "advantage": advantages,
+    }
+
+
+AS_TRL = ("pipeline=as/trl", "source.group_by=prompt", "source.group_size=4")
+
+
+def test_wrong_signs_in_a_trl_table_are_found(tmp_path):
+    advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
+    wrong = [-value if i in (1, 4, 6) else value for i, value in enumerate(advantages)]
+    path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **trl_columns(wrong))
+    text, checks = audited(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"signs"}
+    assert [each["rows"] for each in checks["signs"]["findings"]] == [[1], [4, 6]]
+    assert checks["signs"]["findings"][0]["expected"] == pytest.approx([advantages[1]], abs=1e-6)
+    assert checks["signs"]["findings"][0]["found"] == pytest.approx([-advantages[1]], abs=1e-6)
+    assert checks["signs"]["gradient_share"] is None  # which depends on lengths
+    assert "wrong sign" in text
+    assert checks["counted_twice"]["state"] == "not checked"
+
+
+def test_a_strict_audit_fails_if_the_recipe_refuses_a_step(tmp_path):
+    """Its advantages were not checked, and nothing else may be wrong."""
+    columns = trl_columns(grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4))
+    columns["accuracy"] = [value - 5 for value in columns["accuracy"]]
+    path = dumps.trl_dump(tmp_path / "completions" / "completions_4.parquet", **columns)
+    words = (*AS_TRL, "pipeline.stages.advantage.scale=mean")  # which needs rewards of at least 0
+    assert not found(audited(path, tmp_path, *words)[1])
+    with pytest.raises(AuditFailed, match="0 findings, and the recipe refused 1 of 1 steps"):
+        audited(path, tmp_path, *words, "audit.strict=true")
+
+
+# -- sound dumps ---------------------------------------------------------------------------------------------
+
+
+def sound_lines(name, record):
+    """Who writes four rollouts of one group into a file of this name, a record each."""
+    return lambda folder: dumps.write_lines(folder / name, [record(i) for i in range(4)])
+
+
+def two_groups_of_trl(folder):
+    advantages = grpo(R, eps=1e-4) + grpo(R[::-1], eps=1e-4)
+    dumps.trl_dump(folder / "completions_4.parquet", **trl_columns(advantages))
+
+
+def by_population_std(i):
+    return (R[i] - statistics.mean(R)) / (statistics.pstdev(R) + 1e-8)
+
+
+# A dump of each format in which nothing is wrong: who writes it into a folder, and the words to read it.
+SOUND = {
+    "headrace": (lambda folder: headrace_dump(folder), ["pipeline=grpo"]),
+    "slime": (lambda folder: dumps.slime_details(folder, *sound_rows().columns()), AS_SLIME),
+    "trl": (two_groups_of_trl, AS_TRL),
+    "verl": (
+        sound_lines("7.jsonl", lambda i: dumps.verl_row(f"a_{i}_0", R[i])),
+        ["pipeline=as/verl", "source.group_size=4", "source.format=verl"],
+    ),
+    "verifiers": (
+        sound_lines("results.jsonl", lambda i: dumps.verifiers_row(0, R[i], timing=i)),
+        ["source.group_size=4"],
+    ),
+    "prime_rl": (
+        sound_lines(
+            "traces.jsonl", lambda i: dumps.episode("g", f"e{i}", {"a": {"score": R[i], "weight": 1.0}})
+        ),
+        ["pipeline=as/prime_rl", "source.group_size=4"],
+    ),
+    "nemo_rl": (
+        sound_lines(
+            "train_data_step3.jsonl", lambda i: dumps.nemo_row(i, R[i], advantages=[[grpo(R)[i]] * 5])
+        ),
+        ["pipeline=as/slime", "source.group_by=prompt", "source.group_size=4"],
+    ),
+    "open_instruct": (
+        sound_lines(
+            "run_rollouts_000000.jsonl",
+            lambda i: dumps.open_instruct_row(i, 0, R[i], advantage=by_population_std(i)),
+        ),
+        ["pipeline=as/open_instruct", "source.group_size=4"],
+    ),
+    "tinker": (
+        sound_lines("train_rollout_summaries.jsonl", lambda i: dumps.tinker_row(0, i, R[i])),
+        ["pipeline=as/tinker", "source.group_size=4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_dump_has_no_findings(name, tmp_path):
+    write, words = SOUND[name]
+    write(tmp_path / "dump")
+    text, checks = audited(tmp_path / "dump", tmp_path, *words, "audit.strict=true")
+    assert found(checks) == {}
+    compared = {"headrace", "slime", "trl", "nemo_rl", "open_instruct"}
+    assert (checks["advantages"]["state"] == "passed") == (name in compared)
+    assert (checks["weights"]["state"] == "passed") == (name == "headrace")
+    for check in checks.values():  # what was not looked at says why, on the screen too
+        assert (check["state"] == "not checked") == bool(check["not_checked"])
+        assert all(f"not checked: {check['title']}: {why}" in text for why in check["not_checked"])
+
+
+# -- what can be said, and what cannot -----------------------------------------------------------------------
+
+
+def test_each_group_is_named_with_how_it_was_counted(tmp_path):
+    """Random groups, each counted in one of three ways, compared with a loop over rollouts."""
+    draw = random.Random(0)
+    rows, truth = Rows(), {"counted_twice": [], "masked": []}
+    for group in range(60):
+        rewards = [draw.random() for _ in range(4)]
+        several = {0: draw.randint(1, 3)}
+        removed = draw.random() < 0.5
+        fair = [reward for at, reward in enumerate(rewards) if not (removed and at == 1)]
+        how = draw.choice(["declared", "counted_twice", "masked"])
+        voters = fair
+        if how == "counted_twice":
+            voters = [rewards[0]] * (several[0] - 1) + fair
+        if how == "masked":
+            voters = rewards
+        if len(voters) > len(fair):
+            truth[how].append(str(group))
+        rows.add(group, rewards, grpo(rewards, voters), rows=several, **(REMOVED if removed else {}))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = audited(path, tmp_path, *AS_SLIME)
+    assert found(checks) == {name: groups for name, groups in truth.items() if groups}
+
+
+def test_equal_numbers_of_two_ways_to_count_are_no_finding(tmp_path):
+    """A rollout of several rows and a masked one, with baseline leave_one_out and scale none."""
+    rows = Rows()
+    rewards = [0.5, 0.5, 1.0, 0.0]
+    rows.add(0, rewards, [0.0, 0.0, 0.5, -0.5], rows={0: 3}, **REMOVED)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    words = ("pipeline=as/prime_rl", "pipeline.empty=exclude", "source.group_size=4")
+    _, checks = audited(path, tmp_path, *words)
+    assert found(checks) == {}
+    assert checks["counted_twice"]["state"] == checks["masked"]["state"] == "passed"
+
+
+def test_two_possible_explanations_are_both_named(tmp_path):
+    """Rewards 1 1 0 0: a second row of a 1 and a counted masked 1 give the same baseline."""
+    rows = Rows()
+    rewards = [1.0, 1.0, 0.0, 0.0]
+    rows.add(0, rewards, [reward - 0.5 for reward in rewards], rows={0: 2}, **REMOVED)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    words = ("pipeline=as/prime_rl", "pipeline.empty=exclude", "source.group_size=4")
+    _, checks = audited(path, tmp_path, *words)
+    assert set(found(checks)) == {"advantages"}
+    said = checks["advantages"]["findings"][0]["text"]
+    assert "as if each row counts as a rollout as well as if rollouts out of the loss count" in said
+
+
+def test_groups_cut_by_position_are_named(tmp_path):
+    """Groups of 3 and 5, cut into groups of four by a reshape."""
+    rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
+    columns = trl_columns(grpo(rewards[:4], eps=1e-4) + grpo(rewards[4:], eps=1e-4))
+    columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    text, checks = audited(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"mixed", "incomplete", "oversized"}
+    assert len(checks["mixed"]["findings"]) == 2
+    assert "compared with other groups, as if groups are cut by position, 4 rows each" in text
+    assert checks["advantages"]["findings"] == checks["signs"]["findings"] == []
+
+
+def test_a_step_cut_by_position_in_part_is_not_named_so(tmp_path):
+    """Groups of 3 and 5: the first as if cut into groups of four, the second as it is."""
+    rewards = [1.0, 0.0, 0.25, 0.75, 0.5, 0.0, 0.125, 1.0]
+    columns = trl_columns(grpo(rewards[:3], rewards[:4], eps=1e-4) + grpo(rewards[3:], eps=1e-4))
+    columns |= {"accuracy": rewards, "prompt": ["a"] * 3 + ["b"] * 5}
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    _, checks = audited(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"advantages", "incomplete", "oversized"}
+    assert all(row < 3 for row in checks["advantages"]["findings"][0]["rows"])
+
+
+def test_a_wrong_sign_is_found_where_both_counts_agree(tmp_path):
+    rows, centred = Rows(), [reward - statistics.mean(R) for reward in R]
+    rows.add(0, R, [-centred[0], *centred[1:]], rows=dict.fromkeys(range(4), 2))
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = audited(path, tmp_path, "pipeline=as/prime_rl", "source.group_size=4")
+    assert found(checks) == {"signs": ["0"]}
+    assert checks["counted_twice"]["state"] == "passed"
+
+
+def test_the_recipe_of_other_advantages_is_named(tmp_path):
+    columns = trl_columns([reward - statistics.mean(R) for reward in R + R[::-1]])
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **columns)
+    text, checks = audited(path, tmp_path, *AS_TRL)
+    assert set(found(checks)) == {"advantages"}
+    assert "8 of 8 advantages are not those of the recipe: row 0 (rollout 1) 0.5625, by the recipe 1." in text
+    assert "they are those of as/" in checks["advantages"]["hint"]
+
+
+def test_recipes_that_count_masked_rollouts_are_named(tmp_path):
+    rows = Rows()
+    rows.add(4, R, grpo(R), **REMOVED)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    _, checks = audited(path, tmp_path, "pipeline=as/slime", "source.group_size=4")
+    assert found(checks) == {}
+    assert checks["masked"]["state"] == "not checked"
+    assert "set pipeline.empty=exclude" in next(iter(checks["masked"]["not_checked"]))
+
+
+def test_a_failed_rollout_makes_its_group_incomplete(tmp_path):
+    rows = Rows()
+    aborted = {"rollout_1": {"status": "aborted", "prompt": None}}
+    rows.add(0, R, grpo(R, [1.0, 0.5, 0.25]), **aborted)
+    rows.add(1, R, grpo(R), **aborted)
+    path = dumps.slime_details(tmp_path / "dump", rows.samples, rows.advantages)
+    text, checks = audited(path, tmp_path, *AS_SLIME)
+    assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
+    assert "group 0 has 3 of 4 rollouts; failed or aborted: 1" in text
+    text, checks = audited(path, tmp_path / "again", *AS_SLIME[:2])
+    assert found(checks) == {"incomplete": ["0", "1"], "masked": ["1"]}
+    assert "not checked: groups with too many rollouts: the size of groups is not known" in text
+
+
+def test_recipes_with_memory_have_no_advantages_to_compare(tmp_path):
+    path = dumps.trl_dump(tmp_path / "completions_4.parquet", **trl_columns([0.0] * 8))
+    _, checks = audited(path, tmp_path / "spo", "pipeline=spo", *AS_TRL[1:])
+    assert found(checks) == {}
+    assert "has a state from steps before the dump" in next(iter(checks["signs"]["not_checked"]))
+
+
+def headrace_dump(folder: Path, *words: str, rows: int = 8) -> Path:
+    """Two groups of four with one to four tokens a row, in two minibatches; so many rows of them."""
+    columns = {"group_id": torch.arange(8) // 4, "rollout_id": torch.arange(8)}
+    columns |= {("next", "reward"): torch.tensor(R + R), "expected_rollouts": torch.full((8,), 4)}
+    columns["masks", "all_assistant_mask"] = torch.arange(4) >= torch.arange(8).unsqueeze(1) % 4
+    pipeline = composed("pipeline=grpo", "pipeline.stages.split.minibatches=2", *words)
+    return write_dump(make_report(pipeline.run(dumps.batch_of(columns)[:rows])), folder)
+
+
+def test_an_untrained_incomplete_group_is_no_finding(tmp_path):
+    path = headrace_dump(tmp_path / "dump", "pipeline.stages.gate.on_incomplete=drop", rows=7)
+    _, checks = audited(path, tmp_path)
+    assert found(checks) == {}
+    assert checks["incomplete"]["state"] == "passed"
+
+
+def test_weights_are_compared_with_the_declared_mean(tmp_path):
+    words = ("pipeline.stages.weight.unit=rollout",)
+    path = headrace_dump(tmp_path / "dump", *words)
+    _, checks = audited(path, tmp_path, *words)
+    assert checks["weights"]["state"] == "passed"
+    _, checks = audited(path, tmp_path / "token")
+    finding = checks["weights"]["findings"][0]
+    assert set(found(checks)) == {"weights"}
+    table = pq.read_table(path).to_pylist()
+    trained = [row for row in table if row["minibatch"] == table[finding["rows"][0]]["minibatch"]]
+    tokens = sum(row["tokens"] for row in trained)
+    assert finding["expected"] == pytest.approx([1 / tokens] * len(finding["rows"]))
+    assert finding["found"] == pytest.approx(
+        [1 / (len(trained) * table[row]["tokens"]) for row in finding["rows"]]
+    )
+    table = pq.read_table(path)
+    place = table.column_names.index("loss_weight")
+    weights = pa.array([None if w is None else 2 * w for w in table["loss_weight"].to_pylist()])
+    pq.write_table(table.set_column(place, "loss_weight", weights), path)
+    text, checks = audited(tmp_path / "dump", tmp_path / "twice", *words)
+    assert "4 of 4 rows have 2 to 2 times the weight of the declared mean; Σ weight × tokens is 2" in text
+    assert len(checks["weights"]["findings"]) == 2
+    assert checks["weights"]["gradient_share"] == pytest.approx(1)
+
+
+def test_weights_for_averaged_gradients_are_multiplied_by_the_ranks(tmp_path):
+    words = ("pipeline.stages.split.ranks=2", "pipeline.stages.weight.gradients=mean")
+    path = headrace_dump(tmp_path / "dump", *words)
+    assert audited(path, tmp_path / "one", words[0])[1]["weights"]["state"] == "found"
+    assert audited(path, tmp_path / "two", *words)[1]["weights"]["state"] == "passed"
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def test_a_strict_command_exits_with_1_on_findings(tmp_path):
+    wrong = [-1.0, *grpo(R, eps=1e-4)[1:], *grpo(R[::-1], eps=1e-4)]
+    dumps.trl_dump(tmp_path / "bad" / "completions_4.parquet", **trl_columns(wrong))
+    words = ["task=audit", *AS_TRL, "source.path=bad", "hydra.run.dir=out"]
+    assert headrace_here(tmp_path, *words).returncode == 0
+    done = headrace_here(tmp_path, *words, "audit.strict=true", check=False)
+    assert done.returncode == 1
+    assert "advantages of the wrong sign" in done.stdout
+    out = tmp_path / "out"
+    written = {each.name for each in out.glob("[!.]*") if each.is_file() and each.suffix != ".log"}
+    assert written == {"audit.json", "config.yaml", "report.html"}
+    page = (out / "report.html").read_text()
+    assert "wrong signs: row 0 (rollout 1) -1, by the recipe 1.3" in page
+    assert "<script" not in page
+    with pytest.raises(AuditFailed, match=r"the audit has 1 finding$"):
+        audited(tmp_path / "bad", tmp_path, *AS_TRL, "audit.strict=true")
+    with pytest.raises(ConfigError, match="a dump to read is required"):
+        audit(configure("config", "task=audit"), out)
+
+
+# -- what slime trained --------------------------------------------------------------------------------
+
+
+def trained(folder: Path, change) -> Path:
+    """Of a sound dump, with something else in the file of what was trained."""
+    rows = sound_rows()
+    dumps.slime_details(folder, rows.samples, rows.advantages)
+    path = folder / "train_data" / "5.pt"
+    payload = torch.load(path, weights_only=True)
+    change(payload)
+    torch.save(payload, path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda payload: payload.update(format_version=3), "must have format_version 2"),
+        (lambda payload: payload["samples"][0].update(rollout_position=1), "that is there once"),
+        (lambda payload: payload["samples"][0].update(rollout_position=99), "one of the 13 samples"),
+        (lambda payload: payload["samples"][0].update(advantages=torch.ones(3)), "as many advantages as"),
+        (lambda payload: payload["samples"][0].pop("advantages"), "the key 'advantages' is required"),
+        (
+            lambda payload: payload["samples"][0].update(advantages=torch.tensor([0.0, float("nan")])),
+            "finite",
+        ),
+    ],
+)
+def test_undocumented_slime_training_is_refused(change, said, tmp_path):
+    with pytest.raises(SourceError, match=said):
+        list(open_source(trained(tmp_path, change)))
+
+
+def test_slime_advantages_belong_to_samples_by_index(tmp_path):
+    rows = sound_rows()
+    path = trained(tmp_path, lambda payload: payload["samples"].reverse())
+    ((step, batch),) = open_source(path)
+    out = torch.tensor([sample["remove_sample"] for sample in rows.samples])
+    assert step == 5
+    assert batch["logged_advantage"][out].isnan().all()  # no token of it is trained
+    assert batch["logged_advantage"][~out].tolist() == pytest.approx(
+        [value for value, removed in zip(rows.advantages, out, strict=True) if not removed]
+    )
+    ((_, batch),) = open_source(path / "rollout_data" / "5.pt")
+    assert "logged_advantage" in batch.keys()
+    (path / "train_data" / "5.pt").unlink()
+    ((_, batch),) = open_source(path)
+    assert "logged_advantage" not in batch.keys()

@@ -1,0 +1,168 @@
+"""A dump's logged advantages are compared with ours, and the difference is explained."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+from command import told
+from composed import configure
+from dumps import trl_dump
+
+from headrace.pipeline.tools.audit import logged
+from headrace.pipeline.tools.audit.logged import LoggedRows
+from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.report.numbers import logged_numbers
+
+pytestmark = pytest.mark.slow
+
+REWARDS = {3: [1.0, 0, 0.5, 1], 5: [0.0, 0, 0, 2], 8: [3.0, 1, 4, 1.5], 9: [0.25, 0.5, 0.125, 1]}
+TOKENS = [1, 5, 2, 7, 3, 3, 1, 4, 9, 2, 6, 1, 2, 8, 1, 5]
+
+
+def rows(theirs, ours=None, rewards=REWARDS):
+    """Groups of four with what two formulas make of them, group by group in plain Python."""
+    flat = [reward for group in rewards.values() for reward in group]
+    groups = [group for group, members in rewards.items() for _ in members]
+    their = [each for members in rewards.values() for each in theirs(members)]
+    our = [each for members in rewards.values() for each in (ours or theirs)(members)]
+    reward, number = np.array(flat), np.arange(len(flat))
+    return LoggedRows(
+        np.array(their, dtype=np.float32).astype(float),
+        np.array(our),
+        reward,
+        reward,
+        np.array(groups),
+        number,
+        np.array(TOKENS[: len(flat)]),
+    )
+
+
+def centred(group):
+    return [reward - statistics.mean(group) for reward in group]
+
+
+def scaled(eps, deviation=statistics.stdev):
+    return lambda group: [each / (deviation(group) + eps) for each in centred(group)]
+
+
+def against_others(group):
+    return [reward - statistics.mean(group[:i] + group[i + 1 :]) for i, reward in enumerate(group)]
+
+
+def nemo(group):
+    def one(i, reward):
+        others = group[:i] + group[i + 1 :]
+        spread = statistics.stdev(others)
+        return (reward - statistics.mean(others)) / (spread + 1e-6 if spread > 0 else 1)
+
+    return [one(i, reward) for i, reward in enumerate(group)]
+
+
+FRAMEWORKS = {
+    "verl": scaled(1e-6),
+    "trl": scaled(1e-4),
+    "open_instruct": scaled(1e-8, statistics.pstdev),
+    "rllm": scaled(1e-6, statistics.pstdev),
+    "prime_rl": centred,
+    "tinker": centred,
+    "nemo_rl": nemo,
+    "slime": scaled(1e-6),
+    "miles": scaled(1e-6),
+    "skyrl": scaled(1e-6),
+    "openrlhf": scaled(1e-9),
+    "torchrl": scaled(0.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch):
+    """Composing thirteen recipes takes longer than all that is done with them."""
+    from composed import composed
+
+    monkeypatch.setattr(logged, "load_pipeline", composed)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_framework_is_recognised_by_its_convention(name):
+    said = logged.explain_logged([rows(FRAMEWORKS[name], ours=against_others)])
+    assert said.startswith("they are those of as/"), said
+    near = logged.distance_from_recipe([rows(FRAMEWORKS[name])], f"as/{name}")
+    assert near < 1e-5
+    others = [each for each in FRAMEWORKS if FRAMEWORKS[each] is FRAMEWORKS[name] and each < name]
+    assert f"as/{name}" in said or others or " more" in said, said
+
+
+def test_areal_whitens_over_the_tokens_of_the_step():
+    step = rows(scaled(1e-5))
+    mean = sum(a * t for a, t in zip(step.logged, TOKENS, strict=True)) / sum(TOKENS)
+    squares = sum(t * (a - mean) ** 2 for a, t in zip(step.logged, TOKENS, strict=True))
+    white = (step.logged - mean) / ((squares / (sum(TOKENS) - 1)) ** 0.5 + 1e-5)
+    said = logged.explain_logged([step._replace(logged=white)])
+    assert said.startswith("they are those of as/areal, within "), said
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1e-4, 1, 1e5])
+def test_the_unit_of_the_reward_changes_no_recipe(unit):
+    """Advantages of 1e-5 are within 1e-4 of any others."""
+    rewards = {group: [unit * reward for reward in members] for group, members in REWARDS.items()}
+    assert "they are those of as/prime_rl" in logged.explain_logged([rows(centred, scaled(0), rewards)])
+
+
+def test_a_partial_comparison_says_what_was_compared(monkeypatch):
+    monkeypatch.setattr(logged, "MOST", 16)
+    seen = logged.LoggedAdvantages()
+    for each in (rows(centred, against_others), rows(against_others, against_others)):
+        monkeypatch.setattr(logged, "logged_rows", lambda _, each=each: each)
+        seen.add(None)
+    assert "; at the first 1 of 2 steps they are those of as/prime_rl" in seen.said
+
+
+def test_advantages_of_no_recipe_are_nearest_to_one():
+    said = logged.explain_logged([rows(lambda g: [r * r for r in g], centred)])
+    assert said.startswith("they match no framework's recipe; the nearest, as/")
+
+
+def test_numbers_by_hand():
+    columns = {
+        "logged_advantage": np.array([1.0, -1.0, np.nan, 2.0]),
+        "advantage": np.array([1, -1.5, 0, np.nan]),
+    }
+    assert logged_numbers(columns) == {
+        "logged_advantage/rows": 2.0,
+        "logged_advantage/max_difference": 0.5,
+        "logged_advantage/mean_difference": 0.25,
+        "logged_advantage/agree": 0.5,
+    }
+    assert logged_numbers({"advantage": np.ones(2)}) == {}
+
+
+# -- from dumps --------------------------------------------------------------------------------------
+
+
+def replayed(path, folder, *words):
+    shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
+    _, text = told(replay, configure("config", "task=replay", *shared, *words), folder / "out")
+    return " ".join(text.split())
+
+
+def test_a_trl_dump_names_its_advantages(tmp_path):
+    flat = [reward for group in REWARDS.values() for reward in group]
+    columns = {
+        "step": [4] * 16,
+        "prompt": [f"prompt {i // 4}" for i in range(16)],
+        "completion": [str(i) for i in range(16)],
+        "accuracy": flat,
+        "advantage": [each for group in REWARDS.values() for each in scaled(1e-4)(group)],
+    }
+    path = trl_dump(tmp_path / "completions.parquet", **columns)
+    text = replayed(path, tmp_path, "source.group_by=prompt", "pipeline=rloo")
+    assert "logged advantages: 16 rows have one, " in text
+    assert "they are those of as/trl, within " in text
+    ((_, batch),) = open_source(tmp_path / "out" / "rollouts")
+    assert "logged_advantage" in batch.keys()
+    text = replayed(path, tmp_path / "again", "source.group_by=prompt", "pipeline=as/trl")
+    assert "100% agree with yours within 0.0001" in text
+    assert "they are those of" not in text

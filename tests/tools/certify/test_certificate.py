@@ -1,0 +1,219 @@
+"""Certificates: the expected gradient of a recipe, over all outcomes of a small task."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from composed import composed, configure
+from recipes import ADVANTAGES, CHAINS
+from torch.nn.functional import logsigmoid
+
+from headrace.pipeline.tools.certify import (
+    Certificate,
+    OneTurn,
+    Refused,
+    StopOrContinue,
+    TurnsAsRows,
+    certify_recipe,
+)
+from headrace.transforms import BatchTransform
+
+pytestmark = pytest.mark.slow
+
+STEPS = "pipeline.stages.collapse.reward=sum"
+OF_THE_BATCH = {  # stages over the batch or with memory, by recipe: its outcomes are taken one by one
+    "reinforce_pp": {"advantage"},
+    "lite_ppo": {"advantage"},
+    "gpg": {"advantage"},
+    "gdpo": {"whitening"},
+    "high_entropy": {"forks"},
+    "kl_in_advantage": {"kl"},
+    "rae": {"running"},
+    "spo": {"running", "whitening"},
+}
+
+STOP = StopOrContinue()
+TAUGHT = StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5])
+
+
+@cache
+def certified(recipe: str, *words: str, task=STOP, group_size=4) -> Certificate | Refused:
+    config = configure("load", f"pipeline={recipe}", *words).pipeline
+    return certify_recipe(config, recipe, task, "task", group_size=group_size, overrides=words)
+
+
+def ratio(*arguments, **options) -> list[float]:
+    return list(certified(*arguments, **options).advantage.ratio)
+
+
+# -- the stop-or-continue task, in numbers -----------------------------------------------------------------
+
+
+def test_true_gradient_is_the_gradient_of_the_mean_reward():
+    """By hand: J = Σ P(turns) · R, with P(go on) = σ(θ)."""
+    theta = torch.tensor([0.3, -0.2, 0.4], dtype=torch.float64, requires_grad=True)
+    on, stop = logsigmoid(theta).exp(), logsigmoid(-theta).exp()
+    mean = on[0] * stop[1] * 0.8 + on[0] * on[1] * stop[2] * 2.0 + on[0] * on[1] * on[2] * 1.7
+    mean.backward()
+    torch.testing.assert_close(StopOrContinue().true_gradient(), theta.grad, rtol=1e-13, atol=0)
+
+
+def test_dividing_by_std_biases_the_gradient():
+    assert certified("rloo").outcomes == 256
+    assert certified("rloo").advantage.variance == pytest.approx(0.0788, abs=5e-5)
+    assert ratio("grpo") == pytest.approx([1.0225, 0.7806, 0.5272], abs=5e-5)
+    assert certified("grpo").advantage.variance == pytest.approx(0.0733, abs=5e-5)
+
+
+def test_a_mean_over_tokens_biases_the_gradient():
+    found = certified("rloo").loss
+    assert found.ratio == pytest.approx([0.563, 0.469, 0.484], abs=5e-4)
+    assert found.cosine == pytest.approx(0.9978, abs=5e-5)
+    straight = certified("dr_grpo", "pipeline.stages.weight.length=1").loss  # 1 over the rollouts
+    assert straight.ratio == pytest.approx([0.75, 0.75, 0.75], abs=1e-12)
+    assert straight.scale == pytest.approx(0.75)
+
+
+def test_return_to_go_against_the_others_is_unbiased():
+    assert ratio("mt_grpo") == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+def test_a_state_baseline_that_includes_itself_shrinks_late_turns():
+    """At turn k of m rollouts, (m − 1)/m; GiGPO adds it to that of the whole rollout, 0.75."""
+    steps = {"task": TurnsAsRows()}
+    words = (STEPS, "pipeline.stages.returns.discount=1.0")
+    both = ratio("gigpo", *words, **steps)
+    assert both == pytest.approx([1.50, 1.33, 1.08], abs=5e-3)
+    whole = ratio("gigpo", *words, "pipeline.stages.states.weight=0.0", **steps)
+    alone = [a - b for a, b in zip(both, whole, strict=True)]
+    assert alone == pytest.approx([0.75, 0.58, 0.33], abs=5e-3)
+
+
+class TurnMeans(BatchTransform):
+    """As ports of MT-GRPO: a turn's reward against its turn's mean, added up over one's own future."""
+
+    within_groups = True
+
+    def __init__(self):
+        super().__init__(["turn_reward", ("next", "reward")], ["advantage"])
+
+    def apply(self, batch):
+        rewards, there = batch["turn_reward"].clone(), batch["masks", "all_assistant_mask"][:, 1:]
+        rewards[torch.arange(len(batch)), there.sum(1) - 1] += batch["next", "reward"].flatten()
+        credit = torch.zeros_like(rewards)
+        for group in batch["group_id"].unique():
+            of_group = batch["group_id"] == group
+            inside, there_too = rewards[of_group], there[of_group]
+            mean = inside.sum(0) / there_too.sum(0).clamp_min(1)
+            apart = torch.where(there_too, inside - mean, 0.0)
+            credit[of_group] = apart.flip(1).cumsum(1).flip(1)
+        advantage = torch.cat([torch.zeros(len(batch), 1), credit], 1)
+        return batch.set("advantage", advantage.unsqueeze(-1))
+
+
+def test_summed_turn_means_lose_most_of_the_gradient():
+    """A user's stage is certified as ours are."""
+    words = (
+        "pipeline.stages.filter=null",
+        "pipeline.stages.advantage=null",
+        "+pipeline.stages.mine={_target_: test_certify.TurnMeans}",
+        "pipeline.order=[gate,collapse,mine,split,weight]",
+    )
+    assert ratio("dr_grpo", *words) == pytest.approx([0.30, 0.11, 0.33], abs=5e-3)
+
+
+# -- how outcomes go through a pipeline --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in CHAINS if recipe not in OF_THE_BATCH])
+def test_stages_within_groups_have_the_same_certificate_in_any_batch(recipe, monkeypatch):
+    """With two rollouts; the recipe that asks for steps and the one for shares have tasks of theirs."""
+    task = {"gigpo": TurnsAsRows(), "mgpo": OneTurn(theta=[0.5, -1.0])}.get(recipe, TAUGHT)
+    together = certified(recipe, task=task, group_size=2)
+    monkeypatch.setattr("headrace.transforms.LossWeight.within_groups", False)
+    apart = certified.__wrapped__(recipe, task=task, group_size=2)
+    assert together.advantage.ratio == pytest.approx(apart.advantage.ratio, rel=1e-9, abs=1e-12)
+    assert together.loss.variance == pytest.approx(apart.loss.variance, rel=1e-9)
+
+
+def test_stages_over_the_batch_or_with_memory_say_so():
+    for recipe in ADVANTAGES:
+        stages = composed(f"pipeline={recipe}").stages.items()
+        said = {name for name, stage in stages if not stage.within_groups}
+        assert said == OF_THE_BATCH.get(recipe, set()), recipe
+
+
+def test_a_running_baseline_sees_no_other_outcome():
+    """In the first batch the baseline is a constant, which is unbiased."""
+    assert ratio("rae", group_size=2) == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("rloo", ["pipeline.stages.advantage.group_key=role"]),
+        ("rloo", ["pipeline.stages.advantage.group_key=role", "pipeline.stages.filter=null"]),
+        ("rloo", ["pipeline.stages.filter.group_key=role"]),
+        ("roles", ["pipeline.stages.peers.keys=[role,expected_rollouts]"]),
+    ],
+)
+def test_groups_by_another_column_do_not_mix_outcomes(recipe, words):
+    """All rows have one role; a batch of all outcomes would make one group of them."""
+    assert ratio(recipe, *words, group_size=2) == pytest.approx(ratio(recipe, group_size=2), rel=1e-9)
+
+
+class Remembers(torch.nn.Module):
+    """A stage of a user, which says nothing of itself and has seen the rewards of earlier batches."""
+
+    in_keys, out_keys = ("advantage",), ("advantage",)
+    seen = 0.0
+
+    def forward(self, batch):
+        reward = batch["headrace", "reward"].view(-1, 1, 1)
+        out = batch.copy().set("advantage", batch["advantage"] - self.seen)
+        self.seen = 0.9 * self.seen + 0.1 * float(reward.mean())
+        return out
+
+
+def test_a_user_stage_sees_no_other_outcome():
+    words = ["pipeline.stages.filter=null", "pipeline.order=[gate,collapse,advantage,odd,split,weight]"]
+    words += ["+pipeline.stages.odd={_target_: test_certify.Remembers}"]
+    assert ratio("dr_grpo", *words, group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
+
+
+def test_an_objective_of_zero_gradient_has_no_ratio():
+    found = certified("rloo", task=StopOrContinue(ends=[0.5, 0.0, -0.5, -1.0]), group_size=2)
+    assert found.advantage.ratio == (None, None, None)
+    assert found.loss.scale is None
+    assert found.advantage.cosine is None
+
+
+def test_options_set_by_a_recipe_are_kept():
+    """turns_as_rows sets collapse.reward=sum where a recipe leaves it at its default."""
+    assert ratio("rloo", task=TurnsAsRows(), group_size=2) == pytest.approx([1, 1, 1])
+    config = configure("load", "pipeline=rloo", "pipeline.stages.collapse.reward=last").pipeline
+    own = certify_recipe(config, "own", TurnsAsRows(), "task", group_size=2)  # in a file of the user's
+    assert own.advantage.relative_bias > 0.1
+
+
+def test_larger_groups_lower_variance_and_bias():
+    for size in (2, 3, 5):
+        assert ratio("dr_grpo", group_size=size) == pytest.approx([1 - 1 / size] * 3)
+    variances = [certified("rloo", group_size=size).advantage.variance for size in (2, 3, 4)]
+    assert variances == sorted(set(variances), reverse=True)
+
+
+@pytest.mark.parametrize("fold", ["sum", "token_mean"])
+def test_folded_weights_are_divided_out(fold):
+    folded = certified("rloo", f"pipeline.stages.weight.fold={fold}")
+    assert (folded.advantage, folded.loss) == (certified("rloo").advantage, certified("rloo").loss)
+
+
+def test_without_split_or_weights_the_advantage_is_unchanged():
+    uncut = certified("rloo", "pipeline.stages.split=null", group_size=2)
+    assert uncut == certified("rloo", group_size=2)
+    bare = certified("rloo", "pipeline.stages.split=null", "pipeline.stages.weight=null", group_size=2)
+    assert bare.advantage == uncut.advantage
+    assert bare.loss is None

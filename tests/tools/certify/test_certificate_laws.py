@@ -1,0 +1,290 @@
+"""Certificates of corrections, gates, filters and trees, checked against sampling."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from composed import configure
+
+from headrace.pipeline.tools.certify import (
+    Certificate,
+    FailingRollouts,
+    FanOut,
+    Forks,
+    OneTurn,
+    Refused,
+    SeveralRewards,
+    SmallTask,
+    StopOrContinue,
+    TurnsAsRows,
+    certify_recipe,
+)
+from headrace.pipeline.tools.certify.exact_gradient import (
+    ACTIONS,
+    OUTCOME,
+    all_outcomes,
+    gradients_of,
+    one_group_a_step,
+    rows_of_trajectories,
+)
+
+pytestmark = pytest.mark.slow
+
+TASKS = {
+    "stop_or_continue": StopOrContinue(teacher=[0.1, 0.4, 0.6], reference=[0.2, -0.1, 0.5]),
+    "turns_as_rows": TurnsAsRows(),
+    "prompts": OneTurn(theta=[2.2, 0.0, -2.2], lengths=[3, 1]),
+    "fan_out": FanOut(),
+    "forks": Forks(),
+    "several_rewards": SeveralRewards(),
+    "stale": StopOrContinue(theta=[0.3, -0.2], ends=[0.0, 0.3, 1.0], sampler=[-1.0, 0.9]),
+    "by_chance": FailingRollouts(dies=0.2),
+    "by_outcome": FailingRollouts(fails=[0.0, 0.3]),
+}
+
+
+@cache
+def certified(recipe: str, task: str, *words: str, group_size: int = 4) -> Certificate | Refused:
+    config = configure("load", f"pipeline={recipe}", *words).pipeline
+    return certify_recipe(config, recipe, TASKS[task], task, group_size=group_size, overrides=words)
+
+
+def ratio(*arguments, **options) -> list[float]:
+    return list(certified(*arguments, **options).advantage.ratio)
+
+
+# -- by hand ---------------------------------------------------------------------------------------------
+
+
+def test_two_rollouts_of_one_action_by_hand(monkeypatch):
+    """p = σ(θ): they differ with 2p(1 − p), and then A = ±½: E g = ½ p(1 − p), half of ∇J = p(1 − p)."""
+    monkeypatch.setitem(TASKS, "coin", OneTurn(theta=[0.7]))
+    p = float(torch.tensor(0.7, dtype=torch.float64).sigmoid())
+    found = certified("dr_grpo", "coin", group_size=2)
+    differ = 2 * p * (1 - p)
+    # one of them right, one wrong: ½ (½ (1 − p) + (−½)(−p)) = ¼
+    assert found.advantage.ratio == pytest.approx([0.25 * differ / (p * (1 - p))])
+    assert found.advantage.variance == pytest.approx(differ * 0.25**2 - (differ * 0.25) ** 2)
+
+
+@pytest.mark.parametrize("task", sorted(TASKS.keys() - {"forks", "stale", "by_outcome"}))
+def test_leave_one_out_is_unbiased_up_to_failed_rollouts(task):
+    """Of groups lost at random, the factor is the chance that the three others survive; its own chance is in
+    the objective.
+    """
+    found = certified("rloo", task).advantage
+    expected = 0.8**3 if task == "by_chance" else 1.0
+    assert found.ratio == pytest.approx([expected] * len(found.ratio), abs=1e-12)
+    assert found.cosine == pytest.approx(1, abs=1e-12)
+
+
+def test_token_weights_are_in_the_gradient_of_the_loss():
+    """Turns inside rows weigh one each, where all actions but the first are in a second turn."""
+    task = TASKS["stop_or_continue"]
+    words = ("pipeline.stages.weight.unit=turn", "pipeline.stages.weight.turn_index_key=turn_index")
+    batch, probability = all_outcomes(task, 2, turns_paid_apart=False)
+    batch["turn_index"] = batch["turn_index"].clamp(max=1)
+    pipeline = one_group_a_step(configure("load", "pipeline=grpo", *words).pipeline, task)
+    found = gradients_of(pipeline, batch, task.score(), len(probability), 2).loss
+    trained, score, expected = pipeline.run(batch).batch, task.score(), torch.zeros_like(found)
+    for outcome in range(len(probability)):
+        turns: dict = {}
+        for row in trained[trained[OUTCOME] == outcome].unbind(0):
+            for token in row["masks", "all_assistant_mask"].nonzero().flatten().tolist():
+                whose = int(row["rollout_id"]), int(row["turn_index"][token])
+                gradient = float(row["advantage"]) * score[row[ACTIONS][token]]
+                turns.setdefault(whose, []).append(gradient)
+        for gradients in turns.values():
+            expected[outcome] += torch.stack(gradients).mean(0) / len(turns)
+    assert max(map(int, trained["masks", "all_assistant_mask"].sum(1))) > 2
+    assert float(expected.abs().max()) > 0.1
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9)
+
+
+# -- corrections -----------------------------------------------------------------------------------------
+
+UNBIASED = (
+    "pipeline.stages.filter=null",
+    "pipeline.stages.advantage.scale=none",
+    "pipeline.stages.advantage.baseline=leave_one_out",
+    "pipeline.stages.correction.level=sequence",
+)
+OPEN = ("pipeline.stages.correction.bound=none", "pipeline.stages.correction.high=null")
+
+
+def test_untruncated_sequence_weights_correct_a_stale_sampler_exactly():
+    assert ratio("tis", "stale", *UNBIASED, *OPEN) == pytest.approx([1, 1], abs=1e-12)
+    assert certified("rloo", "stale").advantage.relative_bias > 0.05
+
+
+def test_truncation_bias_vanishes_as_the_bound_grows():
+    bounds = [f"pipeline.stages.correction.high={high}" for high in (1.5, 2.0, 3.0, 5.0)]
+    biases = [certified("tis", "stale", *UNBIASED, word).advantage.relative_bias for word in bounds]
+    assert biases == sorted(biases, reverse=True)
+    assert biases[1] > 0.05
+    assert biases[-1] < 1e-12  # beyond the greatest weight, 4.1
+
+
+def test_token_weights_are_biased_for_several_tokens():
+    words = [*UNBIASED[:3], *OPEN]
+    assert certified("tis", "stale", *words).advantage.relative_bias > 0.05
+
+
+# -- gates and filters -----------------------------------------------------------------------------------
+
+
+def test_groups_lost_by_outcome_bias_its_direction():
+    found = certified("rloo", "by_outcome").advantage
+    assert found.ratio[0] < 0.75 * found.ratio[1]  # the prompt that is solved more often fails more often
+    assert found.cosine < 0.99
+
+
+def test_a_users_gate_option_is_kept():
+    refused = certified("rloo", "by_chance", "pipeline.stages.gate.on_incomplete=raise")
+    assert isinstance(refused, Refused)
+    assert "incomplete" in refused.reason
+    assert "Set pipeline.stages.gate.on_incomplete=drop" in refused.reason
+    keep = "pipeline.stages.gate.on_incomplete=keep"
+    kept = ratio("rloo", "by_chance", keep, "pipeline.stages.gate.min_rollouts=2")
+    assert kept == pytest.approx([kept[0]] * 2)
+    assert kept[0] == pytest.approx(1 - 0.2**3)  # a lone one has none to be compared with
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "dapo"])
+def test_filtering_equal_groups_changes_no_expectation(recipe):
+    without = certified(recipe, "prompts", "pipeline.stages.filter=null")
+    assert certified(recipe, "prompts").advantage == without.advantage
+    assert certified(recipe, "prompts").loss == without.loss
+
+
+def test_a_shift_is_unbiased_only_with_equal_groups():
+    """AsymRE's δ alone changes no expectation; without groups of equal rewards it does."""
+    assert ratio("asymre", "prompts") == pytest.approx([0.75] * 3)
+    words = (
+        "+pipeline.stages.filter={_target_: headrace.transforms.SampleFilter, "
+        "criterion: {_target_: headrace.transforms.RewardsVary}}",
+    )
+    assert ratio("asymre", "prompts", *words) != pytest.approx([0.75] * 3, abs=0.01)
+
+
+# -- votes, trees, rewards -------------------------------------------------------------------------------
+
+EACH_ROW = ("pipeline.stages.collapse.rollout_key=null", "pipeline.stages.advantage.rollout_key=null")
+
+
+def test_counting_rows_is_biased_under_fan_out():
+    once, each = certified("rloo", "fan_out").advantage, certified("rloo", "fan_out", *EACH_ROW).advantage
+    assert once.cosine == pytest.approx(1, abs=1e-12)
+    assert each.cosine < 0.999
+    assert each.relative_bias > once.relative_bias + 0.03
+
+
+def test_a_baseline_with_a_shared_prefix_is_biased_at_the_fork():
+    """One of the three others shares the first action: 2/3 there, and no loss after it."""
+    assert ratio("rloo", "forks") == pytest.approx([2 / 3, 1, 1], abs=1e-12)
+
+
+def test_a_tree_of_draws_is_unbiased_and_one_of_equal_tokens_is_not():
+    """Two forks with the same first action by chance are one node of four leaves, by their tokens."""
+    drawn = ratio("tree_grpo", "forks", "pipeline.stages.tree.tokens_key=node_id")
+    assert drawn == pytest.approx([1, 1, 1], abs=1e-12)
+    assert ratio("tree_grpo", "forks")[1] > 1.5
+    alone = "pipeline.stages.tree.tokens_key=node_id"
+    assert ratio("tree_grpo", "stop_or_continue", alone) == pytest.approx([1, 1, 1], abs=1e-12)
+
+
+def test_the_objective_uses_the_recipes_reward_weights():
+    words = ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.1]")
+    assert ratio("rloo", "several_rewards", *words) == pytest.approx([1, 1], abs=1e-12)
+    assert ratio("rloo", "several_rewards") == pytest.approx([1, 1], abs=1e-12)
+    both = TASKS["several_rewards"].true_gradient(), TASKS["several_rewards"].true_gradient([1, 0.1])
+    assert not torch.allclose(*both)
+
+
+# -- plain sampling, through the same pipeline -----------------------------------------------------------
+
+GROUPS, ERRORS = {True: 1000, False: 100}, 4.5  # together in a batch, or each by itself; standard errors
+
+
+def walk(task: SmallTask, prompt, generator: torch.Generator) -> int:
+    """Sample a rollout, an action at a time: which trajectory it took. Each begins with an action."""
+    log_probs, left, step = task.log_probs(task.sampler), list(range(len(prompt.trajectories))), 0
+    while True:
+        going = [number for number in left if len(prompt.trajectories[number].actions) > step]
+        if not going:
+            chances = torch.tensor([prompt.trajectories[number].chance for number in left])
+            return left[int(torch.multinomial(chances, 1, generator=generator))]
+        decision = prompt.trajectories[going[0]].actions[step][0]
+        action = int(torch.multinomial(log_probs[decision].exp(), 1, generator=generator))
+        left = [number for number in going if prompt.trajectories[number].actions[step] == (decision, action)]
+        step += 1
+
+
+@cache
+def sampled(name: str, groups: int, apart: bool):
+    """So many groups of four rollouts, as the rows of a batch."""
+    task, generator = TASKS[name], torch.Generator().manual_seed(7)
+    prompts = task.prompts()
+    table, rows_of_trajectory = rows_of_trajectories(task, prompts, turns_paid_apart=apart)
+    shares = torch.tensor([prompt.probability for prompt in prompts])
+    index, outcome, rollout = [], [], []
+    for group in range(groups):
+        which = int(torch.multinomial(shares, 1, generator=generator))
+        before = sum(len(prompt.trajectories) for prompt in prompts[:which])
+        for place in range(4):
+            rows = rows_of_trajectory[before + walk(task, prompts[which], generator)]
+            index += rows
+            outcome += [group] * len(rows)
+            rollout += [4 * group + place] * len(rows)
+    batch = table[torch.tensor(index)]
+    batch[OUTCOME] = batch["group_id"] = torch.tensor(outcome)
+    batch["rollout_id"], batch["expected_rollouts"] = torch.tensor(rollout), torch.full((len(batch),), 4)
+    return batch
+
+
+def by_autograd(task: SmallTask, trained, groups: int, coefficient) -> torch.Tensor:
+    """(groups, P) ∇ Σ coefficient · A · log π, differentiated as a trainer's loss is."""
+
+    def objective(theta):
+        log_prob = task.log_policy(theta).flatten()[trained[ACTIONS].clamp_min(0)]
+        inside = trained["masks", "all_assistant_mask"]
+        credit = trained["advantage"].reshape(len(trained), -1) * coefficient[:, None]
+        each = torch.where(inside, credit * log_prob, 0.0).sum(1)
+        return torch.zeros(groups, dtype=torch.float64).index_add(0, trained[OUTCOME], each)
+
+    theta = torch.tensor(task.theta, dtype=torch.float64)
+    ways = torch.eye(len(theta), dtype=torch.float64)
+    return torch.stack([torch.autograd.functional.jvp(objective, theta, way)[1] for way in ways], 1)
+
+
+# A recipe for each way to enumerate: rows that are turns, prompts, outcomes one by one, turns that are paid
+# apart, and advantages by rollout, by token and by node. The task is stop_or_continue unless it is named.
+SAMPLED = {"gigpo": "turns_as_rows", "mgpo": "prompts"}
+SAMPLED |= dict.fromkeys(("gdpo", "mt_grpo", "opd", "tis", "tree_grpo"), "stop_or_continue")
+
+
+@pytest.mark.parametrize("recipe", SAMPLED)
+def test_sampling_agrees_within_its_standard_error(recipe):
+    name = SAMPLED[recipe]
+    task, exact = TASKS[name], certified(recipe, name)
+    assert isinstance(exact, Certificate), exact
+    pipeline = one_group_a_step(configure("load", f"pipeline={recipe}").pipeline, task)
+    together = all(stage.within_groups for stage in pipeline.stages.values())
+    groups = GROUPS[together]
+    apart = any("turn_reward" in stage.in_keys for stage in pipeline.stages.values())
+    batch = sampled(name, groups, apart)
+    true = task.true_gradient()
+    if together:
+        trained = pipeline.run(batch).batch
+        advantage = by_autograd(task, trained, groups, torch.full((len(trained),), 0.25).double())
+        loss = by_autograd(task, trained, groups, trained["loss_weight"])
+    else:
+        advantage, loss = gradients_of(pipeline, batch, task.score(), groups, 4)
+    for found, judgement in ((advantage, exact.advantage), (loss, exact.loss)):
+        mean, error = found.mean(0), found.std(0) / groups**0.5
+        expected = torch.tensor(judgement.ratio, dtype=torch.float64) * true
+        assert ((mean - expected).abs() <= ERRORS * error + 1e-12).all(), (mean / true, judgement.ratio)
+        spread = float(found.var(0).sum())
+        assert spread == pytest.approx(judgement.variance, rel=0.8 if groups < 500 else 0.35)

@@ -1,0 +1,58 @@
+"""docs/certificates.json has a current certificate of every recipe."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from composed import composed, configure
+
+from headrace.pipeline.tools.certify import SmallTask, certify_recipe
+from headrace.pipeline.tools.certify.certify_task import small_tasks
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+COMMITTED = json.loads((ROOT / "docs" / "certificates.json").read_text())["certificates"]
+BY_RECIPE = defaultdict(dict)
+for each in COMMITTED:
+    BY_RECIPE[each["recipe"]][each["task"]] = each
+
+
+@cache
+def tasks() -> dict[str, SmallTask]:
+    return small_tasks(configure("config", "task=certify"))
+
+
+def test_every_task_file_is_a_task_of_the_command():
+    assert set(tasks()) == {path.stem for path in (ROOT / "conf" / "certify").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("recipe", BY_RECIPE)
+def test_committed_certificates_are_current(recipe):
+    """Each on one of its tasks, which differ from recipe to recipe; the one of fewest outcomes, if these are
+    taken one by one. A change that was meant is in the changelog.
+    """
+    node, mine = configure("load", f"pipeline={recipe}").pipeline, BY_RECIPE[recipe]
+    name = list(mine)[list(BY_RECIPE).index(recipe) % len(mine)]
+    if not all(stage.within_groups for stage in composed(f"pipeline={recipe}").stages.values()):
+        name = min(mine, key=lambda each: mine[each]["outcomes"])
+    certificate = certify_recipe(node, recipe, tasks()[name], name)
+    where = f"{recipe} on {name}; `make certificates ARGS={recipe}` computes them again"
+    assert_same(certificate.plain(), mine[name], where)
+
+
+def assert_same(now, then, where: str) -> None:
+    if isinstance(then, dict):
+        assert list(now) == list(then), where
+        for key in then:
+            assert_same(now[key], then[key], f"{where}, {key}")
+    elif isinstance(then, list):
+        assert list(now) == pytest.approx(then, rel=1e-6, abs=1e-9), where
+    elif isinstance(then, float):
+        assert now == pytest.approx(then, rel=1e-6, abs=1e-9), where
+    else:
+        assert now == then, where

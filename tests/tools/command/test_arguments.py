@@ -1,0 +1,156 @@
+"""Help, lists and errors of the command; most of these tests import no torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from command import QUICK, headrace, headrace_here
+
+from headrace.pipeline import ConfigError, load_pipeline
+from headrace.pipeline.composing.compose import TASKS, recipes
+from headrace.pipeline.tools.command.arguments import hydra_arguments
+
+pytestmark = pytest.mark.slow
+
+
+def test_help_fits_a_terminal_and_lists_every_task_and_command(tmp_path):
+    shown = headrace_here(tmp_path, "--help").stdout
+    lines = shown.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for word in (
+        *(f"task={task} " for task in TASKS),
+        "recipes",
+        "stages",
+        "doctor",
+        "--version",
+        "--cfg job",
+    ):
+        assert word in shown
+    for option in ("group_by", "group_size", "tokenizer"):
+        assert f"source.{option}=" in shown
+    assert headrace_here(tmp_path, "-h").stdout == shown == headrace_here(tmp_path, "help").stdout
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_help_of_a_task_has_its_options_which_compose(task, tmp_path):
+    shown = headrace_here(tmp_path, f"task={task}", "--help").stdout
+    assert shown.startswith(f"headrace task={task}\n")
+    assert headrace_here(tmp_path, "--help", task).stdout == shown
+    assert max(map(len, shown.splitlines())) <= 110
+    reads = task in ("replay", "compare", "plan", "audit")
+    for option in ("path", "group_by", "group_size", "tokenizer", "skip_bad"):
+        assert (f"\n  source.{option}=" in shown) == reads
+    options = [line.split()[0] for line in shown.splitlines() if re.match(r"  \w[\w.]*=", line)]
+    assert options
+    assert headrace_here(tmp_path, "--cfg", "job", f"task={task}", *options).stdout
+
+
+def test_every_example_of_the_help_composes(tmp_path):
+    shown = headrace_here(tmp_path, "--help").stdout
+    examples = shown.split("Examples\n")[1].split("\n\n")[0].splitlines()
+    assert len(examples) == 5
+    for example in examples:
+        words = [word for word in shlex.split(example)[1:] if word not in ("-m", "--cfg", "job")]
+        words = [word if "[" in word else word.split(",")[0] for word in words]
+        assert headrace_here(tmp_path, "--cfg", "job", *words).stdout
+
+
+def test_version_lists_the_main_dependencies(tmp_path):
+    names = [line.split()[0] for line in headrace_here(tmp_path, "--version").stdout.splitlines()]
+    assert names == ["headrace", "torch", "torchrl", "tensordict"]
+
+
+def test_recipes_and_stages_are_listed_with_a_description(tmp_path):
+    shown = headrace_here(tmp_path, "recipes").stdout
+    listed = {line.split()[0]: line for line in shown.splitlines() if line.startswith("  ")}
+    assert list(listed) == recipes()
+    assert "DAPO (arXiv:2503.14476)" in listed["dapo"]
+    assert max(map(len, shown.splitlines())) <= 120
+    shown = headrace_here(tmp_path, "stages").stdout
+    for word in ("gate ", "rewards_vary ", "log_ratio "):
+        assert f"  {word}" in shown
+    assert "group_size: null # number of rollouts" in headrace_here(tmp_path, "stages", "gate").stdout
+    assert "scale: none" in headrace_here(tmp_path, "recipes", "dr_grpo").stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("headrace", ["recipes", "grpo"]), ("headrace.pipeline", ["--cfg", "job"])]
+)
+def test_python_runs_the_command_as_a_module_also_into_a_closed_pipe(module, words, tmp_path):
+    command = [sys.executable, "-m", module, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == headrace_here(tmp_path, *words).stdout
+    with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as started:
+        started.stdout.close()  # as `headrace recipes | head` does
+        said = started.stderr.read()
+    assert (said, started.returncode) == ("", 141)
+
+
+LAZY = """
+import os, sys
+from headrace.pipeline.main import main
+for line in ("--version", "stages gate", "--cfg job", "sed=1", "task=plan source.path=no"):
+    sys.argv[1:] = line.split()
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    try:
+        main()
+    except SystemExit:
+        pass
+    loaded = [name for name in ("torch", "tensordict", "pyarrow") if name in sys.modules]
+    assert not loaded, (line, loaded)
+"""
+
+
+def test_listing_and_hints_need_no_torch(tmp_path):
+    subprocess.run([sys.executable, "-c", LAZY], check=True, cwd=tmp_path)
+
+
+def test_python_and_the_command_give_the_same_hint():
+    with pytest.raises(ConfigError, match=r"did you mean pipeline\.stages\.gate\.group_size=3\?"):
+        load_pipeline("group_size=3")
+
+
+def test_flags_may_be_mixed_with_overrides():
+    found = hydra_arguments(["a=1", "--cfg", "job", "~pipeline.stages.filter"])
+    assert found == ["--cfg", "job", "a=1", "pipeline.stages.filter=null"]
+
+
+def test_a_node_without_a_target_is_refused(tmp_path):
+    """In its own process, since other tests have registered TorchRL's groups of that name."""
+    done = headrace(tmp_path, "sampler=3", check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"
+
+
+def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", "metrics.csv")
+
+    monkeypatch.setattr("headrace.pipeline.tools.report.display.write_csv", full)
+    done = headrace_here(tmp_path, *QUICK, check=False)
+    assert (done.returncode, "metrics.csv: no space left on device." in done.stderr) == (2, True)
+
+
+def test_an_unexpected_error_says_how_to_get_its_traceback(tmp_path, monkeypatch):
+    def break_down(*_, **__):
+        raise KeyError("out of the blue")
+
+    monkeypatch.setattr("headrace.pipeline.tools.command.job.build_pipeline", break_down)
+    done = headrace_here(tmp_path, check=False)
+    assert done.returncode == 1
+    assert "out of the blue" in done.stderr
+    assert "HYDRA_FULL_ERROR=1 before the command shows where" in done.stderr
+
+
+def test_overrides_reach_the_task_as_typed(tmp_path):
+    words = [*QUICK, "train.steps=1", "hydra.run.dir=out", "sampler.prompts_per_batch=${group_size}"]
+    printed = headrace_here(tmp_path, *words).stdout
+    assert "trained" in printed
+    assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in printed
+    assert '"title":"grpo, 1 step"' in (tmp_path / "out" / "report.html").read_text()

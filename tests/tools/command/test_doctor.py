@@ -1,0 +1,81 @@
+"""``headrace doctor``: the checks that pass, and the advice for those that fail."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from command import headrace_here
+from rich.console import Console
+
+from headrace.pipeline.tools.command import doctor
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def examine():
+    def run():
+        text = io.StringIO()
+        return doctor.examine(Console(file=text, width=80)), text.getvalue()
+
+    return run
+
+
+def test_a_sound_installation_has_no_findings(tmp_path):
+    shown = headrace_here(tmp_path, "doctor").stdout
+    assert shown.splitlines()[-1] == "everything is in order"
+    assert "grpo on cpu: the right advantages, in " in shown
+    assert f"torch {torch.__version__}" in shown
+    assert not [line for line in shown.splitlines() if line.startswith("bad")]
+    assert not list(tmp_path.iterdir())
+
+
+def test_golden_numbers_equal_the_equation():
+    """A = (R − mean) / std, ddof 1, over the rollouts of a group; one of equal rewards does not train."""
+    one, other = (1 - 2) / 2**0.5, (5 - 8) / 18**0.5
+    assert pytest.approx([one, -one, -one, other, -other]) == doctor.GOLDEN
+    assert doctor.run_golden("cpu") == pytest.approx(doctor.GOLDEN, abs=doctor.TOLERANCE)
+
+
+def test_tested_versions_are_those_of_the_constraints():
+    lines = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    assert doctor.tested() == dict(line.split("==") for line in lines if "==" in line)
+    assert {*doctor.NEEDED, *doctor.EXTRAS.values()} <= doctor.tested().keys()
+
+
+@pytest.mark.parametrize(
+    ("broken", "line"),
+    [
+        ({"version_of": lambda name: None}, "torch is not installed: pip install torch=="),
+        ({"run_golden": lambda device: [0.0] * 5}, "bad  grpo on cpu: wrong advantages, by 0.707"),
+        (
+            {"tested": lambda: {}, "run_golden": lambda device: 1 / 0},
+            "bad  grpo on cpu failed: division by zero",
+        ),
+        ({"tested": lambda: {"torch": "0.1"}}, f"note torch {torch.__version__}; tested with 0.1"),
+    ],
+)
+def test_each_fault_is_a_line_with_what_to_do(examine, monkeypatch, broken, line):
+    for name, stub in broken.items():
+        monkeypatch.setattr(doctor, name, stub)
+    status, shown = examine()
+    assert line in shown
+    assert status == ("bad " in shown)
+    assert shown.splitlines()[-1] == (
+        "everything is in order" if not status else f"{shown.count('bad  ')} to fix, see above"
+    )
+
+
+def test_without_torch_the_other_checks_still_run(examine, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(doctor, "import_module", missing)
+    status, shown = examine()
+    assert status == 1
+    assert "torch is there and cannot be imported: No module named 'torch'. Install it again" in shown
+    assert "bad  devices: No module named 'torch'" in shown
+    assert "extra llm" in shown

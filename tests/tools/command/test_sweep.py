@@ -1,0 +1,100 @@
+"""A sweep ends with a line for each job, failed or not."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from batches import batch_of
+from command import QUICK, headrace_here
+from rich.console import Console
+
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.tools.command.sweep import FILE, record_job, show_sweep
+
+pytestmark = pytest.mark.slow
+
+
+def test_metrics_of_several_tasks_have_separate_names(tmp_path):
+    for number, task in enumerate(("replay", "plan")):
+        words = [f"task={task}", "source.path=there"]
+        ran = {"job": number, "task": task, "overrides": words, "began": 0.0, "number": 0.25 + number}
+        record_job(tmp_path / task, **ran, failure="")
+    jobs = [json.loads((tmp_path / task / FILE).read_text()) for task in ("replay", "plan")]
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_sweep(jobs, tmp_path, console)
+    text = console.export_text()
+    assert "rows trained 0.25" in text
+    assert "uninformative 1.25" in text
+    assert "number" in text
+
+
+def table(done):
+    """The cells of the table's lines, and what stands below it."""
+    after = done.stdout[done.stdout.index("a sweep of ") :].splitlines()
+    lines = [line.split() for line in after if line.strip()]
+    rule = next(place for place, line in enumerate(lines) if line[0].startswith("──"))
+    return lines[1], [line for line in lines[rule + 1 :] if line[0].isdecimal()], "\n".join(after)
+
+
+def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, monkeypatch):
+    """A word that is refused, and an error that nobody expects. The next sweep here has only its own jobs."""
+    from headrace.pipeline.tools.command import job
+
+    build = job.build_pipeline
+
+    def sometimes(config):
+        if config.stages.split.seed == 2:
+            raise KeyError("out of the blue")
+        return build(config)
+
+    monkeypatch.setattr(job, "build_pipeline", sometimes)
+    words = [*QUICK, "train.steps=1", "hydra.sweep.dir=sweep", "report.dump=null", "report.html=false"]
+    done = headrace_here(tmp_path, "-m", "pipeline=grpo,dr_grpo", "seed=1,2", *words, check=False)
+    head, lines, after = table(done)
+    assert done.returncode == 2
+    assert head == ["job", "pipeline", "seed", "reward", "trained", "steps", "seconds"]
+    assert [line[:3] for line in lines] == [
+        ["0", "grpo", "1"],
+        ["1", "grpo", "2"],
+        ["2", "dr_grpo", "1"],
+        ["3", "dr_grpo", "2"],
+    ]
+    assert [line[3] == "failed" for line in lines] == [False, True, False, True]
+    assert "job 1 failed: KeyError('out of the blue')" in after
+    assert "Traceback" not in done.stderr
+    assert all(line[4] == "→" and line[-2] == "1" for line in lines[::2])
+    assert lines[0][3] == lines[2][3]  # the first rollouts are those of the seed
+    assert "written to sweep, a folder for each job" in after
+    assert max(map(len, after.partition("job 1 failed")[0].splitlines())) <= 80
+    again = headrace_here(tmp_path, "-m", "pipeline=grpo", "seed=4,abc", *words, check=False)
+    _, others, after = table(again)
+    assert [line[:2] for line in others] == [["0", "4"], ["1", "abc"]]
+    assert lines[0][3] != others[0][2] != "failed"
+    assert "job 1 failed: seed must be an integer; got 'abc'" in after
+    assert len(list(tmp_path.rglob(FILE))) == 4
+
+
+def test_replays_and_comparisons_show_their_results(tmp_path):
+    batch = batch_of([0.0, 1.0, 0.0, 2.0], [0, 0, 1, 1])
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "rollouts")
+    words = ["source.path=rollouts", "pipeline.stages.gate.group_size=2", "report.html=false"]
+    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=replay", *words, "pipeline=rloo,dr_grpo"))
+    assert head == ["job", "pipeline", "rows", "trained", "seconds"]
+    assert all(float(line[2]) > 0 for line in lines)
+    pairs = "pipelines=[grpo,rloo],[grpo,dr_grpo]"
+    head, lines, _ = table(headrace_here(tmp_path, "-m", "task=compare", *words, pairs))
+    assert head == ["job", "pipelines", "correlation", "seconds"]
+    assert [line[0] for line in lines] == ["0", "1"]
+
+
+def test_its_table_breaks_no_word_in_a_narrow_terminal(tmp_path):
+    words = ["pipeline=reinforce_pp_baseline", "pipeline.stages.split.minibatches=4", "seed=1"]
+    job = {"task": "train", "failure": "", "seconds": 1234.5, "steps": 1000, "trained": 0.375}
+    jobs = [{**job, "job": k, "overrides": words[k:], "rewards": [0.125, 0.875]} for k in range(3)]
+    console = Console(width=80, record=True, file=io.StringIO())
+    show_sweep(jobs, tmp_path, console)
+    shown = set(console.export_text().split())
+    assert {"job", "pipeline", "minibatches", "reward", "trained", "steps", "seconds"} <= shown
+    assert {"reinforce_pp_baseline", "0.125", "0.875", "1234.5", "38%", "1000"} <= shown

@@ -1,0 +1,235 @@
+"""A dump is read back as it was written, completely or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from busy import reported, stages
+from dumps import assert_refused
+
+from headrace.pipeline import Pipeline, make_report, write_dump
+from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.report import Comparison
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    Finite,
+    GroupRelativeAdvantage,
+    LossWeight,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_dump_replays_to_the_same_report(format, make_batch, tmp_path):
+    batch, first = reported(make_batch, step=12)
+    path = write_dump(first, tmp_path, format=format)
+    assert path.name == f"step_00000012.{format}"
+    ((step, again),) = open_source(tmp_path)
+    assert step == 12
+    for key in ("rollout_id", "group_id", "status", ("next", "policy_version")):
+        assert torch.equal(again[key], batch[key]), key
+    assert torch.equal(again["next", "reward"], batch["next", "reward"])
+    tokens = batch["masks", "all_assistant_mask"].sum(-1)
+    assert torch.equal(again["masks", "all_assistant_mask"].sum(-1), tokens)
+    assert list(again["prompt_text"]) == list(batch["prompt_text"])
+    pipeline = Pipeline(stages(weight=LossWeight()))
+    pipeline(again)
+    second = make_report(pipeline, step=12)
+    assert second.funnel == first.funnel
+    for name in ("reason", "advantage", "loss_weight", "minibatch"):
+        assert second.columns[name] == pytest.approx(first.columns[name], nan_ok=True), name
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_columns_are_read_back_in_either_format(format, make_batch, tmp_path):
+    """Several rewards; a text that is no UTF-8; a reward that a filter took out; what the gate was told."""
+
+    def again(batch, pipeline, name):
+        write_dump(make_report(pipeline.run(batch)), tmp_path / name, format=format)
+        return next(iter(open_source(tmp_path / name)))[1]
+
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, float("nan")], [5.0, 5.0]])
+    batch["prompt_text"] = ["\ud800 half", *["whole"] * 3]
+    read = again(batch, Pipeline({}), "several")
+    assert torch.equal(read["next", "reward"].nan_to_num(-1), batch["next", "reward"].nan_to_num(-1))
+    assert list(read["prompt_text"]) == ["? half", *["whole"] * 3]
+    finite = Pipeline({"finite": SampleFilter(criterion=Finite(), action="exclude")})
+    read = again(make_batch([0.0, float("inf"), 1.0], [0, 0, 0]), finite, "filtered")
+    assert read["next", "reward"].isnan().flatten().tolist() == [False, True, False]
+    gated = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")})
+    assert again(make_batch([0.0, 1, 2], [0, 0, 1]), gated, "gated")["expected_rollouts"].tolist() == [2] * 3
+
+
+def test_a_dump_records_its_origin(make_batch, tmp_path):
+    _, report = reported(make_batch)
+    metadata = pq.read_schema(write_dump(report, tmp_path, config="seed: 0\n")).metadata
+    assert metadata[b"headrace.schema"] == b"1"
+    assert metadata[b"headrace.config"] == b"seed: 0\n"
+    assert json.loads(metadata[b"headrace.recipe"])[0][0] == "gate"
+
+
+def test_a_failed_write_keeps_the_previous_file(make_batch, tmp_path, monkeypatch):
+    _, report = reported(make_batch)
+    path = write_dump(report, tmp_path)
+    before = path.read_bytes()
+
+    def half(table, file, **_):
+        file.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(pq, "write_table", half)
+    with pytest.raises(OSError, match="full"):
+        write_dump(report, tmp_path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+DAMAGE = {
+    "no ids": (lambda t: t.drop_columns(["rollout_id"]), r"columns \['rollout_id'\] are required"),
+    "null id": (
+        lambda t: put(t, "group_id", [None] * 9, pa.int64()),
+        "'group_id' must be an integer on every row",
+    ),
+    "float id": (
+        lambda t: put(t, "group_id", [0.5] * 9),
+        "'group_id' must be an integer on every row; found double",
+    ),
+    "unset id": (lambda t: put(t, "group_id", [0] * 8 + [-1]), "'group_id' must be ≥ 0; found -1 at row 8"),
+    "no reward": (lambda t: put(t, "reward", [None] + [1.0] * 8), "finite 'reward'; row 0 has none"),
+    "text reward": (lambda t: put(t, "reward", ["x"] * 9), "'reward' must be a number; found string"),
+    "status": (
+        lambda t: put(t, "status", ["done"] * 9),
+        "'status' must be one of completed, .*; found 'done'",
+    ),
+    "two steps": (
+        lambda t: put(t, "step", [0] * 8 + [1]),
+        r"a file is one step, a number ≥ 0; found 0, 1",
+    ),
+    "tokens": (lambda t: put(t, "tokens", [2**40] * 9), "at most 16777216 tokens"),
+    "version": (lambda t: t.replace_schema_metadata({"headrace.schema": "7"}), "must be 1, .*; found '7'"),
+    "not UTF-8": (
+        lambda t: put(t, "prompt", pa.array([b"\xff"] * 9).view(pa.string())),
+        "columns must be as",
+    ),
+    "some tokens": (lambda t: put(t, "tokens", [1] * 8 + [None]), "'tokens' must be an integer on every row"),
+    "stranger": (lambda t: t.replace_schema_metadata({}), "must be 1, .*; found ''"),
+}
+
+
+def put(table, name, values, kind=None):
+    return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+
+
+def test_a_step_without_rows_is_written_and_skipped_on_reading(make_batch, tmp_path):
+    batch, report = reported(make_batch, step=1)
+    pipeline = Pipeline(stages())
+    pipeline(batch[:0])
+    write_dump(make_report(pipeline, step=0), tmp_path)
+    write_dump(report, tmp_path)
+    assert [step for step, _ in open_source(tmp_path)] == [1]
+
+
+def test_steps_with_carried_rows_replay(make_batch, tmp_path):
+    def make_pipeline():
+        return Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry")})
+
+    first = make_pipeline()
+    reports = []
+    for step in range(3):
+        first(make_batch([1.0, 2, 3], [step] * 3, [3 * step + i for i in range(3)]))
+        reports.append(make_report(first, step=step))
+        write_dump(reports[-1], tmp_path)
+    second = make_pipeline()
+    for step, batch in open_source(tmp_path):
+        second(batch)
+        again = make_report(second, step=step)
+        assert again.columns["rollout_id"].tolist() == reports[step].columns["rollout_id"].tolist()
+        assert again.funnel == reports[step].funnel
+        assert again.texts["prompt"] == reports[step].texts["prompt"]
+
+
+def test_an_invalid_file_is_skipped_if_allowed(make_batch, tmp_path):
+    for step in (0, 1):
+        write_dump(reported(make_batch, step=step)[1], tmp_path)
+    (tmp_path / "step_00000001.parquet").write_bytes(b"PAR1")
+    source = open_source(tmp_path, skip_bad=True)
+    assert [step for step, _ in source] == [0]
+    assert source.skipped == 1
+
+
+def test_a_damaged_dump_is_refused_with_its_name(make_batch, tmp_path):
+    path = write_dump(reported(make_batch)[1], tmp_path)
+    table = pq.read_table(path)
+    for damage, message in DAMAGE.values():
+        pq.write_table(damage(table), path)
+        assert_refused(f"step_00000000.parquet: .*{message}", path, "headrace")
+
+
+# -- comparisons ------------------------------------------------------------------------------------
+
+
+def flipped(report):
+    return -report.columns["advantage"]
+
+
+def test_a_comparison_finds_the_rows_that_differ(make_batch):
+    """Advantages of ±1 in groups 0 and 1, 0 in group 2; the second recipe clips at ½ and filters group 2.
+
+    One weight for all, four tokens in each row of group 0 and two in the others: shares of the gradient go by
+    |advantage| · tokens, in group 0 (4 + 3 · 4) / 20 and (4 + 3 · 2) / 13, in group 1 (2 + 2) / 20 and
+    (2 + 1) / 13.
+    """
+    batch = make_batch([1.0, 3, 3, 3, 2, 4, 5, 5], [0, 0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 3, 4, 5])
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True] * 4] * 4 + [[False, True] * 2] * 4)
+    reports = []
+    for drop, clip in ((None, None), ("group", [None, 0.5])):
+        changes = {"gate": None, "advantage": GroupRelativeAdvantage(scale="none", clip=clip), "split": None}
+        pipeline = Pipeline(
+            stages(**changes, filter=None if drop is None else stages()["filter"], weight=LossWeight())
+        )
+        pipeline(batch.clone())
+        reports.append(make_report(pipeline))
+    found = Comparison(("a", "b"))
+    found.add(*reports)
+    numbers = found.numbers
+    assert numbers["rows"] == 8
+    assert numbers["trained_by_both"] == 6
+    assert numbers["trained_only_by_first"] == 2
+    assert numbers["trained_only_by_second"] == 0
+    assert numbers["differ"] == 4  # the three rows of a rollout that was clipped, and the one of another
+    assert numbers["sign_flips"] == 0
+    assert 0 < numbers["correlation"] < 1
+    assert numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13)
+    shares = found.shares["segments"]
+    assert shares["1"].tolist() == pytest.approx([8 / 20, 7 / 13, 5])  # rows of rollouts of one segment
+    assert shares["3"].tolist() == pytest.approx([12 / 20, 6 / 13, 3])
+    nothing = replace(
+        reports[0], columns=reports[0].columns | {"advantage": 0 * reports[0].columns["advantage"]}
+    )
+    found.add(nothing, reports[1])  # a step without a gradient is none of the mean
+    assert found.averaged == {"gradient_moved": 2, "gradient_cosine": 1}
+    means = found.mean_shares()
+    for table in means.values():
+        assert [sum(line[k] for line in table.values()) for k in (0, 1)] == pytest.approx([1, 1])
+    found = Comparison(("a", "b"))
+    found.add(*reports)
+    found.add(*reversed(reports))
+    assert found.numbers["gradient_moved"] == pytest.approx(16 / 20 - 10 / 13), "a mean over steps"
+    assert found.numbers["trained_only_by_second"] == 2
+    found.add(
+        reports[0], replace(reports[0], columns={**reports[0].columns, "advantage": flipped(reports[0])})
+    )
+    assert found.numbers["sign_flips"] == 6  # all that are not 0
+    assert found.numbers["differ"] == 4 + 4 + 6
+    with pytest.raises(BatchError, match="row by row, over the same batch"):
+        found.add(reports[0], reported(make_batch)[1])

@@ -1,0 +1,527 @@
+"""Dumps of other frameworks, in their documented schemas, with numbers checked by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import tracemalloc
+
+import pytest
+import torch
+from dumps import (
+    assert_refused,
+    episode,
+    in_order,
+    nemo_row,
+    node,
+    open_instruct_row,
+    slime_dump,
+    slime_sample,
+    tinker_row,
+    trl_dump,
+    verifiers_row,
+    verl_row,
+    write_lines,
+)
+from tensordict import TensorDict
+
+from headrace.pipeline.tools.dumps.readers import READERS, Format, Sample, SourceError, open_source, to_batch
+from headrace.transforms import Status
+
+pytestmark = pytest.mark.slow
+
+MASK = ("masks", "all_assistant_mask")
+
+
+def only(source):
+    ((step, batch),) = list(source)
+    return step, batch
+
+
+def rewards(batch):
+    return batch["next", "reward"].flatten().tolist()
+
+
+# -- slime and miles ---------------------------------------------------------------------------------
+
+
+def test_slime_tokens_are_padded_on_the_left_with_the_response_last(tmp_path):
+    long = slime_sample(0, 1, 3.0, tokens=[1, 2, 3, 11, 21], status="truncated", loss_mask=[1, 0])
+    step, batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, [slime_sample(0, 0, 1.0), long])))
+    assert step == 5
+    assert batch["tokens", "full"].tolist() == [[0, 1, 2, 10, 20], [1, 2, 3, 11, 21]]
+    assert batch["masks", "all_attention_mask"].int().tolist() == [[0, 1, 1, 1, 1], [1] * 5]
+    assert batch[MASK].int().tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0]]
+    log_probs = batch["log_probs", "full"]
+    assert log_probs[:, 3:].tolist() == [[-0.5, -0.25]] * 2
+    assert log_probs[:, :3].isnan().all()
+    assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED]
+    assert batch["next", "policy_version"].tolist() == [3, 3]
+    assert list(batch["prompt_text"]) == ["prompt 0", "prompt 0"]
+    assert in_order(batch["group_id"]) == [0, 0]
+    assert rewards(batch) == [1.0, 3.0]
+
+
+def test_slime_segments_share_the_rollout_id_or_use_the_index(tmp_path):
+    samples = [
+        slime_sample(8, 10, 1.0, rollout_id=10),
+        slime_sample(8, 11, 3.0, rollout_id=77),
+        slime_sample(8, 12, 3.0, rollout_id=77),
+    ]
+    batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
+    assert batch["rollout_id"].tolist() == [10, 77, 77]
+    assert list(batch["rollout_label"]) == ["10", "77", "77"]
+    plain = only(open_source(slime_dump(tmp_path / "6.pt", 6)))[1]
+    assert plain["rollout_id"].tolist() == [0, 1]
+    samples[0]["rollout_id"] = None
+    mixed = only(open_source(slime_dump(tmp_path / "7.pt", 7, samples)))[1]
+    assert list(mixed["rollout_label"]) == ["index/10", "77", "77"]  # no other sample's rollout_id
+
+
+def test_slime_removed_samples_are_masked_and_lost_ones_may_lack_columns(tmp_path):
+    lost = {"status": "aborted", "tokens": [], "response_length": 0, "rollout_log_probs": None}
+    samples = [slime_sample(0, 0, 1.0, remove_sample=True), slime_sample(0, 1, 3.0)]
+    samples += [slime_sample(1, 2, None, weight_versions=[], **lost), slime_sample(1, 3, 1.0)]
+    batch = only(open_source(slime_dump(tmp_path / "5.pt", 5, samples)))[1]
+    assert batch[MASK].sum(1).tolist() == [0, 2, 0, 2]
+    assert ("headrace", "in_loss") not in batch.keys(True)
+    assert math.isnan(rewards(batch)[2])
+    assert batch["next", "policy_version"].tolist() == [3, 3, -1, 3]
+    assert batch["masks", "all_attention_mask"].sum(1).tolist() == [4, 4, 0, 4]
+
+
+def test_slime_rewards_by_name_are_columns(tmp_path):
+    samples = [slime_sample(0, i, {"score": float(i), "format": 1.0}) for i in range(2)]
+    path = slime_dump(tmp_path / "5.pt", 5, samples)
+    batch = only(open_source(path))[1]
+    assert batch["next", "reward"].tolist() == [[0.0, 1.0], [1.0, 1.0]]
+    assert batch["reward_names"] == ["score", "format"]
+    assert batch[:1]["reward_names"] == ["score", "format"]
+    assert rewards(only(open_source(path, reward_key="score"))[1]) == [0.0, 1.0]
+    assert_refused(r"sample 0, reward: the key 'nope' is required|needs a reward", path, reward_key="nope")
+
+
+def test_slime_evaluations_are_skipped_and_steps_come_by_number(tmp_path):
+    for step in (10, 9):
+        slime_dump(tmp_path / f"data_{step}.pt", step)
+    slime_dump(tmp_path / "data_eval_9.pt", 9)
+    assert [step for step, _ in open_source(tmp_path)] == [9, 10]
+
+
+# -- verl --------------------------------------------------------------------------------------------
+
+
+def test_verl_keys_are_split_from_the_right(tmp_path):
+    uids = ["math_42_0_0", "math_42_1_0", "math_42_1_1", "math_4_2_0", "math_4_10_0"]
+    rows = [verl_row(uid, s) for uid, s in zip(uids, [1.0, 3.0, 3.0, 0.0, 1.0], strict=True)]
+    step, batch = only(open_source(write_lines(tmp_path / "7.jsonl", rows)))
+    assert step == 7
+    assert in_order(batch["group_id"]) == [0, 0, 0, 1, 1]
+    assert in_order(batch["rollout_id"]) == [0, 1, 1, 2, 3]
+    assert list(batch["group_label"]) == ["math_42"] * 3 + ["math_4"] * 2
+    assert MASK not in batch.keys(True)
+
+
+def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
+    path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
+    assert_refused(r"7\.jsonl:1: a sample needs a group.*group_by='prompt'", path)
+    batch = only(open_source(path, group_by="prompt", group_size=4))[1]
+    assert in_order(batch["group_id"]) == [0] * 4
+    assert in_order(batch["rollout_id"]) == [0, 1, 2, 3]
+    assert batch["expected_rollouts"].tolist() == [4] * 4
+    assert_refused(
+        r"dispatched with 2 rollouts; found 4: .*Was its prompt drawn twice",
+        path,
+        group_by="prompt",
+        group_size=2,
+    )
+
+
+def test_a_folder_of_steps_is_read_by_number_also_gzipped(tmp_path):
+    for step in (2, 10):
+        write_lines(tmp_path / f"{step}.jsonl", [verl_row("a_0_0", 1.0, step)])
+    with gzip.open(tmp_path / "3.jsonl.gz", "wt") as file:
+        file.write(json.dumps(verl_row("a_0_0", 1.0, 3)))
+    source = open_source(tmp_path)
+    assert source.format == "verl"
+    assert [step for step, _ in source] == [2, 3, 10]
+    assert [step for step, _ in open_source(str(tmp_path / "*.jsonl"))] == [2, 10]
+    assert source.read_bytes == source.total_bytes > 0
+
+
+# -- TRL ---------------------------------------------------------------------------------------------
+
+
+def test_trl_one_reward_function_is_one_reward(tmp_path):
+    path = trl_dump(tmp_path / "completions" / "completions_00004.parquet", note=["a", "b"])
+    step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
+    assert step == 4
+    assert rewards(batch) == [1.0, 0.0]
+    assert batch["logged_advantage"].tolist() == [0.5, -0.5]
+    assert list(batch["response_text"]) == ["assistant: 4", "assistant: 5"]
+    assert_refused(r"row 1: a sample needs a group", path)
+
+
+def test_trl_several_reward_functions_are_columns_and_rows_without_any_failed(tmp_path):
+    path = trl_dump(tmp_path / "c.parquet", length=[math.nan, 2.0])
+    batch = only(open_source(path, group_by="prompt"))[1]
+    assert batch["reward_names"] == ["accuracy", "length"]
+    assert batch["next", "reward"][1].tolist() == [0.0, 2.0]
+    assert batch["next", "reward"][0, 1].isnan()
+    assert rewards(only(open_source(path, group_by="prompt", reward_key=["accuracy"]))[1]) == [1.0, 0.0]
+    lost = trl_dump(tmp_path / "d.parquet", accuracy=[None, 1.0])
+    batch = only(open_source(lost, group_by="prompt"))[1]
+    assert batch["status"].tolist() == [Status.FAILED, -1]
+    assert_refused(r"the columns \['nope'\] are required", path, group_by="prompt", reward_key="nope")
+
+
+# -- verifiers, prime-rl -----------------------------------------------------------------------------
+
+
+def test_verifiers_groups_are_examples_and_errors_are_failures(tmp_path):
+    rows = [
+        verifiers_row(0, 1.0),
+        verifiers_row(0, 0.0, is_truncated=True),
+        verifiers_row(1, 0.0, error={"error": "Timeout"}, completion=None),
+        verifiers_row(1, 1.0, completion="plain"),
+    ]
+    write_lines(tmp_path / "results.jsonl", rows)
+    step, batch = only(open_source(tmp_path))
+    assert step == 0
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
+    assert list(batch["group_label"])[2] == "math/1"
+    assert batch["status"].tolist() == [Status.COMPLETED, Status.TRUNCATED, Status.FAILED, Status.COMPLETED]
+    assert list(batch["response_text"]) == ["assistant: 4", "assistant: 4", "", "plain"]
+
+
+def test_prime_rl_episodes_are_rollouts_with_tool_output_masked(tmp_path):
+    rows = [
+        episode("g", "a", {"right": {"score": 1.0, "weight": 2.0}, "style": {"score": 0.5}}),
+        episode("g", "b", {"right": {"score": 0.0, "weight": 2.0}, "style": {"score": 0.5}}),
+    ]
+    path = write_lines(tmp_path / "traces.jsonl", rows)
+    step, batch = only(open_source(path))
+    assert step == 2
+    assert rewards(batch) == [2.5, 0.5]
+    assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert batch[MASK][0].int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
+    assert batch["log_probs", "full"][0].isfinite().int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
+    assert batch["next", "policy_version"].tolist() == [1, 1]
+    assert batch["prompt_text"][0] == "user: user says"
+    assert rewards(only(open_source(path, reward_key="style"))[1]) == [0.5, 0.5]
+
+
+def test_prime_rl_branches_are_segments_and_an_abandoned_compaction_is_masked(tmp_path):
+    root = node(None, "user", [1], [False])
+    work = node(0, "assistant", [2, 3], [True, True])
+    given_up = node(1, "assistant", [4], [True], semantic_parents=[{"node": 1, "type": "compaction_attempt"}])
+    fresh = node(None, "user", [5], [False])
+    rest = node(3, "assistant", [6], [True])
+    one = episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [root, work, given_up, fresh, rest]})
+    resumed = node(None, "user", [5], [False], semantic_parents=[{"node": 2, "type": "compaction"}])
+    two = episode("g", "b", {"r": {"score": 3.0}}, trace={"nodes": [root, work, given_up, resumed, rest]})
+    batch = only(open_source(write_lines(tmp_path / "traces.jsonl", [one, two])))[1]
+    assert in_order(batch["rollout_id"]) == [0, 0, 1, 1]
+    assert batch["tokens", "full"].tolist() == [[1, 2, 3, 4], [0, 0, 5, 6]] * 2
+    assert batch[MASK].int().tolist() == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 1, 1], [0, 0, 0, 1]]
+
+
+def test_prime_rl_the_folder_is_the_step_and_failures_are_rows(tmp_path):
+    path = tmp_path / "step_9" / "train" / "effective" / "traces.jsonl"
+    rows = [
+        episode("g", "a", {"r": {"score": 1.0}}, trace={"stop_condition": "max_turns"}),
+        episode("g", "b", {"r": None}, ok=False, trace={"ok": False}),
+        episode("g", "c", {}, ok=False, traces=[]),
+    ]
+    write_lines(path, rows)
+    step, batch = only(open_source(tmp_path))
+    assert step == 9
+    assert batch["status"].tolist() == [Status.TRUNCATED, Status.FAILED, Status.FAILED]
+    two = episode("g", "d", {"r": {"score": 1.0}})
+    two["traces"] *= 2
+    assert_refused(
+        r"an episode has one trainable agent; found '2 trainable traces'",
+        write_lines(tmp_path / "traces.jsonl", [two]),
+    )
+
+
+def test_prime_rl_paths_without_tokens_are_skipped_if_others_have_some(tmp_path):
+    nodes = [
+        node(None, "user", [1], [False]),
+        node(0, "assistant", [2], [True]),
+        node(0, "assistant", [], [], sampled=True),
+    ]
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": nodes})]
+    assert len(only(open_source(write_lines(tmp_path / "traces.jsonl", rows)))[1]) == 1
+    for row in (text := [node(None, "user", [], []), nodes[2]]):
+        row["logprobs"] = []
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": text})]
+    batch = only(open_source(write_lines(tmp_path / "traces.jsonl", rows)))[1]
+    assert MASK not in batch.keys(True)
+    assert list(batch["response_text"]) == ["assistant: assistant says"]
+
+
+def test_prime_rl_a_node_comes_after_its_parent(tmp_path):
+    rows = [episode("g", "a", {"r": {"score": 1.0}}, trace={"nodes": [node(0, "user", [1], [True])]})]
+    assert_refused(
+        r"nodes\[0\]: 'parent' must be a node before this one \(0\); found 0",
+        write_lines(tmp_path / "traces.jsonl", rows),
+    )
+
+
+# -- NeMo RL, open-instruct, tinker ------------------------------------------------------------------
+
+
+def test_nemo_rl_rows_are_slices_of_one_tensor_up_to_their_length(tmp_path):
+    rows = [
+        nemo_row(0, 1.0),
+        nemo_row(1, 3.0, sample_loss_mask=[0.0]),
+        nemo_row(2, 5.0, prompt=9, advantages=[[0.0, 0.0, 0.5, 0.25, 0.0]]),
+        nemo_row(3, 5.0, prompt=9, filtered_rewards=[7.0]),
+    ]
+    path = write_lines(tmp_path / "train_data_step12.jsonl", rows)
+    assert_refused("a sample needs a group", path)
+    step, batch = only(open_source(tmp_path, group_by="prompt", group_size=2))
+    assert step == 12
+    assert rewards(batch) == [1.0, 3.0, 5.0, 7.0]
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
+    assert batch["tokens", "full"][0].tolist() == [1, 2, 3, 4]
+    assert batch[MASK].sum(1).tolist() == [2, 0, 2, 2]
+    assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0]
+    assert batch["logged_advantage"][[0, 1, 3]].tolist() == [0.5] * 3
+    assert batch["logged_advantage"][2].isnan()
+
+
+def test_open_instruct_groups_are_prompts_and_metadata_are_skipped(tmp_path):
+    rows = [
+        open_instruct_row(i, i // 2, float(i), finish_reason="length" if i == 3 else "stop") for i in range(4)
+    ]
+    write_lines(tmp_path / "run_metadata.jsonl", [{"run_name": "run"}])
+    write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
+    write_lines(tmp_path / "run_rollouts_000001.jsonl", [open_instruct_row(0, 0, 1.0, step=4)])
+    source = open_source(tmp_path)
+    (step, batch), (after, _) = list(source)
+    assert (source.format, step, after) == ("open_instruct", 3, 4)
+    assert in_order(batch["group_id"]) == [0, 0, 1, 1]
+    assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
+    assert batch["tokens", "full"][2].tolist() == [101, 101, 7, 8, 9]
+    assert batch["log_probs", "full"][0, 2:].tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_open_instruct_a_prompt_index_of_two_prompts_is_refused(tmp_path):
+    rows = [open_instruct_row(0, 0, 1.0), open_instruct_row(1, 0, 0.0, prompt_tokens=[5])]
+    assert_refused(
+        r":2: samples of one prompt_idx have the same prompt_tokens, as at .*:1",
+        write_lines(tmp_path / "r_rollouts_0.jsonl", rows),
+    )
+
+
+def test_tinker_summaries_have_only_lengths(tmp_path):
+    rows = [tinker_row(0, 0, 1.0), tinker_row(0, 1, 3.0), tinker_row(1, 0, 0.0, steps=[])]
+    rows.append(tinker_row(1, 1, 1.0, steps=[tinker_row(0, 0, 0)["steps"][0]]))
+    write_lines(tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl", rows)
+    step, batch = only(open_source(tmp_path))
+    assert step == 6
+    assert batch[MASK].int().tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0] * 4, [0, 0, 1, 1]]
+    assert batch["status"].tolist() == [0, 0, 0, Status.TRUNCATED]
+    assert batch["next", "policy_version"].tolist() == [5] * 4
+    path = tmp_path / "iteration_000006" / "train_rollout_summaries.jsonl"
+    assert rewards(only(open_source(path, reward_key="final_reward"))[1]) == [0.0] * 4
+    path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, 0, 1, schema_version=2)])
+    assert_refused("'schema_version' must be 1, the one that is known; found 2", path)
+
+
+# -- the batch ---------------------------------------------------------------------------------------
+
+
+def row(**changes):
+    return Sample(**{"group": 0, "rollout": 0, "reward": 1.0, "where": "here", **changes})
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "at least one sample"),
+        (
+            [row(), row(rollout=1, policy_version=3)],
+            "policy_version must be on all .* 1 of 2 have none: here",
+        ),
+        ([row(), row(rollout=1, tokens=[1], response_length=1)], "on all samples of a step or on none"),
+        (
+            [row(expected_rollouts=2, status=Status.FAILED), row(rollout=1, status=Status.FAILED)],
+            "expected_rollouts must be on all",
+        ),
+        ([row(), row(group=1)], "a rollout belongs to one group"),
+        (
+            [row(expected_rollouts=1), row(rollout=1, expected_rollouts=1)],
+            "dispatched with 1 rollouts; found 2: here, here",
+        ),
+        ([row(reward=None)], "needs a reward; found none, with the status completed"),
+        ([row(rewards={"a": math.nan}, reward=None)], "needs a reward"),
+        ([row(rewards={"a": 1.0}), row(rollout=1, rewards={"b": 1.0})], "all samples have the same rewards"),
+        ([row(tokens=[1], response_length=2)], "a part of the tokens; found a response of 2 in 1"),
+        ([row(tokens=[1, 2, 3], response_length=2, loss_mask=[1])], "the loss mask covers .*found 1 entries"),
+        ([row(tokens=[1, 2], response_length=2, log_probs=[0.0])], "log-probabilities cover the response"),
+        ([row(response_length=2**40)], "at most 16777216 tokens"),
+    ],
+)
+def test_contradicting_samples_are_named(samples, message):
+    with pytest.raises(SourceError, match=message):
+        to_batch(samples)
+
+
+def test_a_loss_mask_may_cover_all_tokens_and_ids_may_mix_types(tmp_path):
+    samples = [row(tokens=[1, 2, 3], response_length=2, loss_mask=[0, 1, 0]), row(group="0", rollout="0")]
+    samples[1].tokens, samples[1].response_length = [4], 1
+    batch = to_batch(samples)
+    assert batch[MASK].int().tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert batch["group_id"].tolist() == [0, 1]
+    assert batch["group_id"].dtype == batch["rollout_id"].dtype == batch["status"].dtype == torch.int64
+    assert batch["next", "reward"].dtype == torch.float64
+
+
+# -- the stream --------------------------------------------------------------------------------------
+
+
+def test_invalid_records_are_skipped_and_counted_if_allowed(tmp_path):
+    good = [json.dumps(verl_row(f"u{i}_0_0", 1.0)) for i in range(3)]
+    odd = json.dumps(verl_row("v_0_0", "high"))
+    lines = [good[0], "[1]", "{", odd, "", good[1], '{"a": 1, "a": 2}', good[2]]
+    path = tmp_path / "7.jsonl"
+    path.write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    source = open_source(path, skip_bad=True)
+    for _ in range(2):  # each pass counts anew
+        assert len(only(source)[1]) == 3
+        assert source.skipped == 5
+    assert source.messages[0] == f"{path}:2: a line must be one JSON object; found [1]"
+    assert ":4: 'score' must be a finite number; found 'high'" in source.messages[2]
+    assert_refused(r"7\.jsonl:2: a line must be one JSON object; found \[1\]", path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"input": "NaN", "score": NaN}', "'score' is the literal NaN, which is no JSON"),
+        ('{"rewards": [1, -Infinity]}', "'rewards' is the literal -Infinity"),
+        ('{"a": {"b": 1, "b": 2}}', "the key 'b' twice"),
+        ("[" * 100_000, "must be one JSON object"),
+        ("9" * 5000, "must be one JSON object"),
+        ("3", "must be one JSON object; found 3"),
+        (
+            '{"input": "x"',
+            """is no valid JSON: it breaks off after '{"input": "x"', and the file ends there""",
+        ),
+        ('{"input": "x\n"}', """is no valid JSON: it breaks off after '{"input": "x'$"""),
+        ('{"input": x}', "is no valid JSON: at column 11 it has 'x}'"),
+        ("", "the file is empty"),
+        ('{"input": "\\ud800", "output": "", "score": 1, "step": 1}', "a string of valid Unicode"),
+        (
+            '{"input": "x", "output": "", "score": true, "step": 1}',
+            "'score' must be a finite number; found True",
+        ),
+        ('{"input": "x", "output": "", "score": 1e999, "step": 1}', "'score' must be a finite number"),
+        ('{"input": "x", "output": "", "score": 1, "step": 1.0}', "'step' must be an integer"),
+        (f'{{"input": "x", "output": "", "score": 1, "step": {2**63}}}', "'step' must be an integer"),
+        ('{"input": "x", "output": "", "score": null, "step": 1}', "'score' must be set"),
+        ('{"input": "x", "output": "", "step": 1}', "the key 'score' is required; found the keys 'input'"),
+    ],
+)
+def test_an_invalid_line_is_named_with_its_line_number(tmp_path, text, message):
+    path = tmp_path / "1.jsonl"
+    path.write_text(text)
+    with pytest.raises(SourceError, match=message) as caught:
+        list(open_source(path, "verl", group_by="prompt"))
+    assert str(caught.value).startswith(str(path))
+
+
+def test_an_overlong_line_is_one_invalid_record(tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.pipeline.tools.dumps.readers.file_kinds.MAX_LINE", 200)
+    rows = [verl_row("a_0_0", 1.0), verl_row("b_0_0", 1.0, prompt="x" * 1000), verl_row("c_0_0", 1.0)]
+    source = open_source(write_lines(tmp_path / "7.jsonl", rows), "verl", skip_bad=True)
+    assert list(only(source)[1]["group_label"]) == ["a", "c"]
+    assert source.skipped == 1
+
+
+def test_a_large_file_is_never_wholly_in_memory(tmp_path):
+    path = tmp_path / "all.jsonl"
+    text = "x" * 50_000
+    with path.open("w") as file:
+        for i in range(400):
+            file.write(json.dumps(verl_row(f"u{i}_{i % 2}_0", 1.0, i // 4, text)) + "\n")
+    source, last = open_source(path, "verl"), -1.0
+    tracemalloc.start()
+    for _, batch in source:
+        assert len(batch) == 4
+        assert source.read_bytes >= last
+        last = source.read_bytes
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert source.total_bytes == last > 20_000_000
+    assert peak < source.total_bytes / 20
+
+
+# -- what is opened ----------------------------------------------------------------------------------
+
+
+def test_auto_names_what_it_found_and_the_known_formats(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"question": 1}])
+    with pytest.raises(
+        SourceError,
+        match=r"found .*a\.jsonl with 'question'\. Set source\.format to one of headrace",
+    ):
+        open_source(path)
+    for format in ("verl", "auto"):
+        with pytest.raises(SourceError, match=r"nothing: there is no such file or folder$"):
+            open_source(tmp_path / "nothing", format)
+    with pytest.raises(SourceError, match="is required; found none"):
+        open_source(f"{tmp_path}/*.nothing", "verl")
+
+
+def test_a_group_uid_has_to_be_declared(tmp_path):
+    rows = [verl_row("math_7", score) for score in (1.0, 0.0)] + [verl_row("algebra", 1.0)]
+    path = write_lines(tmp_path / "7.jsonl", rows)
+    assert_refused(
+        r"must be a key \{uid\}_\{session\}_\{index\}.*if it is the group's own.*source.group_by=uid",
+        path,
+        "verl",
+    )
+    ((_, batch),) = open_source(path, "verl", group_by="uid")
+    assert in_order(batch["group_id"]) == [0, 0, 1]
+    assert len(batch["rollout_id"].unique()) == 3
+    with pytest.raises(ValueError, match="group_by='uid' is for the format verl"):
+        open_source(write_lines(tmp_path / "a.jsonl", [{}]), "nemo_rl", group_by="uid")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "verll"}, "format must be auto or one of headrace, nemo_rl"),
+        ({"group_by": "input"}, "group_by must be one of 'prompt', 'uid' or None"),
+        ({"group_size": 0}, "group_size must be an integer ≥ 1"),
+        (
+            {"format": "tinker", "group_by": "prompt"},
+            "tinker does not read group_by; it reads group_size, reward_key",
+        ),
+        ({"format": "tinker", "reward_key": "score"}, "reward_key must be one of total_reward, final_reward"),
+        ({"format": "verl", "reward_key": ["a", "b"]}, "takes one reward_key"),
+    ],
+)
+def test_unknown_options_are_refused(tmp_path, options, message):
+    path = write_lines(tmp_path / "7.jsonl", [verl_row("a_0_0", 1.0)])
+    with pytest.raises(ValueError, match=message):
+        open_source(path, **options)
+
+
+def test_a_registered_reader_may_yield_batches(tmp_path, monkeypatch):
+    def read(path, reading):
+        for step in map(int, path.read_text().split()):
+            yield step, TensorDict({"group_id": torch.zeros(2)}, batch_size=[2])
+
+    monkeypatch.setitem(READERS, "mine", Format(read, ("*.txt",)))
+    path = tmp_path / "a.txt"
+    path.write_text("1 2 5")
+    assert [(step, len(batch)) for step, batch in open_source(path, "mine")] == [(1, 2), (2, 2), (5, 2)]
+    for last in (1, 2):
+        path.write_text(f"1 2 {last}")
+        assert_refused(f"found step {last} after step 2", path, "mine")

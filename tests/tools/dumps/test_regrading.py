@@ -1,0 +1,223 @@
+"""A dump is graded again: a callable from texts to rewards, then the same recipe."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from command import told
+from composed import configure
+from dumps import (
+    open_instruct_row,
+    slime_dump,
+    slime_sample,
+    tinker_row,
+    verifiers_row,
+    verl_row,
+    write_lines,
+)
+
+from headrace.pipeline import ConfigError
+from headrace.pipeline.tools.dumps.readers import Sample, SourceError, open_source, regrade, to_batch
+from headrace.pipeline.tools.replay import replay
+from headrace.transforms import Status
+
+pytestmark = pytest.mark.slow
+
+
+def by_length(prompts, responses):
+    return [float(len(text)) for text in responses]
+
+
+class Matches:
+    """Right where the response has the truth in it."""
+
+    def __init__(self, bonus=0.0):
+        self.bonus = bonus
+
+    def __call__(self, prompts, responses, *, columns):
+        pairs = zip(responses, columns["ground_truth"], strict=True)
+        return np.array([(truth in text) + self.bonus for text, truth in pairs])
+
+
+@pytest.fixture(autouse=True)
+def my_module(monkeypatch):
+    module = types.ModuleType("my_graders")
+    module.by_length, module.Matches, module.number = by_length, Matches, 3
+    monkeypatch.setitem(sys.modules, "my_graders", module)
+
+
+def batch_of(*texts, group="g", **changes):
+    return to_batch([Sample(group, i, 0.0, response=text, **changes) for i, text in enumerate(texts)])
+
+
+@pytest.fixture
+def dump(tmp_path):
+    rows = [{**verl_row(f"a_{i}_0", 0.0, prompt="1+1?"), "output": text} for i, text in enumerate("2345")] + [
+        {**verl_row(f"b_{i}_0", 1.0, prompt="1+2?"), "output": "x" * 3, "gts": "x"} for i in range(4)
+    ]
+    return write_lines(tmp_path / "7.jsonl", rows)
+
+
+# -- the function ------------------------------------------------------------------------------------
+
+
+def test_each_rollout_is_graded_once_and_its_rows_share_the_reward():
+    seen = []
+
+    def grade(prompts, responses):
+        seen.append((prompts, responses))
+        return torch.tensor([5.0, 7.0])
+
+    rows = [("x", "one"), ("y", "other"), ("x", "two")]
+    batch = to_batch([Sample("g", r, 1.0, prompt=f"p{i}", response=text) for i, (r, text) in enumerate(rows)])
+    again, changed = regrade(batch, grade)
+    assert seen == [(["p0", "p1"], ["one\ntwo", "other"])]
+    assert again["next", "reward"].flatten().tolist() == [5.0, 7.0, 5.0]
+    assert batch["next", "reward"].flatten().tolist() == [1.0] * 3, "the input is left alone"
+    assert (changed.rollouts, changed.changed, changed.gained) == (2, 2, 1)
+
+
+def test_a_grader_gets_the_columns_it_asks_for():
+    batch = batch_of("a", "b", ground_truth="a", prompt="?")
+    got = {}
+
+    def grade(prompts, responses, columns):
+        got.update(columns)
+        return [0, 0]
+
+    regrade(batch, grade)
+    assert got == {
+        "group": ["g", "g"],
+        "rollout": ["0", "1"],
+        "reward": [0.0, 0.0],
+        "ground_truth": ["a", "a"],
+    }
+    regrade(batch, lambda prompts, responses, **more: [len(more["columns"])] * 2)
+
+
+def test_lost_rollouts_are_not_graded():
+    batch = to_batch(
+        [
+            Sample("g", 0, 1.0, response="a"),
+            Sample("g", 1, status=Status.FAILED),
+            Sample("g", 2, 0.5, response="b"),
+        ]
+    )
+    again, changed = regrade(batch, lambda prompts, responses: [len(responses)] * len(responses))
+    assert again["next", "reward"][[0, 2]].flatten().tolist() == [2.0, 2.0]
+    assert again["next", "reward"][1].isnan()
+    assert (changed.rollouts, changed.lost) == (2, 1)
+
+
+def test_several_rewards_replace_one():
+    again, changed = regrade(batch_of("a", "bb"), lambda prompts, responses: [[1, 0], [1, 2]])
+    assert again["next", "reward"].tolist() == [[1.0, 0.0], [1.0, 2.0]]
+    assert (changed.changed, changed.gained, changed.after) == (2, 1, 4.0)
+
+
+def test_logged_advantages_of_the_old_rewards_are_removed():
+    batch = batch_of("a", "b", advantage=0.5)
+    assert "logged_advantage" in batch.keys()
+    assert "logged_advantage" not in regrade(batch, by_length)[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1.0], r"\(2,\) or \(2, K\) rewards, one for each rollout; found \(1,\) for the rollouts 0, 1"),
+        ([1.0, float("nan")], r"a reward is finite; found \[nan\] for the rollout 1"),
+        ([float("inf"), 1.0], r"a reward is finite; found \[inf\] for the rollout 0"),
+        (["right", "wrong"], "a number, or K of them, for each rollout; found .*right"),
+        ([None, 1.0], "a number, or K of them, for each rollout"),
+        (None, "a number, or K of them, for each rollout; found None"),
+        ([[], []], r"found \(2, 0\)"),
+        (1.0, r"found \(\)"),
+    ],
+)
+def test_invalid_grades_are_refused_with_their_rollouts(given, message):
+    with pytest.raises(SourceError, match=message):
+        regrade(batch_of("a", "b"), lambda prompts, responses: given)
+
+
+def test_a_grader_of_other_arguments_is_refused():
+    with pytest.raises(
+        SourceError, match="takes two lists, of prompts and of responses: too many positional"
+    ):
+        regrade(batch_of("a", "b"), lambda response: [0.0, 1.0])
+
+
+def test_a_dump_without_texts_is_refused(tmp_path):
+    path = write_lines(tmp_path / "train_rollout_summaries.jsonl", [tinker_row(0, i, 1.0) for i in range(2)])
+    with pytest.raises(SourceError, match=r"step 6: to grade again takes the texts of the responses"):
+        list(open_source(path, regrade=by_length))
+
+
+@pytest.mark.parametrize(
+    ("write", "truth"),
+    [
+        (lambda p: slime_dump(p / "1.pt", 1, [slime_sample(0, i, 0.0) for i in range(2)]), "42"),
+        (lambda p: write_lines(p / "7.jsonl", [verl_row(f"a_{i}_0", 0.0) for i in range(2)]), "2"),
+        (
+            lambda p: write_lines(
+                p / "results.jsonl", [verifiers_row(0, 0.0, answer="4", generation_ms=i) for i in range(2)]
+            ),
+            "4",
+        ),
+        (
+            lambda p: write_lines(p / "a_rollouts_0.jsonl", [open_instruct_row(i, 0, 0.0) for i in range(2)]),
+            "[4]",
+        ),
+    ],
+)
+def test_the_ground_truth_of_a_dump_is_read(write, truth, tmp_path):
+    ((_, batch),) = open_source(write(tmp_path))
+    assert list(batch["ground_truth"]) == [truth] * 2
+
+
+# -- the tasks ---------------------------------------------------------------------------------------
+
+
+def replayed(path, folder, *words):
+    shared = (f"source.path={path}", "report.html=false", "pipeline.stages.gate.group_size=4")
+    return told(replay, configure("config", "task=replay", *shared, *words), folder / "replay")
+
+
+CHANGED = (
+    "re-graded: 8 rollouts, 1 (12%) have another reward; mean 0.5 → 0.625; of 2 groups 1 became informative"
+)
+NODE = "source.regrade={_target_: my_graders.Matches}"
+
+
+def test_a_replay_regrades_and_reports_what_changed(dump, tmp_path):
+    trained, _ = replayed(dump, tmp_path / "before")
+    assert trained == 0
+    trained, text = replayed(dump, tmp_path, NODE)
+    assert trained == 4
+    assert CHANGED in text
+    ((_, again),) = open_source(tmp_path / "replay" / "rollouts")
+    assert again["next", "reward"].flatten().tolist() == [1.0, 0, 0, 0, 1, 1, 1, 1]
+    words = ("source.regrade={_target_: my_graders.Matches, bonus: 1}", "report.dump=null")
+    _, text = replayed(tmp_path / "replay" / "rollouts", tmp_path / "again", *words)
+    assert "8 (100%) have another reward; mean 0.625 → 1.625; of 2 groups 0 became informative" in text
+
+
+def test_a_grader_is_given_by_name_and_an_unknown_one_is_refused(dump, tmp_path):
+    _, text = replayed(dump, tmp_path, "source.regrade=my_graders.by_length")
+    assert "re-graded: 8 rollouts" in text
+    for word, message in (
+        ("source.regrade=my_graders.nothing", "source.regrade: 'my_graders.nothing' cannot be imported"),
+        ("source.regrade=no_module.grade", "cannot be imported: .*PYTHONPATH=. in front"),
+        ("source.regrade=my_graders.number", "must name a callable"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replayed(dump, tmp_path / "no", word)
+
+
+def test_a_recipe_that_sums_segments_is_refused(dump, tmp_path):
+    words = ("source.regrade=my_graders.by_length", "pipeline.stages.collapse.reward=sum")
+    with pytest.raises(ConfigError, match=r"pipeline.stages.collapse.reward must be shared, got sum"):
+        replayed(dump, tmp_path, *words)

@@ -1,0 +1,287 @@
+"""``task=plan``: its share of uninformative groups is that of a replay; its chances are enumerated."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from command import told
+from composed import configure
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.pipeline import ConfigError, Pipeline, build_pipeline, make_report, write_dump
+from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.plan import tabulate_group_sizes
+from headrace.pipeline.tools.plan.chances import chance_of_equal, chances_of_sizes, different_values, pools_of
+from headrace.transforms import BatchError
+
+pytestmark = pytest.mark.slow
+
+
+planned = partial(told, tabulate_group_sizes)
+
+
+def configured(dump, *words):
+    gate = ("pipeline.stages.gate.group_size=2", "pipeline.stages.gate.on_incomplete=drop")
+    return configure("config", "task=plan", f"source.path={dump}", *gate, *words)
+
+
+# -- chances -----------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(1, 9))
+def test_the_chance_equals_that_over_all_draws(rewards, size):
+    counts = Counter(rewards)
+    [chance] = chance_of_equal(np.array([*counts.values()]), np.zeros(len(counts), int), size)
+    draws = list(itertools.combinations(rewards, min(size, len(rewards))))
+    if size == 1:
+        assert chance == 1
+    assert chance == pytest.approx(np.mean([len(set(draw)) == 1 for draw in draws]))
+
+
+def test_groups_of_two_sizes_are_separate():
+    count, group = np.array([2, 2, 1, 3]), np.array([0, 1, 1, 2])
+    assert chance_of_equal(count, group, 3).tolist() == pytest.approx([1.0, 0.0, 1.0])
+    assert chance_of_equal(count, group, 2).tolist() == pytest.approx([1.0, 1 / 3, 1.0])
+
+
+def test_a_constant_reward_that_some_lack_is_uninformative():
+    values = np.array([[1.0, np.nan], [1.0, 0.0], [1.0, 2.0], [1.0, np.nan]])
+    group, count = different_values(values, np.array([0, 0, 1, 1]))
+    assert (group.tolist(), count.tolist()) == ([0, 1], [2, 2])
+    group, count = different_values(values, np.zeros(4, int))
+    assert sorted(count.tolist()) == [1, 1, 2]
+
+
+# -- pooled over steps -------------------------------------------------------------------------------
+
+SIZES = [2, 4, 8, 16, 32, 64]
+
+
+def simulated(rates, draws, size, seed):
+    """(R, 1) rewards 0 or 1, the group of each rollout and the prompt and step of each group.
+
+    Args:
+        rates: (steps, prompts) solve rates; each prompt is drawn in the first `draws` steps.
+        draws: of each prompt.
+        size: rollouts of a group.
+        seed: of the rewards.
+    """
+    rng = np.random.default_rng(seed)
+    pairs = [(step, prompt) for prompt, n in enumerate(draws) for step in range(n)]
+    step, prompt = np.array(pairs).T
+    group = np.repeat(np.arange(len(step)), size)
+    rate = np.asarray(rates)[step, prompt]
+    return (rng.random(len(group)) < rate[group]).astype(float)[:, None], group, prompt, step
+
+
+def truth(rate, size):
+    return float(np.mean(rate**size + (1 - rate) ** size))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(2, 4), st.integers(0, 9))
+def test_no_chance_rises_with_the_group_size(draws, size, seed):
+    rates = np.random.default_rng(seed).random((max(draws), len(draws)))
+    values, group, prompt, step = simulated(rates, draws, size, seed)
+    pool, _ = pools_of(prompt, step, values[:, 0], group)
+    found, known = chances_of_sizes(values, group, pool, range(1, 20))
+    own, pooled = found[:size], found[size:]
+    assert all((np.diff(each, axis=0) <= 1e-12).all() for each in (own, pooled))  # of each group
+    assert ((found >= 0) & (found <= 1)).all()
+    assert known[:size].all()
+
+
+def test_up_to_its_own_size_a_group_is_not_pooled():
+    values, group, prompt, _ = simulated(np.full((3, 4), 0.4), [3] * 4, 5, 1)
+    alone, _ = chances_of_sizes(values, group, np.arange(12), range(1, 6))
+    pooled, _ = chances_of_sizes(values, group, prompt, range(1, 6))
+    assert (alone == pooled).all()
+    draws = values.reshape(12, 5)
+    for size, found in zip(range(1, 6), alone, strict=True):
+        subsets = [[len(set(one)) == 1 for one in itertools.combinations(row, size)] for row in draws]
+        assert found == pytest.approx(np.mean(subsets, 1))
+
+
+RATES = np.random.default_rng(5).beta(0.2, 0.3, 400)  # many prompts that are nearly always or never solved
+
+
+def test_the_pooled_chance_equals_that_of_a_simulation():
+    values, group, prompt, step = simulated(np.tile(RATES, (8, 1)), [8] * 400, 8, 2)
+    pool, width = pools_of(prompt, step, values[:, 0], group)
+    assert width == 8
+    found, known = chances_of_sizes(values, group, pool, SIZES)
+    assert known.all()
+    drawn = np.random.default_rng(3).random((200, 400, 64)) < RATES[:, None]
+    for k, size in enumerate(SIZES):
+        solved = drawn[..., :size].sum(2)
+        simulation = ((solved == 0) | (solved == size)).mean()
+        assert simulation == pytest.approx(truth(RATES, size), abs=0.01)
+        assert found[k].mean() == pytest.approx(simulation, abs=0.02)
+
+
+def test_an_upper_bound_is_above_the_truth():
+    for seed, rate in itertools.product(range(3), (RATES, np.full(400, 0.02), np.linspace(0, 1, 400))):
+        values, group, _, _ = simulated(rate[None], [1] * 400, 8, seed)
+        found, known = chances_of_sizes(values, group, np.arange(400), SIZES)
+        assert known.all(1).tolist() == [True] * 3 + [False] * 3
+        for k, size in enumerate(SIZES):
+            assert truth(rate, size) <= found[k].mean() + 3 * found[k].std() / 20, (seed, rate)
+
+
+def test_a_policy_that_learns_is_pooled_over_fewer_steps():
+    """Pooled over all steps, rates of 0 and 1 would look like ½."""
+    learns = np.where(np.arange(8) < 4, 0.05, 0.95)[:, None].repeat(100, 1)
+    values, group, prompt, step = simulated(learns, [8] * 100, 8, 4)
+    pool, width = pools_of(prompt, step, values[:, 0], group)
+    assert width == 4
+    found, all_steps = (chances_of_sizes(values, group, by, [16])[0].mean() for by in (pool, prompt))
+    assert found == pytest.approx(truth(learns, 16), abs=0.05)
+    assert all_steps < 0.01 < truth(learns, 16)
+
+
+def test_prompts_without_texts_are_not_pooled():
+    pool, _ = pools_of(np.array([-1, -1, 3, 3]), np.array([0, 0, 0, 1]), np.ones(8), np.arange(8) // 2)
+    assert len(set(pool.tolist())) == 3
+
+
+# -- the same as a replay ----------------------------------------------------------------------------
+
+RECIPES = {
+    "grpo": (),
+    "dapo": (
+        "pipeline.stages.overlong.max_length=4",
+        "pipeline.stages.overlong.cache=3",
+        "pipeline.stages.filter.action=drop",
+    ),
+    "gdpo": ("pipeline.stages.collapse.columns=2",),
+    "grpo weighted": ("pipeline.stages.collapse.columns=2", "pipeline.stages.collapse.weights=[1,0.5]"),
+    "grpo missing": ("pipeline.stages.collapse.missing=skip",),
+}
+
+
+def dumped(make_batch, folder, several):
+    """Groups that are equal, differ, fan out, differ in length alone, by a part alone, and lost a rollout."""
+    reward = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 0.25, 0.75, 0.5, 0.5, 3])
+    batch = make_batch(reward.tolist(), [0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 3, *range(4, 11)])
+    batch["status"] = torch.tensor([0] * 10 + [3, 0])
+    mask = batch["masks", "all_assistant_mask"]
+    mask[5, :2] = False
+    if several:
+        other = torch.tensor([0.0, 1, 2, 0, 0, 1, 1, 1, 0, 0, 0, 0])
+        batch["next", "reward"] = torch.stack([reward, other], 1)
+    for step in range(2):
+        write_dump(make_report(Pipeline({}).run(batch[: 12 - 5 * step]), step=step), folder)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_share_equals_frac_reward_zero_std_of_a_replay(recipe, make_batch, tmp_path):
+    words = (f"pipeline={recipe.split()[0]}", *RECIPES[recipe])
+    dumped(make_batch, tmp_path, several="columns=2" in str(words))
+    config = configured(tmp_path, *words)
+    share, text = planned(config, tmp_path)
+    reports = [make_report(build_pipeline(config.pipeline).run(batch)) for _, batch in open_source(tmp_path)]
+    compared = np.array([(report.groups["rollouts"] > 1).sum() for report in reports])
+    zero = np.array([report.numbers["frac_reward_zero_std"] for report in reports])
+    assert share == pytest.approx((zero * compared).sum() / compared.sum())
+    assert f"{share:.0%} of the groups in the dump are uninformative" in text
+    assert 0 < share < 1
+
+
+# -- the table ---------------------------------------------------------------------------------------
+
+
+def test_the_plan_by_hand(make_batch, tmp_path):
+    """Solve rates 0, ½ and 1 in groups of two, of which a third is informative: six rollouts for one."""
+    write_dump(make_report(Pipeline({}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))), tmp_path)
+    share, text = planned(configured(tmp_path, "plan.group_sizes=[2,4]"), tmp_path)
+    assert share == pytest.approx(2 / 3)
+    assert re.search(r"solve rate, at 1 +groups +G=2 +G=4\*", text)
+    assert re.search(r"0\.25 to 0\.5 +1 +0% +≤0%", text)
+    assert re.search(r"all +3 +67% +≤67%", text)
+    assert re.search(r"rollouts per informative group +6 +≤12", text)
+    assert "* upper bounds: a prompt has too few rollouts for an estimate." in text
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["ranges"][-1]["chance_of_equal"]["4"] == {
+        "at_most": pytest.approx(2 / 3),
+        "estimated": False,
+    }
+    assert found["rollouts_per_informative_group"] == pytest.approx([6, 12])
+    assert [each["groups"] for each in found["ranges"]] == [1, 1, 1, 3]
+    assert "tokens" in found
+
+
+def test_a_prompt_of_several_steps_is_one_prompt(tmp_path):
+    """Solved 2 of 2, then 0 of 2: its four rollouts are not equal. Another ground truth: another prompt."""
+    for step, rewards in enumerate(([1, 1], [0, 0]), start=1):
+        rows = [
+            {"input": "1+1", "output": "2", "gts": truth, "score": float(reward), "step": step}
+            for truth in ("2", "two")
+            for reward in (rewards if truth == "2" else [1, 0])
+        ]
+        rows = [row | {"uid": f"{step}{row['gts']}_{k}_0"} for k, row in enumerate(rows)]
+        (tmp_path / f"{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, text = planned(
+        configured(tmp_path, "source.group_by=null", "plan.group_sizes=[2,4]"), tmp_path / "out"
+    )
+    found = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert (found["groups"], found["prompts"], found["pooled_steps"]) == (4, 2, 2)
+    of_all = found["ranges"][-1]["chance_of_equal"]
+    assert [of_all[size]["at_most"] for size in ("2", "4")] == [0.5, 0]
+    assert "all rollouts of a prompt in the 2 steps" in " ".join(text.split())
+
+
+def test_rounding_of_a_mean_moves_no_group_across_a_bound(make_batch, tmp_path):
+    """0.1 + 0.1 + 0.1 is above 0.3: all three are as bad as can be, and no quarter of them is solved."""
+    batch = make_batch([0.1] * 3 + [0.7] * 3 + [0.1, 0.1, 0.7], [0] * 3 + [1] * 3 + [2] * 3)
+    batch["next", "reward"] = batch["next", "reward"].double().round(decimals=1)
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path)
+    gate = "pipeline.stages.gate.group_size=3"
+    _, text = planned(configured(tmp_path, gate, "plan.group_sizes=[2]"), tmp_path)
+    lines = [line.split()[:-1] for line in text.splitlines() if line.endswith("%")]
+    assert lines == [["0", "1"], ["0.25", "to", "0.5", "1"], ["1", "1"], ["all", "3"]]
+
+
+def test_solved_is_the_greater_of_two_rewards_or_above_the_option(make_batch, tmp_path):
+    write_dump(make_report(Pipeline({}).run(make_batch([-1.0, -1, -1, 0.5], [0, 0, 1, 1]))), tmp_path / "two")
+    _, text = planned(configured(tmp_path / "two", "plan.group_sizes=[2]"), tmp_path)
+    assert "solve rate, at 0.5" in text
+    assert re.search(r"\n *0 +1 +100%", text)
+    batch = make_batch([0.1, 0.2, 0.6, 0.7], [0, 0, 1, 1])
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "many")
+    _, text = planned(configured(tmp_path / "many", "report.solved=0.5"), tmp_path)
+    assert "solve rate, at 0.5" in text
+    assert re.search(r"\n *0 +1 +0% .*\n *1 +1 +0% ", text)
+
+
+def test_a_dump_that_cannot_be_planned_is_refused(make_batch, tmp_path):
+    write_dump(make_report(Pipeline({}).run(make_batch([0.0, 1.0], [0, 1]))), tmp_path)
+    with pytest.raises(ConfigError, match="needs groups with at least two rollouts with rewards"):
+        planned(configured(tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match="group_sizes must be integers ≥ 1"):
+        planned(configured(tmp_path, "plan.group_sizes=[0]"), tmp_path)
+    wrong = configured(tmp_path, "pipeline.stages.gate.on_incomplete=raise")
+    with pytest.raises(BatchError, match="step 0: stage 'gate'"):
+        planned(wrong, tmp_path)
+
+
+def test_a_step_that_lacks_a_skipped_record_is_skipped_and_says_so(tmp_path):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for step in (1, 2):
+        rows = [
+            json.dumps({"input": "a", "output": "b", "score": k % 2, "step": step, "uid": f"{k // 2}_{k}_0"})
+            for k in range(4)
+        ]
+        rows[3] = rows[3][:9] if step == 2 else rows[3]
+        (dump / f"{step}.jsonl").write_text("\n".join(rows))
+    words = ("pipeline.stages.gate.on_incomplete=raise", "source.skip_bad=true")
+    _, text = planned(configured(dump, *words), tmp_path)
+    assert "step 2: stage 'gate'" in text
+    assert json.loads((tmp_path / "plan.json").read_text())["groups"] == 2

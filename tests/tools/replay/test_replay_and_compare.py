@@ -1,0 +1,230 @@
+"""The command over dumps: replay, compare, plan."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from busy import busy_batch, stages
+from command import QUICK, headrace_here, told
+from composed import configure
+from dumps import slime_dump, slime_sample, write_lines
+from pages import data_of
+from rich.console import Console
+
+from headrace.pipeline import ConfigError, Pipeline, make_report, write_dump
+from headrace.pipeline.tools.replay import compare, replay
+from headrace.pipeline.tools.replay.compare_task import show_comparison
+from headrace.pipeline.tools.report import Comparison
+from headrace.transforms import GroupRelativeAdvantage, LossWeight, MissingKeyError
+
+pytestmark = pytest.mark.slow
+
+BASELINES = ("mean", "leave_one_out")
+COUNTED = ("pipeline.stages.gate.group_size=3", "pipeline.stages.gate.on_incomplete=drop")
+
+
+@pytest.fixture
+def dump(make_batch, tmp_path):
+    folder = tmp_path / "dump"
+    for step in range(3):
+        pipeline = Pipeline(stages(weight=LossWeight()))
+        pipeline(busy_batch(make_batch))
+        write_dump(make_report(pipeline, step=step), folder)
+    return folder
+
+
+def configured(task, dump, *words):
+    return configure("config", f"task={task}", f"source.path={dump}", *words)
+
+
+def test_a_replay_prints_and_writes_its_report(dump, tmp_path):
+    out = tmp_path / "out"
+    trained, text = told(replay, configured("replay", dump, *COUNTED, "pipeline=dapo"), out)
+    assert trained == 3 * 3
+    assert "gate: incomplete" in text
+    assert "−6" in text
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "report.html", "rollouts"]
+    again, _ = told(
+        replay, configured("replay", out / "rollouts", *COUNTED, "pipeline=dapo"), tmp_path / "two"
+    )
+    assert again == trained
+
+
+def test_a_comparison_shows_the_users_turn_of_a_prompt(tmp_path):
+    chat = "<|im_start|>system\nReason step by step.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n"
+    path = slime_dump(
+        tmp_path / "data_5.pt",
+        samples=[slime_sample(i // 2, i, float(i**2), prompt=chat) for i in range(4)],
+    )
+    config = configured(
+        "compare", path, "source.format=slime", "pipelines=[grpo,dr_grpo]", "report.html=false"
+    )
+    _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    assert "2+2?" in text
+    assert "im_start" not in text
+
+
+def test_two_recipes_are_compared_on_the_same_rollouts(dump, tmp_path):
+    config = configured("compare", dump, "pipelines=[grpo,dr_grpo]")
+    correlation, text = told(compare, config, tmp_path / "out", COUNTED)
+    assert 0 < correlation <= 1
+    assert "the same direction" in text  # one group alone trains
+    assert "groups whose" not in text
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert found["numbers"]["rows"] == 27
+    assert found["numbers"]["trained_by_both"] == 9
+    assert found["numbers"]["gradient_cosine"] == pytest.approx(1)  # one group alone trains
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '"versus":["grpo","dr_grpo"]' in page
+    assert '"difference":"grpo and dr_grpo give another gradient' in page
+    assert '"verdict":""' in page  # that of one recipe is no answer
+    assert f"the page: {(tmp_path / 'out' / 'report.html').as_uri()}" in " ".join(text.split())
+    with pytest.raises(ConfigError, match=r"must name two recipes.*got \['grpo'\]"):
+        told(compare, configured("compare", dump, "pipelines=[grpo]"), tmp_path / "out", COUNTED)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
+def test_the_unit_of_the_reward_changes_no_comparison(unit, make_batch):
+    batch = make_batch([0.0, 2, 0, 6, 1, 5], [5, 5, 9, 9, 9, 9])
+    batch["next", "reward"] = batch["next", "reward"].double() * unit
+    stages = [{"advantage": GroupRelativeAdvantage(scale="none", baseline=name)} for name in BASELINES]
+    comparison = Comparison(BASELINES)
+    comparison.add(*(make_report(Pipeline(each).run(batch)) for each in stages))
+    assert comparison.numbers["differ"] == 6
+    assert "differs in 6 of 6 rows. " in comparison.said
+    comparison = Comparison(("one", "same"))
+    comparison.add(*(make_report(Pipeline(each).run(batch)) for each in (stages[0], stages[0])))
+    assert comparison.numbers["differ"] == 0
+    assert comparison.said.startswith("one and same give the same gradient: ")
+    assert comparison.movers == []
+
+
+def test_groups_whose_share_moves_most_by_hand(make_batch, tmp_path):
+    """Rewards 0, 2 and 0, 6: by their spread each group has a half, without it ¼ and ¾; a cosine of 2/√5."""
+    batch = make_batch([0.0, 2, 0, 6], [5, 5, 9, 9])
+    batch["masks", "all_assistant_mask"][:] = True
+    write_dump(make_report(Pipeline({}).run(batch)), tmp_path / "dump")
+    config = configured("compare", tmp_path / "dump", "pipelines=[grpo,dr_grpo]")
+    _, text = told(compare, config, tmp_path / "out", ("pipeline.stages.gate.group_size=2",))
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    movers = sorted(found["movers"], key=lambda each: each["group"])
+    assert [(each["group"], each["step"]) for each in movers] == [(5, 0), (9, 0)]
+    shares = [[each["first"], each["second"]] for each in movers]
+    assert np.array(shares) == pytest.approx(np.array([[0.5, 0.25], [0.5, 0.75]]), abs=1e-6)
+    assert found["numbers"]["gradient_moved"] == pytest.approx(0.25)
+    assert found["numbers"]["gradient_cosine"] == pytest.approx(2 / 5**0.5)
+    assert re.search(r"0 +prompt 5 +50\.0% +25\.0%", text)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1.0, "the same gradient"), (2.0, "the same direction.")])
+def test_a_comparison_says_first_whether_the_gradient_is_the_same(make_batch, factor, said):
+    batch = make_batch([0.0, 1, 0, 1], [5, 5, 9, 9])
+    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage(), "weight": LossWeight()}).run(batch))
+    columns = {**report.columns, "loss_weight": factor * report.columns["loss_weight"]}
+    comparison, console = Comparison(("one", "two")), Console(width=200, file=io.StringIO())
+    comparison.add(report, replace(report, columns=columns))
+    show_comparison(comparison, console)
+    assert said in next(filter(None, console.file.getvalue().splitlines()))
+
+
+def test_rows_that_only_one_recipe_trains_change_no_gradient_where_their_advantage_is_0(make_batch):
+    batch = make_batch([0.0, 1, 1, 1], [5, 5, 9, 9])
+    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
+    fewer = {**report.columns, "reason": np.array([0, 0, 1, 1])}
+    comparison = Comparison(("all", "few"))
+    comparison.add(report, replace(report, columns=fewer, names=("trained", "filter/zero_variance")))
+    assert comparison.said.endswith("equal in all 4 rows.")
+    comparison.add(report, replace(report, columns={**fewer, "reason": np.array([1, 0, 0, 0])}))
+    assert "another gradient: advantage × loss weight × tokens differs in 1 of 8 rows of 2" in comparison.said
+
+
+def test_tokens_with_weights_of_their_own_are_not_said_to_be_equal(make_batch):
+    batch = make_batch([0.0, 1], [5, 5])
+    report = make_report(Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch))
+    by_token = {1: SimpleNamespace(values={"importance_weight": [0.5, 1.5]})}
+    comparison = Comparison(("plain", "corrected"))
+    comparison.add(report, replace(report, by_token=by_token))
+    assert "the same gradient, up to the weights of single tokens" in comparison.said
+
+
+def dump_of_lines(folder, *steps):
+    """The rewards of each step, of groups of two."""
+    for step, rewards in enumerate(steps):
+        rows = [
+            {
+                "step": step,
+                "row": i,
+                "group_id": 9 * step + i // 2,
+                "rollout_id": 9 * step + i,
+                "reward": reward,
+            }
+            for i, reward in enumerate(rewards)
+        ]
+        write_lines(folder / f"step_{step:08d}.jsonl", rows)
+    return folder
+
+
+def test_overrides_of_a_stage_apply_to_the_recipes_that_have_it(tmp_path):
+    dump_of_lines(tmp_path / "dump", [0.0, 1.0] * 3)
+    words = ["task=compare", "source.path=dump", "pipelines=[dapo,as/verl]", "~pipeline.stages.overlong"]
+    words += ["pipeline.stages.gate.group_size=2", "pipeline.stages.filter.action=mask"]
+    done = headrace_here(tmp_path, *words, "~pipeline.stages.weight.unit")
+    for stage in ("overlong", "filter"):
+        assert f"overrides of the stage '{stage}' do not apply to as/verl" in " ".join(done.stdout.split())
+
+
+def test_a_missing_column_is_the_error_also_after_a_malformed_step(tmp_path):
+    folder = dump_of_lines(tmp_path / "dump", ["no number", 1.0], [0.0, 1.0], [0.0, 1.0])
+    words = ["pipeline=high_entropy", "pipeline.stages.gate.group_size=2"]
+    with pytest.raises(MissingKeyError, match=r"step 1: stage 'forks'.*needs the tokens"):
+        told(replay, configured("replay", folder, *words), tmp_path / "out")
+
+
+def test_a_step_whose_rows_differ_between_two_recipes_is_left_out(tmp_path):
+    """Of the first step, one of them carries two of six rollouts to the second, which has eight then."""
+    folder = dump_of_lines(tmp_path / "dump", *[[0.0, 1.0] * 3] * 3)
+    mine = tmp_path / "mine" / "pipeline" / "carries.yaml"
+    mine.parent.mkdir(parents=True)
+    split = "{minibatches: null, minibatch_size: 4, remainder: carry}"
+    mine.write_text(f"defaults: [grpo]\nstages: {{split: {split}}}\n")
+    words = ["pipeline.stages.gate.group_size=2", f"hydra.searchpath=[file://{tmp_path}/mine]"]
+    with pytest.raises(RuntimeError, match="2 of 3 steps failed"):
+        told(compare, configured("compare", folder, "pipelines=[carries,grpo]"), tmp_path / "out", words)
+    found = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert found["numbers"]["rows"] == 6
+    assert [each["step"] for each in found["failed_steps"]] == [1, 2]
+    assert "one has 8 rows and the other 6" in found["failed_steps"][0]["why"]
+
+
+def test_the_command_trains_dumps_and_replays(tmp_path):
+    headrace_here(tmp_path, *QUICK, "hydra.run.dir=run")
+    step = data_of(tmp_path / "run" / "report.html")["steps"][-1]
+    assert all(label.endswith(" backwards?") for label in step["groups"]["label"])
+    assert any(text["start"] for text in step["rows"]["response"])
+    words = ["pipeline.stages.gate.on_incomplete=drop", "pipeline.stages.collapse.reward=sum"]
+    shown = headrace_here(tmp_path, "task=replay", "source.path=run/rollouts", *words, "hydra.run.dir=again")
+    assert "where the rows of 2 steps went" in shown.stdout
+    again = data_of(tmp_path / "again" / "report.html")["steps"][-1]
+    assert again["rows"]["response"] == step["rows"]["response"]
+
+
+def test_a_flat_replay_of_texts_says_how_to_estimate_larger_groups(tmp_path):
+    """The page is of the recipe; texts that triple in length are noticed."""
+    (tmp_path / "my dump").mkdir()
+    for step in range(12):
+        text = {"gts": "2", "step": step, "output": "3" * (1 + 2 * (step > 5))}
+        scores = {"1+1?": (0.0, 0.0), "2+2?": (0.0, 0.0), "3+3?": (0.0, 1.0)}
+        rows = [text | {"input": asked, "score": score} for asked, two in scores.items() for score in two]
+        write_lines(tmp_path / "my dump" / f"{step}.jsonl", rows)
+    words = ["source.path=my dump", "source.group_by=prompt", "source.group_size=2"]
+    said = " ".join(headrace_here(tmp_path, "task=replay", *words, "pipeline=rloo").stdout.split())
+    assert said.count("would help: task=plan source.path=FOLDER") == 1
+    assert "lengths-explode: Responses grew from 1 (steps 0 to 2) to 3 (steps 9 to 11) characters" in said
+    (page,) = tmp_path.glob("outputs/*/*/report.html")
+    assert '"title":"rloo, replay of my dump"' in page.read_text()

@@ -1,0 +1,417 @@
+"""A report shows an advisory beyond its bound and not at it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from busy import busy_batch, stages
+from composed import composed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace import decide
+from headrace.pipeline import Pipeline, build_pipeline, make_report
+from headrace.pipeline.composing.compose import compose_config
+from headrace.pipeline.tools.plan.group_sizes import groups_seen
+from headrace.pipeline.tools.report import Advisory, advise, show_advisories, symptoms, unchecked, verdict
+from headrace.pipeline.tools.report.advice import Setup
+from headrace.pipeline.tools.report.folder import Thinned
+from headrace.transforms import CombineIds, GroupRelativeAdvantage, LossWeight, Status
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+RANGE = {"reward/all/min": 0.0, "reward/all/max": 1.0}
+QUIET = {"rows/in": 32.0, "rows/trained": 32.0, "groups/in": 4.0}
+BEYOND = 1e-9
+
+
+def names(numbers, history=()):
+    return [advisory.name for advisory in advise(numbers, history)]
+
+
+def steps_of(key, values, **more):
+    return [(step, QUIET | {key: value} | more) for step, value in enumerate(values)]
+
+
+# -- one rule, one bound ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "bound"),
+    [
+        ("advantage-all-zero", "frac_reward_zero_std", 0.5),
+        ("rollouts-truncated", "rollouts/truncated", 0.25),
+        ("rollouts-failed", "rollouts/failed", 0.1),
+        ("rollouts-empty", "rollouts/empty", 0.1),
+        ("groups-incomplete", "groups/incomplete", 0.1),
+        ("rewards-missing", "rollouts/unrewarded", 0.1),
+        ("gradient-spikes", "groups/largest_gradient_share", 0.5),
+        ("trained-without-reward", "rollouts/no_reward", 0.0),
+        ("stale", "staleness/mean", 2.0),
+    ],
+)
+def test_each_rule_fires_beyond_its_bound_and_not_at_it(name, number, bound):
+    """Of fewer than four groups, one may carry the gradient."""
+    assert names(QUIET | {number: bound}) == []
+    assert names(QUIET | {"groups/in": 3.0, "groups/largest_gradient_share": 0.9}) == []
+    assert names(QUIET | {number: bound + BEYOND}) == [name]
+    above = 2 * bound or 1.0
+    (found,) = advise(QUIET | {number: above}, steps_of(number, [0.0, 0.0, above, above, above]))
+    assert found.number == number
+    assert found.steps == (2, 3, 4)
+    assert "(mean of steps 0 to 4)" in found.text
+    assert symptoms()[name].title
+
+
+def test_an_advisory_uses_the_last_five_steps():
+    for old, new in ((1.0, 0.0), (0.0, 1.0)):
+        history = steps_of("rollouts/truncated", [old] * 7 + [new] * 5)
+        assert names(history[-1][1], history) == (["rollouts-truncated"] if new else [])
+    history = steps_of("rollouts/truncated", [0.0, 0.0, 0.0, 0.0, 1.0])
+    assert names(history[-1][1], history) == []  # one of five is a mean of 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("learning-rate-zero", "optimiser/lr"), ("gradient-zero", "optimiser/grad_norm")]
+)
+def test_unchanged_weights_are_reported_only_if_measured(name, number):
+    """The number must be exactly 0 at each of the last five steps; an unknown number gives no advisory."""
+    assert names(QUIET | {number: 1e-300}) == names(QUIET) == []
+    history = steps_of(number, [0.1] * 7 + [0.0] * 5)
+    (found,) = advise(history[-1][1], history)
+    assert (found.name, found.steps) == (name, (7, 8, 9, 10, 11))
+    assert "the weights do not change (steps 7 to 11)" in found.text
+    history = steps_of(number, [0.0] * 11 + [0.1])
+    assert names(history[-1][1], history) == []
+
+
+def test_a_symptom_is_checked_or_names_its_missing_data():
+    """With all numbers every symptom is checked; without one, the symptoms that need it are unchecked."""
+    full = QUIET | RANGE | {"reward/all/mean": 0.5, "response_length/mean": 9.0, "tis/least_ess": 0.1}
+    text = (ROOT / "pipeline/tools/report/symptoms.yaml").read_text()
+    bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
+    judged_by = {name: bound["number"] for name, bound in bounds.items()}
+    full |= dict.fromkeys([*judged_by.values(), "response_length/max"], 0.01)
+    judged_by |= {"reward-flat": "reward/all/mean", "stalled": "reward/all/mean"}
+    judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
+    judged_by |= {"nothing-trains": "rows/trained", "penalty-unused": "response_length/max"}
+    judged_by |= {"divisor-unused": "response_length/max"}
+    assert set(judged_by) == set(symptoms())
+    assert unchecked([(step, full) for step in range(12)]) == []
+    assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]
+    for number in set(judged_by.values()):
+        history = [(step, {k: v for k, v in full.items() if k != number}) for step in range(12)]
+        assert unchecked(history) == [name for name in symptoms() if judged_by[name] == number]
+
+
+def test_every_step_without_training_is_named():
+    trained = [4.0, 0.0, 4.0, 0.0, 4.0]
+    history = steps_of("rows/trained", trained)
+    (found,) = advise(history[-1][1], history)
+    assert (found.name, found.steps) == ("nothing-trains", (1, 3))
+    assert found.text == "Nothing was trained at steps 1, 3."
+    numbers = {"rows/trained": 0.0, "out/filter/zero_variance": 3.0, "out/gate/incomplete": 1.0}
+    assert advise(numbers)[0].text == "Nothing was trained. Most rows left at filter: zero variance."
+    assert names(*history[0][1:]) == []
+
+
+@pytest.mark.parametrize(("value", "fires"), [(0.5, False), (0.5 - BEYOND, True)])
+def test_each_stage_has_its_own_warning_bound(value, fires):
+    numbers = QUIET | {"mine/reach_mean": value, "mine/least_reach": 0.5, "other/reach_mean": 0.0}
+    found = advise(numbers)
+    assert [each.number for each in found] == (["mine/reach_mean"] if fires else [])
+
+
+@pytest.mark.parametrize(
+    ("number", "unit"), [("response_length/mean", "tokens"), ("response_characters/mean", "characters")]
+)
+def test_lengths_explode_above_twice_their_start(number, unit):
+    for factor, fires in ((2.0, False), (2.001, True)):
+        history = steps_of(number, [100.0] * 7 + [100.0 * factor] * 5)
+        assert names(history[-1][1], history) == (["lengths-explode"] if fires else [])
+        assert "lengths-explode" not in unchecked(history)
+    assert f"{unit} on average" in advise(history[-1][1], history)[0].text
+    history = steps_of(number, [1.0] * 6 + [100.0] * 5)
+    assert names(history[-1][1], history) == []  # eleven steps are too few
+
+
+# -- whether it learns -----------------------------------------------------------------------------------
+
+
+def of_rewards(*quarters):
+    """Four steps of each reward, of rollouts between 0 and 1."""
+    values = [value for value in quarters for _ in range(4)]
+    history = steps_of("reward/all/mean", values, **RANGE)
+    return names(history[-1][1], history), verdict(history[-1][1], history)
+
+
+@pytest.mark.parametrize(
+    ("quarters", "found", "said"),
+    [
+        ((0.1, 0.3, 0.5, 0.7), [], "rose from 0.1 (steps 0 to 3) to 0.7 (steps 12 to 15)."),
+        ((0.1, 0.1, 0.1, 0.1201), [], "rose from 0.1 (steps 0 to 3) to 0.12 (steps 12 to 15)."),
+        ((0.1, 0.1, 0.1, 0.1199), ["reward-flat"], "is flat: 0.1 in steps 0 to 3, 0.12 in steps 12 to 15."),
+        ((0.1, 0.1, 0.1, 0.0801), ["reward-flat"], "is flat: 0.1 in steps 0 to 3, 0.0801 in steps 12 to 15."),
+        ((0.1, 0.1, 0.1, 0.0799), ["reward-flat"], "fell from 0.1 (steps 0 to 3) to 0.0799 (steps 12 to"),
+        ((0.1, 0.3, 0.5, 0.5199), ["stalled"], "rose from 0.1 (steps 0 to 3) to 0.52 (steps 12 to 15) and"),
+        ((0.1, 0.3, 0.5, 0.5201), [], "rose from 0.1 (steps 0 to 3) to 0.52 (steps 12 to 15)."),
+        ((0.1, 0.5, 0.9, 0.9), [], "rose from 0.1 (steps 0 to 3) to 0.9 (steps 12 to 15)."),  # at its top
+        ((0.95, 0.95, 0.95, 0.95), [], "stays near the greatest seen: 0.95 in steps 0 to 3, 0.95 in steps"),
+    ],
+)
+def test_flat_stalled_and_falling_follow_their_rules(quarters, found, said):
+    fired, words = of_rewards(*quarters)
+    assert fired == found
+    assert words.startswith(f"The mean reward {said}")
+
+
+@pytest.mark.parametrize(("spread", "said"), [(0.06, "is flat"), (0.03, "fell")])
+def test_a_reward_falls_only_beyond_two_standard_errors(spread, said):
+    """Of quarters of 8 steps, alternating: s² = 8/7 · spread², so 2 · √(2 s²/8) = 1.07 · spread."""
+    values = [mean + spread * (-1) ** step for mean in (0.4, 0.4, 0.4, 0.35) for step in range(8)]
+    history = steps_of("reward/all/mean", values, **RANGE)
+    assert verdict(history[-1][1], history).startswith(f"The mean reward {said}")
+    assert ("two standard errors, 0.064" in verdict(history[-1][1], history)) == (said == "is flat")
+    rising = steps_of("reward/all/mean", values[::-1], **RANGE)
+    assert verdict(rising[-1][1], rising).startswith("The mean reward " + said.replace("fell", "rose"))
+
+
+@pytest.mark.parametrize("reward", [0.1, -0.7, 1e12])
+def test_rounding_of_a_mean_reward_is_no_movement(reward):
+    """The mean of eight values 0.1 differs from that of seven by rounding."""
+    up, down = (float(np.nextafter(reward, end)) for end in (np.inf, -np.inf))
+    for means in ([reward] * 8 + [up] * 8, [reward] * 8 + [down] * 8):
+        history = steps_of("reward/all/mean", means)
+        for _, numbers in history:
+            numbers |= {"reward/all/min": reward, "reward/all/max": reward}
+        assert verdict(history[-1][1], history).startswith("The mean reward is flat: ")
+
+
+def test_a_flat_reward_has_its_reason():
+    history = steps_of("reward/all/mean", [0.1] * 16, **RANGE, frac_reward_zero_std=0.92)
+    assert verdict(history[-1][1], history) == (
+        "The mean reward is flat: 0.1 in steps 0 to 3, 0.1 in steps 12 to 15. 92 % of the groups have equal "
+        "rewards, and teach nothing (mean of steps 11 to 15)."
+    )
+
+
+def test_eleven_steps_give_no_trend():
+    history = steps_of("reward/all/mean", [0.1] * 11, **RANGE)
+    assert verdict(history[-1][1], history).endswith(": 11 steps are too few to say whether it learns.")
+    assert verdict(QUIET, steps_of("rows/in", [4.0] * 20)) == "No reward was recorded."
+    history = steps_of("reward/all/mean", [float("nan")] * 13)
+    assert verdict(history[-1][1], history) == "No reward was recorded."
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(0.01, 100), st.floats(-50, 50))
+def test_the_unit_of_the_reward_changes_no_verdict(values, factor, shift):
+    """Rewards are multiplied and shifted; the verdict is the same."""
+
+    def kinds(rewards, low, high):
+        more = {"reward/all/min": low, "reward/all/max": high}
+        history = steps_of("reward/all/mean", rewards, **more)
+        return names(history[-1][1], history)
+
+    def bounds_are_near(rewards):
+        size = len(rewards) // 4
+        if len(rewards) < 12:
+            return False
+        quarters = [np.mean(rewards[:size]), np.mean(rewards[-2 * size : -size]), np.mean(rewards[-size:])]
+        gains = [quarters[2] - quarters[0], quarters[2] - quarters[1]]
+        marks = [abs(abs(gain) - 0.02) for gain in gains] + [abs(1 - quarters[2] - 0.1)]
+        return min(marks) < 1e-6
+
+    if not bounds_are_near(values):
+        moved = [factor * value + shift for value in values]
+        assert kinds(values, 0.0, 1.0) == kinds(moved, shift, factor + shift)
+
+
+# -- the numbers that rules read -------------------------------------------------------------------------
+
+
+def test_the_numbers_behind_the_rules_by_hand(make_batch):
+    """Rollout 1 has two rows, one truncated; rollout 2 failed. Tokens by rollout: 2, 4, 2 and 2."""
+    batch = make_batch([1.0, 3, 3, 5, 1], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3])
+    batch["status"] = torch.tensor(
+        [int(Status[name]) for name in ("COMPLETED", "COMPLETED", "TRUNCATED", "FAILED", "COMPLETED")]
+    )
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, True, False]] * 5)
+    numbers = make_report(Pipeline({}).run(batch)).numbers
+    assert numbers["rollouts/truncated"] == 0.25
+    assert numbers["rollouts/failed"] == 0.25
+    assert numbers["response_length/mean"] == 2.5
+    assert numbers["response_length/max"] == 4
+
+
+def test_permuted_rows_have_the_same_numbers(make_batch):
+    batch = busy_batch(make_batch)
+    batch["status"] = torch.tensor([0, 0, 0, 1, 0, 0, 0, 3, 0])
+    found = []
+    for order in (torch.arange(9), torch.randperm(9, generator=torch.Generator().manual_seed(3))):
+        pipeline = Pipeline(stages(split=None, weight=LossWeight()))
+        pipeline(batch[order])
+        found.append(make_report(pipeline).numbers)
+    keys = ("rollouts/truncated", "rollouts/failed", "response_length/mean", "groups/informative")
+    for key in (*keys, "groups/incomplete", "groups/largest_gradient_share"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=1e-12), key
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.0, 1.0])), min_size=1))
+def test_rewards_compared_by_role_are_equal_within_a_role(rollouts):
+    """A solver's 1 and a verifier's 0 are not compared."""
+    from batches import batch_of
+
+    groups, roles, rewards = map(list, zip(*rollouts, strict=True))
+    batch = batch_of(rewards, groups)
+    batch["role"] = torch.tensor(roles)
+    peers, by_role = CombineIds(keys=["group_id", "role"]), GroupRelativeAdvantage(group_key="peer_id")
+    report = make_report(Pipeline({"peers": peers, "advantage": by_role}).run(batch))
+    members = {}
+    for group, role, reward in rollouts:
+        members.setdefault((group, role), []).append(reward)
+    several = [found for found in members.values() if len(found) > 1]
+    equal = [len(set(found)) == 1 for found in several]
+    seen = groups_seen(report)
+    assert report.numbers.get("frac_reward_zero_std", 0) == pytest.approx(sum(equal) / max(len(equal), 1))
+    assert report.numbers.get("groups/informative", 0) == pytest.approx(
+        sum(not each for each in equal) / max(len(equal), 1)
+    )
+    assert (seen.equal.sum(), seen.compared.sum()) == (sum(equal), len(equal))
+    assert report.groups["id"].tolist() == list(dict.fromkeys(groups))
+    assert report.columns["advantage_by_row"] == pytest.approx(report.columns["advantage"], nan_ok=True)
+
+
+def test_a_group_of_large_advantages_carries_the_gradient(make_batch):
+    """Advantages ±1 in four groups and ±9 in one, of one token each: 18 of 26."""
+    rewards = [value for size in (1, 1, 1, 1, 9) for value in (size, -size)]
+    pipeline = Pipeline({"advantage": GroupRelativeAdvantage(scale="none")})
+    batch = make_batch([float(value) for value in rewards], [i // 2 for i in range(10)])
+    batch["masks", "all_assistant_mask"] = torch.tensor([[True, False, False, False]] * 10)
+    pipeline(batch)
+    report = make_report(pipeline)
+    assert report.numbers["groups/largest_gradient_share"] == pytest.approx(18 / 26)
+    (found,) = report.advisories
+    assert found.text == "One group makes up 69 % of the gradient of its step."
+
+
+# -- symptoms --------------------------------------------------------------------------------------------
+
+
+def test_overrides_suggested_for_a_symptom_compose():
+    words = {each.overrides for symptom in symptoms().values() for each in symptom.remedies if each.overrides}
+    for line in sorted(words):
+        if all(word.startswith(("pipeline", "+pipeline", "criterion@")) for word in line.split()):
+            composed(*line.split())
+        else:
+            build_pipeline(compose_config("config", *line.split()).pipeline)
+
+
+FIRED = [
+    (name, remedy) for name, symptom in symptoms().items() for remedy in symptom.remedies if remedy.overrides
+]
+
+
+def test_the_options_that_a_report_shows_are_those_of_its_task_and_recipe():
+    """Those of train, or of a stage that the recipe does not have, are said in words."""
+    for task, recipe in (("replay", "as/verl"), ("audit", "gfpo"), ("replay", "as/nemo_rl")):
+        typed = [f"task={task}", f"pipeline={recipe}"]
+        config = compose_config("config", *typed)
+        shown = [remedy.under(Setup(config, typed)) for _, remedy in FIRED]
+        words = [remedy.overrides.split() for remedy in shown if remedy is not None]
+        assert not any(
+            word.startswith(("train.", "optimizer.", "group_size=")) for line in words for word in line
+        )
+        here = [line for line in words if not any(word.startswith(("task=", "pipeline=")) for word in line)]
+        filters = bool(config.pipeline.stages.get("filter"))
+        assert (["pipeline.stages.filter.action=drop"] in words) == filters
+        assert any(here)
+        own = {word for line in here for word in line if "@" not in word and ".also." not in word}
+        compose_config("config", *typed, *sorted(own))
+
+
+def test_what_a_run_has_already_is_not_advised():
+    config = compose_config("config", "pipeline=dapo")
+    setup = Setup(config, ["pipeline=dapo"])
+    advised = [remedy.under(setup) for _, remedy in FIRED]
+    assert not any(each and each.overrides == "pipeline=dapo" for each in advised)
+    assert config.pipeline.stages.weight.unit == "token"
+    assert not any(each and each.overrides == "pipeline.stages.weight.unit=token" for each in advised)
+
+
+# -- some of many ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 9), st.integers(1, 200))
+def test_thinning_keeps_both_ends_and_even_spacing(most, number):
+    some = Thinned(most)
+    for item in range(number):
+        some.add(item)
+        kept = some.all()
+        assert (kept[0], kept[-1]) == (0, item)
+        assert len(kept) <= most
+        gaps = {b - a for a, b in pairwise(kept[:-1])}
+        assert len(gaps) <= 1
+
+
+# -- in the terminal -----------------------------------------------------------------------------------------
+
+
+def test_the_terminal_has_few_lines_of_advice():
+    """The first three advisories; what the verdict says, once; what nobody can tell, in one line."""
+    said = [Advisory(name, f"It is {name}.", "", ()) for name in list(symptoms())[:5]]
+    verdict = "The mean reward is flat. It is nothing-trains."
+    lines = [text.plain for text in show_advisories(said, verdict, list(symptoms()))]
+    assert lines[0] == "The mean reward is flat."
+    assert [line.partition(":")[0] for line in lines[1:4]] == [
+        "first, nothing-trains",
+        *list(symptoms())[1:3],
+    ]
+    assert lines[4] == "and 2 more, on the page"
+    assert lines[5].startswith("not checked, for lack of data: nothing-trains, rewards-missing and ")
+    assert len(lines) == 6
+    assert len(lines[5]) < 80
+
+
+def test_rollouts_without_a_reward_are_counted(make_batch):
+    """Of three rollouts the one of two rows has a reward on neither."""
+    batch = make_batch([0.0, 1, float("nan"), float("nan")], [5, 5, 5, 5], [0, 1, 2, 2])
+    numbers = make_report(Pipeline({}).run(batch)).numbers
+    assert numbers["rollouts/unrewarded"] == pytest.approx(1 / 3)
+
+
+def test_a_penalty_that_no_response_reaches_is_said():
+    columns = {"group_id": [0] * 4, "rollout_id": range(4), "reward": [0.0, 1.0, 1.0, 0.0]}
+    for longest, max_length, said in ((6, 20480, True), (6, 14, True), (6, 12, False), (9, 12, False)):
+        options = {"overlong": {"max_length": max_length, "cache": 2 if max_length < 99 else 4096}}
+        tokens = {"tokens": [longest, 2, 3, 4]}
+        decision = decide(columns | tokens, "dapo", group_size=4, minibatches=1, stages=options)
+        found = [each for each in make_report(decision).advisories if each.name == "penalty-unused"]
+        assert bool(found) == said, (longest, max_length)
+        if max_length == 20480:
+            words = "overlong changed 0 rewards: the longest response has 6 tokens"
+            assert found[0].text == f"{words}, and it punishes those above 16,384."
+
+
+def test_a_divisor_that_no_response_reaches_is_said():
+    columns = {"group_id": [0] * 2, "rollout_id": range(2), "reward": [0.0, 1.0], "tokens": [5, 2]}
+    words = "weight divides the loss of a rollout by 3,000 tokens, and the longest response has 5."
+    for length, said in ((3000, [words]), (50, [])):
+        decision = decide(columns, "dr_grpo", group_size=2, stages={"weight": {"length": length}})
+        advisories = make_report(decision).advisories
+        assert [each.text for each in advisories if each.name == "divisor-unused"] == said
+
+
+def test_steps_that_a_rule_does_not_judge_are_in_no_number_of_it():
+    """Of twenty steps, ten have the four groups that the rule needs: nine of them of 0.75, and one of 0."""
+    key = "groups/largest_gradient_share"
+    history = [
+        (step, QUIET | {key: 0.75 * (step != 1), "groups/in": 4.0 if step % 2 else 1.0}) for step in range(20)
+    ]
+    (found,) = advise(history[-1][1], history)
+    assert found.steps == tuple(range(3, 20, 2))

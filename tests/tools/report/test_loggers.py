@@ -1,0 +1,93 @@
+"""Trackers get every number and, if asked, the table of groups."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+from busy import reported
+
+from headrace.pipeline import log_report
+from headrace.pipeline.tools.report.loggers import COLUMNS, group_rows, rollout_rows
+
+pytestmark = pytest.mark.slow
+
+
+def test_tensorboard_gets_every_number(make_batch, tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
+    )
+    from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+    logger = TensorboardLogger(exp_name="run", log_dir=str(tmp_path))
+    _, report = reported(make_batch, step=4)
+    log_report(logger, report, table=True)
+    logger.experiment.flush()
+    found = accumulator.EventAccumulator(str(tmp_path / "run")).Reload()
+    assert set(found.Tags()["scalars"]) == set(report.numbers)
+    assert [(e.step, e.value) for e in found.Scalars("rows/in")] == [(4, 9.0)]
+
+
+def test_wandb_gets_the_table_of_groups(make_batch, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="no wandb")
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(exp_name="run", offline=True, save_dir=str(tmp_path), project="headrace")
+    seen, steps = {}, []
+    _, report = reported(make_batch, step=4)
+
+    def log(data, step=None, **_):
+        seen.update(data)
+        steps.append(step)
+
+    monkeypatch.setattr(logger.experiment, "log", log)
+    log_report(logger, report, table=True)
+    logger.experiment.finish()
+    assert steps[-1] is None, "wandb drops what comes with a step that it has passed"
+    assert seen["groups"].columns[:2] == ["group", "prompt"]
+    assert len(seen["groups"].data) == 3
+    assert seen["rollouts"].columns == COLUMNS
+    assert len(seen["rollouts"].data) == 8
+    assert set(report.numbers) <= set(seen)
+
+
+def test_the_table_of_groups_is_plain_python(make_batch):
+    names, rows = group_rows(reported(make_batch)[1])
+    assert names[:3] == ["group", "prompt", "segments"]
+    assert rows[1][:3] == [1, "prompt 1", 2]
+    assert json.dumps(rows)
+
+
+class Recorder:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self):
+        self.experiment, self.logged = self, []
+
+    def log_scalar(self, name, value, step):
+        pass
+
+    def log(self, data, step=None):
+        self.logged.append((data, step))
+
+
+def test_trackio_and_mlflow_get_both_tables(make_batch, monkeypatch):
+    """Neither is installed for the tests: their calls are checked against their documentation."""
+    pytest.importorskip("pandas", reason="no pandas")
+    _, report = reported(make_batch, step=4)
+    names, rows = rollout_rows(report)
+    trackio, mlflow, tables = ModuleType("trackio"), ModuleType("mlflow"), {}
+    trackio.Table = lambda dataframe: dataframe
+    mlflow.log_table = lambda data, file: tables.update({file: data})
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    logger = type("TrackioLogger", (Recorder,), {})()
+    log_report(logger, report, prefix="a/", table=True)
+    assert [(list(data), step) for data, step in logger.logged] == [(["a/groups"], 4), (["a/rollouts"], 4)]
+    assert logger.logged[1][0]["a/rollouts"].to_dict("list")["rollout"] == [row[1] for row in rows]
+    log_report(type("MLFlowLogger", (Recorder,), {})(), report, prefix="a/", table=True)
+    assert list(tables) == ["a/groups_4.json", "a/rollouts_4.json"]
+    assert tables["a/rollouts_4.json"] == dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))

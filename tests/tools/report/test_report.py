@@ -1,0 +1,308 @@
+"""The numbers of a report sum up, and cost one device read."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from busy import busy_batch, stages
+from composed import composed
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tensordict import lazy_stack
+
+from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline.tools.report import show_report
+from headrace.transforms import (
+    BatchError,
+    CompletenessGate,
+    FanOutCollapse,
+    Finite,
+    GroupRelativeAdvantage,
+    LossWeight,
+    RewardWithin,
+    SampleFilter,
+    ShuffleSplit,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def printed(report, width: int = 80, **options) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, **options).print(show_report(report))
+    return out.getvalue()
+
+
+def report_of(batch, **stages):
+    return make_report(Pipeline(stages).run(batch))
+
+
+@pytest.fixture
+def report(make_batch):
+    return report_of(busy_batch(make_batch), **stages(weight=LossWeight(unit="rollout")))
+
+
+def test_funnel_by_hand(report):
+    levels = {level.name: level for level in report.funnel}
+    names = ["collected", "gate", "collapse", "filter", "advantage", "split", "weight", "pipeline"]
+    assert [level.name for level in report.funnel] == names
+    assert levels["collected"][1:4] == (9, 8, 3)
+    gone = levels["gate"].out[0]
+    assert gone[:5] == ("incomplete", "dropped", 2, 2, 1)
+    assert not gone.in_part
+    assert levels["filter"].out[0][:5] == ("zero_variance", "masked", 3, 3, 1)
+    silent = levels["pipeline"].out[0]
+    # The rollout of that row has another row in the loss: it did not leave.
+    assert silent[:5] == ("no_loss_tokens", "masked", 1, 0, 0)
+    assert silent.in_part == "parts of 1 rollout and 1 group"
+    assert report.numbers["rollouts/out/gate/incomplete"] == 2
+    assert report.numbers["groups/out/pipeline/no_loss_tokens"] == 0
+    assert levels["pipeline"][1:4] == (3, 3, 1)
+
+
+def test_groups_by_hand(report):
+    groups = {name: values.tolist() for name, values in report.groups.items()}
+    assert groups["id"] == [0, 1, 2]
+    assert groups["rollouts"] == [3, 2, 3]
+    assert groups["segments"] == [4, 2, 3]
+    assert groups["expected"] == [3, 3, 3]
+    assert groups["complete"] == [True, False, True]
+    assert groups["zero_variance"] == [False, False, True]
+    assert groups["reward_mean"] == [3.0, 1.5, 4.0]
+    assert groups["reward_std"] == pytest.approx([2.0, 0.5**0.5, 0.0])
+    assert groups["trained"] == [3, 0, 0]
+    # Rollout 1 has a row that trains nothing, and one that trains.
+    assert [report.names[code] for code in report.rollouts["reason"][:3]] == ["trained"] * 3
+
+
+def test_numbers_by_hand(report):
+    numbers = report.numbers
+    assert numbers["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert (numbers["group_size/min"], numbers["group_size/max"]) == (2, 3)
+    assert numbers["group_size/mean"] == pytest.approx(8 / 3)
+    assert numbers["reward/all/mean"] == 3.0  # (1+3+5 + 1+2 + 4+4+4) / 8
+    assert numbers["reward/effective/mean"] == 3.0
+    assert numbers["reward/effective/std"] == 2.0
+    assert numbers["advantages/fraction_zero"] == pytest.approx(1 / 3)
+    assert numbers["fan_out/max"] == 2
+    assert numbers["rows/trained"] == 3
+    assert (numbers["solve_none"], numbers["solve_all"], numbers["solve_partial"]) == (0, 1, 0)
+
+
+def test_solve_rates_use_the_reward_that_solves(make_batch):
+    run = Pipeline({"collapse": FanOutCollapse()}).run(make_batch([0.0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]))
+    numbers = make_report(run).numbers
+    assert [numbers[f"solve_{which}"] for which in ("none", "partial", "all")] == pytest.approx([1 / 3] * 3)
+    assert make_report(run, solved=2.0).numbers["solve_none"] == 1
+
+
+def test_staleness_is_that_of_the_oldest_segment_in_its_group_and_in_total(make_batch):
+    batch = make_batch([1.0, 1, 2, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3])
+    batch["next", "policy_version"] = torch.tensor([7, 4, 7, 7, 7])
+    report = report_of(batch)
+    assert report.groups["staleness"].tolist() == [3, 0]
+    assert (report.numbers["staleness/max"], report.numbers["staleness/mean"]) == (3, 0.75)
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.booleans()), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=30)
+@given(
+    ROWS, st.sampled_from(["mask", "exclude", "drop"]), st.sampled_from(["uneven", "drop", "carry", "pad"])
+)
+def test_kept_and_removed_rows_sum_up_at_every_stage(rows, action, remainder):
+    from batches import batch_of
+
+    rollouts = [3 * group + rollout for group, rollout, _, _ in rows]
+    reward = {r: float(value) for r, (_, _, value, _) in zip(rollouts, rows, strict=True)}
+    batch = batch_of([reward[r] for r in rollouts], [group for group, *_ in rows], rollouts)
+    batch["masks", "all_assistant_mask"] &= torch.tensor([trains for *_, trains in rows]).unsqueeze(1)
+    pipeline = Pipeline(
+        {
+            "gate": CompletenessGate(group_size=2, on_incomplete="drop"),
+            "collapse": FanOutCollapse(),
+            "filter": SampleFilter(criterion=RewardWithin(high=2.0), action=action),
+            "advantage": GroupRelativeAdvantage(scale="none"),
+            "split": ShuffleSplit(minibatch_size=2, remainder=remainder),
+            "weight": LossWeight(),
+        }
+    )
+    try:
+        pipeline(batch)
+    except BatchError as err:
+        assume("than were dispatched" not in str(err))  # a group has more rollouts than that
+        assume("no optimiser step is left" not in str(err))
+        raise
+    report = make_report(pipeline)
+    for before, after in zip(report.funnel, report.funnel[1:], strict=False):
+        for unit in ("rows", "rollouts", "groups", "tokens"):
+            left = sum(getattr(gone, unit) for gone in after.out)
+            assert getattr(before, unit) == getattr(after, unit) + left, (after.name, unit)
+        for gone in after.out:  # of all that lost a row for this reason
+            touched = report.columns["reason"] == report.names.index(f"{after.name}/{gone.reason}")
+            for unit, key in (("rollouts", "rollout_id"), ("groups", "group_id")):
+                counted = getattr(gone, unit) + getattr(gone, f"{unit}_in_part")
+                assert counted == len(set(report.columns[key][touched].tolist()))
+    assert (
+        report.funnel[-1].rows == int((report.columns["reason"] == 0).sum()) == report.numbers["rows/trained"]
+    )
+    assert report.funnel[-1].rollouts == report.numbers["rollouts/trained"]
+    assert int(report.groups["segments"].sum()) == len(batch) == len(report)
+    printed(report)
+
+
+def test_a_group_removed_for_two_reasons_counts_once(make_batch):
+    batch = make_batch([1.0, 2, 3, 4], [0, 0, 1, 1], status=[3, 0, 0, 0])
+    levels = report_of(batch, gate=CompletenessGate(group_size=2, on_incomplete="drop")).funnel
+    assert {left.reason: left.rows for left in levels[1].out} == {"incomplete": 1, "failed": 1}
+    assert sum(left.groups for left in levels[1].out) == 1 == levels[0].groups - levels[1].groups
+
+
+def test_advantages_of_rows_that_a_later_filter_drops_are_kept(make_batch):
+    low = SampleFilter(criterion=RewardWithin(high=2.0), action="drop")
+    credit = GroupRelativeAdvantage(scale="none")
+    report = report_of(make_batch([1.0, 3.0], [0, 0]), advantage=credit, filter=low)
+    assert report.columns["advantage"].tolist() == [-1.0, 1.0]
+    assert report.numbers["advantages/all/max"] == 1
+    assert report.numbers["advantages/effective/max"] == -1
+
+
+def test_the_advantage_by_row_accepts_a_single_row():
+    for singleton, lone in (("zero", 0.0), ("raw", 7.0), ("raise", 0.0)):
+        stage = GroupRelativeAdvantage(scale="none", singleton=singleton)
+        found = stage.advantage_by_row(torch.tensor([1.0, 3.0, 7.0]), torch.tensor([0, 0, 1]))
+        assert found.tolist() == [-1, 1, lone]
+        assert stage.advantage_by_row(torch.tensor([1.0, float("nan")]), torch.tensor([0, 0])) is None
+
+
+def test_the_advantage_by_row_shows_the_double_count(make_batch):
+    """Rewards 1 and 3, the second fanned out into three rows: by rollout −1 and 1, by row −1.5 and 0.5."""
+    batch = make_batch([1.0, 3, 3, 3], [0] * 4, [0, 1, 1, 1])
+    credit = GroupRelativeAdvantage(scale="none")
+    columns = report_of(batch, collapse=FanOutCollapse(), advantage=credit).columns
+    assert columns["advantage"].tolist() == [-1, 1, 1, 1]
+    assert columns["advantage_by_row"].tolist() == [-1.5, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("reward", "criterion"), [(float("nan"), Finite()), (9.0, RewardWithin(high=5.0))])
+def test_an_excluded_row_does_not_count_by_row_either(make_batch, reward, criterion):
+    excluded = SampleFilter(criterion=criterion, action="exclude")
+    credit = GroupRelativeAdvantage(scale="none")
+    report = report_of(make_batch([1.0, reward, 3.0], [0, 0, 0]), filter=excluded, advantage=credit)
+    by_row = report.columns["advantage_by_row"].tolist()
+    assert by_row == pytest.approx([-1.0, float("nan"), 1.0], nan_ok=True)
+    assert reward == 9.0 or report.groups["reward_mean"].tolist() == [2.0]
+
+
+def test_a_folded_weight_does_not_hide_the_advantage(make_batch):
+    credit, fold = GroupRelativeAdvantage(scale="none"), LossWeight(fold="token_mean")
+    batch = make_batch([1.0, 3, 5], [0, 0, 0])
+    report = report_of(batch, advantage=credit, split=ShuffleSplit(minibatches=1), weight=fold)
+    assert report.columns["advantage"].tolist() == [-2, 0, 2]
+
+
+def test_carried_rows_are_in_the_report_of_the_step_that_trains_them(make_batch):
+    pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)})
+    run = pipeline.run(make_batch([1.0, 2, 3], [0] * 3, [0, 1, 2], status=[0, 0, 1]))
+    assert make_report(run).funnel[1].out[0][:3] == ("carried", "carried", 1)
+    report = make_report(pipeline.run(make_batch([4.0], [1], [3], status=[0])))
+    assert report.columns["rollout_id"].tolist() == [3, 2]
+    assert report.columns["status"].tolist() == [0, 1]
+    assert report.columns["carried_in"].tolist() == [0, 1]
+    assert report.funnel[-1].rows == 2
+
+
+def test_a_report_without_a_run_is_refused(make_batch):
+    pipeline = Pipeline(stages(gate=CompletenessGate(group_size=3)))
+    with pytest.raises(RuntimeError, match="run the pipeline over one"):
+        make_report(pipeline)
+    with pytest.raises(BatchError):
+        pipeline(busy_batch(make_batch))
+    with pytest.raises(RuntimeError, match="one that was refused has none"):
+        pipeline.report()
+
+
+def test_keys_of_a_report_are_those_of_the_stages_or_renamed(make_batch):
+    batch = make_batch([9.0, 9], [0, 0])
+    batch["score"], batch["question"] = torch.tensor([0.0, 1.0]), batch.pop("prompt_text")
+    credit = GroupRelativeAdvantage(scale="none", reward_key="score", advantage_key="credit")
+    columns = report_of(batch, collapse=FanOutCollapse(reward_key="score"), advantage=credit).columns
+    assert columns["collected_reward"].tolist() == [0, 1]
+    assert columns["advantage"].tolist() == [-0.5, 0.5]
+    run = Pipeline({}, report_keys={"reward": "score", "prompt": "question"}).run(batch)
+    report = make_report(run)
+    assert report.columns["reward"].tolist() == [0, 1]
+    assert report.texts["prompt"] == ["prompt 0", "prompt 0"]
+    with pytest.raises(ValueError, match=r"report_keys must be among reward, .*; got prize"):
+        Pipeline({}, report_keys={"prize": "score"})
+
+
+def test_ragged_token_advantages_are_reported_by_their_mean_in_the_loss(make_batch):
+    def credit(batch):
+        rows = list(batch.unbind(0))
+        for row in rows:
+            row["advantage"] = row["masks", "all_assistant_mask"].double().unsqueeze(-1)
+        return lazy_stack(rows)
+
+    batch = make_batch([1.0, 2, 3], [0, 0, 0])
+    ragged = [row.clone() for row in batch.unbind(0)]
+    for n, row in enumerate(ragged):
+        for key in (("masks", "all_assistant_mask"), ("log_probs", "full"), ("tokens", "full")):
+            row[key] = row[key][: n + 1]
+    for rows in (batch, lazy_stack(ragged)):
+        assert report_of(rows, credit=credit).columns["advantage"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_zero_variance_means_each_reward_has_none(make_batch):
+    batch = make_batch([0.0] * 4, [0, 0, 1, 1])
+    batch["next", "reward"] = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 3.0], [2.0, 3.0]])
+    assert report_of(batch).groups["zero_variance"].tolist() == [False, True]
+
+
+def test_a_group_without_rewards_has_no_spread(make_batch):
+    groups = report_of(make_batch([0.0] * 3, [0, 0, 1], status=[3, 3, 0])).groups
+    assert np.isnan(groups["reward_std"]).tolist() == [True, True]
+    assert groups["rollouts"].tolist() == [0, 1]
+
+
+def test_a_drafts_reward_is_not_reported_for_a_rollout_dropped_before_the_collapse(make_batch):
+    """A draft of 0 and a revision of 1, in a group that the gate drops; and beside it a rollout of 1."""
+    gate, collapse = CompletenessGate(group_size=3, on_incomplete="drop"), FanOutCollapse(reward="sum")
+    report = report_of(make_batch([0.0, 1, 1], [0, 0, 0], [0, 0, 1]), gate=gate, collapse=collapse)
+    assert str(report.rollouts["reward"].tolist()) == "[nan, 1.0]"
+    assert report.numbers["reward/all/mean"] == 1.0
+    whole = report_of(make_batch([0.0, 1, 0.5], [0, 0, 0], [0, 0, 1]), collapse=collapse)
+    assert whole.rollouts["reward"].tolist() == [1.0, 0.5]
+
+
+# -- in a terminal ----------------------------------------------------------------------------------
+
+
+def test_a_printed_report_is_complete_and_fits_80_columns(report):
+    text = printed(report)
+    said = ("gate: incomplete, dropped", "filter: zero variance, masked", "trained", "prompt 1", "2 of 3")
+    for word in (*said, "4×3"):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text, "no colour where there is no terminal"
+    assert "\x1b" in printed(report, force_terminal=True)
+
+
+def test_a_batch_without_rows_has_a_report(make_batch):
+    report = report_of(busy_batch(make_batch)[:0], **stages())
+    assert len(report) == 0
+    assert "collected" in printed(report)
+
+
+def test_the_pipeline_prints_its_report(make_batch, capsys):
+    pipeline = composed("pipeline.stages.gate.group_size=2", "pipeline.stages.split.remainder=uneven")
+    pipeline(make_batch([1.0, 2, 3, 3], [0, 0, 1, 1]))
+    assert repr(pipeline.report(step=9)) == "StepReport(step=9, 2 of 4 rows trained)"
+    assert "zero variance" in capsys.readouterr().out

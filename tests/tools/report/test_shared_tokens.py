@@ -1,0 +1,108 @@
+"""The tokens that prefix trees would save are counted before trees are used."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from command import told
+from composed import configure
+from dumps import open_instruct_row, write_lines
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tries import Trie, dense, ragged
+
+from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline.tools.plan import tabulate_group_sizes
+from headrace.pipeline.tools.replay import replay
+from headrace.pipeline.tools.report import count_shared_tokens, page_data, said_of_trees
+from headrace.transforms import FanOutCollapse, GroupRelativeAdvantage, RewardWithin, SampleFilter
+
+pytestmark = pytest.mark.slow
+
+ROWS = st.lists(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=7), min_size=1, max_size=12)
+
+
+def with_ids(rows, rollouts, groups, build=dense) -> TensorDict:
+    batch = build(rows)
+    for key, ids in (("rollout_id", rollouts), ("group_id", groups)):
+        batch[key] = torch.tensor(list(ids))
+    return batch
+
+
+def ids_of(batch) -> dict[str, np.ndarray]:
+    return {name: batch[name].numpy() for name in ("rollout_id", "group_id")}
+
+
+@given(ROWS, st.data(), st.sampled_from([dense, ragged]), st.sampled_from([1, 20, 2**24]))
+def test_counts_equal_those_of_tries_built_by_loops(rows, data, build, cells):
+    rollouts = data.draw(st.lists(st.integers(0, 4), min_size=len(rows), max_size=len(rows)))
+    groups = [rollout // 2 for rollout in rollouts]
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    batch = with_ids(rows, rollouts, groups, build)
+    found = count_shared_tokens(batch, ids_of(batch), chosen, cells=cells)
+    homes = {"rows": range(len(rows)), "rollout": rollouts, "group": groups}
+    for unit, home in homes.items():
+        tries = [
+            Trie([row for row, own, keep in zip(rows, home, chosen, strict=True) if own == one and keep])
+            for one in set(home)
+        ]
+        assert found.tokens.get(unit, 0) == sum(len(trie.paths) for trie in tries)
+        # A token pays for those that it sees, there and back: 2 · depth + 1.
+        squares = sum(2 * len(path) - 1 for trie in tries for path in trie.paths)
+        assert found.squares.get(unit, 0) == squares
+
+
+def test_estimate_by_hand():
+    batch = with_ids([[1, 2, 3], [1, 2, 4]], [0, 1], [0, 0])
+    counts = count_shared_tokens(batch, ids_of(batch))
+    assert counts.tokens == {"rows": 6, "rollout": 6, "group": 4}
+    assert counts.squares == {"rows": 18, "rollout": 18, "group": 9 + 9 - 4}
+    numbers = counts.numbers(parameters=1e15)
+    assert numbers["tree/flops/group"] == pytest.approx((4 + 14 / 24576) / (6 + 18 / 24576))
+    assert numbers["tree/pflops/rows"] == pytest.approx(6 * (6 + 18 / 24576))
+    assert "tree/pflops/rows" not in counts.numbers()
+    twice = counts + counts
+    assert twice.tokens == {unit: 2 * count for unit, count in counts.tokens.items()}
+
+
+def test_a_batch_without_tokens_has_no_numbers(make_batch):
+    batch = make_batch([1.0, 0.0], [0, 0])
+    batch = batch.exclude("tokens")
+    assert count_shared_tokens(batch, ids_of(batch)).numbers() == {}
+    assert said_of_trees({}) == ""
+    report = make_report(Pipeline({}).run(batch), batch=batch)
+    assert not [name for name in report.numbers if name.startswith("tree/")]
+
+
+def test_a_report_counts_the_kept_rows():
+    """Masked rows go through the model, dropped rows do not."""
+    batch = with_ids([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 7, 8]], [0, 1, 2], [0, 0, 0])
+    batch["next", "reward"] = torch.tensor([1.0, 2.0, 9.0])
+    for action, tokens in (("mask", 8), ("drop", 6)):
+        out = SampleFilter(criterion=RewardWithin(high=5.0), action=action)
+        pipeline = Pipeline(
+            {"collapse": FanOutCollapse(), "filter": out, "advantage": GroupRelativeAdvantage()}
+        )
+        run = pipeline.run(batch)
+        report = make_report(run, batch=batch)
+        assert report.numbers["tree/tokens/group"] == tokens
+        page = page_data([report], title="t")
+        assert page["steps"][0]["numbers"]["tree/tokens/group"] == tokens
+        assert "tree/tokens/group" in page["curves"]
+        assert "tree/tokens/group" not in make_report(run).numbers
+
+
+def test_replay_and_plan_of_a_dump_with_tokens_have_the_numbers(tmp_path):
+    """Two prompts of four tokens with four answers of three: 8 · 7 row by row, 2 · (4 + 4 · 3) as trees."""
+    rows = [
+        open_instruct_row(row, row // 4, row % 2, prompt_tokens=[row // 4] * 4, response_tokens=[9 + row] * 3)
+        for row in range(8)
+    ]
+    path = write_lines(tmp_path / "run_rollouts_000000.jsonl", rows)
+    words = ["pipeline.stages.gate.group_size=4", "pipeline.stages.split.shuffle=false"]
+    for task, function in (("replay", replay), ("plan", tabulate_group_sizes)):
+        config = configure("config", f"task={task}", *words, f"source.path={path}")
+        said = "tokens of prompts and responses: 56 row by row; 32 as trees of groups, 1.8 times fewer"
+        assert said in told(function, config, tmp_path / task)[1], task

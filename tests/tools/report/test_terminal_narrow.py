@@ -1,0 +1,167 @@
+"""Output at 80 and at 60 columns: no line is longer, and no word is broken."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from headrace.pipeline import Pipeline, load_pipeline, make_report
+from headrace.pipeline.tools.certify import Certificate, Judgement
+from headrace.pipeline.tools.certify.certify_task import show_certificates
+from headrace.pipeline.tools.plan.group_sizes import GroupsSeen, show_group_sizes
+from headrace.pipeline.tools.replay.compare_task import show_comparison
+from headrace.pipeline.tools.report import (
+    Comparison,
+    FittedColumn,
+    FittedTable,
+    history_table,
+    show_pipeline,
+    show_report,
+)
+from headrace.transforms import (
+    CompletenessGate,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    LossWeight,
+    SampleFilter,
+)
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = pytest.mark.parametrize("width", [80, 60])
+RECIPES = ("as/prime_rl_with_lengths", "dr_grpo_without_a_baseline")
+
+
+def printed(width: int, show, *arguments) -> str:
+    """What a function returns for a console, or prints to the one that it gets."""
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    if "console" in inspect.signature(show).parameters:
+        show(*arguments, console)
+    else:
+        console.print(show(*arguments))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+def assert_whole(text: str, *words: str) -> None:
+    assert {word for each in words for word in each.split()} - set(text.split()) == set()
+
+
+def below_the_least_reward_that_was_asked_for(batch):
+    return batch["next", "reward"].flatten() > -900
+
+
+@pytest.fixture
+def reports(make_batch):
+    """Two of one batch: ids of 62 bits, long reasons, prompts, numbers and names."""
+    batch = make_batch([0.123, 1.5, -0.75, 0.25, 1, 2], [0, 0, 0, 0, 1, 1], [0, 1, 1, 2, 3, 4])
+    for name in ("group_id", "rollout_id"):
+        batch[name] = batch[name] + 2**62 - 9
+    batch["next", "reward"] *= 1234.567
+    batch["prompt_text"] = ["Write 314159 backwards, then check the result of it."] * 6
+    made = []
+    for scale in ("none", "group"):
+        stages = {
+            "completeness_of_groups": CompletenessGate(group_size=3, on_incomplete="drop"),
+            "collapse": FanOutCollapse(reward="sum"),
+            "judged": SampleFilter(criterion=below_the_least_reward_that_was_asked_for),
+            "advantage": GroupRelativeAdvantage(scale=scale),
+            "weight": LossWeight(),
+        }
+        made.append(make_report(Pipeline(stages).run(batch.clone()), step=123_456))
+    return made
+
+
+@WIDTHS
+def test_a_report_breaks_no_word(reports, width):
+    text = printed(width, show_report, reports[0])
+    said = "judged: below the least reward that was asked for, masked parts of 1 rollout and 1 group"
+    assert_whole(text, said, str(2**62 - 9), str(2**62 - 8), "completeness_of_groups: incomplete ×2")
+    assert "Write" not in text  # a prompt is left out before a word is broken
+    assert "Write 314159" in printed(120, show_report, reports[0])
+
+
+@WIDTHS
+def test_the_training_table_counts_rollouts_and_groups_by_reason(reports, width):
+    text = printed(width, history_table, [reports[0].numbers] * 2, "where the rows of two long steps went")
+    assert_whole(text, "where the rows of two long steps went", "completeness_of_groups: incomplete")
+    lines = {line.split(":")[0].strip(): line.split()[-3:] for line in text.splitlines() if line.split()}
+    assert lines["completeness_of_groups"] == ["−4", "−4", "−2"]
+    numbers = reports[0].numbers
+    name = "judged/below_the_least_reward_that_was_asked_for"
+    assert [numbers[f"{unit}out/{name}"] for unit in ("", "rollouts/", "groups/")] == [1, 0, 0]
+
+
+@WIDTHS
+def test_a_comparison_breaks_no_word(reports, width):
+    comparison = Comparison(RECIPES)
+    second = dict(reports[1].columns)
+    second["advantage"] = second["advantage"] + np.arange(6)  # else it is a multiple
+    comparison.add(reports[0], replace(reports[1], columns=second))
+    text = printed(width, show_comparison, comparison)
+    assert_whole(text, *RECIPES, "trained by both", "cosine of the rows' gradient shares")
+    said = "share of the gradient that moves to other groups", "loss weight × tokens in the loss,"
+    assert_whole(text, *said)
+
+
+@WIDTHS
+def test_certificates_break_no_word(width):
+    judged = Judgement((1.0225, None, -0.5272), 0.099, 0.9952, 0.07327, 0.548)
+    found = [Certificate(name, "stop_or_continue", 4, 256, judged, judged) for name in RECIPES]
+    text = printed(width, show_certificates, found)
+    assert_whole(text, *RECIPES, "ratio to the true gradient", "1.0225 – -0.5272 9.9% 0.9952")
+    assert_whole(text, "stop_or_continue, groups of 4, 256 outcomes")
+
+
+@WIDTHS
+def test_a_plan_breaks_no_word(width):
+    rewards = np.tile(np.repeat([0.0, 1.0, 0.0, 1.0], [8, 3, 5, 8]), (500, 1)).reshape(1500, 8) * 0.123456
+    seen = GroupsSeen(
+        equal=rewards.min(1) == rewards.max(1),
+        prompt=np.arange(1500) // 2,
+        step=np.arange(1500) % 2,
+        group=np.repeat(np.arange(1500), 8),
+        rewards=rewards.ravel(),
+        values=rewards.reshape(-1, 1),
+        compared=np.array([1500]),
+    )
+    text = printed(width, show_group_sizes, seen, [2, 4, 8, 16, 32, 64], 1.0)
+    said = "rollouts per informative group", "500", "0.25 to 0.5", "solve rate, at 0.123456"
+    assert_whole(text, *said)
+
+
+@WIDTHS
+def test_a_pipeline_breaks_no_word(width):
+    pipeline = load_pipeline("pipeline=dapo", "pipeline.stages.gate.on_incomplete=drop")
+    text = printed(width, show_pipeline, pipeline)
+    assert_whole(text, repr(pipeline))
+    assert not [line for line in text.splitlines()[1:] if not line.startswith("  ")]
+
+
+WORD = st.text("abcdefgh", min_size=1, max_size=9)
+CELL = st.lists(WORD, max_size=5).map(" ".join)
+
+
+@given(st.lists(st.tuples(CELL, CELL, st.integers(0, 10**6)), max_size=4), st.integers(38, 90))
+def test_a_table_breaks_no_word_if_the_longest_fits(rows, width):
+    """Two of nine letters that wrap, one of ten that is cut and may leave, and seven digits: 38 with gaps."""
+    columns = [FittedColumn("one", gives="wrap"), FittedColumn("two", gives="wrap")]
+    columns += [FittedColumn("cut", gives="cut", leaves=1), FittedColumn("count", right=True)]
+    table = FittedTable(columns, "a title")
+    for one, two, count in rows:
+        table.add(one, two, one, str(count), indent=2)
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for one, two, count in rows:
+        assert_whole(text, one, two, str(count))

@@ -1,0 +1,328 @@
+"""Prompts and responses in reports: as texts, token by token, and bounded in size."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from batches import cut_rows
+from busy import reported, stages
+from fake_device import FakeDevice
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from headrace.pipeline import Pipeline, make_report, page_data
+from headrace.pipeline.conversations import message_lines
+from headrace.pipeline.tools.report import decoder_of, last_user_turn, render_page
+from headrace.pipeline.tools.report.loggers import rollout_rows
+from headrace.pipeline.tools.report.page_contents import CHARACTERS, PAGE_TEXTS, cut_text, cut_tokens
+from headrace.pipeline.tools.report.texts import TokenValues
+from headrace.transforms import CompletenessGate, GroupRelativeAdvantage
+from headrace.transforms.table.tensordicts import as_texts
+
+pytestmark = pytest.mark.slow
+
+MASK = ("masks", "all_assistant_mask")
+FULL = ("tokens", "full")
+PAGE_DATA, STEP = (
+    sys.modules[f"headrace.pipeline.tools.report.{name}"] for name in ("page_contents", "step")
+)
+
+# -- conversations -------------------------------------------------------------------------------------------
+
+
+def test_messages_are_lines_and_other_values_are_none():
+    parts = [{"type": "image"}, {"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    assert message_lines(messages) == "system: Be brief.\nuser: What is this?"
+    assert last_user_turn(message_lines(messages)) == "What is this?"
+    assert message_lines([{"role": "assistant", "content": "A cat."}]) == "A cat."
+    assert message_lines([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
+    for other in ([], [1, 2], ["a"], {"role": "user"}, 3, None):
+        assert message_lines(other) is None
+
+
+def test_messages_of_a_batch_are_in_its_report():
+    batch = TensorDict({"rollout_id": [4, 5]}, batch_size=[2])
+    conversations = [[{"role": "user", "content": f"{k}?"}] * (1 + k) for k in range(2)]
+    batch["prompt_text"] = as_texts(conversations)  # type: ignore[arg-type]
+    report = make_report(Pipeline({}).run(batch))
+    assert report.texts["prompt"] == ["user: 0?", "user: 1?\nuser: 1?"]
+    assert [report.asked(row) for row in range(2)] == ["0?", "1?"]
+
+
+def test_a_torchrl_history_is_used_if_there_is_no_other_text():
+    history = pytest.importorskip("torchrl.data.llm").History
+    rows = []
+    for k in range(2):
+        turns = [{"role": "user", "content": f"{k}?"}, {"role": "assistant", "content": str(k)}] * (1 + k)
+        chats = {
+            "prompt": history.from_chats([turns[:-1]])[0],
+            "response": history.from_chats([turns[-1:]])[0],
+        }
+        rows.append(TensorDict({"rollout_id": torch.tensor(k), "history": TensorDict(chats)}))
+    report = make_report(Pipeline({}).run(lazy_stack(rows)))
+    assert report.texts["prompt"] == ["user: 0?", "user: 1?\nassistant: 1\nuser: 1?"]
+    assert report.texts["response"] == ["0", "1"]
+
+
+# -- texts out of tokens -----------------------------------------------------------------------------------
+
+
+def letters(ids: list[int]) -> list[str]:
+    return [chr(96 + token) for token in ids]
+
+
+def tokens_batch(groups: int = 3, size: int = 2, width: int = 6) -> TensorDict:
+    """Rows of two tokens of a prompt, behind one of padding, and a response; rewards 0 and g + 1."""
+    rows = groups * size
+    tokens = 1 + torch.arange(rows)[:, None] % 20 + torch.arange(width)
+    mask = torch.zeros(rows, width, dtype=torch.bool)
+    mask[:, 3:] = True
+    tokens[:, 0] = 0
+    ids = torch.arange(rows)
+    rewards = (ids % size) * (ids // size + 1.0)
+    columns = {"group_id": ids // size, "rollout_id": ids, ("next", "reward"): rewards[:, None], MASK: mask}
+    columns |= {FULL: tokens, ("masks", "all_attention_mask"): tokens > 0}
+    return TensorDict(columns, batch_size=[rows])
+
+
+def ragged(batch: TensorDict) -> TensorDict:
+    """The same rows without their padding, the first with a token less at its end."""
+    keys = [key for key in batch.keys(True, True) if batch[key].ndim > 1 and batch[key].shape[1] > 1]
+    return cut_rows(batch, [slice(1, None if row else -1) for row in range(len(batch))], keys)
+
+
+def with_terms(batch: TensorDict) -> TensorDict:
+    """Each token with an advantage of its own."""
+    return batch.set("advantage", batch[FULL].unsqueeze(-1) / 10)
+
+
+def test_without_texts_prompts_and_responses_are_decoded():
+    batch = tokens_batch()
+    for rows in (batch, ragged(batch)):
+        report = make_report(Pipeline({}).run(rows), batch=rows, decode=letters)
+        assert report.texts["prompt"] == ["bc", "cd", "de", "ef", "fg", "gh"]
+        assert report.texts["response"][1:] == ["efg", "fgh", "ghi", "hij", "ijk"]
+    assert report.texts["response"][0] == "de"
+    assert make_report(Pipeline({}).run(batch), batch=batch).texts == {}
+    batch["response_text"] = as_texts(["as it was"] * 6)
+    texts = make_report(Pipeline({}).run(batch), batch=batch, decode=letters).texts
+    assert texts["response"] == ["as it was"] * 6
+    assert texts["prompt"][0] == "bc"
+
+
+def test_dropped_rows_have_texts_only_with_the_batch():
+    """Group 1 lacks a rollout; a run alone keeps the rows that stay."""
+    batch = torch.cat([tokens_batch()[:3], tokens_batch()[4:]])
+    run = Pipeline({"gate": CompletenessGate(group_size=2, on_incomplete="drop")}).run(batch)
+    assert make_report(run, batch=batch, decode=letters).texts["response"][2] == "fgh"
+    texts = make_report(run, decode=letters).texts["response"]
+    assert texts == ["def", "efg", "", "hij", "ijk"]
+
+
+def test_without_a_mask_the_response_is_at_the_end():
+    batch = tokens_batch()
+    batch["tokens", "response"] = batch[FULL][:, 3:]
+    batch = batch.exclude(MASK)
+    assert make_report(Pipeline({}).run(batch), decode=letters).texts["response"][0] == "def"
+
+
+def test_a_decoder_must_return_a_string_per_token():
+    batch = tokens_batch()
+    with pytest.raises(ValueError, match=r"a string for each token; of row 0 it made 1 of 2 tokens"):
+        make_report(Pipeline({}).run(batch), batch=batch, decode=lambda ids: ["all at once"])
+    with pytest.raises(ValueError, match="of row 0"):
+        make_report(Pipeline({}).run(batch), batch=batch, decode=lambda ids: [None for _ in ids])
+
+
+def test_the_decoder_is_of_the_environment_then_policy_then_tokenizer():
+    class Named:
+        def token_texts(self, ids):
+            return ["named"] * len(ids)
+
+    class Tokenizer:
+        def batch_decode(self, rows):
+            return [f"<{row}>" for row in rows]
+
+    class Wrapper:
+        tokenizer = Tokenizer()
+
+    assert decoder_of(object(), Wrapper())([3, 4]) == ["<[3]>", "<[4]>"]
+    assert decoder_of(Named(), Wrapper())([3]) == ["named"]
+    assert decoder_of(object(), None) is None
+
+
+# -- token by token ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lay", [lambda batch: batch, ragged], ids=["dense", "ragged"])
+@pytest.mark.parametrize("decode", [None, letters], ids=["cells", "texts"])
+def test_a_report_has_each_token_of_a_row_with_its_number(lay, decode):
+    """Compared with a loop; a masked token within a response has no number."""
+    batch = with_terms(tokens_batch())
+    batch[MASK][2, 4] = False
+    rows = lay(batch)
+    report = make_report(Pipeline({}).run(rows), batch=rows, decode=decode)
+    assert sorted(report.by_token) == list(range(6))
+    for number, row in enumerate(rows.unbind(0)):
+        places = row[MASK].nonzero().flatten()
+        expected = [
+            row[FULL][at].item() / 10 if row[MASK][at] else math.nan
+            for at in range(int(places[0]), int(places[-1]) + 1)
+        ]
+        found = report.by_token[number]
+        assert found.values["advantage"] == pytest.approx(expected, nan_ok=True)
+        ids = row[FULL][int(places[0]) : int(places[-1]) + 1].tolist()
+        assert found.texts == (None if decode is None else letters(ids))
+
+
+def test_a_number_per_row_is_not_a_number_per_token():
+    batch = tokens_batch()
+    run = Pipeline({"advantage": GroupRelativeAdvantage()}).run(batch)
+    assert make_report(run, batch=batch, decode=letters).by_token == {}
+    one = TensorDict({**batch.to_dict(), "advantage": torch.ones(6, 1, 1)}, batch_size=[6])
+    one[MASK], one[FULL] = one[MASK][:, 3:4], one[FULL][:, 3:4]
+    one["masks", "all_attention_mask"] = one["masks", "all_attention_mask"][:, 3:4]
+    assert make_report(Pipeline({}).run(one)).by_token == {}
+
+
+def test_only_groups_of_largest_spread_have_token_numbers(monkeypatch):
+    """Groups 2, 1 and 0 have decreasing spreads; rows have 3 tokens each."""
+    monkeypatch.setattr(STEP, "TOKENS_READ", 10)
+    report = make_report(Pipeline({}).run(with_terms(tokens_batch())))
+    assert sorted(report.by_token) == [2, 4, 5]
+
+
+def test_device_reads_of_token_numbers_do_not_grow_with_the_rows():
+    def reads(groups: int) -> int:
+        batch = with_terms(tokens_batch(groups))
+        with FakeDevice() as fake:
+            run = Pipeline({}).run(fake.put(batch))
+            fake.forget()
+            assert make_report(run, decode=letters).by_token
+        return len(fake.reads)
+
+    assert reads(40) == reads(2)
+
+
+# -- what a page has room for --------------------------------------------------------------------------------
+
+
+@given(st.text(st.characters(categories=["L", "N", "P", "S"])), st.integers(1, 50))
+def test_a_cut_text_has_both_ends_and_the_number_of_missing_characters(text, most):
+    excerpt = cut_text(text, most)
+    assert text.startswith(excerpt["start"])
+    assert text.endswith(excerpt["end"])
+    assert len(excerpt["start"]) + excerpt["missing"] + len(excerpt["end"]) == len(text)
+    assert len(excerpt["start"]) + len(excerpt["end"]) == min(most, len(text))
+
+
+@given(st.lists(st.floats(-9, 9) | st.just(math.nan), min_size=1, max_size=30), st.integers(1, 20))
+def test_cut_tokens_keep_their_indices(values, most):
+    strand = cut_tokens(TokenValues([str(k) for k in range(len(values))], {"advantage": values}), most)
+    places = [i if i < strand["at"] else i + strand["missing"] for i in range(len(strand["texts"]))]
+    assert [str(place) for place in places] == strand["texts"]
+    assert len(strand["texts"]) + strand["missing"] == len(values)
+    expected = [values[place] for place in places]
+    assert strand["values"]["advantage"] == pytest.approx(expected, rel=1e-3, nan_ok=True)
+
+
+def texts_report(groups: int, letters_each: int, letter: str = "x", step: int = 0):
+    batch = tokens_batch(groups)
+    batch["prompt_text"] = as_texts([f"<|im_start|>user\n{letter * letters_each}" for _ in range(len(batch))])
+    batch["response_text"] = as_texts([f"{row}: {letter * letters_each}" for row in range(len(batch))])
+    return make_report(Pipeline({}).run(batch), step=step)
+
+
+@pytest.mark.parametrize("letter", ["漢", "<"])
+def test_texts_of_all_steps_take_at_most_three_megabytes(letter):
+    """Without the texts a page has labels, which are short."""
+    reports = [texts_report(150, 5000, letter, step) for step in range(4)]
+    data = page_data(reports, title="long")
+    without = page_data([texts_report(150, 80, letter, step) for step in range(4)], title="short")
+    bare = len(render_page(without))
+    assert PAGE_TEXTS / 2 < len(render_page(data)) < PAGE_TEXTS + bare
+    read = [sum(text is not None for text in step["rows"]["response"]) for step in data["steps"]]
+    assert min(read) == max(read) > 10, "steps share the room evenly"
+
+
+@pytest.mark.parametrize("equal", [1, 3, 6])
+def test_groups_of_equal_rewards_have_as_many_responses_as_others(equal, monkeypatch):
+    """Of eight groups some have equal rewards, and there is room for the responses of four groups at most."""
+    batch = tokens_batch(8, size=4)
+    rewards = torch.arange(32.0).reshape(8, 4)
+    rewards[torch.arange(equal)] = 0.0
+    batch["next", "reward"] = rewards.reshape(-1, 1)
+    batch["response_text"] = as_texts([f"{row}: {'x' * 900}" for row in range(32)])
+    monkeypatch.setattr(PAGE_DATA, "PAGE_TEXTS", 7_000)
+    step = page_data([make_report(Pipeline({}).run(batch))], title="x")["steps"][0]
+    pairs = zip(step["rows"]["group"], step["rows"]["response"], strict=True)
+    read = {group for group, text in pairs if text is not None}
+    counts = {flat: sum((group < equal) == flat for group in read) for flat in (True, False)}
+    assert min(counts.values()) >= 1
+    assert counts[True] >= min(equal, counts[False] - 1)
+
+
+def test_groups_of_largest_spread_are_read_first(monkeypatch):
+    """Group g has rewards 0 and g + 1."""
+    monkeypatch.setattr(PAGE_DATA, "PAGE_TEXTS", 5 * CHARACTERS)
+    step = page_data([texts_report(6, CHARACTERS)], title="x")["steps"][0]
+    rows = step["rows"]
+    assert [row for row, text in zip(rows["row"], rows["response"], strict=True) if text] == [10, 11]
+    assert [text is not None for text in step["groups"]["asked"]] == [False] * 5 + [True]
+    assert all(label.startswith("xxx") and len(label) == 80 for label in step["groups"]["label"])
+
+
+def test_a_page_of_a_large_step_has_the_groups_of_largest_spread(monkeypatch):
+    monkeypatch.setattr(PAGE_DATA, "GROUPS", 2)
+    step = page_data([texts_report(6, 10)], title="x")["steps"][0]
+    assert step["groups"]["id"] == [4, 5]
+    assert sorted({*step["rows"]["group"]}) == [4, 5]
+    assert step["shown"] == {"groups": 2, "of": 6}
+    monkeypatch.setattr(PAGE_DATA, "ROWS", 3)  # room for one group of two
+    assert page_data([texts_report(6, 10)], title="x")["steps"][0]["groups"]["id"] == [5]
+
+
+def test_the_prompt_is_shown_beside_its_last_turn_only_if_longer():
+    step = page_data([texts_report(1, 10)], title="x")["steps"][0]
+    assert step["groups"]["asked"] == [{"start": "x" * 10, "missing": 0, "end": ""}]
+    assert step["groups"]["prompt"][0]["start"] == "<|im_start|>user\n" + "x" * 10
+    batch = tokens_batch(1)
+    batch["prompt_text"] = as_texts(["as it is"] * 2)
+    step = page_data([make_report(Pipeline({}).run(batch))], title="x")["steps"][0]
+    assert step["groups"]["prompt"] == [None]
+
+
+# -- in trackers ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_rollouts_has_the_texts(make_batch):
+    batch, _ = reported(make_batch)
+    batch["response_text"] = as_texts([f"response {row}" for row in range(9)])
+    report = make_report(Pipeline(stages()).run(batch))
+    names, rows = rollout_rows(report)
+    what = ["group", "rollout", "prompt", "response", "reward"]
+    assert names == [*what, "advantage", "length", "status", "reason"]
+    assert json.dumps(rows)
+    lines = {row[1]: dict(zip(names, row, strict=True)) for row in rows}
+    assert [row[0] for row in rows] == [0] * 3 + [2] * 3 + [1] * 2, "group 2 has equal rewards"
+    assert lines[1]["response"] == "response 1\n\nresponse 2", "a rollout of two rows"
+    assert (lines[1]["reward"], lines[1]["advantage"], lines[1]["reason"]) == (3.0, 0.0, "trained")
+    assert lines[3]["reason"] == "gate/incomplete"
+    assert lines[3]["advantage"] is None
+    assert lines[7]["reason"] == "filter/zero_variance"
+    assert lines[2]["status"] == "truncated"
+    assert lines[0]["length"] == int(batch["masks", "all_assistant_mask"][0].sum())
+
+
+def test_the_table_of_rollouts_is_bounded_as_on_the_page():
+    _, rows = rollout_rows(texts_report(150, 5000))
+    assert len(rows) == 200
+    assert {row[0] for row in rows} == set(range(50, 150))
+    assert rows[0][3].endswith("x")
+    assert "[… 1,005 characters left out …]" in rows[0][3]  # "298: " and 5,000 letters

@@ -1,0 +1,90 @@
+"""A prompt in a chat format is shown by its last user turn."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.pipeline.tools.report import last_user_turn
+
+
+def special(head: str, tail: str) -> tuple[str, str, str, str]:
+    """Turns whose role stands in a head: of the system, the user, the assistant, and one that begins."""
+    system, user, assistant = (head.format(role) for role in ("system", "user", "assistant"))
+    return system + "{}" + tail, user + "{}" + tail, assistant + "{}" + tail, assistant
+
+
+# How each family writes a turn of the system, of the user, of the assistant, and where the next one begins.
+FAMILIES = {
+    "chatml": special("<|im_start|>{}\n", "<|im_end|>\n"),
+    "llama 3": special("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"),
+    "llama 4": special("<|header_start|>{}<|header_end|>\n\n", "<|eot|>"),
+    "phi": special("<|{}|>\n", "<|end|>\n"),
+    "zephyr": special("<|{}|>\n", "</s>\n"),
+    "glm": special("<|{}|>\n", ""),
+    "gpt-oss": special("<|start|>{}<|message|>", "<|end|>"),
+    "kimi": special("<|im_{0}|>{0}<|im_middle|>", "<|im_end|>"),
+    "messages": ("system: {}\n", "user: {}\n", "assistant: {}\n", ""),
+    "gemma": (
+        "<bos>",
+        "<start_of_turn>user\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n{}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+    ),
+    "mistral": ("<s>[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]", "[INST] {} [/INST]", " {}</s>", ""),
+    "llama 2": ("<s>", "[INST] {} [/INST]", " {} </s><s>", ""),
+    "deepseek": (
+        "<｜begin▁of▁sentence｜>{}",
+        "<｜User｜>{}",
+        "<｜Assistant｜>{}<｜end▁of▁sentence｜>",
+        "<｜Assistant｜><think>\n",
+    ),
+    "deepseek, older": ("<bos>{}\n\n", "User: {}\n\n", "Assistant: {}<eos>\n", "Assistant:"),
+    "command r": (
+        "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{}<|END_OF_TURN_TOKEN|>",
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+    ),
+}
+WORDS = st.text(st.characters(exclude_characters="<>[]|｜:", exclude_categories=["Cs"]), min_size=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(asked=WORDS.map(str.strip).filter(bool))
+def test_a_prompt_is_shown_by_its_last_user_turn(name, asked):
+    system, user, assistant, begins = FAMILIES[name]
+    before = system.format("Be brief.") + user.format("What is 1 + 1?") + assistant.format("2")
+    assert last_user_turn(before + user.format(asked) + begins) == asked
+
+
+def test_a_llama_2_system_prompt_in_the_first_turn_is_left_out():
+    assert (
+        last_user_turn("<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWhat is 2 + 2? [/INST]") == "What is 2 + 2?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked"),
+    [
+        ("What is 2 + 2?", "What is 2 + 2?"),
+        ("", ""),
+        ("Repeat: user: hello", "Repeat: user: hello"),
+        ("My friend said\nuser: hello", "My friend said\nuser: hello"),  # no chat: it begins with no role
+        (
+            "<|im_start|>system\nOnly this<|im_end|>",
+            "<|im_start|>system\nOnly this<|im_end|>",
+        ),  # nobody asked
+        ("<|im_start|>user\nWhat is [INST]?<|im_end|>\n", "What is [INST]?"),  # the outermost format counts
+        ("user: 2?\nassistant: <|im_start|>user\n3?<|im_end|>", "2?"),  # so do messages
+        ("<|im_start|>user\ncut in the mid", "cut in the mid"),
+        (  # Qwen has what tools say in turns of the user
+            "<|im_start|>user\nRoot of 2?<|im_end|>\n<|im_start|>assistant\nCall.<|im_end|>\n"
+            "<|im_start|>user\n<tool_response>\n1.41\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            "Root of 2?",
+        ),
+    ],
+)
+def test_a_prompt_of_unknown_format_is_unchanged(prompt, asked):
+    assert last_user_turn(prompt) == asked

@@ -1,0 +1,541 @@
+"""``headrace view`` shows what the files have and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import sys
+import urllib.request
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from busy import stages
+from command import headrace_here
+from stored_runs import LARGE, report_of_step, served, started, step_batch, write_run
+
+from headrace.pipeline import Pipeline, ReportFolder, make_report, page_data, write_dump
+from headrace.pipeline.tools.dumps import refused_report
+from headrace.pipeline.tools.dumps.readers import open_source
+from headrace.pipeline.tools.view import stored_run
+from headrace.transforms import BatchError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "second", steps=3, shift=0.25)
+
+
+@pytest.fixture(scope="module")
+def client(run, other):
+    with served(run, other) as client:
+        yield client
+
+
+def table_of(run, step):
+    return pq.read_table(run / "rollouts" / f"step_{step:08d}.parquet").to_pylist()
+
+
+def without_step(rows):
+    return [{name: value for name, value in row.items() if name != "step"} for row in rows]
+
+
+def shown(answer):
+    """The rows of an answer by column, texts as text and large numbers as numbers."""
+    names = [name for name, _ in answer["columns"]]
+    kinds = dict(answer["columns"])
+    rows = [dict(zip(names, cells[1:], strict=True)) for cells in answer["rows"]]
+    for row in rows:
+        for name, value in row.items():
+            if kinds[name] == "text" and value is not None:
+                row[name] = value["start"]
+            if kinds[name] == "integer" and value is not None:
+                row[name] = int(value)
+    return rows
+
+
+# -- what is shown is what the files have ----------------------------------------------------------------
+
+
+def test_every_row_of_every_step_is_shown_with_every_column_of_its_file(client, run):
+    for step in range(4):
+        pages = [client.ask("rows", run=0, step=step, sort="row", offset=at, count=4) for at in (0, 4, 8)]
+        expected = without_step(table_of(run, step))
+        assert [row for page in pages for row in shown(page)] == expected
+        assert {(page["found"], page["of"]) for page in pages} == {(9, 9)}
+    assert expected[0]["group_id"] == LARGE + 9
+
+
+def test_the_lowest_reward_comes_first_and_rows_without_one_last(client, run, tmp_path):
+    rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=1))]
+    assert rewards == sorted(row["rollout_reward"] for row in table_of(run, 1))
+    highest = shown(client.ask("rows", run=0, step=1, order="descending", sort="advantage"))
+    assert [row["row"] for row in highest] == [
+        row["row"] for row in sorted(table_of(run, 1), key=lambda row: (-row["advantage"], row["row"]))
+    ]
+    table = pq.read_table(run / "rollouts" / "step_00000001.parquet")
+    gaps = pa.array([None, math.nan, 3.0, -1.0, *[2.0] * 5])
+    table = table.set_column(table.column_names.index("rollout_reward"), "rollout_reward", gaps)
+    (tmp_path / "rollouts").mkdir()
+    pq.write_table(table, tmp_path / "rollouts" / "step_00000001.parquet", row_group_size=2)
+    with served(tmp_path) as alone:
+        for order, first in (("ascending", 3), ("descending", 2)):
+            rows = shown(alone.ask("rows", run=0, step=1, order=order))
+            assert [row["row"] for row in rows][::8] == [first, 1]
+            assert [row["rollout_reward"] for row in rows[-2:]] == [None, None]
+
+
+def test_rows_are_found_by_reason_group_and_text_as_by_a_loop(client, run):
+    rows = table_of(run, 2)
+    asked = {
+        ("reason", "trained"): lambda row: row["reason"] == "trained",
+        ("reason", "left"): lambda row: row["reason"] != "trained",
+        ("reason", "filter/zero_variance"): lambda row: row["reason"] == "filter/zero_variance",
+        ("group", str(LARGE + 7)): lambda row: row["group_id"] == LARGE + 7,
+        ("group", str(LARGE)[:6]): lambda row: str(row["group_id"]).startswith(str(LARGE)[:6]),
+        ("group", "999"): lambda row: False,
+        ("text", "żÓŁW"): lambda row: row["prompt"] == "Żółw?",
+        ("text", "SO IT IS 8"): lambda row: "So it is 8" in row["response"],
+        ("text", ".*"): lambda row: False,
+    }
+    for (name, value), wanted in asked.items():
+        answer = client.ask("rows", run=0, step=2, sort="row", **{name: value})
+        assert [row["row"] for row in shown(answer)] == [row["row"] for row in rows if wanted(row)], value
+        assert answer["of"] == 9
+
+
+def test_a_prompt_is_found_in_all_steps_of_both_runs_as_by_a_loop(client, run, other):
+    expected = {}
+    for place, (folder, steps) in enumerate(((run, 4), (other, 3))):
+        for step in range(steps):
+            for row in table_of(folder, step):
+                of_step = expected.setdefault(row["prompt"], ({}, {}))[place].setdefault(step, [])
+                of_step.append(row["rollout_reward"])
+    listed = client.ask("prompts")
+    assert {line["label"] for line in listed["prompts"]} == set(expected)
+    for line in listed["prompts"]:
+        found = client.ask("prompt", key=line["key"])
+        assert found["text"] == line["label"]
+        for place, rewards in enumerate(expected[line["label"]]):
+            steps = found["runs"][place]
+            assert [step for step, *_ in steps] == list(rewards)
+            for step, groups, rollouts, reward in steps:
+                assert (groups, rollouts) == (1, 3)
+                assert reward == pytest.approx(np.mean(rewards[step]), abs=1e-12)
+        for place, (told, rewards) in enumerate(zip(line["runs"], expected[line["label"]], strict=True)):
+            every = [reward for of_step in rewards.values() for reward in of_step]
+            assert told["reward"] == pytest.approx(np.mean(every), abs=1e-12)
+            rows = shown(client.ask("rows", run=place, step=0, prompt=line["key"]))
+            assert {row["prompt"] for row in rows} <= {line["label"]}
+            assert len(rows) == len(rewards.get(0, []))
+    means = [np.mean([each["reward"] for each in line["runs"]]) for line in listed["prompts"]]
+    assert means == sorted(means)
+    assert [line["label"] for line in client.ask("prompts", text="żółw")["prompts"]] == ["Żółw?"]
+    answer = client.ask("rows", run=1, step=2, sort="row")
+    texts = [client.ask("prompt", key=key)["text"] for key in answer["keys"]]
+    assert texts == [row["prompt"] for row in shown(answer)]
+
+
+def write_rows(folder, steps):
+    """Files of rows (group, rollout, reward, prompt), by step."""
+    (folder / "rollouts").mkdir()
+    for step, rows in steps.items():
+        names = ("group_id", "rollout_id", "rollout_reward", "prompt")
+        table = pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+        pq.write_table(table, folder / "rollouts" / f"step_{step:08d}.parquet")
+    return folder
+
+
+def test_the_mean_of_a_prompt_counts_each_rollout_with_a_reward_once(tmp_path):
+    """One of two rollouts of step 3 has no reward, and one of step 4 has two rows: (1 + 0 + 0) / 3."""
+    rows = {
+        3: [(1, 1, 1.0, "Q"), (1, 2, None, "Q")],
+        4: [(2, 3, 0.0, "Q"), (2, 3, 0.0, "Q"), (2, 4, 0.0, "Q")],
+    }
+    with served(write_rows(tmp_path, rows)) as client:
+        [told] = client.ask("prompts")["prompts"][0]["runs"]
+    assert told["reward"] == pytest.approx(1 / 3)
+    assert (told["rollouts"], told["first"], told["last"]) == (4, [3, 1.0], [4, 0.0])
+
+
+def test_ids_of_64_bits_are_sorted_as_integers(tmp_path):
+    ids = [LARGE + 2, LARGE, LARGE + 3, LARGE + 1]
+    with served(write_rows(tmp_path, {0: [(each, each, 0.5, "Q") for each in ids]})) as client:
+        for order, expected in (("ascending", sorted(ids)), ("descending", sorted(ids, reverse=True))):
+            rows = shown(client.ask("rows", run=0, step=0, sort="group_id", order=order))
+            assert [row["group_id"] for row in rows] == expected
+
+
+def test_prompts_are_found_in_any_case_like_rows(tmp_path):
+    """At the end of a word, a small sigma is another letter."""
+    with served(write_rows(tmp_path, {0: [(1, 1, 0.5, "ΟΔΟΣΑ")]})) as client:
+        assert client.ask("prompts", text="ΟΔΟΣ")["found"] == 1
+        assert client.ask("rows", run=0, step=0, text="ΟΔΟΣ")["found"] == 1
+
+
+def test_metrics_of_a_step_equal_those_of_the_page(client):
+    report = report_of_step(2)
+    page = page_data([report], title="")["steps"][0]
+    runs = client.ask("runs")["runs"]
+    assert [each["name"] for each in runs] == ["first", "second"]
+    line = {name: values[2] for name, values in runs[0]["steps"].items()}
+    assert line["reward"] == page["numbers"]["reward/all/mean"]
+    assert line["flat"] == page["numbers"]["frac_reward_zero_std"]
+    assert (line["groups"], line["trained"]) == (page["funnel"][0]["groups"], page["funnel"][-1]["rows"])
+    assert line["left"] == {"filter/zero_variance": 3} | {
+        name: rows for name, rows in line["left"].items() if name != "filter/zero_variance"
+    }
+    assert sum(line["left"].values()) == 9 - line["trained"]
+    metrics = {name: client.ask("metric", name=name)["runs"][0][2][1] for name in runs[0]["metrics"]}
+    timed = {name for name in metrics if name.startswith("time/")}
+    assert {name: metrics[name] for name in metrics if name not in timed} == {
+        name: value for name, value in page["numbers"].items() if name not in timed
+    }
+
+
+def test_a_long_text_is_whole_on_request(tmp_path):
+    text = "<b>" + "Zażółć 🐢\n" * 100_000
+    responses = [text, *["short"] * 8]
+    write_dump(report_of_step(0, response_text=responses), tmp_path / "rollouts")
+    with served(tmp_path) as client:
+        answer = client.ask("rows", run=0, step=0, sort="row")
+        cell = answer["rows"][0][1 + [name for name, _ in answer["columns"]].index("response")]
+        assert cell["start"] == text[: stored_run.EXCERPT]
+        assert (cell["characters"], cell["end"]) == (len(text), text[-80:])
+        assert client.ask("text", run=0, step=0, place=0, column="response")["text"] == text
+
+
+def test_steps_written_while_viewing_are_found(tmp_path):
+    write_run(tmp_path / "live", steps=1)
+    with served(tmp_path / "live") as client:
+        assert client.ask("runs")["runs"][0]["steps"]["step"] == [0]
+        write_dump(report_of_step(1), tmp_path / "live" / "rollouts")
+        write_dump(report_of_step(0, 0.5), tmp_path / "live" / "rollouts")
+        assert client.ask("runs")["runs"][0]["steps"]["step"] == [0, 1]
+        rewards = [row["rollout_reward"] for row in shown(client.ask("rows", run=0, step=0))]
+        assert 0.5 in rewards
+
+
+# -- nothing else is ---------------------------------------------------------------------------------------
+
+
+def test_no_path_leaves_the_listed_files(client, run):
+    outside = "../../../../../etc/passwd %2e%2e/%2e%2e/etc/passwd ..%2f..%2fetc%2fpasswd //etc/passwd C:\\x"
+    beside = "report.html rollouts/step_00000000.parquet server.py page/../../server.py"
+    odd = "api api/ api/__class__ api/../view.js view.js/ ./view.js view.js%00 %76iew.js"
+    for path in f"{outside} {beside} {odd}".split():
+        status, _, body = client.send(client.path + path)
+        assert status == 404, path
+        assert json.loads(body) == {"error": "there is nothing of this name"}
+    secret = client.path.strip("/")
+    for path in (
+        "/",
+        "/view.html",
+        "/api/runs",
+        f"/{secret[:-1]}/",
+        f"/{secret}x/",
+        "/../",
+        "*",
+        "http://x/",
+    ):
+        status, _, body = client.send(path)
+        assert status in (403, 404), path
+        assert secret not in body.decode()
+    assert client.send(f"/{secret}")[0] == 404
+
+
+def test_query_values_are_never_paths(client):
+    for values in ({"step": "../../secret"}, {"step": "-1"}, {"step": "0x1"}, {"step": "٣"}, {"step": ""}):
+        assert "step is an integer" in client.ask("rows", status=400, run=0, **values)["error"]
+    for values, words in (
+        ({"step": 99}, "no step 99"),
+        ({"step": 0, "sort": "response"}, "column of numbers"),
+        ({"step": 0, "sort": "../x"}, "column of numbers"),
+    ):
+        assert words in client.ask("rows", status=422, run=0, **values)["error"]
+    assert "run is below 2" in client.ask("rows", status=400, run=2, step=0)["error"]
+    assert "there is no 'path'" in client.ask("rows", status=400, run=0, step=0, path="/etc/passwd")["error"]
+    assert "no text" in client.ask("text", status=422, run=0, step=0, place=9, column="response")["error"]
+    assert "no text" in client.ask("text", status=422, run=0, step=0, place=0, column="reward")["error"]
+    assert client.send(f"{client.path}api/rows?run=0&run=1&step=0")[0] == 400
+    assert client.send(f"{client.path}api/rows?{'a=1&' * 100}")[0] == 400
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "pipe"])
+def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, what):
+    rows = tmp_path / "run" / "rollouts"
+    if what == "folder":
+        rows.parent.mkdir()
+        rows.symlink_to(run / "rollouts")
+        with pytest.raises(stored_run.ConfigError, match="is a link to another folder"):
+            stored_run.StoredRun(rows.parent)
+        return
+    write_run(rows.parent, steps=1)
+    if what == "file":
+        (rows / "step_00000001.parquet").symlink_to(run / "rollouts" / "step_00000001.parquet")
+    else:
+        os.mkfifo(rows / "step_00000001.parquet")
+    found = stored_run.StoredRun(rows.parent)
+    assert list(found.steps()) == [0]
+    [problem] = found.problems()
+    assert problem.startswith("step_00000001.parquet: ")
+    assert ("it is a link, which is not followed" if what == "file" else "plain file") in problem
+
+
+def test_only_local_host_names_are_answered(client):
+    port = client.server.server_address[1]
+    assert client.server.socket.getsockname()[0] == "127.0.0.1"
+    for host in (f"127.0.0.1:{port}", "localhost", "localhost:9000"):  # ssh forwards another port
+        assert client.send(client.path, host=host)[0] == 200
+    foreign = "evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost:x", "0.0.0.0"
+    for host in ("", *foreign):
+        for path in (client.path, client.path + "api/runs", "/"):
+            status, _, body = client.send(path, host=host)
+            assert status == 403, host
+            assert b"first" not in body
+
+
+def test_only_get_is_answered(client):
+    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "CONNECT"):
+        status, headers, _ = client.send(client.path + "api/runs", method=method, body=b"step=0")
+        assert (status, headers["Allow"]) == (405, "GET"), method
+    assert client.send(client.path, method="NONSENSE")[0] == 501
+
+
+def test_every_response_forbids_foreign_scripts_and_declares_its_type(client):
+    kinds = {"": "text/html", "view.js": "text/javascript", "view.css": "text/css"}
+    for path in (*kinds, "api/runs", "nothing", "api/rows?run=9&step=0"):
+        _, headers, _ = client.send(client.path + path)
+        assert headers["Content-Type"] == f"{kinds.get(path, 'application/json')}; charset=utf-8"
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert "Access-Control-Allow-Origin" not in headers
+        rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
+        assert rules["default-src"] == "'none'"
+        assert {rules["script-src"], rules["style-src"], rules["connect-src"]} == {"'self'"}
+        assert rules["frame-ancestors"] == "'none'"
+        assert "unsafe" not in headers["Content-Security-Policy"]
+
+
+class Touch:
+    """What a pickle would run."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_file_is_executed_and_a_damaged_one_is_named(run, tmp_path):
+    rows = tmp_path / "run" / "rollouts"
+    write_run(rows.parent, steps=1)
+    whole = (rows / "step_00000000.parquet").read_bytes()
+    canary = tmp_path / "ran"
+    code = pickle.dumps(Touch(canary))
+    kind = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": code}
+    field = pa.field("evil", pa.binary(), metadata=kind)
+    plain = pq.read_table(rows / "step_00000000.parquet")
+    metadata = {**plain.schema.metadata, b"headrace.step": code, b"headrace.recipe": b'{"a": 1}'}
+    table = plain.append_column(field, pa.array([code] * 9)).replace_schema_metadata(metadata)
+    pq.write_table(table, rows / "step_00000001.parquet")
+    (rows / "step_00000002.parquet").write_bytes(code)
+    (rows / "step_00000003.parquet").write_bytes(whole[: len(whole) // 2])
+    (rows / "step_4.parquet").write_bytes(whole)
+    (rows / "step_00000004.parquet").write_bytes(whole)
+    (rows / "step_00000005.parquet.tmp").write_bytes(whole)
+    with served(rows.parent) as client:
+        found = client.ask("runs")["runs"][0]
+        assert found["steps"]["step"] == [0, 1, 4]
+        names = [problem.split(":")[0] for problem in found["problems"]]
+        assert names == ["step_00000002.parquet", "step_00000003.parquet", "step_4.parquet"]
+        answer = client.ask("rows", run=0, step=1, sort="row")
+        assert "evil" not in dict(answer["columns"])
+        assert shown(answer) == without_step(plain.to_pylist())
+        assert client.ask("metric", name="rows/in")["runs"][0][1] == [1, None]
+        (rows / "step_00000001.parquet").write_bytes(b"gone")
+        assert "cannot be read as Parquet" in client.ask("rows", status=422, run=0, step=1)["error"]
+    assert not canary.exists()
+
+
+def test_a_file_that_declares_too_much_data_is_not_read(run, monkeypatch):
+    for name, most in (("MAX_STEP_ROWS", 8), ("MAX_STEP_BYTES", 100)):
+        with monkeypatch.context() as patch:
+            patch.setattr(stored_run, name, most)
+            with pytest.raises(stored_run.ConfigError, match="found 9 rows and"):
+                stored_run.StoredRun(run)
+
+
+# -- numbers of steps, and two runs --------------------------------------------------------------------------
+
+
+def test_any_number_of_the_steps_can_be_charted(tmp_path):
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", 2, 0.25)
+    with served(first, second) as client:
+        named = [run["metrics"] for run in client.ask("runs")["runs"]]
+        assert all("reward/all/max" in metrics for metrics in named)
+        assert client.ask("metric", name="reward/all/max")["runs"] == [
+            [[step, 2.0] for step in range(n)] for n in (4, 2)
+        ]
+        assert client.ask("metric", name="no such")["runs"][1] == [[0, None], [1, None]]
+
+
+# -- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_what_to_do(tmp_path, run):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "alone.jsonl").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for words, message in (
+            ([], "the following arguments are required: FOLDER"),
+            (["nowhere"], "nowhere does not exist. Give the folder of a run"),
+            (["--path", str(run)], "unknown option '--path'; a folder has no name before it"),
+            (["alone.jsonl"], "alone.jsonl is a file. Give the folder of a run, which has report.html"),
+            (["empty"], "headrace task=replay source.path=empty hydra.run.dir=FOLDER"),
+            ([str(run)] * 3, "two runs are shown side by side at most; got 3 folders"),
+            ([str(run), "--port", port], f"--port {port}: address already in use. Take another port"),
+            ([str(run), "-p", port], f"--port {port}: address already in use"),
+            ([str(run), "--port", "99999"], "a port is from 1 to 65535; got 99999"),
+            ([str(run), "--prot", "1"], "unknown option '--prot'"),
+        ):
+            done = headrace_here(tmp_path, "view", *words, check=False)
+            assert (done.returncode, done.stdout) == (2, ""), words
+            assert message in done.stderr
+            assert done.stderr.startswith("headrace: ")
+            assert "Traceback" not in done.stderr
+
+
+def test_without_pyarrow_it_names_what_to_install(tmp_path, run, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("headrace.pipeline.tools.view.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = headrace_here(tmp_path, "view", str(run), check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "headrace view reads rows with pyarrow, which cannot be imported" in done.stderr
+    assert "pip install pyarrow" in done.stderr
+
+
+def test_it_serves_until_ctrl_c_and_exits_quietly_without_torch(run):
+    code = (
+        "import sys\nfrom headrace.pipeline.main import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'tensordict', 'hydra.core') if name in sys.modules][:1])"
+    )
+    with started(["view", str(run)], run.parent, code=code) as (process, printed, address):
+        assert printed[0] == f"{run}: 4 steps"
+        with urllib.request.urlopen(address + "api/runs") as answer:
+            assert json.load(answer)["runs"][0]["steps"]["step"] == [0, 1, 2, 3]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert "torch" not in out
+
+
+# -- the rows that a run writes ----------------------------------------------------------------------------
+
+
+def rows_on_disk(folder):
+    return [(step, *row) for step, batch in open_source(folder) for row in zip(
+        batch["rollout_id"].tolist(), batch["next", "reward"].flatten().tolist(), strict=True)]  # fmt: skip
+
+
+def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
+    write_run(tmp_path / "run", steps=3)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["report.html", "rollouts"]
+    assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == [
+        f"step_{step:08d}.parquet" for step in range(3)
+    ]
+    assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
+
+
+def test_the_rows_of_a_step_that_was_refused_are_kept(tmp_path):
+    """All rewards of step 1 are NaN, as where the grader failed; no number of the run includes it."""
+    pipeline, folder = Pipeline(stages()), ReportFolder(tmp_path / "run", every=None)
+    for step in range(3):
+        batch = step_batch(step)
+        if step == 1:
+            batch["next", "reward"] = torch.full((9,), math.nan)
+        try:
+            folder.add(make_report(pipeline.run(batch), step=step))
+        except BatchError as err:
+            folder.fail(step, str(err), refused_report(batch, step, err))
+    assert "1 of 3 steps failed, and is in no number here: step 1." in folder.close().read_text()
+    with served(tmp_path / "run") as client:
+        (run,) = client.ask("runs")["runs"]
+        assert [step for step, _ in run["failed"]] == [1]
+        assert run["steps"]["step"] == [0, 1, 2]
+        assert run["steps"]["reward"][1] is None
+        found = client.ask("rows", run=0, step=1)
+        assert found["found"] == 9
+        names = [name for name, _ in found["columns"]]
+        assert {row[names.index("reason") + 1]["start"] for row in found["rows"]} == {"collapse/refused_step"}
+        assert found["rows"][0][names.index("response") + 1]["start"].startswith("Answer")
+
+
+def test_failed_steps_and_their_reasons_are_beside_the_rows(tmp_path):
+    folder = ReportFolder(tmp_path / "run", every=None)
+    folder.fail(0, "group 3 has 7 of 8")
+    folder.add(report_of_step(1))
+    folder.fail(None, "half a line")
+    with served(tmp_path / "run") as client:
+        (run,) = client.ask("runs")["runs"]
+        assert run["steps"]["step"] == [1]
+        assert run["failed"] == [[0, "group 3 has 7 of 8"], [None, "half a line"]]
+        file = tmp_path / "run" / "rollouts" / "failed_steps.json"
+        for damaged in ('{"a": 1}', "[[1, 2]]", "[" * 100_000, "no JSON"):
+            file.write_text(damaged)
+            (run,) = client.ask("runs")["runs"]
+            assert run["failed"] == []
+            assert "failed_steps.json: " in run["problems"][0]
+    file.write_text('[[0, "earlier"], [5, "later"]]')
+    resumed = ReportFolder(tmp_path / "run", every=None, existing="resume")
+    resumed.add(report_of_step(2))
+    assert resumed.failed == [(0, "earlier")]
+    assert json.loads(file.read_text()) == [[0, "earlier"]]
+
+
+def test_a_resumed_run_has_each_row_once(tmp_path):
+    write_run(tmp_path / "run", steps=4)
+    with pytest.raises(FileExistsError, match=r"rows of another run, 4 files.*existing='resume'") as caught:
+        ReportFolder(tmp_path / "run")
+    assert "hydra" not in str(caught.value)
+    with ReportFolder(tmp_path / "run", existing="resume") as again:
+        assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 36
+        again.add(report_of_step(2, 0.5))
+        assert [step for step, *_ in open_source(tmp_path / "run" / "rollouts")] == [0, 1, 2]
+        again.add(report_of_step(3, 0.5))
+    write_run(tmp_path / "whole", steps=2)
+    with ReportFolder(tmp_path / "whole", existing="resume") as whole:
+        for step in (2, 3):
+            whole.add(report_of_step(step, 0.5))
+    found = rows_on_disk(tmp_path / "run" / "rollouts")
+    assert found == rows_on_disk(tmp_path / "whole" / "rollouts")
+    assert len(found) == len({row[:2] for row in found}) == 36
+
+
+def test_a_repeated_step_is_refused_and_replaces_nothing(tmp_path):
+    folder = ReportFolder(tmp_path, every=None)
+    folder.add(report_of_step(0))
+    before = rows_on_disk(tmp_path / "rollouts")
+    with pytest.raises(ValueError, match=r"found step 0 again. Set make_report\(run, step=...\)"):
+        folder.add(report_of_step(0, 0.5))
+    assert rows_on_disk(tmp_path / "rollouts") == before
+    with pytest.raises(ValueError, match="existing must be"):
+        ReportFolder(tmp_path, existing="replace")

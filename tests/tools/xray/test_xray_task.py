@@ -1,0 +1,258 @@
+"""`headrace task=xray` on other trainers gives the numbers of their documentation."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torchrl
+from command import headrace_here, refused
+
+from headrace.adapters import attach
+from headrace.pipeline import (
+    TokenTable,
+    load_pipeline,
+    table_as_causal_lm,
+    token_weights,
+    trl_step,
+    xray,
+    xray_batch,
+)
+from headrace.pipeline.tools.xray.setting import ROWS_OF_STEP, SUM_OF_STEP, TOKENS_OF_STEP, Setting
+
+pytestmark = [
+    pytest.mark.slow,
+    # transformers 5 warns of names that its own Trainer uses.
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning"),
+]
+ROOT = Path(__file__).parents[3]
+KEPT = json.loads((ROOT / "docs" / "xray.json").read_text())
+LOSS_TYPES = {"dapo": TOKENS_OF_STEP, "grpo": ROWS_OF_STEP, "dr_grpo": SUM_OF_STEP}
+MINE = """
+def step(model, batch, cut):
+    mask = batch["masks", "all_assistant_mask"]
+    for part, inside in zip(batch.chunk(cut), mask.chunk(cut), strict=True):
+        log_probs = model.get_dist(part).log_prob(part["tokens", "full"])
+        terms = log_probs * part["advantage"].squeeze(-1) * inside
+        (-terms.sum() / inside.sum() / cut).backward()
+"""
+
+
+def measured(folder: Path, *words: str) -> dict[str, dict]:
+    """The settings in the JSON of the command, by name."""
+    headrace_here(folder, "task=xray", *words, "hydra.run.dir=out")
+    assert "<svg" in (folder / "out" / "report.html").read_text()
+    found = json.loads((folder / "out" / "xray.json").read_text())["settings"]
+    return {each["setting"]: each for each in found}
+
+
+def as_kept(found: dict[str, dict], trainer: str, version: str) -> None:
+    """What was measured is what docs/xray.json has of this version, to float32's rounding."""
+    kept = KEPT[trainer]
+    if not kept["trainer"].endswith(f" {version}"):
+        pytest.skip(f"docs/xray.json is of {kept['trainer']}, and here is {version}: run tools/make_xray.py")
+    for each in kept["settings"]:
+        mine = found[each["setting"]]
+        for name in ("over_documented", "documented", "constant", "note"):
+            assert mine[name] == pytest.approx(each[name], abs=2e-5), (each["setting"], name)
+        for cut, bounds in each["over_one_micro_batch"].items():
+            assert mine["over_one_micro_batch"][cut] == pytest.approx(bounds, abs=2e-5), each["setting"]
+
+
+def test_the_page_equals_the_stored_numbers():
+    make_xray = runpy.run_path(str(ROOT / "tools" / "make_xray.py"))
+    page = (ROOT / "docs" / "xray.md").read_text()
+    assert page == make_xray["page"](KEPT), "run tools/make_xray.py"
+
+
+def close(bounds: list[float], value: float) -> bool:
+    return bounds == pytest.approx([value, value], abs=1.1e-5)
+
+
+def uniform(each: dict) -> bool:
+    return all(close(bounds, 1.0) for bounds in each["over_one_micro_batch"].values())
+
+
+# -- TorchRL ------------------------------------------------------------------------------------------------
+
+
+def test_torchrl_takes_its_documented_means_and_curves(tmp_path):
+    found = measured(tmp_path, "xray=torchrl", "xray.curve=false")
+    assert len(found) == 15
+    for name, each in found.items():
+        assert close(each["over_documented"], 1.0), name
+        assert uniform(each) == ("token_mean" not in name), name
+    as_kept(found, "torchrl", torchrl.__version__)
+    name = "DAPO(aggregation=token_mean), MCAdvantage"  # the curves of other losses: test_xray.py
+    curve = measured(tmp_path, "xray=torchrl", f"xray.only='{name}'")[name]["curve"]
+    assert len(curve) == 17
+    for ratio, both in curve.items():
+        r = float(ratio)
+        expected = [r if r < 1.28 else 0.0, r if r > 0.8 else 0.0]
+        assert both == pytest.approx(expected, rel=1e-3, abs=1e-5), ratio
+
+
+# -- TRL ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trl():
+    pytest.importorskip("transformers", reason="the extra `llm` is not installed")
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    assert trl.GRPOTrainer
+    assert trl.RLOOTrainer
+    gc.freeze()  # each of its trainers collects garbage
+    return trl
+
+
+def test_trl_is_measured_in_fifteen_settings_and_with_masked_completions(trl, tmp_path):
+    found = measured(tmp_path, "xray=trl", "xray.curve=false")
+    known = {"dapo": 1.0, "grpo": 1.0, "dr_grpo": 1.0, "bnpo": 1.0, "cispo": 0.2}
+    for masked in ("", ", mask_truncated_completions"):
+        for loss_type, factor in known.items():
+            each = found[f"GRPOTrainer(loss_type={loss_type}{masked})"]
+            assert list(each["over_one_micro_batch"]) == ["1", "2", "4"]
+            assert close(each["over_documented"], factor), loss_type
+            assert uniform(each) == (loss_type != "bnpo"), loss_type
+        for name in ("GRPOTrainer(loss_type=cispo, epsilon_high=5.0", "RLOOTrainer(beta=0.0"):
+            assert close(found[f"{name}{masked})"]["over_documented"], 1.0)
+    low, high = found["GRPOTrainer(loss_type=bnpo)"]["over_one_micro_batch"]["4"]
+    assert low < 0.75
+    assert high > 1.875
+    for name, each in found.items():
+        assert "cispo" in name or close(each["over_documented"], 1.0), name
+    as_kept(found, "trl", trl.__version__)
+
+
+@pytest.fixture
+def adapter(trl):
+    class Attached(trl.GRPOTrainer):
+        def __init__(self, *args, pipeline, **kwargs):
+            super().__init__(*args, **kwargs)
+            attach(self, pipeline)
+
+    return Attached
+
+
+@pytest.mark.parametrize(("loss_type", "masked"), [("dapo", False), ("grpo", True), ("dr_grpo", True)])
+def test_the_trl_adapter_trains_trls_advantages_with_trls_weights(trl, adapter, loss_type, masked):
+    options = {"loss_type": loss_type, "mask_truncated_completions": masked}
+    step = trl_step(adapter, {"pipeline": load_pipeline("as/trl")}, **options)
+    constant = 1 / 16 if loss_type == "dr_grpo" else 1.0
+    setting = Setting("adapter", step, LOSS_TYPES[loss_type], constant, dtype=torch.float32)
+    found = setting.measure((1, 2, 4))
+    assert found.over_documented() == pytest.approx((1.0, 1.0), abs=1e-4)
+    found.xray.assert_uniform()
+
+
+@pytest.mark.parametrize("recipe", ["dapo", "reinforce_pp"])
+def test_a_recipe_in_the_adapter_trains_its_declared_weights(trl, adapter, recipe):
+    step = trl_step(adapter, {"pipeline": load_pipeline(recipe)}, loss_type="dapo")
+    pipeline = load_pipeline(recipe, "pipeline.stages.split.minibatches=1")
+    assert "the weights of the pipeline" in xray(step, pipeline, dtype=torch.float32).verdict
+
+
+def test_tool_tokens_and_left_padding_change_nothing_in_trl(trl):
+    step = trl_step("GRPOTrainer", loss_type="dapo", scale_rewards=False)
+    found = xray(step, pad=("left", "right"), holes=True, cuts=(1, 2), dtype=torch.float32)
+    found.assert_uniform()
+    assert found.verdict == "mean over the tokens of the whole step, in 4 of 4 runs"
+    with pytest.raises(ValueError, match="must have equal sizes; got 12 rows for 5"):
+        xray(step, cuts=(5,), dtype=torch.float32)
+
+
+def test_trl_clips_a_policy_that_changed_since_sampling(trl):
+    known = {
+        "dapo": ({"epsilon_high": 0.28}, [0.5, 1.0, 1.25, 0.0], [0.0, 1.0, 1.25, 6.0]),
+        "cispo": ({"epsilon_high": 5.0}, [0.5, 1.0, 1.25, 5.0], [0.5, 1.0, 1.25, 5.0]),
+    }
+    shifts = [-math.log(ratio) for ratio in (0.5, 1.0, 1.25, 6.0)]
+    for loss_type, (options, ups, downs) in known.items():
+        step = trl_step("GRPOTrainer", loss_type=loss_type, **options)
+        curve = xray(step, cuts=(1,), shifts=shifts, dtype=torch.float32).curve()
+        assert [up for up, _ in curve.values()] == pytest.approx(ups, abs=1e-5)
+        assert [down for _, down in curve.values()] == pytest.approx(downs, abs=1e-5)
+
+
+def test_a_table_is_a_transformers_model(trl):
+    batch = xray_batch([2, 3], [0.0, 1.0], group_size=2)
+    table = TokenTable.of(batch, seed=1)
+    model, tokens = table_as_causal_lm(table), batch["tokens", "full"]
+    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    assert torch.equal(logits, table(tokens))
+    assert [name for name, each in model.named_parameters() if each.requires_grad] == ["model.table.table"]
+    log_probs = logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    inside = batch["masks", "all_assistant_mask"]
+    (-3 * log_probs[inside[:, 1:]]).sum().backward()
+    assert torch.allclose(token_weights(model, batch), 3.0 * inside.double(), rtol=1e-9)
+
+
+# -- trainers that want another torch or TRL, where they are installed ---------------------------------------
+
+
+def test_verl_takes_the_mean_of_each_loss_agg_mode_for_any_micro_batches(tmp_path):
+    pytest.importorskip("verl", reason="verl is not installed")
+    found = measured(tmp_path, "xray=verl")
+    assert sum("vanilla" in name for name in found) == 5
+    for name, each in found.items():
+        if name.startswith("geo_mean"):  # its mean is over each micro-batch, and the engine adds them up
+            assert close(each["over_one_micro_batch"]["4"], 4.0)
+        else:
+            assert close(each["over_documented"], 1.0), name
+            assert uniform(each), name
+    for ratio, (up, down) in found["vanilla, loss_agg_mode=token-mean"]["curve"].items():
+        r = float(ratio)
+        assert up == pytest.approx(r if r < 1.2 else 0.0, rel=1e-3, abs=1e-5)
+        assert down == pytest.approx(r if 0.8 < r < 3.0 else 0.0, rel=1e-3, abs=1e-5)  # clip_ratio_c
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own imports
+def test_openrlhf_normalizes_over_the_window_of_micro_batches(tmp_path):
+    pytest.importorskip("openrlhf", reason="OpenRLHF is not installed")
+    found = measured(tmp_path, "xray=openrlhf")
+    assert len(found) == 6
+    assert all(close(each["over_documented"], 1.0) and uniform(each) for each in found.values())
+
+
+def test_ms_swift_takes_the_documented_mean_over_the_window(tmp_path):
+    pytest.importorskip("swift.rlhf_trainers.grpo_trainer", reason="ms-swift is not installed")
+    found = measured(tmp_path, "xray=ms_swift")
+    for name, each in found.items():
+        assert close(each["over_documented"], 0.2 if name.endswith("=cispo)") else 1.0), name
+        assert uniform(each) == ("bnpo" not in name), name
+
+
+# -- a step of one's own, and what is refused ---------------------------------------------------------------
+
+
+def test_a_user_step_is_named_and_compared_with_a_recipe(tmp_path, monkeypatch):
+    (tmp_path / "ownstep.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["xray=mine", "source=ownstep:step"]
+    (alone,) = measured(tmp_path, *words).values()
+    assert alone["verdict"].startswith("mean over the tokens of each micro-batch: with 2 micro-batches")
+    (against,) = measured(tmp_path, *words, "pipeline=dapo", "xray.cuts=[3]").values()
+    assert "times the weight of the pipeline" in against["verdict"]
+    assert not close(against["over_documented"], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("null", "xray=mine needs a step to measure: source=module:function"),
+        ("json:__doc__", "must name a function(model, batch, cut)"),
+        ("json:dumps", "xray=mine: json:dumps(model, batch, cut) raised TypeError"),
+    ],
+)
+def test_an_error_of_a_user_step_is_one_paragraph(source, says, tmp_path):
+    assert says in refused(tmp_path, "task=xray", "xray=mine", f"source={source}")
+
+
+def test_a_missing_trainer_is_named_with_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.pipeline.tools.xray.xray_task.version_of", lambda package: None)
+    assert "needs trl, which is not installed: pip install" in refused(tmp_path, "task=xray", "xray=trl")

@@ -1,1 +1,0 @@
-"""Advantages: rewards of rollouts compared with a baseline."""

@@ -1,0 +1,135 @@
+"""Rows that wait for the next batch: taken from one table, and joined to the next."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.table import OF_THE_TABLE, BatchError, Rows, Table, TokenCount, unknown
+from headrace.transforms.table.schema import COUNTED, IN_LOSS, REASON, ROW
+from headrace.transforms.table.tensordicts import (
+    as_texts,
+    column_of,
+    device_of,
+    join_rows,
+    leave_out,
+    listed,
+    number_column,
+    write_column,
+)
+
+
+def take(table: Table, numbers: Tensor) -> TensorDictBase:
+    """Make a batch of some rows of this rank, with all decisions and reasons, for :func:`join`.
+
+    Args:
+        numbers: (n,) int64, table indices.
+    """
+    part = copy(table)
+    part.batch, part.live = table.take(numbers), numbers
+    batch = leave_out(part._as_decided(), [ROW])
+    write_column(batch, REASON, as_texts(table.fates.reasons_of(numbers)))
+    return batch
+
+
+def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -> None:
+    """Append rows that an earlier batch carried to this one. All ranks call this together.
+
+    They keep their columns, their first reason, and whether they are in the loss and in the statistics.
+
+    Args:
+        rows: a view of the table.
+        carried: TensorDict ``[C]`` from :func:`take`; None: no rows.
+        remainder: the option `remainder` of the split.
+
+    Raises:
+        BatchError: the columns differ; or ranks share the batch and `remainder` is not ``carry``.
+    """
+    table, arrived, has_masked = rows.table, rows.table.size, rows.table.fates.masks
+    _append(table, carried, remainder)
+    if table.fates.masks and not has_masked:  # only carried rows are out of the loss
+        out = ~table.fates.in_loss & (torch.arange(table.size) >= arrived)
+        rows.on_arrival.mask(out)
+
+
+def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> None:
+    if table.ranks.size > 1 and remainder != "carry":
+        raise BatchError(
+            "rows were carried from an earlier batch, and ranks that share a batch can only use them "
+            "with remainder='carry': set pipeline.stages.split.remainder=carry, or drop these rows with "
+            "a split without this state"
+        )
+    # 1. Read the carried rows into a table of their own, and exchange them.
+    more, reasons = Table(carried, 0 if carried is None else len(carried)), list[str]()
+    if carried is not None:
+        reasons = listed(column_of(carried, REASON))
+        more.batch = leave_out(carried, [REASON])
+        counts = [key for key in table.columns if isinstance(key, TokenCount)]
+        more.load([*(key for key in table.columns if key not in counts), *OF_THE_TABLE], counts)
+    ranks, before = table.ranks, table.size
+    ranks.share(more)
+    if not more.size:  # no rank has carried rows
+        return
+    table.settle()
+    if more.batch is None:
+        more.batch = table.batch[:0]
+    if len(more.batch):
+        # Columns that stages wrote are in the table, also for the carried rows.
+        written = [*table.written, *OF_THE_TABLE]
+        plain = leave_out(more.batch, [key for key in written if column_of(table.batch, key) is None])
+        table.batch = leave_out(table.batch, [key for key in written if column_of(plain, key) is None])
+        plain = plain.to(device_of(table.batch))
+        plain = plain.clear_device_() if table.batch.device is None else plain
+        table.batch = join_rows([table.batch, plain], "carried rows") if len(table.batch) else plain
+    for key, column in table.columns.items():
+        extra = more.columns.get(key)
+        if extra is None or extra.shape[1:] != column.shape[1:]:
+            extra = unknown(column, more.size)
+        table.columns[key] = torch.cat([column, extra.to(column.dtype)])
+    for late in table.late:
+        for name, values in late.numbers.items():
+            late.numbers[name] = torch.cat([values, values.new_zeros(more.size, *values.shape[1:])])
+    table.kept = torch.cat([table.kept, more.fates.here])
+    more.fates.came(*map(more.columns.get, (IN_LOSS, COUNTED)))
+    in_loss, counted = more.fates.in_loss, more.fates.counts
+    told = reasons, not bool(in_loss.all()), not bool(counted.all())
+    every = ranks.gather_objects(told)
+    table.fates.masks |= any(masked for _, masked, _ in every)
+    table.fates.excludes |= any(excluded for *_, excluded in every)
+    table.fates.extend([name for names, *_ in every for name in names], in_loss, counted)
+    table.live = torch.cat([table.live, more.live + before])
+    table.starts.append([before + start for start in more.starts[0]])
+    table.size = before + more.size
+    if ROW in table.columns:
+        table.columns[ROW] = table.row_numbers()
+
+
+def refuse_again(rows: Rows, unit: str) -> None:
+    """Refuse a batch that has ids of carried rows again.
+
+    Args:
+        rows: all rows of the table.
+        unit: whose ids are compared, ``group`` or ``rollout``.
+
+    Raises:
+        BatchError: lists the ids.
+    """
+    table = rows.table
+    if rows.key(unit) is None or not rows.has(unit):
+        return
+    ids = rows.integers(unit, f"{unit}_id")
+    came = table.fates.here.index_fill(0, table.carried, False)
+    waiting = torch.zeros_like(came).index_fill_(0, table.carried, True)
+    if table.ranks.shared_ids == "different":  # compare this rank's own ids
+        ids = ids.index_copy(0, table.live, number_column(table.batch, rows.key(unit)).long().cpu())
+        own = torch.zeros_like(came).index_fill_(0, table.live, True)
+        came, waiting = came & own, waiting & own
+    if again := ids[waiting][torch.isin(ids[waiting], ids[came])].tolist():
+        raise BatchError(
+            f"rows of {unit}s {sorted(set(again))[:10]} were carried over, and the batch has the same "
+            f"{unit}_ids again. remainder='carry' needs ids that are unique over batches, such as those "
+            "of RepeatSampler"
+        )

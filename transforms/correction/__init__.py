@@ -1,1 +1,0 @@
-"""Rollout correction: importance weights and rejection, from the log-probabilities of two policies."""

@@ -1,1 +1,0 @@
-"""Criteria decide which rows stay. SampleFilter masks, excludes or drops the others."""

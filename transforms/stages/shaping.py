@@ -1,0 +1,319 @@
+"""Reward shaping: stages that change the reward before the advantage is computed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from tensordict import NestedKey
+from torch import Tensor
+from typing_extensions import Unpack
+
+from headrace.transforms.table import BatchTransform, ColumnNames, Ids, Rows
+from headrace.transforms.table.ids import add_up
+from headrace.transforms.table.options import INF, LowerBound, UpperBound, takes_options, within
+from headrace.transforms.table.schema import REWARD
+
+Form = Literal["bonus", "rescale"]
+
+
+@takes_options
+def overlong_punishment(length: Tensor, *, max_length: int, cache: int) -> Tensor:
+    """Compute the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
+
+    ::
+
+        0                                L ≤ L_max − L_cache
+        (L_max − L_cache − L)/L_cache    L_max − L_cache < L ≤ L_max
+        −1                               L > L_max
+
+    Args:
+        length: (N,) L, number of tokens.
+        max_length: L_max, number of tokens.
+        cache: L_cache, number of tokens, in (0, L_max].
+
+    Returns:
+        (N,) float in [−1, 0], to be added to the reward; float64 if lengths are integers.
+
+    Example:
+        >>> overlong_punishment(torch.tensor([8, 10, 12]), max_length=10, cache=4).tolist()
+        [-0.5, -1.0, -1.0]
+    """
+    over = (length if length.is_floating_point() else length.double()) - (max_length - cache)
+    return -(over.clamp(0, cache) / cache)
+
+
+@takes_options
+def length_penalty(length: Tensor, *, coefficient: float) -> Tensor:
+    """Compute a linear length penalty: ``−c · L``.
+
+    Args:
+        length: (N,) L, number of tokens.
+        coefficient: c, reward per token, ≥ 0.
+
+    Returns:
+        (N,) float ≤ 0, to be added to the reward; float64 if lengths are integers.
+
+    Example:
+        >>> length_penalty(torch.tensor([4, 10]), coefficient=0.5).tolist()
+        [-2.0, -5.0]
+    """
+    return -coefficient * (length if length.is_floating_point() else length.double())
+
+
+@takes_options
+def relative_length(
+    reward: Tensor,
+    length: Tensor,
+    group_id: Tensor,
+    rollout_id: Tensor | None = None,
+    *,
+    form: Form = "bonus",
+    coefficient: float = 1.0,
+) -> Tensor:
+    """Compute a factor for each reward, from the rollout's length relative to its group.
+
+    With the lengths L of a group::
+
+        bonus    1 + c · min(max(1 − L_i/mean(L of successes), 0), 1) for a success, else 1
+        rescale  1 / (1 + c · L_i/mean(L))                  (GR³, arXiv:2603.10535)
+
+    A success has the best reward of its group, above 0. ``bonus`` is the shaping of prime-rl
+    (``orchestrator/algo/advantage.py``). Short successes get up to 1 + c times their reward, and no
+    reward becomes smaller. ``rescale`` reduces the reward of long rollouts in proportion to the reward. A
+    reward of 0 does not change.
+
+    Lengths are added up as integers. A rollout counts once. A missing reward (NaN) is not counted.
+
+    Args:
+        reward: (N,) float, the reward of each row's rollout.
+        length: (N,) int64, tokens of the row's rollout.
+        group_id: (N,) int64.
+        rollout_id: (N,) int64; None: each row is a rollout.
+        form: ``bonus`` or ``rescale``.
+        coefficient: c ≥ 0.
+
+    Returns:
+        (N,) float64 > 0.
+
+    Example:
+        >>> reward, length = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 6, 1])
+        >>> relative_length(reward, length, torch.zeros(3, dtype=torch.int64)).tolist()
+        [1.5, 1.0, 1.0]
+    """
+    groups, present = Ids(group_id), ~reward.isnan()
+    among = present
+    if form == "bonus":
+        best = groups.spread(groups.max(torch.where(present, reward, float("-inf"))))
+        among = present & (reward == best) & (best > 0)
+    votes = among
+    if rollout_id is not None:
+        votes = among & Ids(groups.paired_with(Ids(rollout_id)).of, present).is_first
+    counted = Ids(groups.of, votes)
+    number, total = groups.spread(counted.count), groups.spread(counted.sum(length))
+    share = length.double() * number / total.clamp_min(1)  # L_i over the mean
+    if form == "rescale":
+        return 1 / (1 + coefficient * share)
+    return 1 + coefficient * torch.where(among & (total > 0), (1 - share).clamp(0, 1), 0.0)
+
+
+class _RewardShaping(BatchTransform):
+    """Base class of the shaping stages, which change the rollout's reward after FanOutCollapse.
+
+    Reads and writes ``("headrace", "reward")`` (N,), so all segments of a rollout keep the same reward. A
+    pipeline refuses such a stage after the advantage.
+    """
+
+    def __init__(self, in_keys: Sequence[NestedKey | None] = ()):
+        super().__init__([REWARD, *in_keys], [REWARD])
+
+    @abstractmethod
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,) float64: the shaped rewards of (M,) float64 `reward`."""
+
+    def decide(self, rows: Rows) -> None:
+        """Rewrite the reward."""
+        reward = rows[REWARD]
+        # Rounded here, so that rewards that are equal in the batch are also equal in the table.
+        shaped = self.shape(rows, reward).to(rows.dtype(REWARD)).double()
+        rows.put(REWARD, shaped)
+        known = ~reward.isnan()  # a missing reward stays missing
+        rewarded = known.double().sum().clamp_min(1)
+        rows.metric("reward_changed", (known & (shaped != reward)).sum() / rewarded)
+        rows.metric("mean", add_up(torch.where(known, shaped - reward, 0.0)) / rewarded)
+
+
+class RewardScale(_RewardShaping):
+    """Scale and shift the rollout's reward, then clip it: ``min(max(scale · R + bias, low), high)``.
+
+    Reads and writes ``("headrace", "reward")``.
+
+    Args:
+        scale: factor of the reward.
+        bias: added after scaling.
+        low: lower bound of the result; −∞: none.
+        high: upper bound of the result; ∞: none.
+
+    Raises:
+        MissingKeyError: there is no FanOutCollapse before it.
+
+    Example:
+        >>> RewardScale(scale=2.0, bias=-1.0)
+        RewardScale(scale=2.0, bias=-1.0)
+    """
+
+    within_groups = True
+
+    def __init__(
+        self, *, scale: float = 1.0, bias: float = 0.0, low: LowerBound = -INF, high: UpperBound = INF
+    ):
+        super().__init__()
+        if not low <= high:
+            raise ValueError(f"low must be ≤ high; got {low} and {high}")
+        self.scale, self.bias, self.low, self.high = scale, bias, low, high
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        return (self.scale * reward + self.bias).clamp(self.low, self.high)
+
+
+class _LengthShaping(_RewardShaping):
+    """Base class of shaping by length: the tokens of all segments of a rollout, also of masked ones."""
+
+    def __init__(self, names: ColumnNames) -> None:
+        self.name_columns(names)
+        super().__init__([getattr(self, f"{role}_key") for role in self._columns])
+
+    @property
+    def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:
+        """Tokens in the loss mask."""
+        return [(self.loss_mask_key, None)]
+
+    def rollout_lengths(self, rows: Rows) -> Tensor:
+        """(M,) int64: tokens of each row's rollout, over all its rows."""
+        rollouts = rows.with_excluded.ids("rollout", checked=False)
+        rows.require(
+            rollouts.labels >= 0,
+            "every row needs a rollout_id ≥ 0; found {found}. The lengths of these rows would be added up",
+            lambda row: f"{int(rollouts.labels[row])} at row {rows.at(row)}",
+            ids="rollout_id",
+        )
+        return rollouts.spread(rollouts.sum(rows.lengths))
+
+
+class OverlongPunishment(_LengthShaping, columns=("loss_mask", "rollout")):
+    """Add :func:`overlong_punishment` of the rollout's tokens to its reward.
+
+    Reads `loss_mask_key`, ``("headrace", "length")`` if it exists, and `rollout_key`. Reads and writes
+    ``("headrace", "reward")``.
+
+    Args:
+        max_length: L_max, tokens in the loss over all segments of a rollout.
+        cache: L_cache, number of tokens, in (0, L_max].
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
+
+    Raises:
+        MissingKeyError: a column is missing.
+
+    Example:
+        >>> OverlongPunishment(max_length=10, cache=4)
+        OverlongPunishment(max_length=10, cache=4)
+    """
+
+    within_groups = True
+
+    def __init__(self, *, max_length: int, cache: int, **names: Unpack[ColumnNames]):
+        super().__init__(names)
+        if not 0 < cache <= max_length:
+            raise ValueError(f"cache must be in (0, max_length]; got {cache} and {max_length}")
+        self.max_length, self.cache = max_length, cache
+
+    def decide(self, rows: Rows) -> None:
+        """Rewrite the reward, and record the number of tokens that are not punished."""
+        super().decide(rows)
+        rows.metric("unpunished", self.max_length - self.cache)
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        length = self.rollout_lengths(rows)
+        return reward + overlong_punishment(length, max_length=self.max_length, cache=self.cache)
+
+
+class LengthPenalty(_LengthShaping, columns=("loss_mask", "rollout")):
+    """Add :func:`length_penalty` of the rollout's tokens to its reward.
+
+    Reads `loss_mask_key`, ``("headrace", "length")`` if it exists, and `rollout_key`. Reads and writes
+    ``("headrace", "reward")``.
+
+    Args:
+        coefficient: reward per token, ≥ 0.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
+
+    Raises:
+        MissingKeyError: a column is missing.
+
+    Example:
+        >>> LengthPenalty(coefficient=0.01)
+        LengthPenalty(coefficient=0.01)
+    """
+
+    within_groups = True
+
+    def __init__(self, *, coefficient: float, **names: Unpack[ColumnNames]):
+        super().__init__(names)
+        self.coefficient = within("coefficient", coefficient, 0)
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        return reward + length_penalty(self.rollout_lengths(rows), coefficient=self.coefficient)
+
+
+class RelativeLength(_LengthShaping, columns=("loss_mask", "group", "rollout")):
+    """Multiply the reward by :func:`relative_length` of the rollout's tokens in its group.
+
+    Excluded rows keep their reward. Reads `loss_mask_key`, ``("headrace", "length")`` if it exists,
+    `rollout_key` and `group_key`. Reads and writes ``("headrace", "reward")``.
+
+    Args:
+        coefficient: c ≥ 0.
+        form: ``bonus``, ``rescale``.
+        names: other names of columns, such as `loss_mask_key` (:class:`ColumnNames`).
+
+    Raises:
+        MissingKeyError: a column is missing.
+        BatchError: a reward is negative under ``rescale``, which would make it larger for long rollouts.
+
+    Example:
+        >>> RelativeLength(form="rescale", coefficient=0.33)
+        RelativeLength(coefficient=0.33, form='rescale')
+    """
+
+    within_groups = True
+
+    def __init__(self, *, coefficient: float, form: Form = "bonus", **names: Unpack[ColumnNames]):
+        super().__init__(names)
+        self.form = form
+        self.coefficient = within("coefficient", coefficient, 0)
+
+    def shape(self, rows: Rows, reward: Tensor) -> Tensor:
+        """(M,)."""
+        length, rollouts, groups = self.rollout_lengths(rows), rows.rollouts, rows.groups
+        compared = reward if rows.counted is None else reward.masked_fill(~rows.counted, float("nan"))
+        if self.form == "rescale":
+            rows.require(
+                ~(compared < 0),
+                "form='rescale' needs rewards ≥ 0, because it raises negative rewards of long rollouts; "
+                "found {found}. Put RewardScale with a bias before it, or use form='bonus'",
+                lambda row: f"{float(reward[row])} at row {rows.at(row)}",
+            )
+        factor = relative_length(
+            compared,
+            length,
+            groups.labels,
+            rollouts.labels,
+            form=self.form,
+            coefficient=self.coefficient,
+        )
+        return torch.where(compared.isnan(), reward, reward * factor)

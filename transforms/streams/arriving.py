@@ -1,0 +1,245 @@
+"""Read the ids and flags of new rows, decide which rows are taken in, and refuse invalid batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms.table import BatchError, as_ids, listing
+from headrace.transforms.table.schema import (
+    EXPECTED_SEGMENTS,
+    INIT,
+    ORIGIN,
+    STATUS_KEYS,
+    Origin,
+    Status,
+    has_key,
+)
+from headrace.transforms.table.tensordicts import read_packed
+
+from .lost import follow, lose, lose_behind
+from .open_groups import Key, Rollout, Row
+from .pieces import READER, WIDTHS, RowPiece
+from .stream import DUPLICATE, LATE, LOST, StreamPlan
+
+GROUP_NAMES = ("partition", "group", "expected")
+NAMES = (*GROUP_NAMES, "rollout", "segment", "done", "status", "version", "reward")
+OPTIONS = (*(f"{name}_key" for name in NAMES), "group_size", "in_order")
+"""The options that decide how rows are read. A state can only be loaded with the same ones."""
+DEFAULTS: dict[str, float] = dict.fromkeys(
+    ("partition", "rollout", "segment", "status", "version", "reward"), 0
+)
+DEFAULTS |= {"done": 1, "begins": -1, "ends": 1}
+"""Values for missing columns."""
+
+STATUSES = ", ".join(f"{status.value} {status.name}" for status in Status)
+RULES = {
+    "partition": "every row needs a partition ≥ 0; found {found}: groups of different partitions would be "
+    "mixed up",
+    "group": "every row needs a group_id ≥ 0; found {found}: rows without an id would be compared with one "
+    "another{stamped}",
+    "rollout": "every row needs a rollout_id ≥ 0; found {found}: rows without an id would be treated as one "
+    "rollout{stamped}",
+    "segment": "every row needs a segment number ≥ 0; found {found}: a rollout has segments 0, 1, …",
+    "status": f"status must be one of {STATUSES}; found {{found}}",
+    "newer": "no row may be newer than assembler.version={version}; found {found}. Set assembler.version "
+    "when you update the policy, before the workers get the weights, or set on_newer='wait'",
+    "ends": "expected_segments must be one number ≥ 1 per rollout; found {found}",
+    "expected": "expected_rollouts must be one number ≥ {least} per group; found {found}. Check that all "
+    "workers send the same number",
+    "home": "a rollout belongs to one group; found {found}. Are ids reused? {workers}",
+    "last": "a rollout must end with its last segment; found {found}. Are ids reused? {workers}",
+    "begins": "a rollout must begin only once (is_init); found a second beginning before the end of {found}. "
+    "The rewards of two rollouts would be added up. {workers}",
+    DUPLICATE: "a rollout must end only once, and a segment must arrive only once; found again {found}. Do "
+    "two workers use the same numbers, or were rows sent twice? {workers}. Set segment_key if rows "
+    "may arrive in another order. Set on_duplicate='drop' to keep the first of each",
+    LATE: "rollouts must arrive before their group is closed; too late: {found}. Set on_late='drop' to drop "
+    "them",
+    "announced": "a group must be announced only once, before its first row; found {found}. Are ids reused?",
+}
+"""The message for each rule, in the order in which they are checked."""
+
+
+def find_columns(
+    piece: RowPiece, options: Mapping[str, Any], *, groups_only: bool = False
+) -> dict[str, NestedKey]:
+    """Find the columns with ids and flags. They are the same for all batches of the same kinds.
+
+    Args:
+        piece: N ≥ 1 rows.
+        options: the values of `OPTIONS`.
+        groups_only: find only the columns of groups.
+
+    Returns:
+        The key of each column, by the name of a field of :class:`Row`, or ``origin``.
+
+    Raises:
+        MissingKeyError: a column is missing.
+        BatchError: a column has a wrong dtype, or several values per row.
+    """
+
+    def existing(*keys: NestedKey) -> NestedKey | None:
+        return next((key for key in keys if has_key(piece.batch, key)), None)
+
+    keys = {name: options[f"{name}_key"] for name in (GROUP_NAMES if groups_only else NAMES)}
+    if options["group_size"] is not None:
+        keys["expected"] = existing(keys["expected"])
+    if not groups_only:
+        keys["status"] = keys["status"] or existing(*STATUS_KEYS)
+        if keys["done"] is not None:
+            keys |= {"begins": existing(INIT), "ends": existing(EXPECTED_SEGMENTS)}
+            keys["origin"] = existing(ORIGIN) if options["in_order"] else None
+    found = {name: key for name, key in keys.items() if key is not None}
+    for name, key in found.items():
+        dtype = piece.numbers(key, name).dtype
+        if name in ("done", "begins"):
+            if dtype is not torch.bool:
+                message = f"{READER} needs one bool per row in {{column}}; found {dtype}"
+                raise BatchError(message, key=key, option=f"{name}_key")
+        elif name != "reward":
+            as_ids(torch.empty(1, dtype=dtype), str(key))
+    return found
+
+
+def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[NestedKey, Tensor]:
+    """The columns that :func:`arriving_rows` reads of N ≥ 1 rows, (N, K) each, for another process.
+
+    Raises:
+        MissingKeyError, BatchError: as :func:`find_columns`.
+    """
+    piece = RowPiece(rows, range(len(rows)))
+    found = find_columns(piece, options)
+    return {key: piece.numbers(key, name).view(len(rows), -1) for name, key in found.items()}
+
+
+def arriving_rows(
+    piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
+) -> tuple[Iterator[Row], dict[int, Origin]]:
+    """Read the ids and flags of rows, with one device read.
+
+    Args:
+        piece: N ≥ 1 rows.
+        found: the output of :func:`find_columns`.
+        group_size: expected rollouts of groups, if the batch has no such column.
+
+    Returns:
+        The rows, and their origins by arrival.
+
+    Raises:
+        BatchError: an id is missing, or a status is unknown.
+    """
+    columns = [piece.numbers(key, name) for name, key in found.items()]
+    if any(column.device.type != "cpu" for column in columns):
+        columns = read_packed(columns)
+    read: dict[str, Any] = {name: column.tolist() for name, column in zip(found, columns, strict=True)}
+    for name in ("partition", "group", "rollout", "segment", "status", "ends"):
+        values, low, high = read.get(name, ()), int(name == "ends"), 3 if name == "status" else 2**63
+        if values and (min(values) < low or max(values) > high):
+            odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
+            raise BatchError(RULES[name], found=listing(odd), ids="rollout_id")
+    read |= {"arrival": piece.place, "piece": repeat(piece)}
+    defaults = DEFAULTS | {"expected": group_size}
+    rows = zip(*(read.get(name) or repeat(defaults[name]) for name in Row._fields))  # noqa: B905
+    numbers = iter(read.get("origin", ()))
+    return map(Row._make, rows), dict(zip(piece.place, map(Origin._make, zip(*[numbers] * WIDTHS["origin"]))))  # noqa: B905
+
+
+def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
+    """Plan to take in the rows of open groups, without duplicates. Other rows leave under a reason.
+
+    Args:
+        plan: is changed.
+        rows: the new rows.
+        options: the GroupAssembler.
+
+    Returns:
+        The arrivals of the rows that are taken in.
+
+    Raises:
+        BatchError: a rule of `RULES` is broken.
+    """
+    stream, by_segment, least = plan.stream, options.segment_key is not None, options.group_size or 1
+    raises = {DUPLICATE: options.on_duplicate, LATE: options.on_late}
+    sizes: dict[Key, int] = {}
+    broken: dict[str, list[str]] = defaultdict(list)
+    admitted = []
+    for row in rows:
+        key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
+        group = plan.find(key, row.expected)  # None: closed
+        gone = plan.gone.get(own) or stream.gone.get(own)
+        rollout = gone or (None if group is None else group.rollouts.get(row.rollout))
+        closed = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
+        rollout = rollout or Rollout(row.ends, by_segment)
+        home = plan.homes.setdefault(own, stream.homes.get(own, key))
+        expected = sizes.setdefault(key, row.expected if group is None else group.expected)
+        origin = plan.origins.get(row.arrival)
+        behind = origin is not None and follow(plan, row, origin)
+        if row.version > options.version and options.on_newer == "raise":
+            rule, words = "newer", f"{row.version} in group {row.group}"
+        elif not least <= row.expected == expected:
+            rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
+        elif behind and closed and group is not None and not group.is_ready:
+            reason = LOST
+        elif home != key or (closed and group is not None and not (group.is_ready or group.refills)):
+            rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
+            words += " and in a closed group" if home == key else ""
+        elif rollout.ends != row.ends:
+            rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
+        elif closed or rollout.has(row) or (origin is not None and origin.number < len(rollout.rows)):
+            reason = DUPLICATE
+        elif beyond := rollout.beyond(row):
+            rule, words = "last", f"segment {beyond[0]} of rollout {row.rollout}, which ends with {beyond[1]}"
+        elif rollout.begins_again(row):
+            rule, words = "begins", f"rollout {row.rollout}"
+        elif group is None:
+            enough = gone is not None or row.group not in stream.late_groups[row.partition]
+            reason = plan.leave(row, rollout, enough=enough)
+        elif group.is_ready or gone is not None:
+            reason = plan.leave(row, rollout, enough=gone is not None or group.enough)
+        elif behind:
+            reason = LOST
+        if reason:
+            plan.left[reason] += 1
+            if raises.get(reason) == "raise":
+                segment = f"segment {row.segment} of " if by_segment else ""
+                rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
+        elif group is not None and not rule:
+            group.add(row, by_segment=by_segment)
+            admitted.append(row.arrival)
+            if origin is not None and origin.number >= len(group.rollouts[row.rollout].rows):
+                lose(plan, group, row.rollout, over=False)
+        if rule:
+            broken[rule].append(words)
+    _refuse(broken, least, options.version)
+    lose_behind(plan)
+    return admitted
+
+
+def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
+    """Plan to open the groups of these rows.
+
+    Raises:
+        BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.
+    """
+    least, broken = options.group_size or 1, defaultdict(list)
+    for row in rows:
+        group = plan.find((row.partition, row.group), row.expected)
+        if group is None or group.is_ready or group.key in plan.stream.waiting:
+            broken["announced"].append(str(row.group))
+        elif not least <= row.expected == group.expected:
+            broken["expected"].append(f"group {row.group}: {sorted({row.expected, group.expected})}")
+    _refuse(broken, least, options.version)
+
+
+def _refuse(broken: Mapping[str, list[str]], least: int, version: int) -> None:
+    for rule, message in RULES.items():
+        if rule in broken:
+            found = listing(dict.fromkeys(broken[rule]))
+            raise BatchError(message, found=found, least=least, version=version)

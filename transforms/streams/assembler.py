@@ -1,0 +1,623 @@
+"""The assembler: takes rows in any order, and returns batches of whole groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from typing_extensions import Unpack
+
+from headrace.transforms.table import ColumnNames, Rows, TakesColumns, enter_rows, labels_in_errors
+from headrace.transforms.table.options import (
+    at_least,
+    describe_options,
+    has_effect,
+    nested_key,
+    options_of,
+    takes_options,
+)
+from headrace.transforms.table.schema import DISPATCHED
+from headrace.transforms.table.tensordicts import to_plain
+
+from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
+from .limits import (
+    Selector,
+    StalledError,
+    check_idle,
+    check_limits,
+    may_refill,
+    settle,
+    stalled,
+    warn_of_endless,
+)
+from .lost import warn_of_lost
+from .open_groups import Group
+from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
+from .stream import STALE, UNFINISHED, Stream, StreamPlan
+
+if TYPE_CHECKING:
+    from .journal import Journal
+
+Remedy = Literal["drop", "raise", "keep", "refill"]
+OnRepeat = Literal["drop", "raise"]
+Refill = Callable[[int, int], Any]
+
+
+class GroupAssembler(
+    TakesColumns,
+    columns=(
+        *("group", "rollout", "expected", "segment", "done", "status", "version", "reward"),
+        *("loss_mask", "log_prob"),
+    ),
+    needed=("rollout",),
+):
+    """Collect rows in any order and return batches of whole groups.
+
+    - A rollout has **ended** when all its rows have arrived. Without `segment_key` its row with done=True is
+      the last. With `segment_key` the segments 0, 1, … up to the one that is done must have arrived. If the
+      segments end independently, as those of sub-agents do, all ``expected_segments`` must be done.
+    - A rollout has **failed** if the status of one of its rows is failed or aborted.
+    - A group is **whole** when `group_size` of its rollouts have ended; without `group_size`, as many as were
+      dispatched.
+    - A group is **settled** when all dispatched rollouts have ended, failed or been lost.
+
+    A batch passes a strict :class:`CompletenessGate`. Its groups are in the order in which they became whole,
+    rollouts are sorted by id, and segments by number or arrival. The column `expected_key` holds the number
+    of rollouts that the group has now. The column ``("headrace", "dispatched")``, (N,) int64, holds the
+    number that was dispatched.
+
+    Each row is taken, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
+    ``timeout``, ``stale``, ``evicted``, ``unfinished`` or ``lost``. The order of arrival does not change
+    groups and counts, except with options about order or time. So a row of a rollout that has left is counted
+    like its rollout: as ``failed`` if that failed, as ``surplus`` if its group became whole without it, and
+    as ``late`` if its group was closed while rows were missing.
+
+    Reads `group_key`, `rollout_key` and `done_key` (None: each row is a whole rollout). Reads `partition_key`
+    and `segment_key` if they are set, and `version_key` with `max_staleness`. Reads `expected_key`,
+    `status_key`, ``expected_segments`` and ``is_init`` if the batch has them. Reads `reward_key`, from the
+    last row of each rollout, if `on_surplus` is a callable. Writes `loss_mask_key` and `log_prob_key`, if the
+    batch has them, under ``on_stale="mask"``. Without `segment_key` the rows of a rollout must arrive in
+    order. With it, (N,) int ≥ 0, any order is allowed. A put copies these columns to the CPU in one transfer.
+    Several threads may use one assembler.
+
+    Args:
+        groups: whole groups per batch; None: all that are whole.
+        group_size: rollouts of a whole group; None: as many as `expected_key` says.
+        on_failure: for a settled group with too few ended rollouts. ``drop`` the group, or ``raise``.
+            ``keep`` it if it has `min_rollouts` and `min_fraction`; otherwise refill it if `refill` is set,
+            else drop it. ``refill`` it; after `max_refills` keep it if `min_rollouts` or `min_fraction` are
+            set and reached, else drop it.
+        timeout: puts after which a group that is not whole is too old; None: never. They count from its first
+            row or its announcement, whichever worker puts.
+        timeout_seconds: the same in seconds.
+        on_timeout: for a group that is too old, with the values of `on_failure`.
+        min_rollouts: ended rollouts that a group needs for ``keep`` and after ``refill``, ≥ 1.
+        min_fraction: the same as a share in (0, 1] of the rollouts that the group was first dispatched with.
+        refill: for ``refill`` and ``keep``, called with the id of a group and the number of missing rollouts.
+            Dispatch that many rollouts with new rollout ids, and do not announce them. Its exceptions are
+            raised by :meth:`put`, after the rows were taken in, or by :meth:`take`.
+        max_refills: for `refill`, largest number of calls per group, ≥ 1.
+        max_staleness: largest number of policy versions that a row may be behind `version` when it is
+            taken; None: any.
+        on_stale: for `max_staleness`, when a row of a group is older. ``drop`` the group. ``mask`` the row:
+            it leaves the loss and stays in the statistics, as with :class:`SampleFilter`. ``refill``: drop
+            its rows and dispatch all its rollouts again; after `max_refills` drop it.
+        on_newer: for `max_staleness`, when a row is newer than `version`. ``raise``, because `version` is not
+            updated; or ``wait``: the group is held until `version` reaches that of the row.
+        max_concurrent_rollouts: largest number of unfinished rollouts, for :meth:`capacity`; None: any.
+        on_late: for rows that are late: ``drop`` or ``raise``.
+        on_duplicate: for a rollout that ends twice or a segment that arrives twice, even after its group was
+            closed: ``raise``, or ``drop`` the later one.
+        on_surplus: for more than `group_size` ended rollouts. ``drop`` those that ended last. Or a callable
+            that gets their rewards, (n,) float64 sorted by rollout id, and k = `group_size`, and returns the
+            k rollouts to keep, as indices or as a mask. It is called when the group is settled or too old.
+        max_pending_groups: largest number of waiting groups; None: any.
+        on_full: for more waiting groups: ``drop`` the oldest, or ``raise``.
+        in_order: rows of an environment are put in the order in which it sent them. Then the assembler
+            detects lost rows by the origin that :class:`headrace.pipeline.StampIds` stamps. False, or a
+            `segment_key`: the origin is ignored.
+        max_idle: consecutive puts without a new whole group until :class:`StalledError`; None: eight times
+            the rollouts of a batch, at least 100.
+        journal: path of a file that records each event before it takes effect. An assembler with the same
+            options continues from it after a crash. Only groups that were taken since the last
+            :meth:`commit` are taken again. None: held rows are lost with the process.
+        partition_key: (N,) or (N, 1) int ≥ 0. Ids are unique within a partition, and a batch has groups of
+            one partition. None: a single partition.
+        names: other names of columns, such as `group_key` (:class:`ColumnNames`).
+
+    Raises:
+        ValueError: an option has an invalid value or needs another option; or the file is no journal, has
+            other options, or is damaged before its end.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> def piece(group, rollout, done):
+        ...     columns = {"group_id": group, "rollout_id": rollout, ("next", "done"): done}
+        ...     return TensorDict(columns, batch_size=[len(done)])
+        >>> assembler = GroupAssembler(groups=1, group_size=2)
+        >>> assembler.put(piece([4, 9], [0, 2], [True, True]))
+        >>> assembler.take(), assembler.pending, assembler.held
+        (None, 2, 2)
+        >>> assembler.put(piece([4], [1], [True]))
+        >>> assembler.take()["rollout_id"].tolist()
+        [0, 1]
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: int | None = None,
+        group_size: int | None = None,
+        on_failure: Remedy = "drop",
+        timeout: int | None = None,
+        timeout_seconds: float | None = None,
+        on_timeout: Remedy = "drop",
+        min_rollouts: int | None = None,
+        min_fraction: float | None = None,
+        refill: Refill | None = None,
+        max_refills: int = 1,
+        max_staleness: int | None = None,
+        on_stale: Literal["drop", "mask", "refill"] = "drop",
+        on_newer: Literal["raise", "wait"] = "raise",
+        max_concurrent_rollouts: int | None = None,
+        on_late: OnRepeat = "drop",
+        on_duplicate: OnRepeat = "raise",
+        on_surplus: Literal["drop"] | Selector = "drop",
+        max_pending_groups: int | None = None,
+        on_full: OnRepeat = "drop",
+        in_order: bool = True,
+        max_idle: int | None = None,
+        journal: str | Path | None = None,
+        partition_key: NestedKey | None = None,
+        **names: Unpack[ColumnNames],
+    ):
+        self.name_columns(names)
+        self.partition_key = nested_key(partition_key)
+        self.groups, self.group_size = at_least("groups", groups, 1), at_least("group_size", group_size, 1)
+        self.on_failure = on_failure
+        self.on_timeout = on_timeout
+        self.on_late = on_late
+        self.on_duplicate = on_duplicate
+        self.timeout, self.timeout_seconds = at_least("timeout", timeout, 1), timeout_seconds
+        self.min_rollouts, self.min_fraction = at_least("min_rollouts", min_rollouts, 1), min_fraction
+        self.refill, self.max_refills = refill, at_least("max_refills", max_refills, 1)
+        self.max_staleness = at_least("max_staleness", max_staleness, 0)
+        self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
+        self.on_full = on_full
+        self.in_order, self.max_idle = in_order, at_least("max_idle", max_idle, 1)
+        self.on_stale = on_stale
+        self.on_newer = on_newer
+        self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
+        self.on_surplus = on_surplus
+        check_limits(self)
+        has_effect(GroupAssembler, "max_refills", max_refills, refill is not None, "refill")
+        for name, value in (("on_stale", on_stale), ("on_newer", on_newer)):
+            has_effect(GroupAssembler, name, value, max_staleness is not None, "max_staleness")
+        self._options = {name: getattr(self, name) for name in OPTIONS}
+        self._options["in_order"] = in_order and self.segment_key is None
+        self._options["version_key"] = self.version_key if max_staleness is not None else None
+        self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
+        self.version = 0
+        """The newest policy version, for `max_staleness`. The trainer must update it."""
+        self._stream = Stream()
+        self._wanted: int | None = None  # largest number of groups in the next batch, by want()
+        self._kinds: dict[tuple[str, ...], Any] = {}  # kinds_of the last rows
+        self._found: dict[str, NestedKey] | None = None  # find_columns of the last rows
+        self._lock = threading.RLock()
+        self._journal: Journal | None = None
+        self.journal = journal
+        if journal is not None:
+            from .journal import Journal, options_that_decide  # imported here because it needs pyarrow
+
+            self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
+            self._journal.replay(self)
+
+    # -- counts -------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> int:
+        """Number of whole groups that can be taken."""
+        return sum(map(len, self._stream.ready.values()))
+
+    @property
+    def pending(self) -> int:
+        """Number of groups that were announced or have rows, and are not whole."""
+        return len(self._stream.waiting)
+
+    @property
+    def held(self) -> int:
+        """Number of rows of ready and pending groups."""
+        return self._stream.held
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of rows that left without being taken, by reason."""
+        return dict(self._stream.counts)
+
+    @property
+    def emitted(self) -> int:
+        """Number of groups that were taken."""
+        return self._stream.emitted
+
+    @takes_options
+    def capacity(self, rollouts: int | None = None) -> int:
+        """Number of groups that may be dispatched now, ≥ 0: the minimum over the limits that are set.
+
+        - `max_staleness`, with `groups` per step: (`max_staleness` + `version` + 1) · `groups` − ready −
+          pending − (emitted − rejected) more groups can be trained before they are too stale (AReaL,
+          arXiv:2505.24298, section 5.1).
+        - `max_concurrent_rollouts`: the remaining rollouts, divided by the rollouts of a group.
+        - `max_pending_groups` − pending.
+
+        Dispatch at most that many groups, and announce them. Limiting the dispatch is better than dropping
+        slow rollouts later, because slow rollouts are the long ones.
+
+        Args:
+            rollouts: rollouts of a group to dispatch; None: `group_size`, or one.
+
+        Raises:
+            ValueError: no limit is set, or `max_staleness` without `groups`; or a group has more rollouts
+                than `max_concurrent_rollouts`.
+        """
+        concurrent, size = self.max_concurrent_rollouts, rollouts or self.group_size or 1
+        stale = self.max_staleness is not None
+        if (stale and self.groups is None) or not (stale or concurrent or self.max_pending_groups):
+            raise ValueError(
+                "capacity() needs max_staleness and groups, or max_concurrent_rollouts, or max_pending_groups"
+            )
+        if concurrent is not None and concurrent < size:
+            raise ValueError(
+                f"max_concurrent_rollouts must be at least the rollouts of a group ({size}); got {concurrent}"
+            )
+        with self._lock:
+            stream, least = self._stream, []
+            if self.max_staleness is not None and self.groups is not None:
+                most = (self.max_staleness + self.version + 1) * self.groups
+                least.append(most - (stream.emitted - stream.rejected) - self.ready - self.pending)
+            if concurrent is not None:
+                running = (g.dispatched - g.have - g.lost for g in stream.waiting.values())
+                least.append((concurrent - sum(max(0, number) for number in running)) // size)
+            if self.max_pending_groups is not None:
+                least.append(self.max_pending_groups - self.pending)
+            return max(0, min(least))
+
+    # -- rows come in -------------------------------------------------------------------------------
+
+    def put(self, batch: TensorDictBase) -> None:
+        """Take in a batch of rows. Copies all of them, or raises and changes nothing.
+
+        Args:
+            batch: TensorDict ``[N]`` or ``[envs, time]``, dense or a lazy stack.
+
+        Raises:
+            MissingKeyError: a column is missing.
+            BatchError: a row has no id, a rollout is in two groups, a status is unknown, expected rollouts
+                differ within a group, columns differ from those of the held rows, or an option that is set to
+                ``raise`` applies.
+            StalledError: no group has become whole for `max_idle` puts.
+        """
+        keys = [self.group_key, self.rollout_key]
+        with self._lock, labels_in_errors(batch, keys):
+            kinds = None
+            if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
+                kinds = kinds_of(batch)
+            if kinds != self._kinds:  # rows of the same kinds as before need no further check
+                batch = enter_rows(batch, keys, reader=type(self).__name__)
+                kinds = kinds_of(batch)
+            self._put(batch, kinds)
+
+    def _put(self, batch: TensorDictBase, kinds: Kinds, holds: Sequence[Any] = ()) -> None:
+        """Take in rows after :func:`enter_rows`.
+
+        Args:
+            batch: TensorDict ``[N]`` with at least the columns that are read.
+            kinds: of all columns.
+            holds: an object per row to keep alive as long as the row is held.
+        """
+        with self._lock:
+            stream, found = self._stream, self._found if kinds == self._kinds else None
+            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)), holds)
+            plan = StreamPlan(stream, stream.puts + 1, self._now(), came=len(batch))
+            if len(batch):
+                if found is None:
+                    if stream.held:
+                        check_kinds(self._kinds, kinds)
+                    found = find_columns(piece, self._options)
+                rows, plan.origins = arriving_rows(piece, found, self.group_size)
+                admitted = admit(plan, rows, self)
+                piece.place = {arrival: piece.place[arrival] for arrival in admitted}
+            settle(plan, self)
+            check_idle(plan, self)
+            if self._journal is not None:
+                self._note("put", plan.now, rows=to_plain(batch) if len(batch) else None)
+            if piece.place:
+                piece.own()
+                plan.piece = piece
+            if len(batch):
+                self._kinds, self._found = kinds, found
+            self._carry_out(plan)
+            warn_of_lost(plan)
+            warn_of_endless(plan)
+
+    def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
+        """Make an error that lists the oldest waiting groups and counts all rows.
+
+        Args:
+            why: the beginning of its message.
+            worker: worker w of W, as :class:`headrace.pipeline.StampIds` numbers them; lists only its groups.
+        """
+        with self._lock:
+            return stalled(why, self._plan(), worker)
+
+    def _plan(self) -> StreamPlan:
+        """A plan without new rows."""
+        return StreamPlan(self._stream, self._stream.puts, self._now())
+
+    def _now(self) -> float:
+        return time.monotonic() if self._journal is None else self._journal.now()
+
+    def _note(self, event: str, now: float | None = None, **details: Any) -> None:
+        """Write an event to the journal, before it takes effect."""
+        if self._journal is not None:
+            self._journal.write(event, self.version, self._now() if now is None else now, **details)
+
+    def _carry_out(self, plan: StreamPlan) -> None:
+        self._stream.carry_out(plan)
+        groups = plan.groups.values()
+        self._ask_for([(group, group.missing) for group in groups if group.fate == "refilled"])
+
+    def _ask_for(self, missing: list[tuple[Group, int]]) -> None:
+        """Call `refill` for all groups, then raise the first error of any call."""
+        if self._journal is not None and self._journal.replaying is not None:
+            return  # `refill` was called when the event first happened
+        errors: list[Exception] = []
+        for group, rollouts in missing:
+            try:
+                self.refill(group.group, rollouts)  # type: ignore[misc]  # check_limits requires it
+            except Exception as err:  # from the user's function; the other groups still get their call
+                errors.append(err)
+        if errors:
+            raise errors[0]
+
+    # -- groups go out ------------------------------------------------------------------------------
+
+    @takes_options
+    def take(self, n: int | None = None) -> TensorDictBase | None:
+        """Take `n` whole groups, else `groups`, else all of them. Returns None while there are fewer.
+
+        A batch has groups of one partition: the one that had enough whole groups first.
+
+        Raises:
+            ValueError: `n` is no integer ≥ 1.
+            IncompleteGroupsError: a group exceeds `timeout_seconds`, under ``on_timeout="raise"``.
+        """
+        n = at_least("n", n, 1)
+        if n is None and self._wanted is not None:
+            return self._take(None, self._wanted)
+        return self._take(n or self.groups)
+
+    def take_rest(self) -> TensorDictBase | None:
+        """Take all whole groups of a partition, even if they are fewer than `groups`; None if none is whole.
+
+        Raises:
+            IncompleteGroupsError: as :meth:`take`.
+        """
+        return self._take(None)
+
+    @takes_options
+    def want(self, groups: int) -> bool:
+        """Tell the assembler how many groups the caller still needs, as :func:`informative` does.
+
+        With `max_staleness` the next batch then has between one and `groups` groups. So no group becomes
+        stale in the caller's buffer, and the assembler does not wait for more groups than :meth:`capacity`
+        allows.
+
+        Returns:
+            True if `max_staleness` is set, so that the next batch is limited.
+        """
+        with self._lock:
+            self._wanted = at_least("groups", groups, 1) if self.max_staleness is not None else None
+            return self._wanted is not None
+
+    def reject(self, groups: int) -> None:
+        """Tell the assembler that taken groups are not trained, so that :meth:`capacity` excludes them."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.reject(groups, self.version, self._now())
+            self._stream.rejected += groups
+
+    def commit(self) -> None:
+        """Record in the `journal` that all taken groups are trained and the weights are saved.
+
+        After a crash these groups are not taken again. Call it after you saved the weights of an optimiser
+        step. Rows survive a crash of the process as soon as :meth:`put` has returned, and a crash of the
+        machine after the next commit. The file is rewritten without the rows that have left when it is more
+        than twice as long as after it was last rewritten.
+
+        Raises:
+            ValueError: there is no journal.
+            RuntimeError: another assembler has opened the journal.
+
+        Example:
+            >>> import tempfile
+            >>> from tensordict import TensorDict
+            >>> ids = {"group_id": [4, 9], "rollout_id": [0, 2], ("next", "done"): [True, True]}
+            >>> path = tempfile.mkdtemp() + "/rows.journal"
+            >>> assembler = GroupAssembler(groups=1, group_size=1, journal=path)
+            >>> assembler.put(TensorDict(ids, batch_size=[2]))
+            >>> assembler.take()["group_id"].tolist()
+            [4]
+            >>> assembler.commit()
+            >>> assembler.take()["group_id"].tolist()
+            [9]
+            >>> again = GroupAssembler(groups=1, group_size=1, journal=path)  # after a crash
+            >>> again.take()["group_id"].tolist()
+            [9]
+        """
+        with self._lock:
+            if self._journal is None:
+                raise ValueError("commit() needs a journal: GroupAssembler(journal=PATH)")
+            self._journal.commit(self)
+
+    def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
+        with self._lock:
+            self._expire()
+            return self._hand_out(wanted, most)
+
+    def _expire(self) -> None:
+        """Give up groups that exceed `timeout_seconds` or `max_staleness`."""
+        stream, plan = self._stream, self._plan()
+        if self.timeout_seconds is not None:
+            settle(plan, self)
+            if any(group.fate != "waits" for group in plan.groups.values()):
+                self._note("expire", plan.now)
+            self._carry_out(plan)
+        if self.max_staleness is not None and self.on_stale != "mask":
+            oldest, refilled = self.version - self.max_staleness, []
+            stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
+            if stale:
+                self._note("expire", plan.now)
+            for group in stale:
+                if self.on_stale == "refill" and may_refill(group, self):
+                    refilled.append((group, self.group_size or group.expected))
+                    stream.dispatch_again(*refilled[-1], plan)
+                else:
+                    stream.close([group], STALE)
+            self._ask_for(refilled)
+
+    def _hand_out(self, wanted: int | None, most: int | None) -> TensorDictBase | None:
+        stream, oldest = self._stream, self.version - (self.max_staleness or 0)
+        newest = self.version if self.on_newer == "wait" else None
+        if not (groups := stream.choose(wanted, most, newest)):
+            return None
+        if self._journal is not None:
+            self._journal.take(groups, self.version, self._now(), wanted=wanted, most=most)
+        self._wanted = None
+        rows = [(group, row) for group in groups for row in group.rows()]
+        have = [len(group.rollouts) for group, _ in rows]
+        dispatched = [group.dispatched for group, _ in rows]
+        places = [(row.piece, row.arrival) for _, row in rows]
+        masks = self.max_staleness is not None and self.on_stale == "mask"
+        masked = [row.version < oldest for _, row in rows] if masks else None
+        batch = self._joined(places, {self.expected_key: have, DISPATCHED: dispatched}, masked)
+        stream.close(groups)
+        stream.emitted += len(groups)
+        return batch
+
+    def _joined(
+        self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None
+    ) -> Any:
+        """Build the batch that is taken.
+
+        Args:
+            places: its M rows.
+            numbers: further columns of M numbers.
+            stale: the rows to mask; None: none.
+        """
+        batch = gather(places, numbers)
+        if stale is None:
+            return batch
+        seen = Rows.read(batch).seen_by(self)
+        seen.leave(torch.tensor(stale), STALE, "masked")
+        return seen.write()
+
+    def discard_batch(self) -> int:
+        """Drop all held rows, counted as ``unfinished``, and return their number."""
+        with self._lock:
+            stream = self._stream
+            self._note("discard_batch")
+            return stream.close([*stream.waiting.values(), *stream.whole_groups()], UNFINISHED)
+
+    # -- dispatch -----------------------------------------------------------------------------------
+
+    def announce(self, draws: TensorDictBase) -> None:
+        """Tell the assembler which groups were dispatched. Their timeouts start, and they use capacity.
+
+        Args:
+            draws: the output of ``RepeatSampler.draws()``: group ids, and expected rollouts if `group_size`
+                is None.
+
+        Raises:
+            BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.
+            IncompleteGroupsError: more than `max_pending_groups` wait, under ``on_full="raise"``.
+        """
+        keys = [self.group_key, self.rollout_key]
+        with self._lock, labels_in_errors(draws, keys):
+            draws = enter_rows(draws, keys, reader=type(self).__name__)
+            if draws.shape.numel():
+                plan = self._plan()
+                piece = RowPiece(draws, range(len(draws)))
+                found = find_columns(piece, self._options, groups_only=True)
+                announce(plan, arriving_rows(piece, found, self.group_size)[0], self)
+                settle(plan, self)
+                self._note("announce", plan.now, draws=to_plain(draws))
+                self._carry_out(plan)
+
+    # -- state --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the held rows, as dicts, tensors and lists for ``torch.load(weights_only=True)``."""
+        with self._lock:
+            return self._state(self._now())
+
+    def _state(self, now: float) -> dict[str, Any]:
+        state, rows = self._stream.to_plain(now)
+        return {"options": dict(self._options), "version": self.version, "state": state, "rows": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state.
+
+        Raises:
+            ValueError: the state is of an assembler with other columns, or this one has continued from a
+                journal.
+        """
+        piece = RowPiece.from_plain(state["rows"])
+        self._load(state, piece, kinds_of(piece.batch))
+
+    def _check_options(self, state: Mapping[str, Any]) -> None:
+        if state["options"] | {"in_order": self.in_order} != self._options | {"in_order": self.in_order}:
+            raise ValueError(
+                f"the state must be of an assembler that reads the same columns ({self._options}); it is of "
+                f"one with {state['options']}"
+            )
+
+    def _load(self, state: Mapping[str, Any], piece: RowPiece, kinds: Kinds) -> None:
+        """Restore a state with these rows; `kinds` are those of their columns."""
+        self._check_options(state)
+        with self._lock:
+            known = self._stream.puts or self._stream.waiting or self._stream.emitted
+            if self._journal is not None and known:
+                raise ValueError(
+                    f"this assembler continues from its journal {self.journal}, which is at least as new as "
+                    "the state: do not load the state; or set journal to a new path, and load the state then"
+                )
+            self._go_on(state, self._now(), piece, kinds)
+            if self._journal is not None:
+                self._journal.begin_anew(self)
+
+    def _go_on(self, state: Mapping[str, Any], now: float, piece: RowPiece, kinds: Kinds) -> None:
+        found = find_columns(piece, self._options) if piece.place else None
+        rows = () if found is None else arriving_rows(piece, found, self.group_size)[0]
+        by_segment = self.segment_key is not None
+        self._stream = Stream.from_plain(state["state"], rows, now, by_segment=by_segment)
+        self._kinds, self._found = kinds, found
+        self.version = state["version"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._journal is not None:
+            raise TypeError(
+                f"an assembler with a journal ({self.journal}) cannot be copied or pickled, because only one "
+                "may write to the file: create it in the process that uses it, or save state_dict()"
+            )
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({describe_options(self)})"

@@ -1,0 +1,230 @@
+"""Decide which groups are whole, kept, refilled or given up. `options` is a GroupAssembler."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.table import BatchError, IncompleteGroupsError, StreamWarning, listing
+from headrace.transforms.table.options import above_zero
+
+from .open_groups import Group
+from .stream import EVICTED, FAILED, LOST, REASONS, SURPLUS, TIMEOUT, StreamPlan
+
+ENDLESS = 4  # warn of a rollout that is older than this many times the oldest one that ended
+LEAST_AGE = 5  # smallest age, in puts, that is multiplied by ENDLESS
+LEAST_ENDED = 10  # rollouts that must have ended before any such warning
+LEAST_IDLE = 100  # smallest default of max_idle, for small batches
+REFUSALS = {
+    FAILED: "{count} group{s} cannot become whole because rollouts failed: {found}. Set on_failure='drop', "
+    "'keep' with min_rollouts, or 'refill'",
+    LOST: "{count} group{s} cannot become whole because rollouts were lost before they arrived: {found}. Set "
+    "on_failure='drop', 'keep' with min_rollouts, or 'refill'",
+    TIMEOUT: "{count} group{s} did not become whole in time: {found}. Raise timeout, or set "
+    "on_timeout='drop', 'keep' with min_rollouts, or 'refill'",
+    EVICTED: "at most max_pending_groups={most} groups may wait, and there are {count} more: {found}. "
+    "Announce at most capacity() groups, or set on_full='drop'",
+}
+Selector = Callable[[Tensor, int], "Tensor | Sequence[int]"]
+
+
+class StalledError(RuntimeError):
+    """No group becomes whole. The message lists the oldest waiting groups and counts all rows."""
+
+
+def is_too_old(group: Group, plan: StreamPlan, options: Any) -> bool:
+    """Whether a group has exceeded `timeout` or `timeout_seconds`."""
+    if options.timeout is not None and plan.puts - group.born_put >= options.timeout:
+        return True
+    return options.timeout_seconds is not None and plan.now - group.born_time >= options.timeout_seconds
+
+
+def settle(plan: StreamPlan, options: Any) -> None:
+    """Plan which groups become whole or are given up. Checks groups with new rows and groups too old.
+
+    Raises:
+        IncompleteGroupsError: a group is given up, and its option is ``raise``.
+        BatchError: `on_surplus` selects a wrong number of rollouts.
+    """
+    stream = plan.stream
+    for group in stream.waiting.values():
+        if not is_too_old(group, plan, options):
+            break
+        plan.find(group.key, group.expected)
+    for group in plan.groups.values():
+        _judge(group, plan, options)
+    if options.max_pending_groups is not None:
+        over = sum(not group.waits for group in plan.groups.values()) + options.max_pending_groups
+        excess = max(0, len(stream.waiting) + plan.opened - over)
+        for oldest in list(islice(plan.waiting(), excess)):
+            group = plan.groups.setdefault(oldest.key, oldest.copy())
+            group.reason, group.fate = EVICTED, "closed" if options.on_full == "drop" else "refused"
+    refused = [group for group in plan.groups.values() if group.fate == "refused"]
+    refused.sort(key=lambda group: group.born_put)  # the message lists the oldest
+    for reason, message in REFUSALS.items() if refused else ():
+        if words := [group.describe(plan.puts) for group in refused if group.reason == reason]:
+            s, most = "s" if len(words) > 1 else "", options.max_pending_groups
+            raise IncompleteGroupsError(message, count=len(words), s=s, found=listing(words), most=most)
+    for group in plan.groups.values():
+        if not group.waits:
+            for number, rollout in group.rollouts.items():
+                if number not in group.stays:
+                    reason = group.reason
+                    if group.fate == "ready" and (rollout.failed or reason in (FAILED, LOST)):
+                        reason = FAILED if rollout.failed else SURPLUS
+                    plan.left[reason] += len(rollout.rows)
+
+
+def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
+    """Decide the fate of a waiting group."""
+    have, old = group.have, is_too_old(group, plan, options)
+    size, settled = options.group_size or group.expected, have + group.lost >= group.dispatched
+    if have >= size:
+        if settled or old or not callable(options.on_surplus):
+            group.fate, group.reason = "ready", SURPLUS
+            group.stays = _choose(group, size, options.on_surplus)
+    elif settled or old:
+        failed = any(rollout.failed for rollout in group.rollouts.values())
+        action, group.reason = options.on_timeout, TIMEOUT
+        if settled:
+            action, group.reason = options.on_failure, FAILED if failed else LOST
+        has_least = options.min_rollouts is not None or options.min_fraction is not None
+        share = have / group.expected
+        enough = have >= (options.min_rollouts or 1) and share >= (options.min_fraction or 0)
+        can_keep = action in ("keep", "refill") and has_least and enough
+        can_refill = action in ("keep", "refill") and may_refill(group, options)
+        if can_keep and (action == "keep" or not can_refill):
+            group.fate, group.stays = "ready", _choose(group, size, options.on_surplus)
+        elif can_refill:
+            group.fate, group.missing = "refilled", size - have
+        else:
+            group.fate = "refused" if action == "raise" else "closed"
+
+
+def may_refill(group: Group, options: Any) -> bool:
+    """Whether `refill` may be called for a group again."""
+    return options.refill is not None and group.refills < options.max_refills
+
+
+def _choose(group: Group, size: int, on_surplus: Any) -> Collection[int]:
+    """The rollouts to keep in a group: those that ended first, or the selection of `on_surplus`."""
+    ended = {number: rollout for number, rollout in group.rollouts.items() if rollout.ended}
+    if len(ended) <= size:
+        return ended
+    if not callable(on_surplus):
+        return sorted(ended, key=lambda number: ended[number].last_arrival)[:size]
+    numbers = sorted(ended)
+    rewards = [max(ended[number].rows.values()).reward for number in numbers]  # from the last segment
+    answer = torch.as_tensor(on_surplus(torch.tensor(rewards, dtype=torch.float64), size))
+    indices = answer.nonzero().flatten() if answer.dtype is torch.bool else answer.long().unique()
+    chosen = indices.tolist()
+    if len(chosen) != size or min(chosen) < 0 or max(chosen) >= len(numbers):
+        raise BatchError(
+            f"on_surplus must select {size} of the {len(numbers)} rollouts of group {group.group}, as "
+            f"indices or as a mask; it returned {answer.flatten().tolist()[:8]}"
+        )
+    return [numbers[index] for index in chosen]
+
+
+def warn_of_endless(plan: StreamPlan) -> None:
+    """Warn once of each rollout that has not ended at four times the greatest age of an ended one."""
+    stream, endless = plan.stream, []
+    oldest = ENDLESS * max(LEAST_AGE, stream.longest) if stream.ended >= LEAST_ENDED else math.inf
+    while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
+        (partition, number), _ = stream.open.popitem(last=False)
+        group = stream.waiting[stream.homes[partition, number]]
+        rows = len(group.rollouts[number].rows)
+        endless.append(f"rollout {number} of group {group.group} ({rows} rows, {plan.puts - born} puts old)")
+    if endless:
+        warnings.warn(
+            f"rollouts do not end: {listing(endless)}; the {stream.ended} that ended took at most "
+            f"{stream.longest} puts. Their groups wait, and their rows stay in memory. Check whether the "
+            "environment hangs or never sets done. Set timeout or timeout_seconds, and on_timeout, to "
+            "continue without them",
+            StreamWarning,
+            stacklevel=3,
+        )
+
+
+def check_idle(plan: StreamPlan, options: Any) -> None:
+    """Check how many puts have made no group whole, and how long a group has waited for its policy version.
+
+    Raises:
+        StalledError: more than `max_idle` puts.
+    """
+    stream, most = plan.stream, options.max_idle
+    ahead = None
+    if options.on_newer == "wait":
+        ahead = next((group for group in stream.whole_groups() if group.newest > options.version), None)
+    waited = 0 if ahead is None else plan.puts - ahead.born_put
+    if max(stream.idle + 1, waited) < (most or LEAST_IDLE):
+        return
+    if most is None:
+        oldest = next(iter(stream.waiting.values()), None)
+        groups = options.groups or len(stream.waiting) + sum(map(len, stream.ready.values()))
+        most = max(LEAST_IDLE, 8 * groups * (oldest.dispatched if oldest else 1))
+    if stream.idle + 1 >= most and all(group.fate != "ready" for group in plan.groups.values()):
+        raise stalled(f"the last {stream.idle + 1} puts have made no group whole", plan)
+    if ahead is not None and waited >= most:
+        raise stalled(
+            f"group {ahead.group} has waited {waited} puts for policy version {ahead.newest}, and "
+            f"assembler.version is {options.version}: set it where the policy is updated",
+            plan,
+        )
+
+
+def stalled(why: str, plan: StreamPlan, worker: tuple[int, int] | None = None) -> StalledError:
+    """Make an error that lists the oldest waiting groups, of all workers or one, and counts all rows."""
+    stream, waiting = plan.stream, list(plan.waiting())
+    if worker is not None:
+        waiting = [group for group in waiting if group.group % worker[1] == worker[0]]
+    words = [group.describe(plan.puts) for group in waiting[:8]]
+    words += [""] * (len(waiting) - len(words))  # `listing` counts these
+    rows = {"arrived": stream.received + plan.came}
+    rows |= {"held": stream.held + plan.came - sum(plan.left.values())}
+    rows |= {reason: stream.counts[reason] + plan.left[reason] for reason in REASONS}
+    counts = ", ".join(f"{number} {name}" for name, number in rows.items() if number) or "none arrived"
+    advice = (
+        " Check that all rollouts of a group are put into this assembler, with done=True on their last rows. "
+        "To continue without those that are not, set timeout or max_pending_groups"
+    )
+    return StalledError(
+        f"{why.rstrip('.')}. Waiting: {listing(words) or 'no group'}. Rows: {counts}."
+        f"{advice if words else ''}"
+    )
+
+
+def check_limits(options: Any) -> None:
+    """Check options that depend on one another.
+
+    Raises:
+        ValueError: an option has an invalid value, or lacks another option that it needs.
+    """
+    actions = (options.on_failure, options.on_timeout)
+    given = options.min_rollouts is not None or options.min_fraction is not None
+    if ("keep" in actions and not given) or (given and not {"keep", "refill"} & set(actions)):
+        raise ValueError(
+            "on_failure='keep' and on_timeout='keep' need min_rollouts or min_fraction; these have an effect "
+            "only with 'keep' or 'refill'"
+        )
+    above_zero("min_fraction", options.min_fraction, 1)
+    above_zero("timeout_seconds", options.timeout_seconds)
+    refills = "refill" in (*actions, options.on_stale)
+    if refills != callable(options.refill) and not ("keep" in actions and callable(options.refill)):
+        raise ValueError(
+            "on_failure='refill', on_timeout='refill' and on_stale='refill' need a callable refill; it has "
+            "an effect only with 'refill' or 'keep'"
+        )
+    most, size = options.max_concurrent_rollouts, options.group_size
+    if most is not None and most < (size or 1):
+        raise ValueError(f"max_concurrent_rollouts must be at least group_size ({size}); got {most}")
+    if options.on_full != "drop" and options.max_pending_groups is None:
+        raise ValueError(f"on_full={options.on_full!r} needs max_pending_groups")
+    if options.on_timeout != "drop" and options.timeout is None and options.timeout_seconds is None:
+        raise ValueError(f"on_timeout={options.on_timeout!r} needs timeout or timeout_seconds")

@@ -1,0 +1,239 @@
+"""The ids and flags of held rows, by group and rollout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from tensordict import TensorDict
+
+from headrace.transforms.table.schema import Status
+
+from .pieces import RowPiece
+
+Key = tuple[int, int]
+"""The partition and the id of a group or a rollout."""
+NOWHERE = RowPiece(TensorDict({}, batch_size=[0]), ())
+"""The piece of rows that have left."""
+Lane = tuple[int, int, int]
+"""An environment: its partition, its worker, and its number in the worker."""
+
+
+class Row(NamedTuple):
+    """The ids and flags of a row. Rows of a rollout sort by segment, then by arrival."""
+
+    segment: int
+    """Number of its segment; 0 without `segment_key`."""
+    arrival: int
+    """Number of rows that arrived before it. It finds the row in its piece."""
+    done: int
+    """1: its rollout, or its segment, ends with this row."""
+    begins: int
+    """1: its rollout, or its segment, begins with this row; −1: unknown."""
+    ends: int
+    """Number of done rows that its rollout has at its end."""
+    status: int
+    """:class:`Status`."""
+    version: int
+    """Policy version that acted; 0 if it is not read."""
+    reward: float
+    """0 if it is not read."""
+    partition: int
+    group: int
+    rollout: int
+    expected: int
+    """Rollouts that its group was dispatched with."""
+    piece: RowPiece
+    """Holds the row itself."""
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """The rows of a rollout that have arrived."""
+
+    ends: int
+    """Number of done rows at its end."""
+    by_segment: bool
+    """True: rows have segment numbers and arrive in any order. False: rows arrive in order."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """Its rows, by segment number or by arrival."""
+    dones: int = 0
+    """Number of done rows so far."""
+    complete: bool = False
+    """All rows have arrived."""
+    failed: bool = False
+    """The status of a row is failed or aborted."""
+    lost: bool = False
+    """A row was lost before it arrived, and the rollout has left."""
+
+    def copy(self) -> Rollout:
+        """A copy to which rows can be added."""
+        known = self.dones, self.complete, self.failed, self.lost
+        return Rollout(self.ends, self.by_segment, dict(self.rows), *known)
+
+    def without_rows(self) -> Rollout:
+        """A copy that does not keep the rows themselves in memory."""
+        twin = self.copy()
+        twin.rows = {number: row._replace(piece=NOWHERE) for number, row in self.rows.items()}
+        return twin
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rows have arrived and none has failed."""
+        return self.complete and not self.failed
+
+    @property
+    def last_arrival(self) -> int:
+        """The arrival of the row that arrived last."""
+        return max(row.arrival for row in self.rows.values())
+
+    def has(self, row: Row) -> bool:
+        """Whether a row is a duplicate.
+
+        Without segment numbers, every row after the end is one. With them, rows may arrive after the end that
+        were sent before it. Then only a second end or a number that is there already is a duplicate.
+        """
+        at_end = self.dones >= self.ends
+        return row.segment in self.rows or (at_end and bool(row.done)) if self.by_segment else at_end
+
+    def beyond(self, row: Row) -> tuple[int, int] | None:
+        """The highest segment number and that of the end, if the rollout would end before its last one."""
+        if not self.by_segment or self.dones + row.done < self.ends:
+            return None
+        rows = (row, *self.rows.values())
+        last, highest = max(each.segment for each in rows if each.done), max(each.segment for each in rows)
+        return (highest, last) if highest > last else None
+
+    def begins_again(self, row: Row) -> bool:
+        """Whether the rollout would begin more often than it ends."""
+        return row.begins == 1 and sum(each.begins == 1 for each in self.rows.values()) >= self.ends
+
+    def add(self, row: Row) -> None:
+        """Add a row that is no duplicate."""
+        self.rows[row.segment if self.by_segment else row.arrival] = row
+        self.dones += row.done
+        self.failed |= row.status >= Status.ABORTED
+        if self.dones < self.ends:
+            return
+        # Complete if no segment is missing and the beginning is there. If segments end independently, each
+        # has its own beginning.
+        rows, single_end = self.rows, self.ends == 1
+        if self.by_segment and len(rows) <= max(rows):
+            return
+        begun = sum(each.begins for each in rows.values()) if row.begins >= 0 else self.ends
+        first_begins = row.begins < 0 or not single_end or rows[min(rows)].begins == 1
+        self.complete = begun == self.ends and first_begins
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """An open group: it was announced or has rows, and was not taken or closed yet. A plan holds copies."""
+
+    partition: int
+    group: int
+    """Its id, unique in its partition."""
+    expected: int
+    """Rollouts that it was dispatched with."""
+    born_put: int
+    """Number of the put in which its timeout started: its first row, announcement or refill; once it is
+    whole, the put that made it whole."""
+    born_time: float
+    """The time at which its timeout started, in seconds on this process's clock."""
+    refilled: int = 0
+    """Rollouts that were dispatched in addition, by refills."""
+    refills: int = 0
+    """Number of refills."""
+    order: int = -1
+    """Number of groups that became whole before it; −1 while it waits."""
+    left: int = 0
+    """Rollouts that left because they were lost or stale."""
+    enough: bool = True
+    """Once it is ready, further rollouts are surplus (True), or late because it was kept after a timeout."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    have: int = 0
+    """Rollouts that have ended."""
+    lost: int = 0
+    """Rollouts that have failed or left."""
+    came: set[int] = field(default_factory=set)
+    """In a plan: rollouts with new rows."""
+    fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
+    """In a plan: what happens to the group."""
+    reason: str = ""
+    """In a plan: the reason of its rows that leave."""
+    stays: Collection[int] = ()
+    """In a plan: rollouts that stay in a ready group."""
+    missing: int = 0
+    """In a plan: rollouts to refill."""
+
+    @property
+    def key(self) -> Key:
+        """Its partition and id."""
+        return self.partition, self.group
+
+    @property
+    def dispatched(self) -> int:
+        """Rollouts that were dispatched, with refills."""
+        return self.expected + self.refilled
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is whole or kept, so that it can be taken."""
+        return self.order >= 0
+
+    @property
+    def waits(self) -> bool:
+        """In a plan: whether it still waits for rollouts."""
+        return self.fate in ("waits", "refilled")
+
+    @property
+    def newest(self) -> int:
+        """The newest policy version of its rows."""
+        return max(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
+
+    def copy(self) -> Group:
+        """A copy for a plan."""
+        known = self.partition, self.group, self.expected, self.born_put, self.born_time
+        asked = self.refilled, self.refills, self.order, self.left, self.enough
+        return Group(*known, *asked, dict(self.rollouts), self.have, self.lost)
+
+    def moved_to(self, piece: RowPiece) -> Group:
+        """A copy with its rows in another piece."""
+        twin = self.copy()
+        for number, rollout in self.rollouts.items():
+            twin.rollouts[number] = rollout.copy()
+            moved = {name: row._replace(piece=piece) for name, row in rollout.rows.items()}
+            twin.rollouts[number].rows = moved
+        return twin
+
+    def rows(self) -> list[Row]:
+        """Its rows, sorted by rollout id, segment and arrival."""
+        rollouts = (self.rollouts[number] for number in sorted(self.rollouts))
+        return [row for rollout in rollouts for row in sorted(rollout.rows.values())]
+
+    def add(self, row: Row, *, by_segment: bool) -> None:
+        """Plan to take in a row."""
+        if row.rollout not in self.came:
+            before = self.rollouts.get(row.rollout)
+            self.rollouts[row.rollout] = Rollout(row.ends, by_segment) if before is None else before.copy()
+            self.came.add(row.rollout)
+        rollout = self.rollouts[row.rollout]
+        ended, failed = rollout.ended, rollout.failed
+        rollout.add(row)
+        self.have += rollout.ended - ended
+        self.lost += rollout.failed - failed
+
+    def describe(self, puts: int) -> str:
+        """Describe the group for messages."""
+        names = (
+            Status(max(row.status for row in rollout.rows.values())).name.lower()
+            if rollout.ended or rollout.failed
+            else "unfinished"
+            for rollout in self.rollouts.values()
+        )
+        counts = [*sorted(Counter(names).items()), *([("lost or too old", self.left)] if self.left else [])]
+        how = ", ".join(f"{number} {name}" for name, number in counts) or "no rows"
+        where = f" of partition {self.partition}" if self.partition else ""
+        has = f"{self.have} of {self.dispatched}"
+        return f"group {self.group}{where} has {has} ({how}), {puts - self.born_put} puts old"

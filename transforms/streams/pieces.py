@@ -1,0 +1,247 @@
+"""Hold the rows in the pieces in which they arrived. They are joined once, when a batch is taken."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
+from torch import Tensor
+
+from headrace.transforms.table import BatchError, listing
+from headrace.transforms.table.schema import Origin, read_column
+from headrace.transforms.table.tensordicts import (
+    deep_copy,
+    device_of,
+    from_plain,
+    of_columns,
+    parts_of,
+    shallow_copy,
+    stack_of_rows,
+    take_rows,
+    to_plain,
+    write_column,
+)
+
+READER = "GroupAssembler"
+WIDTHS = {"origin": len(Origin._fields)}  # numbers per row of a column, if not one
+Kinds = dict[tuple[str, ...], tuple[Any, ...]]
+"""The kind of each column, by its path. The path () marks a lazy stack."""
+
+
+class RowPiece:
+    """Rows that arrived together, without those that have left.
+
+    Args:
+        batch: TensorDict ``[n]``, dense or a lazy stack. It shares the caller's memory until :meth:`own`.
+        arrivals: n numbers that identify the rows, ascending.
+        holds: n objects to keep alive as long as each row is held, or none.
+    """
+
+    def __init__(self, batch: TensorDictBase, arrivals: Iterable[int], holds: Sequence[Any] = ()):
+        self.batch, self.holds = batch, holds
+        """The rows, including some that have left."""
+        self.place = {arrival: row for row, arrival in enumerate(arrivals)}
+        """The index in the batch of each held row, by its arrival."""
+
+    def numbers(self, key: NestedKey, name: str) -> Tensor:
+        """(n · K,) the numbers of a column, K = 1 per row except for `WIDTHS`; where the batch is.
+
+        Raises:
+            MissingKeyError: the column is missing.
+            BatchError: it has another number of values per row.
+        """
+        parts = parts_of(self.batch, key)
+        size = WIDTHS.get(name, 1) * (1 if isinstance(self.batch, LazyStackedTensorDict) else len(self.batch))
+        if parts and all(isinstance(part, Tensor) and part.numel() == size for part in parts):
+            return (
+                parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+            )
+        return read_column(self.batch, key, reader=READER, option=f"{name}_key")  # raises
+
+    def own(self) -> None:
+        """Copy the rows, because collectors reuse their memory."""
+        rows = self.rows()
+        if rows is self.batch or isinstance(rows, LazyStackedTensorDict):  # others were copied by indexing
+            rows = deep_copy(rows)
+        self.batch = rows
+        self.holds = [self.holds[row] for row in self.place.values()] if self.holds else ()
+        self.place = {arrival: row for row, arrival in enumerate(self.place)}
+
+    def take(self, arrivals: Iterable[int]) -> TensorDictBase:
+        """Some rows, which may be the batch itself."""
+        rows = [self.place[arrival] for arrival in arrivals]
+        return self.batch if rows == list(range(len(self.batch))) else _chosen(self.batch, rows)
+
+    def rows(self) -> TensorDictBase:
+        """All held rows, which may be the batch itself."""
+        return self.batch if len(self.place) == len(self.batch) else self.take(self.place)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any] | None) -> RowPiece:
+        """Restore the output of :func:`joined_plain`."""
+        if plain is None:
+            return cls(TensorDict({}, batch_size=[0]), ())
+        rows: Any = from_plain(plain["rows"])
+        return cls(rows, plain["arrival"].tolist())
+
+
+def joined_plain(pieces: Collection[RowPiece]) -> dict[str, Any] | None:
+    """Copy the rows of pieces into one dict of tensors and lists. Returns None without pieces.
+
+    They are joined because thousands of small tensors take long to save and load.
+    """
+    if not pieces:
+        return None
+    parts = [piece.rows() for piece in pieces]
+    rows = _joined(parts)
+    if len(parts) == 1:
+        rows = rows.clone()
+    arrivals = chain.from_iterable(piece.place for piece in pieces)
+    return {"arrival": numbers_column(arrivals), "rows": to_plain(rows)}
+
+
+def numbers_column(values: Iterable[int]) -> Tensor:
+    """(n,) integers in the smallest dtype that holds them."""
+    numbers = array("q", values)
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64)
+    return narrowed(torch.frombuffer(numbers, dtype=torch.int64))
+
+
+def narrowed(column: Tensor) -> Tensor:
+    """The same integers, at least one, in the smallest dtype that holds them."""
+    low, high = column.aminmax()
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if low >= torch.iinfo(dtype).min and high <= torch.iinfo(dtype).max:
+            return column.to(dtype)
+    return column
+
+
+Places = Iterable[tuple[RowPiece, int]]
+"""The piece and the arrival of each row."""
+
+
+def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDictBase:
+    """Join rows of several pieces into one batch, in the given order.
+
+    Args:
+        rows: M ≥ 1 rows.
+        numbers: further columns of M numbers.
+    """
+    indices: dict[RowPiece, list[int]] = {}
+    arrivals: list[int] = []
+    for piece, arrival in rows:
+        indices.setdefault(piece, []).append(len(arrivals))
+        arrivals.append(arrival)
+    parts: list[Any] = [piece.take(arrivals[at] for at in of_piece) for piece, of_piece in indices.items()]
+    batch = _joined(parts)
+    order = list(chain.from_iterable(indices.values()))
+    if order != list(range(len(order))):  # rows of different pieces alternate
+        batch = _chosen(batch, sorted(range(len(order)), key=order.__getitem__))
+    if len(parts) == 1 or isinstance(batch, LazyStackedTensorDict):  # these may be the held rows themselves
+        batch = shallow_copy(batch)
+    for key, values in numbers.items():
+        write_column(batch, key, torch.tensor(values, device=device_of(batch)))
+    return batch
+
+
+def let_go(rows: Places) -> list[RowPiece]:
+    """Drop rows, and return the pieces without rows.
+
+    When less than half of a piece is left, the rest is copied. So the memory is at most twice that of the
+    held rows, and a row is copied only a few times.
+    """
+    pieces = set()
+    for piece, arrival in rows:
+        del piece.place[arrival]
+        pieces.add(piece)
+    for piece in pieces:
+        if 0 < 2 * len(piece.place) < len(piece.batch):
+            piece.own()
+    return [piece for piece in pieces if not piece.place]
+
+
+def kinds_of(batch: TensorDictBase, above: tuple[str, ...] = ()) -> Kinds:
+    """The dtype, width and device of each column; of ragged rows the dtype. Rows of equal kinds can join."""
+    if isinstance(batch, LazyStackedTensorDict):
+        rows = batch.tensordicts
+        kinds: Kinds = {above: () if _have_same_names(rows) else (object(),)}  # equal to no other kind
+        return kinds | {path: kind[:1] for path, kind in kinds_of(rows[0], above).items()} if rows else kinds
+    kinds = {}
+    for name, value in batch.items():
+        path = (*above, name)
+        if isinstance(value, Tensor):
+            kinds[path] = value.dtype, () if value.is_nested else value.shape[1:], value.device
+        elif is_non_tensor(value) or not is_tensor_collection(value):
+            kinds[path] = ("data",)
+        else:
+            if type(value) is not TensorDict or value.batch_size != batch.batch_size:
+                kinds[path] = type(value), value.batch_size[1:]
+            kinds |= kinds_of(value, path)
+    return kinds
+
+
+def _have_same_names(rows: Sequence[Any]) -> bool:
+    """Whether all rows have the columns of the first."""
+    names = rows[0].keys() if rows else ()
+    return all(row.keys() == names for row in rows) and all(
+        _have_same_names([row.get(name) for row in rows])
+        for name in names
+        if type(rows[0].get(name)) is TensorDict
+    )
+
+
+def check_kinds(held: Kinds, came: Kinds) -> None:
+    """Refuse rows that cannot be joined with the held rows; both arguments are from :func:`kinds_of`.
+
+    Raises:
+        BatchError: columns, dtypes or the widths of dense columns differ.
+    """
+    both = "the new rows and the held rows must"
+    if (() in held) != (() in came):
+        raise BatchError(f"{both} all be lazy stacks or all be dense; found both")
+    names = {path: path[0] if len(path) == 1 else path for path in held.keys() | came.keys() if path}
+    if odd := [str(names[path]) for path in held.keys() ^ came.keys()]:
+        only = listing(sorted(odd))
+        raise BatchError(f"{both} have the same columns, types and batch sizes; only some have {only}")
+    for path, name in names.items():
+        if held[path] != came[path]:
+            raise BatchError(
+                f"{both} have the same dtypes and widths; {name!r} is {held[path]} in held rows and "
+                f"{came[path]} in new rows: pad all rows to one width, or keep ragged rows in a lazy stack"
+            )
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Concatenate rows of the same kinds; a single part is returned as it is.
+
+    Dense rows are joined by column here, because TensorDict would check each column of each part again.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if type(first) is Tensor:
+        return torch.cat(parts)
+    if isinstance(first, LazyStackedTensorDict):
+        return stack_of_rows(*chain.from_iterable(part.tensordicts for part in parts))
+    if not all(type(value) is Tensor or type(value) is TensorDict for value in first.values()):
+        return torch.cat(list(parts), 0)
+    every = [dict(part.items()) for part in parts]
+    columns = {name: _joined([columns[name] for columns in every]) for name in every[0]}
+    return of_columns(columns, [sum(map(len, parts)), *first.batch_size[1:]], first.device)
+
+
+def _chosen(batch: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
+    at = torch.tensor(rows)
+    return take_rows(batch, at.to(device_of(batch)), on_cpu=at, shared=True)

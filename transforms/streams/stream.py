@@ -1,0 +1,423 @@
+"""The state of an assembler: open groups, closed ids, and counts of rows.
+
+A put first plans its changes (:class:`StreamPlan`), and then applies them all (:meth:`Stream.carry_out`). So
+an error while planning changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.transforms.table.schema import Origin
+
+from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
+from .pieces import RowPiece, joined_plain, let_go, numbers_column
+
+REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost")
+"""Why rows leave."""
+LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST = REASONS
+
+# The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
+CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
+TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected", "lost", "lanes", "passed")
+OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left", "enough")
+
+
+class Intervals:
+    """A set of integers, stored as intervals: consecutive ids take two numbers, however many they are.
+
+    Args:
+        pairs: (K, 2) int64, the first and the last id of each interval, ascending.
+
+    Example:
+        >>> ids = Intervals(torch.tensor([[0, 3], [9, 9]]))
+        >>> for number in (5, 4, 7):
+        ...     ids.add(number)
+        >>> 4 in ids, 6 in ids, ids.to_tensor().tolist()
+        (True, False, [[0, 5], [7, 7], [9, 9]])
+    """
+
+    def __init__(self, pairs: Tensor | None = None):
+        # Alternating: the first id of an interval, and the first id after it, such as 0, 4, 9, 10.
+        self._edges: list[int] = [] if pairs is None else (pairs + torch.tensor([0, 1])).flatten().tolist()
+
+    def __contains__(self, number: int) -> bool:
+        return bisect_right(self._edges, number) % 2 == 1
+
+    def add(self, number: int) -> None:
+        """Add an id."""
+        edges, at = self._edges, bisect_right(self._edges, number)
+        if at % 2 == 0:
+            ends, begins = at > 0 and edges[at - 1] == number, edges[at : at + 1] == [number + 1]
+            edges[at - ends : at + begins] = [number] * (not ends) + [number + 1] * (not begins)
+
+    def remove(self, number: int) -> None:
+        """Remove an id."""
+        edges, at = self._edges, bisect_right(self._edges, number)
+        if at % 2 == 1:
+            first, last = edges[at - 1] == number, edges[at] == number + 1
+            edges[at - first : at + last] = [number] * (not first) + [number + 1] * (not last)
+
+    def to_tensor(self) -> Tensor:
+        """(K, 2) int64, the first and the last id of each interval, ascending."""
+        return torch.tensor(self._edges, dtype=torch.int64).view(-1, 2) - torch.tensor([0, 1])
+
+
+@dataclass(slots=True, eq=False)
+class StreamPlan:
+    """The planned changes to groups, because of new rows, announcements or timeouts."""
+
+    stream: Stream
+    puts: int
+    """Number of puts, this one included."""
+    now: float
+    """Seconds on the clock."""
+    came: int = 0
+    """Number of new rows."""
+    piece: RowPiece = NOWHERE
+    """The new rows that are taken in."""
+    left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    """Number of rows that leave, by reason."""
+    groups: dict[Key, Group] = field(default_factory=dict)
+    """Copies of groups that change, and new groups."""
+    opened: int = 0
+    """Number of new groups."""
+    gone: dict[Key, Rollout] = field(default_factory=dict)
+    """Rollouts that have left and get new rows."""
+    homes: dict[Key, Key] = field(default_factory=dict)
+    """The group of each rollout with new rows."""
+    origins: dict[int, Origin] = field(default_factory=dict)
+    """The origin of each new row, by arrival, if it is stamped."""
+    rollouts: dict[Lane, set[int]] = field(default_factory=dict)
+    """By environment: the rollouts with new rows, and the newest rollout before this put."""
+    lanes: dict[Lane, int] = field(default_factory=dict)
+    """The newest rollout of each environment that has started another one in this put."""
+    moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
+    """By partition and worker: a new row of a worker with an environment in `lanes`."""
+    passed: dict[Key, int] = field(default_factory=dict)
+    """New values for :attr:`Stream.passed`."""
+    lost: list[str] = field(default_factory=list)
+    """Descriptions of the lost rollouts."""
+    lost_rows: list[Row] = field(default_factory=list)
+    """Rows of lost rollouts."""
+
+    def leave_as_lost(self, rows: Iterable[Row]) -> None:
+        """Plan that rows of a waiting group leave as lost."""
+        before = len(self.lost_rows)
+        self.lost_rows += rows
+        self.left[LOST] += len(self.lost_rows) - before
+
+    def find(self, key: Key, expected: int) -> Group | None:
+        """Find a group to change, or open a new one; None if the group is closed."""
+        stream = self.stream
+        if key in self.groups:
+            return self.groups[key]
+        if key in stream.waiting:
+            self.groups[key] = stream.waiting[key].copy()
+        elif key in stream.ready.get(key[0], ()):
+            return stream.ready[key[0]][key]  # not copied: a ready group does not change
+        elif key[1] in stream.closed_groups[key[0]]:
+            return None
+        else:
+            self.groups[key] = Group(*key, expected, self.puts, self.now)
+            self.opened += 1
+        return self.groups[key]
+
+    def leave(self, row: Row, rollout: Rollout, *, enough: bool) -> str:
+        """Plan that a new row leaves, because its rollout has left or its group needs no more rollouts.
+
+        Args:
+            row: the new row.
+            rollout: the rows of its rollout so far.
+            enough: its group needs no more rollouts.
+
+        Returns:
+            The reason, the same for all rows of the rollout.
+        """
+        before = rollout.failed or rollout.lost
+        if before or enough:  # otherwise the row is late, and the rollout need not be remembered
+            rollout = self.gone[row.partition, row.rollout] = rollout.copy()
+            rollout.add(row._replace(piece=NOWHERE))
+        if rollout.failed and not before:  # its earlier rows were counted as surplus
+            self.left[SURPLUS] -= len(rollout.rows) - 1
+            self.left[FAILED] += len(rollout.rows) - 1
+        return LOST if rollout.lost else FAILED if rollout.failed else SURPLUS if enough else LATE
+
+    def waiting(self) -> Iterator[Group]:
+        """The groups that still wait after this plan, oldest first."""
+        every = {**self.stream.waiting, **self.groups}
+        return (group for group in every.values() if group.waits)
+
+
+class Stream:
+    """The state of an assembler, without its options."""
+
+    def __init__(self) -> None:
+        # An OrderedDict finds its first item fast after many deletions; a plain dict does not.
+        self.waiting: OrderedDict[Key, Group] = OrderedDict()
+        """Groups that are not whole, in the order in which their timeouts started."""
+        self.ready: dict[int, OrderedDict[Key, Group]] = {}
+        """Whole groups by partition, in the order in which they became whole."""
+        self.homes: dict[Key, Key] = {}
+        """The group of each rollout that is held, or has left before all its rows arrived."""
+        self.pieces: dict[RowPiece, None] = {}
+        """The held rows, in order of arrival."""
+        self.gone: dict[Key, Rollout] = {}
+        """Failed, surplus and lost rollouts that left before all their rows arrived."""
+        self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
+        """Ids of closed groups, by partition."""
+        self.late_groups: dict[int, Intervals] = defaultdict(Intervals)
+        """Ids of groups that were closed while rollouts were missing, by partition."""
+        self.closed_rollouts: dict[int, Intervals] = defaultdict(Intervals)
+        """Ids of rollouts that left after all their rows had arrived, by partition."""
+        self.counts = dict.fromkeys(REASONS, 0)
+        """Number of rows that left, by reason."""
+        self.received = self.held = 0
+        """Number of rows that arrived, and that are held."""
+        self.puts = self.idle = 0
+        """Number of puts, and of puts since a group became whole."""
+        self.whole = self.emitted = 0
+        """Number of groups that became whole or were kept, and that were taken."""
+        self.rejected = 0
+        """Number of groups that were taken and are not trained."""
+        self.open: OrderedDict[Key, int] = OrderedDict()
+        """Unfinished rollouts, oldest first, with the number of puts at their first row."""
+        self.ended = self.longest = 0
+        """Number of ended rollouts, and the most puts that one took from its first row to its last."""
+        self.lost = 0
+        """Number of lost rollouts."""
+        self.lanes: dict[Lane, int] = {}
+        """The newest rollout of each environment with a row."""
+        self.passed: dict[Key, int] = {}
+        """By partition and worker: how many rollouts, in order of dispatch, all environments are past."""
+
+    def whole_groups(self) -> list[Group]:
+        """The groups that are ready, of all partitions."""
+        return [group for groups in self.ready.values() for group in groups.values()]
+
+    def carry_out(self, plan: StreamPlan) -> None:
+        """Apply a plan."""
+        gone: list[Row] = plan.lost_rows
+        if plan.piece.place:
+            self.pieces[plan.piece] = None
+        for key, group in plan.groups.items():
+            self.waiting[key] = group
+            self.homes.update(((group.partition, number), key) for number in group.came)
+            self._age(group, plan.puts)
+            if group.fate == "closed":
+                gone += self._close(group, awaited=group.reason not in (FAILED, LOST))
+            elif group.fate == "refilled":
+                self._refill(group, group.missing, plan)
+        ready = [group for group in plan.groups.values() if group.fate == "ready"]
+        for group in sorted(ready, key=lambda g: max(g.rollouts[each].last_arrival for each in g.stays)):
+            del self.waiting[group.key]
+            self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
+            group.order, self.whole = self.whole, self.whole + 1
+            group.enough, group.born_put = group.reason != TIMEOUT, plan.puts
+            gone += self._leave(group, [number for number in group.rollouts if number not in group.stays])
+        for (partition, number), rollout in plan.gone.items():
+            self._remember(partition, number, rollout)
+        self.lost += len(plan.lost)
+        self.lanes |= plan.lanes
+        self.passed |= plan.passed
+        self.idle = 0 if ready else self.idle + plan.puts - self.puts
+        self.received, self.puts = self.received + plan.came, plan.puts
+        self.held += plan.came - sum(plan.left.values())
+        for reason, rows in plan.left.items():
+            self.counts[reason] += rows
+        self._let_go(gone)
+
+    def close(self, groups: Iterable[Group], reason: str = "") -> int:
+        """Close groups and return their number of rows. Count the rows under `reason`, if it is given."""
+        gone = [row for group in groups for row in self._close(group)]
+        self.held -= len(gone)
+        if reason:
+            self.counts[reason] += len(gone)
+        self._let_go(gone)
+        return len(gone)
+
+    def take_back(self, groups: Iterable[Group], rejected: int) -> None:
+        """Hold groups again that were taken; `rejected` of them were rejected."""
+        for group in groups:
+            partition = group.partition
+            self.closed_groups[partition].remove(group.group)
+            self.late_groups[partition].remove(group.group)
+            for number in group.rollouts:
+                self.closed_rollouts[partition].remove(number)
+                self.homes[partition, number] = group.key
+            for row in group.rows():
+                self.pieces[row.piece] = None
+                self.held += 1
+            others = [*self.ready.get(partition, {}).values(), group]
+            ordered = sorted(others, key=attrgetter("order"))
+            self.ready[partition] = OrderedDict((each.key, each) for each in ordered)
+            self.emitted -= 1
+        self.rejected -= rejected
+
+    def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
+        """Drop the rows of a whole group as stale, and wait for `missing` new rollouts."""
+        gone = self._leave(group, list(group.rollouts))
+        self._no_longer_ready(group)
+        self.held -= len(gone)
+        self.counts[STALE] += len(gone)
+        group = self.waiting[group.key] = group.copy()  # a copy's fate is "waits"
+        group.order, group.have, group.enough = -1, 0, True
+        group.left = group.lost = group.dispatched
+        self._refill(group, missing, plan)
+        self._let_go(gone)
+
+    def choose(self, wanted: int | None, most: int | None, newest: int | None) -> list[Group]:
+        """Choose whole groups of one partition, in the order in which they became whole.
+
+        Args:
+            wanted: how many; None: all, at least one.
+            most: upper limit; None: `wanted`.
+            newest: newest allowed policy version; None: any.
+
+        Returns:
+            The groups of the partition that had enough first; empty if no partition has enough.
+        """
+        candidates = []
+        for ready in self.ready.values():
+            groups: Iterable[Group] = ready.values()
+            if newest is not None:
+                groups = (group for group in groups if group.newest <= newest)
+            first = list(islice(groups, wanted if most is None else most))
+            if len(first) >= (wanted or 1):
+                candidates.append(first)
+        return min(candidates, key=lambda groups: groups[-1].order, default=[])
+
+    def _let_go(self, gone: Iterable[Row]) -> None:
+        for piece in let_go((row.piece, row.arrival) for row in gone):
+            del self.pieces[piece]
+
+    def _refill(self, group: Group, missing: int, plan: StreamPlan) -> None:
+        """Wait for `missing` more rollouts, and restart the timeout of the group.
+
+        More rollouts than were dispatched may have failed or been lost.
+        """
+        group.refilled = max(group.dispatched, group.have + group.lost) + missing - group.expected
+        group.refills += 1
+        group.born_put, group.born_time = plan.puts, plan.now
+        self.waiting.move_to_end(group.key)
+
+    def _close(self, group: Group, *, awaited: bool = True) -> list[Row]:
+        """Close a group. Its further rows are late if rollouts were missing (`awaited`), else surplus."""
+        if group.is_ready:
+            self._no_longer_ready(group)
+            awaited = not group.enough
+        else:
+            del self.waiting[group.key]
+        if awaited:
+            self.late_groups[group.partition].add(group.group)
+        self.closed_groups[group.partition].add(group.group)
+        return self._leave(group, list(group.rollouts))
+
+    def _no_longer_ready(self, group: Group) -> None:
+        del self.ready[group.partition][group.key]
+        if not self.ready[group.partition]:
+            del self.ready[group.partition]
+
+    def _age(self, group: Group, puts: int) -> None:
+        """Note which rollouts with new rows have started, and which have ended."""
+        for number in group.came:
+            rollout, key = group.rollouts.get(number), (group.partition, number)
+            if rollout is None or rollout.complete or rollout.failed:
+                born = self.open.pop(key, puts)
+                if rollout is not None and rollout.ended:
+                    self.ended, self.longest = self.ended + 1, max(self.longest, puts - born)
+            else:
+                self.open.setdefault(key, puts)
+
+    def _leave(self, group: Group, rollouts: Iterable[int]) -> list[Row]:
+        rows: list[Row] = []
+        for number in rollouts:
+            rollout = group.rollouts.pop(number)
+            rows += rollout.rows.values()
+            if rollout.complete or rollout.failed or (group.is_ready and group.enough):
+                self._remember(group.partition, number, rollout)
+            else:
+                self.open.pop((group.partition, number), None)
+                del self.homes[group.partition, number]  # its further rows are late
+        return rows
+
+    def _remember(self, partition: int, number: int, rollout: Rollout) -> None:
+        """Remember a rollout that has left: only its id if all rows have arrived, else its rows as well."""
+        key = partition, number
+        self.open.pop(key, None)
+        if rollout.complete:
+            self.gone.pop(key, None)
+            self.homes.pop(key, None)
+            self.closed_rollouts[partition].add(number)
+        else:
+            self.gone[key] = rollout.without_rows()
+            self.homes[key] = partition, next(iter(rollout.rows.values())).group
+
+    # -- as dicts, tensors and lists ------------------------------------------------------------------------
+
+    def to_plain(self, now: float) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The state and the rows. Times are saved as ages, because another process has another clock."""
+        groups = [*self.waiting.values(), *self.whole_groups()]
+        state: dict[str, Any] = {name: copy(getattr(self, name)) for name in TOTALS} | {
+            "groups": {name: numbers_column(map(attrgetter(name), groups)) for name in OF_GROUP},
+            "gone": [list(row[:-1]) for rollout in self.gone.values() for row in rollout.rows.values()],
+            "gone_lost": [key for key, rollout in self.gone.items() if rollout.lost],
+            "counts": tuple(self.counts.values()),
+        }
+        ages = [now - group.born_time for group in groups]
+        state["groups"]["born_time"] = torch.tensor(ages, dtype=torch.float64)
+        for name in CLOSED:
+            state[name] = {partition: ids.to_tensor() for partition, ids in getattr(self, name).items()}
+        return state, joined_plain(self.pieces)
+
+    @classmethod
+    def from_plain(
+        cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, *, by_segment: bool
+    ) -> Stream:
+        """Restore the output of :meth:`to_plain`; `rows`: the held rows, in order of arrival."""
+        stream = cls()
+        for name in TOTALS:
+            setattr(stream, name, state[name])
+        for name in CLOSED:
+            closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
+            getattr(stream, name).update(closed)
+        stream.counts = dict(zip(REASONS, state["counts"], strict=True))
+        names, columns = state["groups"].keys(), [column.tolist() for column in state["groups"].values()]
+        lines = (dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
+        groups = {group.key: group for group in (Group(**line) for line in lines)}
+        for row in rows:
+            key = row.partition, row.group
+            rollouts = groups[key].rollouts
+            if row.rollout not in rollouts:
+                rollouts[row.rollout] = Rollout(row.ends, by_segment)
+                stream.homes[row.partition, row.rollout] = key
+            rollouts[row.rollout].add(row)
+            stream.pieces[row.piece] = None
+            stream.held += 1
+        for values in state["gone"]:
+            row = Row._make((*values, NOWHERE))
+            stream.homes[row.partition, row.rollout] = row.partition, row.group
+            stream.gone.setdefault((row.partition, row.rollout), Rollout(row.ends, by_segment)).add(row)
+        for key in state["gone_lost"]:
+            stream.gone[key].lost = True
+        for group in sorted(groups.values(), key=lambda group: (group.order, group.born_put)):
+            group.have = sum(rollout.ended for rollout in group.rollouts.values())
+            begun = (number for number, rollout in group.rollouts.items() if not rollout.complete)
+            stream.open.update(((group.partition, number), stream.puts) for number in begun)
+            group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
+            group.born_time, group.enough = now - group.born_time, bool(group.enough)
+            if group.is_ready:
+                stream.ready.setdefault(group.partition, OrderedDict())[group.key] = group
+            else:
+                stream.waiting[group.key] = group
+        return stream

@@ -1,0 +1,73 @@
+"""The table of a batch, and the contract of the stages that read it."""
+
+from . import schema
+from .alone import Alone
+from .checks import require_identity, require_rewards
+from .columns import COLUMNS, OF_TOKENS, ColumnNames, TakesColumns
+from .entry import enter_rows, label_key, labels_in_errors, labels_said
+from .errors import (
+    BatchError,
+    ErrorNames,
+    IncompleteGroupsError,
+    MissingKeyError,
+    OtherRankError,
+    ProcessedTwiceError,
+    StreamWarning,
+    listing,
+    who_stamps,
+)
+from .fates import Effect
+from .ids import Ids, as_ids, first_row, number_labels, stable_order
+from .places import places_on_arrival
+from .process_group import SharedIds, resolve_group
+from .rewards import Missing, as_rewards, credit_dtype, weighted_reward
+from .rows import Rows, column_keys, few, stage_parts
+from .stage import BatchTransform
+from .table import AHEAD, OF_THE_TABLE, Table, TokenCount, unknown
+
+__all__ = [
+    "AHEAD",
+    "COLUMNS",
+    "OF_THE_TABLE",
+    "OF_TOKENS",
+    "Alone",
+    "BatchError",
+    "BatchTransform",
+    "ColumnNames",
+    "Effect",
+    "ErrorNames",
+    "Ids",
+    "IncompleteGroupsError",
+    "Missing",
+    "MissingKeyError",
+    "OtherRankError",
+    "ProcessedTwiceError",
+    "Rows",
+    "SharedIds",
+    "StreamWarning",
+    "Table",
+    "TakesColumns",
+    "TokenCount",
+    "as_ids",
+    "as_rewards",
+    "column_keys",
+    "credit_dtype",
+    "enter_rows",
+    "few",
+    "first_row",
+    "label_key",
+    "labels_in_errors",
+    "labels_said",
+    "listing",
+    "number_labels",
+    "places_on_arrival",
+    "require_identity",
+    "require_rewards",
+    "resolve_group",
+    "schema",
+    "stable_order",
+    "stage_parts",
+    "unknown",
+    "weighted_reward",
+    "who_stamps",
+]

@@ -1,0 +1,69 @@
+"""A process that has all rows of its batch: what a table asks of the ranks that share one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from .process_group import SharedIds, resolve_group
+
+
+class Alone:
+    """One process without others. :class:`~headrace.transforms.ranks.Ranks` does the same for several.
+
+    A table is extended by the rows of all ranks when it is read (:meth:`share`), numbers that are computed
+    from tokens are exchanged (:meth:`gather_rows`), and each rank gathers its own rows
+    (:meth:`Table.rows_of_ranks`).
+
+    Attributes:
+        size: number of ranks.
+        rank: number of this one.
+        shared_ids: whether an id on several ranks is the same unit.
+        id_keys: columns of ids that :meth:`share` may renumber, with their names for messages.
+        place: what this rank is doing, for messages.
+    """
+
+    size, rank = 1, 0
+    shared_ids: Any = None
+    id_keys: Mapping[Any, str] = {}
+    place = ""
+
+    def block(self) -> AbstractContextManager[None]:
+        """Share the batch of a block with other ranks: an error of one rank is raised on all."""
+        return nullcontext()
+
+    def share(self, table: Any, about: Callable[[], str] = str) -> None:
+        """Extend a table by the rows of all ranks; what `about` returns must be equal on all of them."""
+
+    def gather_rows(self, values: Tensor, counts: list[int]) -> Tensor:
+        """Join (B, ...) values of the rows of each rank."""
+        return values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Exchange small objects; the result is sorted by rank."""
+        return [value]
+
+    def send_object(self, value: Any, sender: int) -> Any:
+        """The object of one rank, on all ranks."""
+        return value
+
+    def note(self, starts: list[int]) -> str:
+        """Explain row numbers and ids, at the end of a message."""
+        return ""
+
+
+def connect(
+    group: Any,
+    shared_ids: SharedIds | None = None,
+    patience: float = 600.0,
+    id_keys: Mapping[Any, str] | None = None,
+) -> Alone:
+    """The ranks of a process group or its name; a process alone if it is None."""
+    if group is None:
+        return Alone()
+    ranks = import_module("headrace.transforms.ranks").Ranks
+    return ranks(resolve_group(group), shared_ids, patience, id_keys)

@@ -1,0 +1,23 @@
+"""Rows that share prefixes: the tree of their tokens, its stage, and how a split keeps them together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.faces import lazy
+
+if TYPE_CHECKING:
+    from .by_prefix import TreeAdvantage, tree_advantage
+    from .prefix_tree import logits_of_tokens, tree_columns, tree_log_probs, tree_mask, tree_mask_mod
+
+__all__ = [
+    "TreeAdvantage",
+    "logits_of_tokens",
+    "tree_advantage",
+    "tree_columns",
+    "tree_log_probs",
+    "tree_mask",
+    "tree_mask_mod",
+]
+
+__getattr__, __dir__ = lazy(__name__, __all__)
