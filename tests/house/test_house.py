@@ -15,6 +15,7 @@ import pytest
 
 import headrace.pipeline
 import headrace.transforms
+from headrace.faces import exported
 from headrace.transforms import BatchError, BatchTransform
 
 ROOT = Path(__file__).parents[2]
@@ -36,85 +37,55 @@ TREES = Trees()
 NAMES = {path: "headrace." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES}
 NAMES = {path: name.removesuffix(".__init__") for path, name in NAMES.items()}
 MODULES = {name: path for path, name in NAMES.items()}
-GROUND = (
-    "alone",
-    "checks",
-    "columns",
-    "distributed",
-    "empty",
-    "ends",
-    "entry",
-    "errors",
-    "fates",
-    "ids",
-    "masking",
-    "options",
-    "places",
-    "process_group",
-    "prefixes",
-    "rewards",
-    "rows",
-    "table",
-    "schema",
-    "stage",
-    "tensordicts",
-    "tokens",
-)
-
 # What users import, and tests, benchmarks and examples with them: these modules, by their `__all__`.
-PUBLIC = ("transforms", "transforms.schema", "pipeline", "pipeline.report", "pipeline.reverse")
-PUBLIC += ("adapters", "adapters.openrlhf", "adapters.slime")
-PUBLIC += ("pipeline.sources", "pipeline.train", "pipeline.tasks.compare", "pipeline.tasks.group_sizes")
-PUBLIC += ("pipeline.tasks.replay", "pipeline.tasks.certify", "pipeline.tasks.logged", "pipeline.certify")
-PUBLIC += ("pipeline.tasks.audit", "pipeline.tasks.chances")
+FACES = {path for path in OURS if path.name == "__init__.py" and ast.get_docstring(TREES[path])}
+PUBLIC_MODULES = {
+    *(f"transforms.table.{name}" for name in ("options", "schema", "tensordicts", "tokens")),
+    *("adapters.openrlhf", "adapters.slime"),
+}
+# Modules of the chain of which the other layers of headrace use what their `__all__` lists.
+PUBLIC_IN_HEADRACE = {
+    "faces",
+    *(f"pipeline.{name}" for name in ("account_keys", "conversations", "error_overrides", "halves")),
+    *(f"pipeline.{name}" for name in ("ledger", "load", "order", "pipeline", "run", "stage", "wording")),
+    *(f"pipeline.composing.{name}" for name in ("compose", "nodes", "recipe_names")),
+}
 # What else they import: inner modules with unit tests.
 INNER = {
-    "pipeline.certify.exact_gradient",
-    "pipeline.coefficients.setting",
-    "pipeline.collect.queues",
-    "pipeline.command.arguments",
-    "pipeline.command.doctor",
-    "pipeline.command.sweep",
-    "pipeline.composing",
-    "pipeline.composing.compose",
-    "pipeline.composing.nodes",
-    "pipeline.composing.recipe_names",
-    "pipeline.conversations",
-    "pipeline.load",
+    "adapters.slime",
     "pipeline.main",
     "pipeline.public_names",
-    "pipeline.refused_steps",
-    "pipeline.report.advice",
-    "pipeline.report.folder",
-    "pipeline.report.html",
-    "pipeline.report.loggers",
-    "pipeline.report.notebook",
-    "pipeline.report.numbers",
-    "pipeline.report.page_contents",
-    "pipeline.report.page_schema",
-    "pipeline.report.texts",
-    "pipeline.run",
-    "pipeline.sources.record",
-    "pipeline.sources.tokenizing",
-    "pipeline.tables",
-    "pipeline.tasks.perform",
-    "pipeline.train.job",
-    "pipeline.valid_json",
-    "pipeline.view.server",
-    "pipeline.view.stored_run",
-    "transforms.advantage.baselines",
-    "transforms.columns",
-    "transforms.distributed",
-    "transforms.distributed.barrier",
-    "transforms.ids",
-    "transforms.options",
-    "transforms.prefixes",
-    "transforms.process_group",
-    "transforms.rows",
+    "pipeline.queues.queues",
+    "pipeline.tools.audit.logged",
+    "pipeline.tools.certify.certify_task",
+    "pipeline.tools.certify.exact_gradient",
+    "pipeline.tools.command.arguments",
+    "pipeline.tools.command.doctor",
+    "pipeline.tools.command.job",
+    "pipeline.tools.command.perform",
+    "pipeline.tools.command.sweep",
+    "pipeline.tools.dumps.readers.record",
+    "pipeline.tools.dumps.readers.tokenizing",
+    "pipeline.tools.plan.chances",
+    "pipeline.tools.plan.group_sizes",
+    "pipeline.tools.replay.compare_task",
+    "pipeline.tools.report.advice",
+    "pipeline.tools.report.folder",
+    "pipeline.tools.report.html",
+    "pipeline.tools.report.loggers",
+    "pipeline.tools.report.notebook",
+    "pipeline.tools.report.numbers",
+    "pipeline.tools.report.page_contents",
+    "pipeline.tools.report.page_schema",
+    "pipeline.tools.report.texts",
+    "pipeline.tools.view.server",
+    "pipeline.tools.view.stored_run",
+    "pipeline.tools.xray.setting",
+    "transforms.ranks.barrier",
     "transforms.split.bins",
-    "transforms.split.trees",
-    "transforms.tensordicts",
-    "transforms.tokens",
+    "transforms.table.process_group",
+    "transforms.trees.forest",
+    "transforms.trees.prefixes",
 }
 
 
@@ -124,18 +95,23 @@ MODULES |= {NAMES[path]: path for path in ROOTS}
 
 # Inner functions that import an outer part when they are called: who, what, and why.
 DOORS = {
-    ("transforms.alone", "transforms.distributed"): "only a process that is given a group needs the others",
+    ("transforms.table.alone", "transforms.ranks"): "only a process that is given a group needs the others",
     (
         "transforms.split.stage",
-        "transforms.split.memory",
+        "transforms.carry",
     ): "what a split leaves to the next batch is around it",
     (
         "transforms.split.stage",
-        "transforms.split.trees",
+        "transforms.trees.forest",
     ): "only rows with `tree` are sorted by their prefixes",
-    ("pipeline.run", "pipeline.report"): "run.report() and pipeline.report() print the report of a run",
-    ("pipeline.pipeline", "pipeline.report.notebook"): "a notebook shows a pipeline as a table",
-    ("pipeline.ledger", "pipeline.report.notebook"): "a notebook shows a ledger as a table",
+    ("transforms.stages.sequences.packing", "transforms.trees"): "only rows with `tree` share tokens",
+    ("pipeline.run", "pipeline.tools.report"): "run.report() and pipeline.report() print the report of a run",
+    ("pipeline.pipeline", "pipeline.tools.report.notebook"): "a notebook shows a pipeline as a table",
+    ("pipeline.ledger", "pipeline.tools.report.notebook"): "a notebook shows a ledger as a table",
+    (
+        "pipeline.main",
+        "pipeline.tools.command",
+    ): "the command is a tool; its entry is here",
 }
 
 
@@ -187,10 +163,9 @@ def graph() -> dict[str, dict[str, bool]]:
 
 
 def room(name: str) -> str | None:
-    """The stage that a module of `headrace.transforms` belongs to; None on the ground floor."""
+    """The stage that a module belongs to, by the first name below `transforms.stages`; None: to none."""
     parts = name.split(".")
-    inside = parts[:2] == ["headrace", "transforms"] and len(parts) > 2 and parts[2] not in GROUND
-    return parts[2] if inside else None
+    return parts[3] if parts[:3] == ["headrace", "transforms", "stages"] and len(parts) > 3 else None
 
 
 def test_dependencies_point_one_way():
@@ -208,10 +183,9 @@ def test_dependencies_point_one_way():
             assert not above + sorted(others - allowed), path
 
 
-def test_no_stage_imports_another_and_shared_modules_import_none():
+def test_no_stage_imports_another():
     for path in SOURCES:
-        if path.is_relative_to(ROOT / "transforms") and path != ROOT / "transforms" / "__init__.py":
-            mine = room(NAMES[path])
+        if (mine := room(NAMES[path])) and path.parent.name != "transforms":
             assert not [name for name in imports(path) if room(name) not in (None, mine)], path
 
 
@@ -235,21 +209,38 @@ def inner_imports(path: Path) -> set[str]:
     """The modules of headrace that a file imports though they, or what it takes of them, are not public."""
     found = set()
     for node in ast.walk(TREES[path]):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("headrace."):
-            continue
-        module = importlib.import_module(node.module)
-        for name in (alias.name for alias in node.names):
-            listed = node.module.removeprefix("headrace.") in PUBLIC
-            if not listed or name not in getattr(module, "__all__", vars(module)):
-                inner = f"{node.module}.{name}"
-                found.add((inner if inner in MODULES else node.module).removeprefix("headrace."))
-    return found - set(PUBLIC)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headrace."):
+            found |= {
+                inner.removeprefix("headrace.")
+                for inner, name in taken(node)
+                if name not in public_names(inner.removeprefix("headrace."))
+            }
+    return found
+
+
+def taken(node: ast.ImportFrom) -> Iterator[tuple[str, str | None]]:
+    """The module and the name of each thing that an absolute import takes; a module: its name and None."""
+    for alias in node.names:
+        is_module = f"{node.module}.{alias.name}" in MODULES
+        listed = alias.name in public_names((node.module or "").removeprefix("headrace."))
+        inner = f"{node.module}.{alias.name}", None
+        yield inner if is_module and not listed else (node.module or "", alias.name)
+
+
+@cache
+def public_names(module: str) -> frozenset[str]:
+    """The `__all__` of a package, or of a module that is public itself."""
+    path = MODULES.get(f"headrace.{module}")
+    if path is None or not (path.name == "__init__.py" or module in PUBLIC_MODULES | PUBLIC_IN_HEADRACE):
+        return frozenset()
+    found = importlib.import_module(f"headrace.{module}")
+    return frozenset(getattr(found, "__all__", () if path.name == "__init__.py" else vars(found)))
 
 
 @pytest.mark.slow
 def test_tests_benchmarks_and_examples_import_public_names():
     """Except for inner modules that are listed, each of which is used."""
-    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).glob("*.py")]
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     assert set().union(*map(inner_imports, files)) == INNER
 
 
@@ -291,31 +282,25 @@ def test_no_two_files_have_the_same_name():
 
 
 def test_no_module_has_the_name_of_an_exported_function():
-    """Otherwise `package.name` depends on what was imported last."""
-    shown = {
-        path.parent: {
-            alias.name
-            for node in ast.walk(TREES[path])
-            if isinstance(node, ast.ImportFrom) and node.module
-            for alias in node.names
-        }
-        for path in SOURCES
-        if path.name == "__init__.py"
-    }
+    """Otherwise `package.name` depends on what was imported last. A listed module is meant itself."""
+    packages = {NAMES[path] for path in FACES}
     found = {
-        name.removeprefix("headrace.")
-        for name, path in MODULES.items()
-        for folder in (path.parent if path.name == "__init__.py" else path).parents
-        if name.rpartition(".")[2] in shown.get(folder, ())
+        name
+        for name in MODULES
+        if (home := name.rpartition(".")[0]) in packages and name.rpartition(".")[2] in exported(home)
     }
-    assert not found
+    assert found == {
+        "headrace.transforms.table.schema",
+        "headrace.pipeline.reverse.digits",
+    }
 
 
 def test_the_pipeline_does_not_check_stage_types():
     """Stages declare their traits; only BatchTransform and Pipeline may be checked."""
+    things = {name: getattr(headrace.transforms, name) for name in headrace.transforms.__all__}
     stages = {
         name
-        for name, thing in vars(headrace.transforms).items()
+        for name, thing in things.items()
         if isinstance(thing, type) and issubclass(thing, BatchTransform) and thing is not BatchTransform
     }
     for path in SOURCES:

@@ -1,4 +1,4 @@
-"""Laws of the order in which rewards are compared and added up."""
+"""Laws of the order in which rewards are compared and added up; `reshape_formula` has groups of one size."""
 
 from __future__ import annotations
 

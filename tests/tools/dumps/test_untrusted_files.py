@@ -1,4 +1,4 @@
-"""Files are not trusted: repeated records, false sizes, and control characters."""
+"""Files are not trusted: repeated records, false sizes, and control characters, which `printable` shows."""
 
 from __future__ import annotations
 
