@@ -341,7 +341,8 @@ def options_of(stage: BatchTransform) -> list[str]:
     return [p.name for p in parameters]
 
 
-# The columns that each stage cannot do without, by `checks` of the table or its own: every one missing is an error that says what to do.
+# The columns that each stage cannot do without, by `checks` of the table or its own: every one missing is an
+# error that says what to do.
 POLICIES = [OLD, ("log_probs", "full"), ("masks", "all_assistant_mask")]
 NEEDED = {
     "dense": [("tokens", "full"), ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")],

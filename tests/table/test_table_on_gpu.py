@@ -7,7 +7,7 @@ import torch
 from any_rank import collected
 from batches import batch_of
 from composed import composed
-from test_device_reads import OF_ROWS, same
+from test_table_device_reads import OF_ROWS, same
 
 from headrace.pipeline import load_pipeline
 from headrace.transforms import group_relative_advantage
