@@ -164,7 +164,7 @@ class ShuffleSplit(
     def restart(self, seed: int | None = None) -> None:
         """Forget all batches, and begin the permutations of another seed if one is given."""
         self.memory.restart()
-        if seed is not None:
+        if seed not in (None, self.seed):
             self.__dict__["seed"], self.options = seed, replace(self.options, seed=seed)
 
     def discard_batch(self) -> None:

@@ -37,7 +37,7 @@ from headrace.transforms.table import (
 )
 from headrace.transforms.table.options import fits, nested_key
 from headrace.transforms.table.schema import FLOAT, ROW, STATUS_KEYS, Status, has_key
-from headrace.transforms.table.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy
+from headrace.transforms.table.tensordicts import ELSEWHERE, device_of, number_of, shallow_copy, write_entry
 
 COUNTS = {"tokens": "loss_mask", "length": "length"}  # columns of token counts, and the masks they replace
 IDS = ("group", "rollout", "state", "parent", "baseline")
@@ -269,6 +269,8 @@ class Decider:
     ):
         self.pipeline = pipeline_of(recipe, *overrides, **options)
         self.rows = 0  # rows of all calls so far
+        stages = [self.pipeline, *self.pipeline.stages.values()]
+        self.split = next((stage for stage in stages if hasattr(stage, "restart")), None)
         usual = {role: column.default for role, column in COLUMNS.items() if column.default is not None}
         keys = usual | self.pipeline.columns
         self._keys = {
@@ -276,7 +278,6 @@ class Decider:
             for role, key in usual.items()
             if role not in COUNTS.values() and keys[role] is not None
         }
-        stages = [self.pipeline, *self.pipeline.stages.values()]
         parts = [part for stage in stages for part in stage_parts(stage)]
         self._ids = {key for part in parts for role, key in column_keys(part).items() if role in IDS}
 
@@ -326,7 +327,7 @@ class Decider:
         key = self.pipeline.loss_mask_key
         masked = has_key(batch, number_of(key) if came is None else key)
         pipeline = self.pipeline if masked else self.without_weights
-        carries = any(getattr(stage, "remainder", "") == "carry" for stage in pipeline.stages.values())
+        carries = getattr(self.split, "remainder", "") == "carry"
         if came is None or carries:  # with plain columns, this column says that tokens are elsewhere
             batch[ELSEWHERE] = torch.arange(self.rows, self.rows + len(batch), device=device_of(batch))
         with labels_said(texts.values):
@@ -377,17 +378,18 @@ class Decider:
                         f"{name} must be ≥ 0; found {int(counts.min())} at row {counts.argmin()}"
                     )
                 for mask in self._masks(name):
-                    batch[number_of(mask)] = counts
+                    write_entry(batch, number_of(mask), counts)
                 continue
             key = self._keys.get(name, name)
             if not self.reads(name):
                 unread.append(name)
             if key in self._ids:
-                batch[key] = _as_numbers(values, name, "one id for each row, an integer or a text")
+                ids = _as_numbers(values, name, "one id for each row, an integer or a text")
+                write_entry(batch, key, ids)
                 if len(values) and isinstance(values[0], str):
                     texts[key] = list(values)
             elif isinstance(values, Tensor):
-                batch[key] = values
+                write_entry(batch, key, values)
             elif name == "status" and any(isinstance(value, str) for value in values):
                 known = [each.name.lower() for each in Status]
                 if wrong := sorted({str(value) for value in values} - set(known)):
@@ -578,9 +580,8 @@ def decide(
         _composed[known] = decider
         if len(_composed) > COMPOSED:
             _composed.popitem(last=False)
-        for stage in decider.pipeline.stages.values():
-            if hasattr(stage, "restart"):  # a split
-                stage.restart(seed)
+        if decider.split is not None:
+            decider.split.restart(seed)
         return decider.decide(data)
 
 
