@@ -51,7 +51,7 @@ def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -
     table, arrived, has_masked = rows.table, rows.table.size, rows.table.fates.masks
     _append(table, carried, remainder)
     if table.fates.masks and not has_masked:  # only carried rows are out of the loss
-        out = ~table.fates.in_loss & (torch.arange(table.size) >= arrived)
+        out = ~table.fates.in_loss & (table.every >= arrived)
         rows.on_arrival.mask(out)
 
 
@@ -103,6 +103,7 @@ def _append(table: Table, carried: TensorDictBase | None, remainder: str) -> Non
     table.live = torch.cat([table.live, more.live + before])
     table.starts.append([before + start for start in more.starts[0]])
     table.size = before + more.size
+    table.every = torch.arange(table.size)
     if ROW in table.columns:
         table.columns[ROW] = table.row_numbers()
 

@@ -130,7 +130,7 @@ class OptimiserSteps:
         # where this rank has no row in the minibatch. It then gets the tokens of the first row here.
         self.batch_rows = None
         if len(table.live) < table.size:
-            self.batch_rows = table.batch_rows(torch.arange(table.size)).clamp_min(0)
+            self.batch_rows = table.batch_rows(table.every).clamp_min(0)
         self.in_order = in_order
 
     def _require_mask_of_padding(self, batch: TensorDictBase) -> None:

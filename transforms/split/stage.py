@@ -266,7 +266,7 @@ class ShuffleSplit(
         if known.lowest < 0:  # also an id of an excluded row
             needed = torch.ones_like(known.labels, dtype=torch.bool)
             rows.require_set(known, name, TOGETHER, needed=needed)
-        labels = torch.arange(rows.table.size) if key is None else rows.on_arrival.integers(self.unit, name)
+        labels = rows.table.every if key is None else rows.on_arrival.integers(self.unit, name)
         if ranks.size == 1:
             return labels, [known]
         if self.minibatches != 1 and ranks.shared_ids not in (None, "different"):

@@ -87,7 +87,7 @@ def count_present(rows: Rows, group_size: int | None, ends: Ends | None, status:
         lost = rollouts.any((status == Status.FAILED) | (status == Status.ABORTED))
     present = ~lost if ends is None else ~lost & finished(ends, rollouts)
     group_of = groups.of.index_select(0, rollouts.first)  # (n,), the group of each rollout
-    have = torch.bincount(group_of[present], minlength=groups.n)
+    have = torch.zeros(groups.n, dtype=torch.int64).scatter_add_(0, group_of, present.long())
     if rows.has("expected"):
         sizes = rows.integers("expected", "expected_rollouts")
         expected = groups.max(sizes)

@@ -186,14 +186,11 @@ class Ids:
 
     def any(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for some row of the id."""
-        counted = flags if self.counts is None else flags & self.counts
-        return torch.zeros(self.n, dtype=torch.bool, device=flags.device).index_fill_(
-            0, self.of[counted], True
-        )
+        return self.sum(flags) > 0
 
     def all(self, flags: Tensor) -> Tensor:
         """(n,) bool: whether the flag is True for all rows of the id."""
-        return ~self.any(~flags)
+        return self.sum(~flags) == 0
 
     def min(self, values: Tensor) -> Tensor:
         """(n,) smallest of (M,) `values`; the largest number of the dtype if no row counts."""
@@ -223,9 +220,11 @@ class Ids:
     @cached_property
     def first(self) -> Tensor:
         """(n,) int64, index of the first row of each id that counts; the last of all rows if none counts."""
+        if self.counts is None and self.ascending and self.n == len(self.of):
+            return self.of
         rows = torch.arange(len(self.labels), device=self.labels.device)
         if self.counts is None and self.n == len(rows):
-            return rows if self.ascending else torch.empty_like(rows).scatter_(0, self.of, rows)
+            return torch.empty_like(rows).scatter_(0, self.of, rows)
         return self.min(rows).clamp_max(len(rows) - 1)
 
     @cached_property

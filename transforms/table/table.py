@@ -87,6 +87,7 @@ class Table:
 
     Attributes:
         live: (B,) int64, table index of each row of the batch, ascending.
+        every: (N,) int64, all table indices.
         kept: (N,) bool, rows that are in the batch of their rank.
         columns: (N,) or (N, K) by key: int64, float64 or bool, on the CPU.
         dtypes: dtype of each column in the batch.
@@ -127,16 +128,17 @@ class Table:
             starts: index of the first row of each rank, and the number of rows N.
         """
         self.starts, self.size = [starts], starts[-1]
+        self.every = torch.arange(self.size)
         own = slice(starts[self.ranks.rank], starts[self.ranks.rank + 1])
         self.fates = Fates(self.size)
         self.kept = self.fates.here
-        self.live = torch.arange(own.start, own.stop)
+        self.live = self.every[own]
         self.ids: dict[Any, tuple[tuple[Any, ...], Ids]] = {}
 
     @property
     def carried(self) -> Tensor | None:
         """(C,) int64, table indices of rows of earlier batches; None: there are none."""
-        return None if len(self.starts) == 1 else torch.arange(self.starts[1][0], self.size)
+        return None if len(self.starts) == 1 else self.every[self.starts[1][0] :]
 
     # -- rows, and the ranks that they belong to ----------------------------------------------------------
 
@@ -168,7 +170,7 @@ class Table:
     def rows_of_ranks(self) -> list[Tensor]:
         """Table indices of the rows that have not left, by rank: (n,) int64."""
         if self.ranks.size == 1:
-            return [torch.arange(self.size) if self.fates.index is None else self.fates.index]
+            return [self.every if self.fates.index is None else self.fates.index]
         return self.indices_by_rank(self.fates.here)
 
     def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
@@ -178,17 +180,16 @@ class Table:
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
-        every = torch.arange(self.size)
         if self.ranks.size == 1:
-            return every
-        own = self.part_of_rank(every, self.ranks.rank)
-        return torch.zeros_like(every).index_copy_(0, own, torch.arange(len(own)))
+            return self.every
+        own = self.part_of_rank(self.every, self.ranks.rank)
+        return torch.zeros_like(self.every).index_copy_(0, own, torch.arange(len(own)))
 
     def numbers_of(self, batch: TensorDictBase) -> Tensor:
         """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""
         if len(batch) == 0:  # an empty lazy stack has no columns
             return torch.zeros(0, dtype=torch.int64)
-        return self.part_of_rank(torch.arange(self.size), self.ranks.rank)[column_of(batch, ROW).cpu()]
+        return self.part_of_rank(self.every, self.ranks.rank)[column_of(batch, ROW).cpu()]
 
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""

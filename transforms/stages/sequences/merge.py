@@ -275,7 +275,7 @@ class MergeTurns(
             whole = segments.sum(torch.where(before < 0, found["tokens"].long(), before))
             known = segments.any(before >= 0)
             rows.put(LENGTH, segments.spread(torch.where(known, whole, -1)), ndim=1)
-        stays = target == rows.from_arrival(torch.arange(rows.table.size))
+        stays = target == rows.from_arrival(rows.table.every)
         rows.metric("merged", (~stays).sum())
         rows.metric("broken", found["broken"].sum())
         leave_merged(rows, target)
@@ -318,7 +318,7 @@ def leave_merged(rows: Rows, into: Tensor) -> None:
         into: (M,) int64, for each row of the view the table index of the row that it is merged into; its
             own table index if it stays.
     """
-    columns, every = rows.table.columns, torch.arange(rows.table.size)
+    columns, every = rows.table.columns, rows.table.every
     own = rows.from_arrival(every)
     step = every.index_copy(0, own, torch.where(rows.in_loss, into, own))
     before = columns.get(INTO, torch.full_like(every, -1))
