@@ -377,12 +377,11 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
 
     def _run_stage(self, name: str, stage: nn.Module, rows: Rows, *, after_split: bool = False) -> None:
         """Run one stage on the table; a stage that knows no table gets a batch."""
-        table, start = rows.table, perf_counter()
-        if len(table.fates) == 0:
+        table, before, start = rows.table, len(rows.table.fates), perf_counter()
+        if before == 0:
             name_reasons(rows, name, stage)
             return
         with stage_in_errors(name, stage, table):
-            before = len(table.fates)
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
             else:

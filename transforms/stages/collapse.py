@@ -257,4 +257,5 @@ class FanOutCollapse(
         rows.put(IS_FIRST_SEGMENT, first, dtype=torch.bool, ndim=1)
         of_rollouts = total[first]
         rows.metric("rollouts", len(of_rollouts))
-        rows.metric("reward_mean", mean_of(of_rollouts[~of_rollouts.isnan()]))
+        known = of_rollouts if missing is None else of_rollouts[~of_rollouts.isnan()]
+        rows.metric("reward_mean", mean_of(known))

@@ -723,15 +723,11 @@ def stage_parts(stage: Any) -> list[Any]:
 
 def column_keys(stage: Any) -> dict[str, NestedKey | None]:
     """The key of each column that a stage names, by role: the values of its options ``<role>_key``."""
-    attributes, names = vars(stage), dict[str, NestedKey | None]()
+    attributes = vars(stage)
     known = type(stage), tuple(attributes)
     if known not in _OPTIONS:
         _OPTIONS[known] = [name for name in attributes if name.endswith("_key")]
-    for option in _OPTIONS[known]:
-        key = attributes[option]
-        is_nested = type(key) is tuple and len(key) > 1
-        names[option[:-4]] = key if key is None or is_nested or type(key) is str else nested_key(key)
-    return names
+    return {option[:-4]: nested_key(attributes[option]) for option in _OPTIONS[known]}
 
 
 _OPTIONS: dict[tuple[type, tuple[str, ...]], list[str]] = {}  # by class and names of attributes

@@ -227,7 +227,7 @@ class Table:
             tokens: token counts, as in :meth:`Rows.read`.
             most: a column with more numbers per row, or of ragged rows, is not read. None: no limit.
         """
-        found = dict[Any, Tensor]()
+        found: dict[Any, Tensor] = {}
         for key in dict.fromkeys(keys):
             if key is None or key in self.columns or self.lacks(key):
                 continue

@@ -69,7 +69,7 @@ class Grouped:
         self.even = bool(len(reward)) and int(ids.count.max()) * ids.n == len(reward)
         if self.even:
             order = torch.from_numpy(reward.view(ids.n, -1).numpy().argsort(1))
-            order = order.add_(self.start[:, None]).view(-1)
+            order = order.add_(self.start.unsqueeze(1)).view(-1)
         else:  # a stable sort takes one pass over keys that almost ascend
             order = torch.from_numpy(keys_of(self.of, reward).argsort(kind="stable"))
         self.reward = reward.index_select(0, order)
