@@ -106,9 +106,9 @@ class Decision:
 
     def _put_back(self, column: Tensor) -> Tensor:
         """(N + C, T): a column of the remaining rows, at their input rows; 0 and False for the others."""
-        wide = column.reshape(len(column), -1)
-        whole = wide.new_zeros(len(self.keep), wide.shape[1])
-        return whole.index_copy_(0, self.run.batch.get(ROW).flatten(), wide)
+        wide, rows = column.reshape(len(column), -1), self.run.batch.get(ROW).flatten()
+        whole = wide.new_zeros(len(self.keep) + 1, wide.shape[1])  # the last row takes padding, which is −1
+        return whole.index_copy_(0, rows.where(rows >= 0, len(self.keep)), wide)[:-1]
 
     @cached_property
     def loss_weight(self) -> Tensor:

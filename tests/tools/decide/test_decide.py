@@ -159,6 +159,23 @@ def test_rows_with_tokens_are_decided_as_their_columns():
         assert by_token.in_loss.any()
 
 
+def test_padding_rows_are_no_input_rows():
+    """`remainder=pad` fills micro-batches with copies of rows, whose row number is −1."""
+    batch = batch_of(columns_of(0) | read_by("grpo", columns_of(0)))
+    whole, padded = [
+        decide(
+            batch,
+            group_size=4,
+            stages={"split": {"minibatch_size": 3, "minibatches": None, "remainder": remainder}},
+            microbatches=2,
+        )
+        for remainder in ("uneven", "pad")
+    ]
+    assert (padded.run.batch["headrace", "row"] < 0).any()
+    assert torch.equal(padded.advantage, whole.advantage)
+    assert torch.equal(padded.in_loss, whole.in_loss)
+
+
 @pytest.mark.parametrize(
     "options", [{"microbatches": 2}, {"max_tokens": 16}, {"microbatches": 2, "ranks": 2}, {}]
 )
