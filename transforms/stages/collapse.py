@@ -253,9 +253,8 @@ class FanOutCollapse(
         rows.put(REWARD, total, dtype=dtype, ndim=1)
         if REWARDS in self.out_keys:
             rows.put(REWARDS, rewards.double(), dtype=dtype, ndim=2)
-        first = rows.rollouts.is_first
-        rows.put(IS_FIRST_SEGMENT, first, dtype=torch.bool, ndim=1)
-        of_rollouts = total[first]
+        rows.put(IS_FIRST_SEGMENT, rows.rollouts.is_first, dtype=torch.bool, ndim=1)
+        of_rollouts = rows.to_voters(total)
         rows.metric("rollouts", len(of_rollouts))
         known = of_rollouts if missing is None else of_rollouts[~of_rollouts.isnan()]
         rows.metric("reward_mean", mean_of(known))

@@ -49,7 +49,7 @@ def finished(ends: Ends, rollouts: Ids) -> Tensor:
     if expected is not None:
         wanted = rollouts.max(expected)
         return (number == wanted) & (begun == wanted)
-    once = (number == 1) & (begun == 1)
+    once = number == 1 if begins is None else (number == 1) & (begun == 1)
     if segment is None:
         return once if begins is None else once & begins[rollouts.first]
     piece = rollouts.paired_with(Ids(segment))
