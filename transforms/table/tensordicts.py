@@ -636,7 +636,7 @@ def column_of(batch: TensorDictBase, key: NestedKey) -> Any:
     Raises:
         BatchError: some rows have the column, and some have not.
     """
-    if not isinstance(batch, LazyStackedTensorDict):
+    if type(batch) is TensorDict or not isinstance(batch, LazyStackedTensorDict):  # as in _is_nested
         return _under(batch, key)
     rows = entries_of(batch, key)
     if rows is None:
