@@ -167,7 +167,7 @@ def test_every_promise_names_an_existing_test():
         assert promises == [str(number + 1) for number in range(len(promises))] != [], title
         assert [number for number, _ in lines] == promises, f"{title}: a line of tests for each promise"
         for number, tests in lines:
-            found = re.findall(r"`(tests/\w+\.py)::(\w+)`", tests)
+            found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", tests)
             assert found, (title, number)
             for file, test in found:
                 assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test

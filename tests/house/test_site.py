@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from docstrings import as_markdown
 from hooks import expanded
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from topics import SHOWN, entries_by_topic, topics
+from topics import INNER, LISTINGS, SHOWN, entries_by_topic, topics
 
 pytestmark = pytest.mark.slow
 ENTRIES = [path for paths in entries_by_topic().values() for path in paths]
@@ -32,6 +33,10 @@ def test_every_public_name_belongs_to_one_page():
     assert {*headrace.transforms.__all__, *headrace.pipeline.__all__} <= set(names)
     assert all(entries_by_topic()[page] for page in topics())
     assert sorted(SHOWN) == sorted(topics())
+
+
+def test_names_that_are_not_shown_are_listed_by_a_package():
+    assert set().union(*(import_module(listing).__all__ for listing in LISTINGS)) >= INNER
 
 
 def test_roles_tables_and_literal_blocks_become_markdown():

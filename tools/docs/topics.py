@@ -18,6 +18,14 @@ LISTINGS = (
     "headrace.pipeline.tools.certify",
 )
 
+# Names in these listings that only other folders of headrace use.
+INNER = {
+    *("AGREE", "Draws", "FAILED", "FailedStep", "FittedColumn", "FittedTable", "LENGTH", "REWARD"),
+    *("TrainingDisplay", "as_html", "asked_line", "certify", "compared_values", "differs", "has_reward"),
+    *("history_table", "json_text", "plain_page", "policy", "prompt_label", "quarter_means", "read_failed"),
+    *("report_columns", "said_of_failed", "show_pipeline", "write_whole"),
+}
+
 SHOWN = (  # in this order
     *("stages", "functions", "criteria", "loss-rows", "pipeline", "collect", "reports", "sources", "certify"),
     "own-parts",
@@ -42,13 +50,12 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         "own-parts": (
             "Parts of your own",
             "The table, the contract of stages and criteria, the errors, and the columns of stages.",
-            _of(*(f"transforms.{name}" for name in ("stage", "rows", "errors", "schema", "tensordicts")),
-                "transforms.distributed", "transforms.ids"),
+            _of("transforms.table", "transforms.ranks"),
         ),
         "loss-rows": (
             "Rows for the loss",
             "Ragged rows made dense, scored, packed, merged, or laid out as a tree.",
-            _of("transforms.sequences"),
+            _of("transforms.stages.sequences", "transforms.trees.prefix_tree"),
         ),
         "criteria": (
             "Criteria and token terms",
@@ -58,22 +65,22 @@ def topics() -> dict[str, tuple[str, str, Callable[[Any, str], bool]]]:
         "collect": (
             "Collecting",
             "Who stamps ids, and how rows that come one by one become whole groups.",
-            _of("pipeline.collect", "transforms.assembler", "pipeline.train.sampler"),
+            _of("pipeline.collect", "pipeline.queues", "transforms.streams", "pipeline.train.sampler"),
         ),
         "reports": (
             "Reports",
             "What happened to a batch: in the terminal, on a page, in a dump, in a tracker.",
-            _of("pipeline.report"),
+            _of("pipeline.tools.report"),
         ),
         "sources": (
             "Sources",
             "Dumps of this library and of others, read as batches.",
-            _of("pipeline.sources"),
+            _of("pipeline.tools.dumps"),
         ),
         "certify": (
             "Certificates",
             "The exact bias and variance of a recipe's gradient, on small tasks.",
-            _of("pipeline.certify"),
+            _of("pipeline.tools.certify"),
         ),
         "pipeline": (
             "Pipeline and steps",
@@ -100,7 +107,7 @@ def public_things() -> dict[str, Any]:
         warnings.simplefilter("ignore")  # torchrl warns of its own classes, and mkdocs shows it
         for listing in LISTINGS:
             package = import_module(listing)
-            for name in package.__all__:
+            for name in sorted({*package.__all__} - INNER):
                 thing = getattr(package, name)
                 if all(thing is not other for other in found.values()):
                     found[f"{listing}.{name}"] = thing

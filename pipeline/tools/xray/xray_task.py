@@ -92,7 +92,7 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
     version = version_of(package)
     if version is None:
         raise ConfigError(f"xray={of} needs {package}, which is not installed: {install}")
-    module = import_module(f"headrace.pipeline.tools.of_{of}")
+    module = import_module(f"headrace.pipeline.tools.xray.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:
         return f"{package} {version}", settings()
