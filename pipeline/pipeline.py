@@ -148,6 +148,12 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         check_order(arranged)
         check_column_names(arranged, columns or {}, names)
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
+        for name, stage in arranged.items():
+            if isinstance(stage, BatchTransform):
+                try:
+                    stage.check_ranks(self.rank_options.process_group)
+                except ValueError as err:
+                    raise ValueError(f"stage {name!r}: {err}") from err
         self.stages = nn.ModuleDict({name: as_module(stage) for name, stage in arranged.items()})
         self.order, self._split_index = list(arranged), index_of_split(arranged)
         self._takes_empty_out = not any(hasattr(stage, "empty") for stage in arranged.values())

@@ -20,6 +20,7 @@ from headrace.transforms import (
     FanOutCollapse,
     GroupRelativeAdvantage,
     IncompleteGroupsError,
+    LossWeight,
     MissingKeyError,
     NotTruncated,
     RewardsVary,
@@ -247,3 +248,23 @@ def test_a_stage_the_command_line_cannot_reach_is_refused():
     for name in ("a.b", "", "two words", "1st"):
         with pytest.raises(ValueError, match="a stage's name must consist of letters"):
             Pipeline({name: FanOutCollapse()})
+
+
+@pytest.mark.parametrize("remainder", ["raise", "carry", "uneven", "pad", "drop"])
+def test_the_ranks_of_a_pipeline_are_checked_as_those_of_its_stages(remainder):
+    """`ranks` is for ranks that hold the whole batch; with a budget each micro-batch needs a row."""
+    budget, world = {"minibatches": 1, "max_tokens": 9, "remainder": remainder}, {"process_group": "world"}
+    for make, options, message in (
+        (LossWeight, {"ranks": 2}, "give ranks if each rank holds the whole batch"),
+        (ShuffleSplit, {"minibatches": 1, "ranks": 2}, "give ranks if each rank holds the whole batch"),
+        (ShuffleSplit, budget, None if remainder in ("pad", "drop") else f"got remainder='{remainder}'"),
+    ):
+        Pipeline({"it": make(**options)})
+        for its, own in ((world, {}), ({}, world)):
+            if message is None:
+                Pipeline({"it": make(**options, **its)}, **own)
+                continue
+            with pytest.raises(ValueError, match=message):
+                Pipeline({"it": make(**options, **its)}, **own)
+    with pytest.raises(ValueError, match=r"^stage 'it': give ranks"):
+        Pipeline({"it": LossWeight(ranks=2)}, process_group="world")

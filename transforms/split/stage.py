@@ -152,6 +152,10 @@ class ShuffleSplit(
         """The mask that defines the lengths of rows, if any option needs them."""
         return [(self.length_key, None)] if self.options.measures else []
 
+    def check_ranks(self, process_group: Any) -> None:
+        """Check the options as if `process_group` were the split's own (:class:`CutOptions`)."""
+        replace(self.options, process_group=process_group)
+
     def same_on_all_ranks(self) -> str:
         """The options and the state that must be equal on all ranks, as text to compare."""
         return f"{super().same_on_all_ranks()}\n{self.memory.same_on_all_ranks()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -363,10 +363,10 @@ class LossWeight(
                 f"with turn_index_key each token has its own weight, and {fold=} cannot put it into the "
                 "advantage of a row: set fold='none', and sum the loss with weighted_loss"
             )
-        check_one_way(ranks, process_group)
         self.unit, self.length, self.power = unit, length, power
         self.fold, self.gradients = fold, gradients
         self.ranks, self.process_group, self.shared_ids = ranks, process_group, shared_ids
+        self.check_ranks(process_group)
         self.dtype = as_dtype(dtype)
         needs = {
             "constant": "rollout",
@@ -383,6 +383,10 @@ class LossWeight(
             + ([] if self.turn_index_key is None else [TOKEN_WEIGHT]),
         )
         self.weighed_keys = () if fold == "none" else (written,)
+
+    def check_ranks(self, process_group: Any) -> None:
+        """Refuse a group beside `ranks` (:func:`check_one_way`)."""
+        check_one_way(self.ranks, process_group)
 
     @property
     def tokens_counted(self) -> list[tuple[NestedKey, NestedKey | None]]:

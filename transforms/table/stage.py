@@ -92,6 +92,13 @@ class BatchTransform(TakesColumns, Transform):
     def apply_to_nothing(self, batch: TensorDictBase) -> None:
         """Handle a batch without rows. Raise if rows were required."""
 
+    def check_ranks(self, process_group: Any) -> None:
+        """Refuse a group of ranks that does not go with the options. A pipeline calls this with its group.
+
+        Raises:
+            ValueError: an option is wrong for ranks that each hold their own rows.
+        """
+
     def state_after(self, rows: Rows) -> None:
         """Update the state of the stage. Called once all stages have accepted the batch."""
 
