@@ -141,8 +141,7 @@ class Run:
 
     def of_rank(self, values: Tensor) -> Tensor:
         """From (N, ...) values of the table, those of this rank's rows and of rows carried to this rank."""
-        table = self.known_rows.table
-        return table.part_of_rank(values, table.ranks.rank)
+        return self.known_rows.table.of_this_rank(values)
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -29,6 +29,6 @@ def cut_alone(split: ShuffleSplit, batch: TensorDictBase) -> Done:
         whole = cut.permuted.steps([(rows.table.written_columns(), (), rows.table.batch)]).whole()
     split.memory.remember(cut)
     names, table = ["trained", "remainder", "carried"], rows.table
-    reasons = table.part_of_rank(table.fates.reason, table.ranks.rank).tolist()
+    reasons = table.of_this_rank(table.fates.reason).tolist()
     verdict = torch.tensor([names.index(table.fates.names[reason]) for reason in reasons])
     return Done(whole, verdict, table.metrics)

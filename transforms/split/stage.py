@@ -251,7 +251,7 @@ class ShuffleSplit(
                         [(table.written_columns(), table.late, table.batch)], cut.progress
                     )
                     out = steps.whole()
-            self.memory.remember(cut)  # `sharing` has ended, so no rank has refused the batch
+            self.memory.remember(cut)  # the block has ended, so no rank has refused the batch
         return out
 
     def _units(

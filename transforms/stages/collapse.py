@@ -16,7 +16,6 @@ from headrace.transforms.table import (
     ColumnNames,
     Missing,
     Rows,
-    as_ids,
     as_rewards,
     require_identity,
     require_rewards,
@@ -97,7 +96,7 @@ def collapse_fan_out(
 def collapse_column(rows: Rows, reward: Tensor, how: Reduction) -> Tensor:
     """Check (M,) float64 rewards of rows, and return (M,) float64, the reward of each row's rollout."""
     rollouts = rows.rollouts
-    turn = as_ids(rows.number("turn"), "turn") if rows.has("turn") else None
+    turn = rows.integers("turn", "turn") if rows.has("turn") else None
     if turn is not None:
         require_turns(rows, turn)
     require_rewards(rows, reward, siblings_agree=how == "shared")
@@ -207,16 +206,11 @@ class FanOutCollapse(
         if self.reward in ("first", "last"):
             require_edge(rows, self.reward)
         value, width = rows["reward"], self.columns
-        if width == 1 and value.ndim > 1:
+        if value.shape[1:] != ((width,) if width > 1 else ()):
+            needed = f"{width} numbers" if width > 1 else "one number"
             raise BatchError(
-                f"{{reader}} needs one number per row in {{column}}, for {len(rows)} rows; found "
-                f"{tuple(value.shape)}. If these are several rewards, set columns",
-                **rows.facts("reward"),
-            )
-        if width > 1 and value.shape[1:] != (width,):
-            raise BatchError(
-                f"{{reader}} needs {width} rewards per row (columns); found {tuple(value.shape)} in "
-                f"{{column}} for {len(rows)} rows",
+                f"{{reader}} needs {needed} per row in {{column}}, for {len(rows)} rows; found "
+                f"{tuple(value.shape)}. If these are several rewards, set columns to their number",
                 **rows.facts("reward"),
             )
         reward = value.double().reshape(len(rows), width)  # (M, K)

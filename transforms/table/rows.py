@@ -326,7 +326,6 @@ class Rows:
         ok: Tensor,
         message: str,
         describe: Callable[[int], str] | None = None,
-        error: type[BatchError] = BatchError,
         role: Any = None,
         **facts: Any,
     ) -> None:
@@ -339,7 +338,6 @@ class Rows:
                 ``{filter/action=drop}`` of another; the command shows it as an override.
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
-            error: class of the error.
             role: role or key of the column that the message names: ``{column}``.
             facts: what else the message names, by its field. Data, whose text may have braces, must be one.
                 With ``ids="group_id"`` or ``"rollout_id"`` the message says where these ids are stamped.
@@ -360,7 +358,7 @@ class Rows:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
         s = "" if len(bad) == 1 else "s"
         facts = {"ids": "", **facts} | ({} if role is None else self.facts(role))
-        err = error(message + "{stamped}", found=found, count=len(bad), s=s, **facts)
+        err = BatchError(message + "{stamped}", found=found, count=len(bad), s=s, **facts)
         err.more = self.table.ranks.note(self.table.starts[0])
         raise err
 
@@ -486,11 +484,7 @@ class Rows:
 
     def of_this_rank(self, values: Tensor) -> Tensor:
         """The part of (M, ...) `values` for the rows of this rank."""
-        spans = self.table.spans(self.table.ranks.rank)
-        if self.index is not None:
-            spans = torch.searchsorted(self.index, torch.tensor(spans)).tolist()
-        parts = [values[a:b] for a, b in spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.table.of_this_rank(values, self.index)
 
     # -- tokens of each row, and numbers computed from tokens ----------------------------------------------
 

@@ -70,7 +70,7 @@ class TokenCount(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The key of a table column that :meth:`Rows.reduce` computed from another column."""
+    """The key of a table column that :meth:`Table.measure` made of numbers computed from another column."""
 
     name: str
     of: NestedKey
@@ -156,8 +156,6 @@ class Table:
 
     def indices_by_rank(self, chosen: Tensor) -> list[Tensor]:
         """Table indices where (N,) bool `chosen` is True, by rank: (n,) int64, in the rank's batch order."""
-        if self.ranks.size == 1:
-            return [chosen.nonzero().view(-1)]
         return [
             torch.cat([chosen[a:b].nonzero().flatten() + a for a, b in self.spans(rank)])
             for rank in range(self.ranks.size)
@@ -169,27 +167,31 @@ class Table:
 
     def rows_of_ranks(self) -> list[Tensor]:
         """Table indices of the rows that have not left, by rank: (n,) int64."""
-        if self.ranks.size == 1:
-            return [self.every if self.fates.index is None else self.fates.index]
         return self.indices_by_rank(self.fates.here)
 
-    def part_of_rank(self, values: Tensor, rank: int) -> Tensor:
-        """The part of (N, ...) values that belongs to a rank, in the order of its batch."""
-        parts = [values[a:b] for a, b in self.spans(rank)]
+    def of_this_rank(self, values: Tensor, index: Tensor | None = None) -> Tensor:
+        """The part of (N, ...) values that belongs to this rank, in the order of its batch.
+
+        Args:
+            values: of all rows, or (M, ...) of some.
+            index: (M,) int64, table indices of these rows, ascending; None: all rows.
+        """
+        spans = self.spans(self.ranks.rank)
+        if index is not None:
+            spans = torch.searchsorted(index, torch.tensor(spans)).tolist()
+        parts = [values[a:b] for a, b in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
-        if self.ranks.size == 1:
-            return self.every
-        own = self.part_of_rank(self.every, self.ranks.rank)
+        own = self.of_this_rank(self.every)
         return torch.zeros_like(self.every).index_copy_(0, own, torch.arange(len(own)))
 
     def numbers_of(self, batch: TensorDictBase) -> Tensor:
         """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""
         if len(batch) == 0:  # an empty lazy stack has no columns
             return torch.zeros(0, dtype=torch.int64)
-        return self.part_of_rank(self.every, self.ranks.rank)[column_of(batch, ROW).cpu()]
+        return self.of_this_rank(self.every)[column_of(batch, ROW).cpu()]
 
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
@@ -349,7 +351,7 @@ class Table:
     # -- into a batch -------------------------------------------------------------------------------------
 
     def write(self) -> TensorDictBase:
-        """Write all decisions into a batch of the rows that have not left: the inverse of :meth:`Rows.read`.
+        """Write all decisions into a batch of the rows that have not left, for :meth:`Rows.write`.
 
         Values are rounded to the dtype of their column. Rows out of the loss are masked.
         """
@@ -370,13 +372,13 @@ class Table:
             change(batch, {name: column.to(device_of(batch)) for name, column in live.items()})
         return batch
 
-    def decided_in_parts(self, parts: int = 16) -> Iterator[TensorDictBase]:
+    def decided_in_parts(self) -> Iterator[TensorDictBase]:
         """Yield :meth:`as_decided` in parts, without text columns. There is at least one part, maybe empty.
 
         So the columns that are computed when rows are gathered never exist for all rows at once.
         """
         self.compact()
-        step = max(-(-len(self.live) // parts), 1)
+        step = max(-(-len(self.live) // 16), 1)
         for start in range(0, max(len(self.live), 1), step):
             yield self.decided_between(slice(start, start + step))
 

@@ -146,16 +146,15 @@ def _is_stack_of_rows(batch: TensorDictBase) -> bool:
 
 
 # TensorDict's checks of columns and rows that are known to fit cost as much as to gather them. The names that
-# do without are private, and may be missing.
-_unchecked = getattr(TensorDict, "_new_unsafe", TensorDict)
-stack_of_rows = getattr(LazyStackedTensorDict, "_new_lazy_unsafe", LazyStackedTensorDict)
+# do without are private; tensordict 0.10 to 0.15 have them.
+stack_of_rows = LazyStackedTensorDict._new_lazy_unsafe
 
 
 def of_columns(
     columns: dict[str, Any], size: Sequence[int], device: torch.device | None, names: Any = None
 ) -> TensorDict:
     """A TensorDict of columns that are known to fit."""
-    return _unchecked(columns, batch_size=torch.Size(size), device=device, names=names)
+    return TensorDict._new_unsafe(columns, batch_size=torch.Size(size), device=device, names=names)
 
 
 _IS_PLAIN = {*vars(of_columns({}, [], None))} == {"_device", "_batch_size", "_td_dim_names", "_tensordict"}
@@ -296,9 +295,9 @@ def write_entries(row: TensorDictBase, path: Sequence[str], values: Iterable[tup
 
 
 # TensorDict looks at every text whenever one is made, stacked, indexed or listed: 1 to 40 microseconds each.
-# The names by which it does without are not public; where one is missing, the public way is taken.
-stack_of_texts = getattr(NonTensorStack, "_new_lazy_unsafe", NonTensorStack)
-_text_of = getattr(NonTensorData, "_from_tensordict", lambda _, data: NonTensorData(data["data"]))
+# The names by which it does without are as private as those above.
+stack_of_texts = NonTensorStack._new_lazy_unsafe
+_text_of = NonTensorData._from_tensordict
 
 
 def as_texts(values: Sequence[str]) -> NonTensorStack:
