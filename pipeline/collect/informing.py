@@ -18,18 +18,12 @@ from headrace.transforms import (
     SampleFilter,
     StalledError,
 )
+from headrace.transforms.carry import from_plain, join_rows, to_plain
 from headrace.transforms.streams import Intervals, check_kinds, kinds_of
 from headrace.transforms.table import as_ids, enter_rows, listing
 from headrace.transforms.table.options import at_least, nested_key, takes_options
 from headrace.transforms.table.schema import IN_LOSS, ROW, has_key, read_column
-from headrace.transforms.table.tensordicts import (
-    device_of,
-    from_plain,
-    join_rows,
-    shallow_copy,
-    take_rows,
-    to_plain,
-)
+from headrace.transforms.table.tensordicts import device_of, shallow_copy, take_rows
 
 from .assembling import OverSource
 from .on_ray import RayAssembler

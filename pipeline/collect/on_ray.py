@@ -14,6 +14,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms import GroupAssembler, StalledError, StreamWarning
+from headrace.transforms.carry import from_plain, to_plain
 from headrace.transforms.streams import (
     Kinds,
     RowPiece,
@@ -26,7 +27,7 @@ from headrace.transforms.streams import (
 from headrace.transforms.table import enter_rows, labels_in_errors
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.schema import ORIGIN, has_key
-from headrace.transforms.table.tensordicts import device_of, from_plain, number_column, take_rows, to_plain
+from headrace.transforms.table.tensordicts import device_of, number_column, take_rows
 
 from .assembling import Leftovers, check_patience, rest_of
 from .installed import import_extra

@@ -18,7 +18,7 @@ from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
 from headrace.transforms import GroupAssembler
-from headrace.transforms.table.tensordicts import join_rows
+from headrace.transforms.carry import join_rows
 
 from .assembling import check_patience
 from .installed import import_extra

@@ -30,6 +30,7 @@ from headrace.pipeline.collect import (
     wait_until,
 )
 from headrace.transforms import BatchError, StalledError
+from headrace.transforms.carry import join_rows, to_plain
 from headrace.transforms.streams import RowPiece, gather
 from headrace.transforms.table import enter_rows, listing
 from headrace.transforms.table.options import at_least, takes_options
@@ -46,11 +47,9 @@ from headrace.transforms.table.schema import (
 from headrace.transforms.table.tensordicts import (
     ELSEWHERE,
     fill_out_of_loss,
-    join_rows,
     mask_tokens_of,
     number_of,
     take_rows,
-    to_plain,
     write_column,
 )
 

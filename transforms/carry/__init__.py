@@ -1,4 +1,7 @@
-"""What one batch leaves to the next: rows that a split holds back, and the place where a run resumes."""
+"""What one batch leaves to the next: rows that a split holds back, and the place where a run resumes.
+
+Also how rows are joined, saved and sent.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from headrace.faces import lazy
 
 if TYPE_CHECKING:
     from .memory import SplitMemory
+    from .saved_rows import from_plain, join_rows, to_plain
 
-__all__ = ["SplitMemory"]
+__all__ = ["SplitMemory", "from_plain", "join_rows", "to_plain"]
 
 __getattr__, __dir__ = lazy(__name__, __all__)

@@ -14,12 +14,13 @@ from headrace.transforms.table.tensordicts import (
     as_texts,
     column_of,
     device_of,
-    join_rows,
     leave_out,
     listed,
     number_column,
     write_column,
 )
+
+from .saved_rows import join_rows
 
 
 def take(table: Table, numbers: Tensor) -> TensorDictBase:

@@ -12,7 +12,9 @@ from torch import Tensor
 from headrace.transforms.split import Progress
 from headrace.transforms.table import BatchError, Table, few
 from headrace.transforms.table.schema import REASON
-from headrace.transforms.table.tensordicts import column_of, flat_rows, from_plain, leaves_of, to_plain
+from headrace.transforms.table.tensordicts import column_of, flat_rows, leaves_of
+
+from .saved_rows import from_plain, to_plain
 
 CLOSE = 1e-4  # tolerance: rewards that were shaped on another device differ in the last digits
 

@@ -42,11 +42,12 @@ from headrace.transforms.table.tensordicts import (
     fill_out_of_loss,
     of_columns,
     parts_of,
-    rows_with,
     send_packed,
     shallow_copy,
+    stack_of_rows,
     take_column,
     take_rows,
+    write_entries,
     write_entry,
 )
 from headrace.transforms.table.tokens import check_mask
@@ -511,3 +512,29 @@ def _runs(batch: TensorDictBase, keys: Sequence[tuple[str, str]], reader: str) -
 def _views(batch: TensorDictBase, sizes: Sequence[int]) -> Iterator[TensorDictBase]:
     ends = list(accumulate(sizes))
     return (batch[end - size : end] for end, size in zip(ends, sizes, strict=True))
+
+
+def rows_with(
+    rows: Sequence[TensorDictBase], columns: Mapping[NestedKey, Sequence[Tensor]]
+) -> TensorDictBase:
+    """A lazy stack of rows with more columns. The rows are left alone; nothing is copied but references.
+
+    Args:
+        rows: n TensorDicts.
+        columns: n values each, by key.
+
+    Example:
+        >>> row = TensorDict({"next": {"x": torch.ones(3)}})
+        >>> stack = rows_with([row, row], {("next", "y"): [torch.zeros(()), torch.ones(())]})
+        >>> stack["next", "y"].tolist(), list(row["next"].keys())
+        ([0.0, 1.0], ['x'])
+    """
+    made: Any = stack_of_rows(*map(shallow_copy, rows), stack_dim=0)
+    below: dict[tuple[str, ...], dict[str, Sequence[Tensor]]] = {}  # columns by their path
+    for key, values in columns.items():
+        *path, last = (key,) if isinstance(key, str) else key
+        below.setdefault(tuple(path), {})[last] = values
+    for path, group in below.items():
+        for row, *values in zip(made.tensordicts, *group.values(), strict=True):
+            write_entries(row, path, zip(group, values, strict=True))
+    return made

@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from typing_extensions import Unpack
 
+from headrace.transforms.carry import to_plain
 from headrace.transforms.table import ColumnNames, Rows, TakesColumns, enter_rows, labels_in_errors
 from headrace.transforms.table.options import (
     at_least,
@@ -22,7 +23,6 @@ from headrace.transforms.table.options import (
     takes_options,
 )
 from headrace.transforms.table.schema import DISPATCHED
-from headrace.transforms.table.tensordicts import to_plain
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .limits import (

@@ -30,8 +30,8 @@ from pyarrow import ipc
 from tensordict import TensorDict
 from torch import Tensor
 
+from headrace.transforms.carry import from_plain
 from headrace.transforms.table import BatchError, StreamWarning
-from headrace.transforms.table.tensordicts import from_plain
 
 from .open_groups import Group
 from .pieces import RowPiece, gather, kinds_of

@@ -18,18 +18,17 @@ from tensordict import (
 )
 from torch import Tensor
 
+from headrace.transforms.carry import from_plain, to_plain
 from headrace.transforms.table import BatchError, listing
 from headrace.transforms.table.schema import Origin, read_column
 from headrace.transforms.table.tensordicts import (
     deep_copy,
     device_of,
-    from_plain,
     of_columns,
     parts_of,
     shallow_copy,
     stack_of_rows,
     take_rows,
-    to_plain,
     write_column,
 )
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from math import isfinite, prod
+from math import isfinite
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +18,8 @@ from tensordict import (
     NonTensorStack,
     TensorDict,
     TensorDictBase,
-    is_leaf_nontensor,
     is_tensor_collection,
     is_tensorclass,
-    lazy_stack,
 )
 from torch import Tensor, nn
 
@@ -38,7 +36,6 @@ __all__ = [
     "as_texts",
     "bits_of",
     "column_of",
-    "columns_by_row",
     "count_in_loss",
     "count_true",
     "deep_copy",
@@ -47,8 +44,6 @@ __all__ = [
     "entries_of",
     "fill_out_of_loss",
     "flat_rows",
-    "from_plain",
-    "join_rows",
     "leave_out",
     "leaves_of",
     "listed",
@@ -59,14 +54,12 @@ __all__ = [
     "of_columns",
     "parts_of",
     "read_packed",
-    "rows_with",
     "send_packed",
     "shallow_copy",
     "stack_of_rows",
     "stack_of_texts",
     "take_column",
     "take_rows",
-    "to_plain",
     "without_rows",
     "write_column",
     "write_entry",
@@ -100,7 +93,7 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     if type(batch) is TensorDict and 0 not in batch.batch_size:  # stacks of no strings know no shape
         columns = batch._tensordict.copy()
         for key, value in columns.items():
-            if type(value) is not Tensor and _is_nested(value):
+            if type(value) is not Tensor and is_nested(value):
                 columns[key] = shallow_copy(value)
         return _like(batch, columns)
     if _is_stack_of_rows(batch):
@@ -126,7 +119,7 @@ def _like(batch: TensorDict, columns: dict[str, Any]) -> TensorDict:
     return made
 
 
-def _is_nested(value: Any) -> bool:
+def is_nested(value: Any) -> bool:
     """Whether a value has columns of its own: a TensorDict, or a tensorclass such as TorchRL's ``Tokens``."""
     if type(value) is Tensor or type(value) is TensorDict:  # abstract classes take long to say whose they are
         return type(value) is TensorDict
@@ -171,7 +164,7 @@ def leaves_of(batch: TensorDictBase) -> Iterator[tuple[NestedKey, Tensor]]:
     for name, value in () if isinstance(batch, LazyStackedTensorDict) else batch.items():
         if isinstance(value, Tensor):
             yield name, value
-        elif _is_nested(value):
+        elif is_nested(value):
             for key, leaf in leaves_of(value):
                 yield (name, *((key,) if isinstance(key, str) else key)), leaf
 
@@ -226,7 +219,7 @@ def leave_out(batch: TensorDictBase, keys: Iterable[NestedKey]) -> TensorDictBas
     """
     rest = batch.exclude(*keys)
     row = rest.tensordicts[0] if isinstance(rest, LazyStackedTensorDict) and len(rest) else rest
-    empty = [name for name, value in row.items() if _is_nested(value) and not len(value.keys())]
+    empty = [name for name, value in row.items() if is_nested(value) and not len(value.keys())]
     return rest.exclude(*empty) if empty else rest
 
 
@@ -235,7 +228,7 @@ def rows_between(batch: TensorDictBase, some: slice) -> TensorDictBase:
     if type(batch) is not TensorDict:
         return shallow_copy(batch[some])
     columns = {key: value[some] for key, value in batch.items() if isinstance(value, Tensor)}
-    columns |= {key: rows_between(value, some) for key, value in batch.items() if _is_nested(value)}
+    columns |= {key: rows_between(value, some) for key, value in batch.items() if is_nested(value)}
     size = len(range(*some.indices(len(batch))))
     return of_columns(columns, [size, *batch.batch_size[1:]], batch.device)
 
@@ -359,40 +352,6 @@ def without_rows(columns: Sequence[Column], device: torch.device | None) -> Tens
     return batch
 
 
-def join_rows(batches: Sequence[TensorDictBase], what: str) -> TensorDictBase:
-    """Put the rows of batches one after the other; lazy stacks make a lazy stack.
-
-    Args:
-        batches: TensorDicts ``[n_k]``, with the same columns.
-        what: what the message calls them.
-
-    Raises:
-        BatchError: they differ in columns, or in the widths of dense ones.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> parts = [TensorDict({"x": torch.ones(n)}, batch_size=[n]) for n in (2, 1)]
-        >>> join_rows(parts, "parts").shape
-        torch.Size([3])
-    """
-    first, *others = (
-        set(batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)) for batch in batches
-    )
-    for other in others:
-        if odd := sorted(map(str, first ^ other)):
-            raise BatchError(
-                f"{what} must have the same columns; only some have {{found}}", found=", ".join(odd)
-            )
-    try:
-        return torch.cat(list(batches), 0)
-    except RuntimeError as err:
-        raise BatchError(
-            f"{what} must have columns of the same width; pad them to one, or keep ragged rows in a lazy "
-            "stack: {why}",
-            why=str(err),
-        ) from err
-
-
 def mask_tokens_of(batch: TensorDictBase, key: NestedKey, masked: Tensor) -> None:
     """Take whole rows of a column out of the loss: False in a mask, NaN in log-probabilities.
 
@@ -460,105 +419,6 @@ def device_of(batch: TensorDictBase) -> torch.device:
         if isinstance(value, Tensor):
             return value.device
     return torch.device("cpu")
-
-
-def to_plain(batch: TensorDictBase | None) -> dict[str, Any] | None:
-    """Rows as dicts of tensors and lists, which ``torch.load`` reads without trusting the file.
-
-    Ragged rows with the same columns become one tensor per column, because thousands of small tensors take
-    long to save and to send.
-
-    Example:
-        >>> rows = TensorDict({"x": torch.ones(2), "name": ["a", "b"]}, batch_size=[2])
-        >>> list(from_plain(to_plain(rows))["name"])
-        ['a', 'b']
-        >>> ragged = stack_of_rows(*(TensorDict({"x": torch.ones(n)}) for n in (1, 2)))
-        >>> to_plain(ragged)["packed"]["x"]
-        {'flat': tensor([1., 1., 1.]), 'shapes': [(1,), (2,)]}
-    """
-    if batch is None:
-        return None
-    if isinstance(batch, LazyStackedTensorDict):
-        rows = batch.unbind(0)
-        if (columns := _packed(rows)) is None:
-            return {"rows": [to_plain(row) for row in rows]}
-        return {"packed": columns, "size": len(rows), "device": str(batch.device or "")}
-    columns = {}
-    if is_tensorclass(batch):  # whose own get() takes data out of what holds it
-        batch = batch.to_tensordict()
-    for key in batch.keys():
-        value = batch.get(key)
-        if isinstance(value, MetaData):  # one for all rows
-            columns[key] = {"meta": value.data, "batch_size": list(value.batch_size)}
-        elif isinstance(value, NonTensorData | NonTensorStack):
-            columns[key] = {"data": value.tolist(), "batch_size": list(value.batch_size)}
-        else:
-            columns[key] = to_plain(value) if is_tensor_collection(value) else value
-    return {"columns": columns, "batch_size": list(batch.batch_size), "device": str(batch.device or "")}
-
-
-def from_plain(plain: dict[str, Any] | None) -> TensorDictBase | None:
-    """What :func:`to_plain` made dicts of."""
-    if plain is None:
-        return None
-    if "rows" in plain:
-        return lazy_stack([from_plain(row) for row in plain["rows"]])
-    batch: TensorDictBase
-    if "packed" in plain:
-        batch = stack_of_rows(*_unpacked(plain["packed"], plain["size"]))
-        return batch.to(device_of(batch)) if plain["device"] else batch
-    batch = TensorDict({}, batch_size=plain["batch_size"])
-    for key, value in plain["columns"].items():
-        if isinstance(value, dict) and "data" in value:
-            value = _stack_data(value["data"], len(value["batch_size"]))
-        elif isinstance(value, dict) and "meta" in value:
-            value = MetaData(value["meta"], batch_size=value["batch_size"])
-        batch[key] = from_plain(value) if isinstance(value, dict) else value
-    # Who saved it on a GPU may be read without one: its device is where its tensors are now.
-    return batch.to(device_of(batch)) if plain["device"] else batch
-
-
-def _packed(rows: Sequence[Any]) -> dict[str, Any] | None:
-    """The columns of single rows, joined; None if they differ or are of another kind."""
-    columns = [row._tensordict for row in rows if type(row) is TensorDict and row.batch_dims == 0]
-    if not columns or len(columns) < len(rows) or any(row.keys() != columns[0].keys() for row in columns):
-        return None
-    packed: dict[str, Any] = {}
-    for name in columns[0]:
-        values = [row[name] for row in columns]
-        if all(type(value) is Tensor and value.dtype is values[0].dtype for value in values):
-            flat = torch.cat([value.detach().reshape(-1) for value in values])
-            packed[name] = {"flat": flat, "shapes": [tuple(value.shape) for value in values]}
-        elif all(type(value) is NonTensorData for value in values):
-            packed[name] = {"data": [value.data for value in values]}
-        elif (inside := _packed(values)) is not None:
-            packed[name] = {"inside": inside}
-        else:
-            return None
-    return packed
-
-
-def _unpacked(packed: Mapping[str, Any], size: int) -> list[TensorDict]:
-    """The single rows of :func:`_packed`, each in its own memory."""
-    columns: list[dict[str, Any]] = [{} for _ in range(size)]
-    for name, value in packed.items():
-        each: Sequence[Any]
-        if "flat" in value:
-            flat = value["flat"].split([prod(shape) for shape in value["shapes"]])
-            # A view would keep the memory of all rows, and a saved view is saved with all of it.
-            each = [row.clone().view(shape) for row, shape in zip(flat, value["shapes"], strict=True)]
-        elif "data" in value:
-            each = as_texts(value["data"]).tensordicts
-        else:
-            each = _unpacked(value["inside"], size)
-        for row, entry in zip(columns, each, strict=True):
-            row[name] = entry
-    return [of_columns(row, [], None) for row in columns]
-
-
-def _stack_data(data: Any, dims: int) -> Any:
-    """A list alone would become a tensor where it has numbers in it."""
-    return NonTensorStack(*(_stack_data(each, dims - 1) for each in data)) if dims else NonTensorData(data)
 
 
 # -- numbers of rows, and counts of tokens -----------------------------------------------------------------
@@ -702,43 +562,6 @@ def first_names(batch: TensorDictBase) -> set[str] | None:
 _COLUMNS = attrgetter("_tensordict")
 
 
-def columns_by_row(
-    batch: LazyStackedTensorDict, skip: Collection[NestedKey] = ()
-) -> dict[NestedKey, list[Any]]:
-    """All columns of a lazy stack, each as a list of its rows' entries, in the order of the first row.
-
-    Args:
-        batch: TensorDict ``[N]``.
-        skip: columns that are left out.
-
-    Returns:
-        Tensors and texts by key. What holds no tensors, such as a history, is one entry.
-
-    Raises:
-        BatchError: some rows have a column, and some have not.
-    """
-    found: dict[NestedKey, list[Any]] = {}
-
-    def walk(holders: Sequence[Any], path: tuple[str, ...]) -> None:
-        plain = all(type(holder) is TensorDict for holder in holders)  # a tenth of the cost of asking each
-        held = [holder._tensordict if plain else holder for holder in holders if holder is not None]
-        for name in dict.fromkeys(name for holder in held for name in holder.keys()):
-            key = (*path, name) if path else name
-            if key in skip:
-                continue
-            inside = [each.get(name) for each in held] if plain else [_under(each, name) for each in holders]
-            first = next(each for each in inside if each is not None)
-            if type(first) is TensorDict or (_is_nested(first) and any(True for _ in first.keys(True, True))):
-                walk(inside, (*path, name))
-            elif plain and all(each is not None for each in inside):
-                found[key] = inside
-            else:
-                found[key] = entries_of(batch, key) or []
-
-    walk(batch.tensordicts, ())
-    return found
-
-
 def same_column(before: TensorDictBase, after: TensorDictBase, key: NestedKey) -> bool:
     """Whether a column of two batches is the same tensors, whatever is in them; or both have none."""
     old, new = (parts_of(batch, key) or [None] for batch in (before, after))
@@ -761,7 +584,7 @@ def _under(batch: Any, key: NestedKey) -> Any:
         if type(batch) is TensorDict:
             batch = batch._tensordict.get(name)
             continue
-        if not _is_nested(batch):
+        if not is_nested(batch):
             return None
         if isinstance(batch, LazyStackedTensorDict):
             batch = column_of(batch, name)
@@ -930,29 +753,3 @@ def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]
     parts = torch.cat(flat).to(device, non_blocking=True).split([len(part) for part in flat])
     there = dict(zip(widest_first, parts, strict=True))
     return [there[number].view(each.dtype).view(each.shape) for number, each in enumerate(columns)]
-
-
-def rows_with(
-    rows: Sequence[TensorDictBase], columns: Mapping[NestedKey, Sequence[Tensor]]
-) -> TensorDictBase:
-    """A lazy stack of rows with more columns. The rows are left alone; nothing is copied but references.
-
-    Args:
-        rows: n TensorDicts.
-        columns: n values each, by key.
-
-    Example:
-        >>> row = TensorDict({"next": {"x": torch.ones(3)}})
-        >>> stack = rows_with([row, row], {("next", "y"): [torch.zeros(()), torch.ones(())]})
-        >>> stack["next", "y"].tolist(), list(row["next"].keys())
-        ([0.0, 1.0], ['x'])
-    """
-    made: Any = stack_of_rows(*map(shallow_copy, rows), stack_dim=0)
-    below: dict[tuple[str, ...], dict[str, Sequence[Tensor]]] = {}  # columns by their path
-    for key, values in columns.items():
-        *path, last = (key,) if isinstance(key, str) else key
-        below.setdefault(tuple(path), {})[last] = values
-    for path, group in below.items():
-        for row, *values in zip(made.tensordicts, *group.values(), strict=True):
-            write_entries(row, path, zip(group, values, strict=True))
-    return made

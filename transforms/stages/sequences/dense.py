@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, TensorDict, TensorDictBase
@@ -17,10 +17,11 @@ from headrace.transforms.table.schema import facts_of, has_key, require
 from headrace.transforms.table.tensordicts import (
     PROMPT,
     RESPONSE,
-    columns_by_row,
+    column_of,
     count_true,
     device_of,
     entries_of,
+    is_nested,
     send_packed,
     shallow_copy,
     stack_of_texts,
@@ -372,3 +373,42 @@ def fit_width(column: Tensor, width: int, value: float | None = None) -> Tensor:
     fill = no_token(column) if value is None else value
     beside = (0, 0) * (column.ndim - 2)  # no padding in the dimensions after the tokens
     return nn.functional.pad(column, (*beside, width - column.shape[1], 0), value=fill)
+
+
+def columns_by_row(
+    batch: LazyStackedTensorDict, skip: Collection[NestedKey] = ()
+) -> dict[NestedKey, list[Any]]:
+    """All columns of a lazy stack, each as a list of its rows' entries, in the order of the first row.
+
+    Args:
+        batch: TensorDict ``[N]``.
+        skip: columns that are left out.
+
+    Returns:
+        Tensors and texts by key. What holds no tensors, such as a history, is one entry.
+
+    Raises:
+        BatchError: some rows have a column, and some have not.
+    """
+    found: dict[NestedKey, list[Any]] = {}
+
+    def walk(holders: Sequence[Any], path: tuple[str, ...]) -> None:
+        plain = all(type(holder) is TensorDict for holder in holders)  # a tenth of the cost of asking each
+        held = [holder._tensordict if plain else holder for holder in holders if holder is not None]
+        for name in dict.fromkeys(name for holder in held for name in holder.keys()):
+            key = (*path, name) if path else name
+            if key in skip:
+                continue
+            inside = (
+                [each.get(name) for each in held] if plain else [column_of(each, name) for each in holders]
+            )
+            first = next(each for each in inside if each is not None)
+            if type(first) is TensorDict or (is_nested(first) and any(True for _ in first.keys(True, True))):
+                walk(inside, (*path, name))
+            elif plain and all(each is not None for each in inside):
+                found[key] = inside
+            else:
+                found[key] = entries_of(batch, key) or []
+
+    walk(batch.tensordicts, ())
+    return found

@@ -1,0 +1,53 @@
+"""Rows that are saved or sent come back as they were."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from tensordict import MetaData, NonTensorStack, TensorDict, lazy_stack
+
+from headrace.transforms import BatchError
+from headrace.transforms.carry import from_plain, join_rows, to_plain
+
+
+def row(width: int, **more) -> TensorDict:
+    """One row of so many tokens, with nested columns and a text."""
+    inside = TensorDict({"full": torch.arange(width), "reward": torch.tensor(float(width))}, [])
+    return TensorDict({"tokens": inside, "prompt": f"of {width}", **more}, [])
+
+
+def batches() -> dict[str, TensorDict]:
+    """Each way in which a batch has its rows."""
+    dense = lazy_stack([row(3), row(3)]).contiguous()
+    return {
+        "dense": dense,
+        "lists": dense.clone().set("turns", NonTensorStack(["a", "b"], ["c", "d"])),
+        "one for all": dense.clone().set("model", MetaData("m", batch_size=[2])),
+        "ragged": lazy_stack([row(1), row(4)]),
+        "of other columns": lazy_stack([row(1), row(4, more=torch.ones(2))]),
+    }
+
+
+@pytest.mark.parametrize("kind", batches())
+def test_saved_rows_are_read_without_trust_and_are_the_same(kind):
+    batch, file = batches()[kind], io.BytesIO()
+    torch.save(to_plain(batch), file)
+    file.seek(0)
+    again = from_plain(torch.load(file, weights_only=True))
+    assert type(again) is type(batch)
+    assert len(again) == len(batch)
+    for one, other in zip(batch.unbind(0), again.unbind(0), strict=True):
+        keys = sorted(one.keys(True, True), key=str)
+        assert sorted(other.keys(True, True), key=str) == keys
+        for key in keys:
+            assert str(other.get(key)) == str(one.get(key))
+
+
+def test_joined_rows_have_the_columns_of_all_or_are_refused():
+    joined = join_rows([lazy_stack([row(1)]), lazy_stack([row(4), row(2)])], "parts")
+    assert [len(each["tokens", "full"]) for each in joined.unbind(0)] == [1, 4, 2]
+    dense = lazy_stack([row(3), row(3)]).contiguous()
+    with pytest.raises(BatchError, match="parts must have the same columns; only some have x"):
+        join_rows([dense, dense.clone().set("x", torch.ones(2))], "parts")
