@@ -118,7 +118,7 @@ def test_summed_turn_means_lose_most_of_the_gradient():
     words = (
         "pipeline.stages.filter=null",
         "pipeline.stages.advantage=null",
-        "+pipeline.stages.mine={_target_: test_certify.TurnMeans}",
+        "+pipeline.stages.mine={_target_: test_certificate.TurnMeans}",
         "pipeline.order=[gate,collapse,mine,split,weight]",
     )
     assert ratio("dr_grpo", *words) == pytest.approx([0.30, 0.11, 0.33], abs=5e-3)
@@ -179,7 +179,7 @@ class Remembers(torch.nn.Module):
 
 def test_a_user_stage_sees_no_other_outcome():
     words = ["pipeline.stages.filter=null", "pipeline.order=[gate,collapse,advantage,odd,split,weight]"]
-    words += ["+pipeline.stages.odd={_target_: test_certify.Remembers}"]
+    words += ["+pipeline.stages.odd={_target_: test_certificate.Remembers}"]
     assert ratio("dr_grpo", *words, group_size=2) == pytest.approx([0.5] * 3, abs=1e-12)
 
 

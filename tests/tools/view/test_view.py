@@ -423,6 +423,7 @@ def test_the_command_prints_what_to_do(tmp_path, run):
 
 
 def test_without_pyarrow_it_names_what_to_install(tmp_path, run, monkeypatch):
+    # The package, too: it keeps the names that were asked for.
     for name in [name for name in sys.modules if name.startswith("headrace.pipeline.tools.view")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
