@@ -32,9 +32,7 @@ from headrace.transforms.table import (
     TokenCount,
     column_keys,
     enter_rows,
-    few,
     labels_in_errors,
-    listing,
     stage_parts,
 )
 from headrace.transforms.table.alone import connect
@@ -45,12 +43,13 @@ from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.process_group import RankOptions
 from headrace.transforms.table.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.table.table import Late, Written
-from headrace.transforms.table.tensordicts import column_of, describe_columns, device_of, without_rows
 
 from .account_keys import KEYS, Asked, Keys
+from .callables import run_callable
 from .halves import Half, check_half, check_place, make_halves
 from .order import arrange, check_column_names, check_order, index_of_split
-from .run import LastRun, Run, note_advantage, note_carried, note_collected, texts_with_carried
+from .report_notes import note_advantage, note_carried, note_collected, texts_with_carried
+from .run import LastRun, Run
 from .stage import StageError, as_module
 from .wording import printable
 
@@ -391,46 +390,13 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             if isinstance(stage, BatchTransform) and stage.knows_the_table():
                 stage.work_on(rows.seen_by(stage, name))
             else:
-                self._run_on_batch(name, stage, rows)
+                run_callable(name, stage, rows.seen_by(self))
             if after_split and len(table.fates) < before:
                 raise BatchError(
                     f"a stage after the split must keep all {before} rows of the minibatches; it kept "
                     f"{len(table.fates)}. Put it before the split"
                 )
         table.metrics[f"time/{name}"] = table.metrics.get(f"time/{name}", 0.0) + perf_counter() - start
-
-    def _run_on_batch(self, name: str, stage: nn.Module, rows: Rows) -> None:
-        """Run a callable on a batch that has all decisions so far, and read the table again."""
-        table = rows.table
-        batch = rows.seen_by(self).write()
-        numbers = table.live
-        if len(batch):
-            batch = stage(batch)
-            if not isinstance(batch, TensorDictBase) or (len(batch) and column_of(batch, ROW) is None):
-                raise BatchError(
-                    f"a stage must return a TensorDict with the column {ROW!r}, which identifies rows; it "
-                    f"returned {type(batch).__name__} without that column"
-                )
-            numbers = table.numbers_of(batch)
-        if bool((numbers[1:] < numbers[:-1]).any()):
-            raise BatchError(
-                "a stage must keep the order of the rows: segments and permutations depend on it. It "
-                f"returned rows {few(numbers)}. Sort the batch before the pipeline"
-            )
-        found, times = numbers.unique(return_counts=True)
-        if len(found) < len(numbers):
-            twice = listing(map(str, found[times > 1].tolist()))
-            raise BatchError(f"a stage may drop rows but not repeat them; it repeated rows {twice}")
-        every = table.ranks.gather_objects((numbers, describe_columns(batch) if len(batch) else None))
-        stays = torch.cat([each for each, _ in every])
-        known = next((columns for _, columns in every if columns is not None), None)
-        if len(batch) == 0 and known is not None:  # the stage did not run on this rank
-            batch = without_rows(known, device_of(batch))
-        gone = torch.ones(table.size, dtype=torch.bool).index_fill_(0, stays, False)
-        seen = rows.seen_by(stage, name)
-        seen.leave(seen.from_arrival(gone), "gone")
-        if len(stays):
-            table.reread(batch, numbers)
 
     # -- after the split ----------------------------------------------------------------------------------
 

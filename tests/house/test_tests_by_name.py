@@ -11,6 +11,7 @@ TESTS = ROOT / "tests"
 # Modules of the core and its extensions that have no file of tests for themselves: the file that tests them.
 TESTED_ELSEWHERE = {
     "pipeline/account_keys": "house/test_options_are_set.py",
+    "pipeline/callables": "pipeline/test_stage_foreign.py",
     "pipeline/collect/installed": "tools/command/test_doctor.py",
     "pipeline/collect/reading": "collect/test_assembling.py",
     "pipeline/composing/recipe_names": "pipeline/test_load_keywords.py",
@@ -18,6 +19,7 @@ TESTED_ELSEWHERE = {
     "pipeline/error_overrides": "tools/command/test_arguments_mistakes.py",
     "pipeline/halves": "stages/test_weight_any_buffer.py",
     "pipeline/main": "tools/command/test_command.py",
+    "pipeline/report_notes": "tools/report/test_report.py",
     "pipeline/reverse/digits": "train/test_sampler.py",
     "pipeline/reverse/env": "collect/test_attachment.py",
     "pipeline/reverse/policy": "stages/test_score.py",

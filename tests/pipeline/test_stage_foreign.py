@@ -1,4 +1,4 @@
-"""Any callable is a stage; rows that it drops are recorded, and invalid output is refused."""
+"""Any callable is a stage (`run_callable`); rows that it drops are recorded, and other output is refused."""
 
 from __future__ import annotations
 

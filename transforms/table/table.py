@@ -1,7 +1,7 @@
 """The table of a run: a few numbers per row, read from the batch in one copy and written back into it.
 
 A run has one table. Stages use it through a view (``rows.py``). This module reads the table from a batch,
-writes it into a batch, and reads it again after a user's code has changed the batch.
+and writes it into a batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .errors import BatchError
 from .fates import Fates
 from .ids import Ids, as_ids
 from .masking import Masking
-from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS, ROW
+from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS
 from .tensordicts import (
     ELSEWHERE,
     WIDE,
@@ -29,7 +29,6 @@ from .tensordicts import (
     count_in_loss,
     device_of,
     first_names,
-    leave_out,
     number_column,
     read_packed,
     rows_between,
@@ -187,12 +186,6 @@ class Table:
         own = self.of_this_rank(self.every)
         return torch.zeros_like(self.every).index_copy_(0, own, torch.arange(len(own)))
 
-    def numbers_of(self, batch: TensorDictBase) -> Tensor:
-        """(B,) int64: table indices of the rows of a batch, from its column ``("headrace", "row")``."""
-        if len(batch) == 0:  # an empty lazy stack has no columns
-            return torch.zeros(0, dtype=torch.int64)
-        return self.of_this_rank(self.every)[column_of(batch, ROW).cpu()]
-
     def rank_of_rows(self) -> Tensor:
         """(N,) int64: the rank of each row."""
         rank = torch.zeros(self.size, dtype=torch.int64)
@@ -310,43 +303,6 @@ class Table:
         in_table = {key for key in self.written if column_of(batch, key) is None}
         read = {key for column in self.columns for key in sources_of(column)} - in_table
         self.forget({key for key in read if not same_column(before, batch, key)})
-
-    def reread(self, batch: TensorDictBase, numbers: Tensor) -> None:
-        """Read the table again from a batch that a user's code made from the result of :meth:`write`.
-
-        Values that did not change keep the precision of the table.
-
-        Args:
-            batch: TensorDict ``[B]``.
-            numbers: (B,) int64, table index of each row, ascending.
-        """
-        before = dict(self.columns)
-        self.batch, self.live = batch, numbers
-        self.kept = self.fates.here
-        self.columns = {}
-        counts = [key for key in before if isinstance(key, TokenCount)]
-        self.load([*(key for key in before if key not in counts), *OF_THE_TABLE], counts)
-        rows = self.kept.nonzero().flatten()
-        said = [self.columns[key] | ~self.kept if key in self.columns else None for key in (IN_LOSS, COUNTED)]
-        self.fates.came(*said)
-        for key, old in before.items():
-            new = self.columns.get(key)
-            if new is None:
-                if key not in counts and key not in self.written and not isinstance(key, Reduced):
-                    self.columns[key] = old  # a measured column, which no batch has
-                continue
-            if new.shape != old.shape or new.dtype != old.dtype:
-                continue
-            known = old.clone()
-            now, rounded = new[rows], old[rows].to(self.dtypes[key]).to(old.dtype)
-            same = (now == rounded) | ((now != now) & (rounded != rounded))
-            known[rows] = torch.where(same, old[rows], now)
-            self.columns[key] = known
-        self.late.clear()
-        self.written = {key: how for key, how in self.written.items() if key in self.columns}
-        # The table has these columns. The batch only gets them when the table is written.
-        of_table = [key for key in (*self.written, *OF_THE_TABLE) if column_of(batch, key) is not None]
-        self.batch = leave_out(batch, of_table) if of_table and len(batch) else batch
 
     # -- into a batch -------------------------------------------------------------------------------------
 

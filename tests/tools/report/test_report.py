@@ -209,6 +209,7 @@ def test_a_folded_weight_does_not_hide_the_advantage(make_batch):
 
 
 def test_carried_rows_are_in_the_report_of_the_step_that_trains_them(make_batch):
+    """What is noted of a row when it comes (`note_collected`) is noted of a carried one (`note_carried`)."""
     pipeline = Pipeline({"split": ShuffleSplit(minibatch_size=2, remainder="carry", shuffle=False)})
     run = pipeline.run(make_batch([1.0, 2, 3], [0] * 3, [0, 1, 2], status=[0, 0, 1]))
     assert make_report(run).funnel[1].out[0][:3] == ("carried", "carried", 1)
