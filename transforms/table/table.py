@@ -166,6 +166,8 @@ class Table:
 
     def rows_of_ranks(self) -> list[Tensor]:
         """Table indices of the rows that have not left, by rank: (n,) int64."""
+        if self.ranks.size == 1:  # known without a search
+            return [self.every if self.fates.index is None else self.fates.index]
         return self.indices_by_rank(self.fates.here)
 
     def of_this_rank(self, values: Tensor, index: Tensor | None = None) -> Tensor:
@@ -183,6 +185,8 @@ class Table:
 
     def row_numbers(self) -> Tensor:
         """(N,) int64: row number of each row in the batch of its rank, as the batch arrived."""
+        if self.ranks.size == 1:
+            return self.every
         own = self.of_this_rank(self.every)
         return torch.zeros_like(self.every).index_copy_(0, own, torch.arange(len(own)))
 
