@@ -73,7 +73,8 @@ if TYPE_CHECKING:
         ProcessedTwiceError,
         StreamWarning,
     )
-    from .table.ids import Ids, number_labels
+    from .table.ids import Ids
+    from .table.labels import number_labels
     from .table.rows import Rows
     from .table.schema import Status
     from .table.stage import BatchTransform

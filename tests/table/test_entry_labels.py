@@ -121,7 +121,7 @@ def test_a_label_has_the_same_number_in_every_process():
 
 
 def test_two_labels_with_the_same_number_are_refused(monkeypatch):
-    monkeypatch.setattr("headrace.transforms.table.ids._hashed", lambda label: len(label))
+    monkeypatch.setattr("headrace.transforms.table.labels._hashed", lambda label: len(label))
     with pytest.raises(BatchError, match="'ab' and 'cd' have the same hash: rename one"):
         number_labels(["ab", "x", "cd"])
 

@@ -4,7 +4,7 @@ from . import schema
 from .alone import Alone
 from .checks import require_identity, require_rewards
 from .columns import COLUMNS, OF_TOKENS, ColumnNames, TakesColumns
-from .entry import enter_rows, label_key, labels_in_errors, labels_said
+from .entry import enter_rows
 from .errors import (
     BatchError,
     ErrorNames,
@@ -17,7 +17,8 @@ from .errors import (
     who_stamps,
 )
 from .fates import Effect
-from .ids import Ids, as_ids, first_row, number_labels, stable_order
+from .ids import Ids, first_row, stable_order
+from .labels import as_ids, label_key, labels_in_errors, labels_said, number_labels
 from .places import places_on_arrival
 from .process_group import SharedIds, resolve_group
 from .rewards import Missing, as_rewards, credit_dtype, weighted_reward

@@ -1,4 +1,4 @@
-"""Ids: labels of any kind as numbers, and arithmetic per id.
+"""Arithmetic per id.
 
 Ids are labels, in any order and with any gaps. They are never used to index. :class:`Ids` numbers them from
 0, and computes sums, extremes and first rows per id.
@@ -6,106 +6,11 @@ Ids are labels, in any order and with any gaps. They are never used to index. :c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
-from hashlib import blake2b
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from .errors import BatchError, listing
-
-
-def number_labels(labels: Sequence[str]) -> Tensor:
-    """Hash labels such as UUIDs to numbers. Equal labels get equal numbers in every batch, process and run.
-
-    The number is the first 62 bits of BLAKE2b over the label in UTF-8. Each distinct label is hashed once.
-
-    Args:
-        labels: N strings, none of them empty.
-
-    Returns:
-        (N,) int64 ≥ 0.
-
-    Raises:
-        BatchError: a label is empty or not a string (the message lists the rows), or two labels have one
-            hash.
-
-    Example:
-        >>> number_labels(["7f3a", "90cc", "7f3a"]).tolist()
-        [433565767902309504, 4497001111266328251, 433565767902309504]
-    """
-    if odd_types := tuple(kind for kind in set(map(type, labels)) if not issubclass(kind, str)):
-        odd = [
-            f"{label!r:.60} at row {row}" for row, label in enumerate(labels) if isinstance(label, odd_types)
-        ]
-        raise BatchError("labels must be one string per row; found {found}", found=listing(odd))
-    distinct, of = _distinct(labels)
-    if "" in distinct:
-        empty = [str(row) for row, label in enumerate(labels) if not label]
-        raise BatchError(f"every row needs a label; found empty ones at rows {listing(empty)}")
-    numbers = [_hashed(label) for label in distinct]
-    taken: dict[int, str] = {}
-    for label, number in zip(distinct, numbers, strict=True):
-        if taken.setdefault(number, label) != label:
-            found = f"{taken[number]!r} and {label!r}"
-            raise BatchError("the labels {found} have the same hash: rename one", found=found)
-    return torch.tensor(numbers, dtype=torch.int64)[of]
-
-
-def _distinct(labels: Sequence[str]) -> tuple[list[str], Tensor]:
-    """The distinct labels in the order of their first rows, and (N,) int64, the index of each row's label."""
-    import pyarrow  # imported here, because most batches have no text ids
-
-    try:
-        encoded = pyarrow.array(labels, pyarrow.large_string()).dictionary_encode()
-    except UnicodeEncodeError:  # a lone surrogate, which Arrow cannot store
-        number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
-        return list(number), torch.tensor([number[label] for label in labels], dtype=torch.int64)
-    indices = encoded.indices.to_numpy(zero_copy_only=False).astype("int64")
-    return encoded.dictionary.to_pylist(), torch.from_numpy(indices)
-
-
-def _hashed(label: str) -> int:
-    digest = blake2b(label.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
-def as_ids(
-    ids: Tensor | Sequence[int | str | None], name: str, *, device: torch.device | None = None
-) -> Tensor:
-    """Check ids and convert them to (N,) int64. Strings are hashed by :func:`number_labels`.
-
-    Args:
-        ids: (N,) or (N, 1) integers, as a tensor or a Python sequence; or a sequence of N strings.
-        name: name of the ids in messages.
-        device: device of the result for a Python sequence; a tensor stays on its device.
-
-    Raises:
-        BatchError: an id is None (the message lists the rows), the shape is wrong, or a number is not an
-            integer.
-    """
-    if not isinstance(ids, Tensor):
-        missing = [row for row, value in enumerate(ids) if value is None]
-        if missing:
-            found = f"{listing(map(str, missing))} of {len(ids)}"
-            raise BatchError("every row needs a {ids}; None at rows {found}{stamped}", ids=name, found=found)
-        if any(isinstance(value, str) for value in ids):
-            try:
-                return number_labels(ids).to(device)  # type: ignore[arg-type]  # it checks the types
-            except BatchError as err:
-                raise BatchError("{ids}: {why}", ids=name, why=str(err)) from err
-        try:
-            ids = torch.tensor(ids, dtype=torch.int64 if len(ids) == 0 else None, device=device)
-        except (TypeError, ValueError, RuntimeError) as err:
-            message = "{ids} must be integers, at most 63 bits, or strings: {why}"
-            raise BatchError(message, ids=name, why=str(err)) from err
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise BatchError(f"{name} must be integers, got {ids.dtype}")
-    if ids.ndim == 0 or ids.numel() != ids.shape[0]:
-        raise BatchError(f"{name} must be one integer per row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
-    return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)
 
 
 class Ids:

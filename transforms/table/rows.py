@@ -69,7 +69,8 @@ from torch import Tensor
 from .columns import COLUMNS, DEFAULTS, WRITERS
 from .errors import BatchError, MissingKeyError, listing
 from .fates import Effect
-from .ids import Ids, as_ids
+from .ids import Ids
+from .labels import as_ids
 from .options import nested_key
 from .schema import (
     COUNTED,

@@ -16,8 +16,9 @@ from torchrl.envs.transforms import Transform
 
 from .alone import Alone, connect
 from .columns import TakesColumns
-from .entry import enter_rows, labels_in_errors
+from .entry import enter_rows
 from .fates import Effect
+from .labels import labels_in_errors
 from .options import describe_options, nested_key
 from .rows import Rows
 from .tensordicts import shallow_copy

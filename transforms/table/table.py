@@ -18,7 +18,8 @@ from torch import Tensor
 from .alone import Alone
 from .errors import BatchError
 from .fates import Fates
-from .ids import Ids, as_ids
+from .ids import Ids
+from .labels import as_ids, last_of
 from .masking import Masking
 from .schema import COUNTED, IN_LOSS, LENGTH, NO_LENGTHS
 from .tensordicts import (
@@ -236,8 +237,7 @@ class Table:
             if isinstance(column, list):  # text ids, some of which may be missing
                 there = [row for row, label in enumerate(column) if label not in ("", None)]
                 numbers = torch.full((len(column),), -1)
-                name = key if isinstance(key, str) else str(key[-1])
-                numbers[there] = as_ids([column[row] for row in there], name)
+                numbers[there] = as_ids([column[row] for row in there], last_of(key))
                 column = numbers.to(device_of(self.batch))
             if column is not None and column is not WIDE:
                 found[key] = column

@@ -9,6 +9,7 @@ from tensordict import NestedKey
 from torch import Tensor
 
 from headrace.transforms.table import BatchTransform, Ids, Rows
+from headrace.transforms.table.labels import last_of
 from headrace.transforms.table.options import nested_key
 
 PEER = "peer_id"
@@ -96,8 +97,3 @@ class CombineIds(BatchTransform):
             lambda row: f"{tuple(int(column[row]) for column in columns)} at row {rows.at(row)}",
         )
         rows.put((PEER,), combined, dtype=torch.int64, ndim=1, fill=-1)
-
-
-def last_of(key: NestedKey) -> str:
-    """The name of a column in messages."""
-    return key if isinstance(key, str) else str(key[-1])

@@ -12,10 +12,9 @@ from typing_extensions import Unpack
 
 from headrace.transforms.table import BatchTransform, ColumnNames, Ids, Rows, require_rewards
 from headrace.transforms.table.ids import mean_of
+from headrace.transforms.table.labels import last_of
 from headrace.transforms.table.options import above_zero, within
 from headrace.transforms.table.schema import COUNTED, REWARD
-
-from .peers import last_of
 
 COUNTING = threading.Lock()  # threads may share a stage; a lock on the stage could not be copied
 
