@@ -251,6 +251,7 @@ def write_column(batch: TensorDictBase, key: NestedKey, values: Any) -> None:
         values: (N, ...), on the device of the batch; or texts.
 
     Example:
+        >>> from tensordict import lazy_stack
         >>> batch = lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (1, 2)])
         >>> write_column(batch, ("next", "reward"), torch.tensor([3.0, 4.0]))
         >>> batch["next", "reward"].tolist()
