@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.collectors import MultiAsyncCollector
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.table import listing
 from headrace.transforms.table.options import above_zero, takes_options
 
-from .reading import END, Reader
+from .reading import END, Reader, reads_ahead
 from .workers import WorkerWatch
 
 POLL = 0.05  # seconds between two checks of a condition
@@ -139,7 +138,7 @@ class OverSource:
         Raises:
             TypeError: the source is a MultiAsyncCollector.
         """
-        if isinstance(self.source, MultiAsyncCollector):
+        if reads_ahead(self.source):
             raise TypeError(
                 "MultiAsyncCollector.state_dict() drops the rows that its workers are collecting: save only "
                 "stream.own_state() or assembler.state_dict(). After a restart the rollouts in progress are "
@@ -227,7 +226,7 @@ class Assembled(OverSource):
         Raises:
             StalledError: the source was silent for `patience` seconds, or a worker for too long.
         """
-        if self.patience is None and not isinstance(self.source, MultiAsyncCollector):
+        if self.patience is None and not reads_ahead(self.source):
             for piece in self.source:
                 yield piece
                 self._watch.check(self.assembler)

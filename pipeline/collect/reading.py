@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from torchrl.collectors import MultiAsyncCollector
-
 END = object()
 """Marks the end of a source."""
+
+
+def reads_ahead(source: Any) -> bool:
+    """Whether a source is TorchRL's MultiAsyncCollector. Nobody has one where its module is not imported."""
+    collectors = sys.modules.get("torchrl.collectors")
+    return collectors is not None and isinstance(source, collectors.MultiAsyncCollector)
 
 
 class Reader:
@@ -35,10 +40,11 @@ class Reader:
         self._asked = False
         self._wanted: SimpleQueue[bool] = SimpleQueue()
         self._found: SimpleQueue[Callable[[], Any]] = SimpleQueue()
-        self._reads_ahead = isinstance(source, MultiAsyncCollector)
+        self._reads_ahead = reads_ahead(source)
         self.thread = threading.Thread(target=self._read, daemon=True)
-        if isinstance(source, MultiAsyncCollector):
-            source.pipes = [HeldPipe(pipe, self) for pipe in source.pipes]
+        if self._reads_ahead:
+            collector: Any = source
+            collector.pipes = [HeldPipe(pipe, self) for pipe in collector.pipes]
 
     def get(self, timeout: float | None) -> Any:
         """The next batch, or `END`. Raises the errors of the source.

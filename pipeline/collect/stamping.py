@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.data import Composite, Unbounded
-from torchrl.envs.transforms import Compose, Transform
 
 from headrace.transforms.table import BatchError, listing
 from headrace.transforms.table.options import at_least, describe_options, nested_key, takes_options
 from headrace.transforms.table.schema import ORIGIN, Origin, require
+from headrace.transforms.table.torchrl_base import Transform
+
+if TYPE_CHECKING:
+    from torchrl.data import Composite
 
 PROMPTS: tuple[NestedKey, ...] = (
     "query",
@@ -198,6 +200,8 @@ class StampIds(Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the ids to the spec."""
+        from torchrl.data import Unbounded  # here: `stamp_ids` needs no TorchRL
+
         for key in self.out_keys:
             if key in observation_spec.keys(True, True):
                 raise ValueError(f"the environment has {key!r} already, so do not append {self!r}")
@@ -268,7 +272,7 @@ class StampIds(Transform):
         """
         environment = self.container
         chain = getattr(environment, "transform", None)
-        chain = list(chain) if isinstance(chain, Compose) else [chain]
+        chain = list(getattr(chain, "transforms", [chain]))  # of a Compose
         own = next((i for i, transform in enumerate(chain) if transform is self), len(chain))
         for i, transform in enumerate(chain):
             if transform is self or not hasattr(transform, "repeats"):

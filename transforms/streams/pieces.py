@@ -232,9 +232,11 @@ def _joined(parts: Sequence[Any]) -> Any:
         return first
     if type(first) is Tensor:
         return torch.cat(parts)
+    if is_non_tensor(first):  # one text for each row or for all: TensorDict 0.10 joins no two that differ
+        return stack_of_texts(*chain.from_iterable(part.unbind(0) for part in parts))
     if isinstance(first, LazyStackedTensorDict):
         return stack_of_rows(*chain.from_iterable(part.tensordicts for part in parts))
-    if not all(type(value) is Tensor or type(value) is TensorDict for value in first.values()):
+    if not all(type(value) in (Tensor, TensorDict) or is_non_tensor(value) for value in first.values()):
         return torch.cat(list(parts), 0)
     every = [dict(part.items()) for part in parts]
     columns = {name: _joined([columns[name] for columns in every]) for name in every[0]}

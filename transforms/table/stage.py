@@ -11,8 +11,6 @@ from functools import cache
 from typing import Any, ClassVar, Literal, cast
 
 from tensordict import NestedKey, TensorDictBase
-from torchrl.envs import EnvBase
-from torchrl.envs.transforms import Transform
 
 from .alone import Alone, connect
 from .columns import TakesColumns
@@ -22,6 +20,7 @@ from .labels import labels_in_errors
 from .options import describe_options, nested_key
 from .rows import Rows
 from .tensordicts import shallow_copy
+from .torchrl_base import EnvBase, Transform
 
 ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # option: name of the ids in messages
 

@@ -132,8 +132,7 @@ def _is_stack_of_rows(batch: TensorDictBase) -> bool:
         type(batch) is LazyStackedTensorDict
         and batch.stack_dim == 0
         and len(batch.tensordicts) > 0
-        and batch.hook_in is None
-        and batch.hook_out is None
+        and not any(value is not None and "hook" in name for name, value in vars(batch).items())
         and not batch._has_names()
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
-from torchrl.collectors import Collector
 
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.error_overrides import text_with_overrides

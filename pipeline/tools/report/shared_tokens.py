@@ -113,7 +113,7 @@ def count_shared_tokens(
         return NOTHING
     tokens = read_tokens(batch, TOKENS, reader="a report", option="where a loss finds them").cpu()
     if not has_key(batch, ATTENTION):  # ragged
-        sizes = torch.tensor([len(row) for row in batch.get(TOKENS, as_list=True)])
+        sizes = torch.tensor([len(row.get(TOKENS)) for row in batch.unbind(0)])
         mask = torch.arange(tokens.shape[1]) < sizes[:, None]
     else:
         mask = read_tokens(batch, ATTENTION, reader="a report", option="which are no padding").cpu().bool()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl.modules.distributions import LLMMaskedCategorical
 
 from headrace.transforms import logits_of_tokens
 from headrace.transforms.table import BatchError, listing
 from headrace.transforms.table.options import takes_options
+
+if TYPE_CHECKING:
+    from torchrl.modules.distributions import LLMMaskedCategorical
 
 TOKENS: NestedKey = ("tokens", "full")
 REAL: NestedKey = ("masks", "all_attention_mask")
@@ -65,6 +67,8 @@ class TokenTable(TensorDictModuleBase):
 
     def get_dist(self, batch: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
         """Return the distribution of each token given the previous one, masked to the tokens in the loss."""
+        from torchrl.modules.distributions import LLMMaskedCategorical  # here: only TorchRL's losses call it
+
         if "packed_node" in batch.keys():
             shifted = logits_of_tokens(self(batch["input_ids"]), batch)
         else:
