@@ -28,7 +28,7 @@ WORDS = {
 
 def measured(names: list[str]) -> dict[str, Any]:
     """What `headrace task=xray` writes of these trainers, or of all that are installed; others are kept."""
-    from headrace.pipeline.collect import version_of
+    from headrace.installed import version_of
     from headrace.pipeline.composing.compose import compose_config
     from headrace.pipeline.tools.xray import measure_trainer
     from headrace.pipeline.tools.xray.xray_task import TRAINERS

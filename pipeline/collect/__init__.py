@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .drain import DrainWriter, drained
     from .group_unit import GroupUnit
     from .informing import informative
-    from .installed import PACKAGES, import_extra, version_of, versions
     from .lockstep import on_every_rank
     from .on_ray import RayAssembler
     from .on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from .torchrl_configs import register_configs
 
 __all__ = [
-    "PACKAGES",
     "POLL",
     "AssembleOnWrite",
     "BufferAccount",
@@ -34,7 +32,6 @@ __all__ = [
     "check_patience",
     "drained",
     "groups_on_write",
-    "import_extra",
     "informative",
     "on_every_rank",
     "paced",
@@ -42,8 +39,6 @@ __all__ = [
     "register_configs",
     "stamp_ids",
     "unpack_thin",
-    "version_of",
-    "versions",
     "wait_until",
 ]
 

@@ -13,6 +13,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
 
+from headrace.installed import import_extra
 from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 from headrace.transforms.carry import from_plain, to_plain
 from headrace.transforms.streams import (
@@ -30,7 +31,6 @@ from headrace.transforms.table.schema import ORIGIN, has_key
 from headrace.transforms.table.tensordicts import device_of, number_column, take_rows
 
 from .assembling import Leftovers, check_patience, rest_of
-from .installed import import_extra
 from .thin_rows import pack_thin, unpack_thin
 from .workers import WorkerWatch
 
@@ -43,7 +43,7 @@ STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and 
 
 
 def _ray() -> Any:
-    return import_extra("ray", "ray", "RayAssembler")
+    return import_extra("ray", "RayAssembler")
 
 
 def _number(name: str, meaning: str) -> Any:

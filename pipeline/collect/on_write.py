@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.transforms import Compose, Transform
 from torchrl.envs.transforms.transforms import _InvertTransform
 
+from headrace.installed import import_extra
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.load import load_pipeline
 from headrace.pipeline.pipeline import Pipeline
@@ -21,7 +22,6 @@ from headrace.transforms import GroupAssembler
 from headrace.transforms.carry import join_rows
 
 from .assembling import check_patience
-from .installed import import_extra
 from .workers import WorkerWatch
 
 COPY = "a copy of it in a worker process"
@@ -227,7 +227,7 @@ def buffer_account(buffer: ReplayBuffer) -> BufferAccount:
         0
     """
     if isinstance(buffer, RayReplayBuffer):
-        ray = import_extra("ray", "ray", "buffer_account")
+        ray = import_extra("ray", "buffer_account")
         return ray.get(buffer._rb.__ray_call__.remote(buffer_account))
     chain: list[Any] = [getattr(buffer, "_transform", None)]
     pipeline, assembled = None, None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from headrace.pipeline.collect import import_extra
+from headrace.installed import import_extra
 from headrace.transforms import GroupAssembler
 from headrace.transforms.streams import columns_to_send
 from headrace.transforms.table import enter_rows
@@ -78,7 +78,7 @@ def group_sampler(assembler: GroupAssembler) -> Any:
     Example:
         >>> sampler = group_sampler(GroupAssembler(segment_key="segment"))  # doctest: +SKIP
     """
-    base = import_extra("transfer_queue", "tq", "group_sampler").BaseSampler
+    base = import_extra("transfer_queue", "group_sampler").BaseSampler
 
     class GroupSampler(base):  # type: ignore[misc, valid-type]  # the base is from an extra
         """Samples whole groups."""

@@ -20,11 +20,11 @@ from tensordict import (
 )
 from torch import Tensor
 
+from headrace.installed import import_extra
 from headrace.pipeline.collect import (
     POLL,
     ColumnsRead,
     check_patience,
-    import_extra,
     pack_thin,
     unpack_thin,
     wait_until,
@@ -60,7 +60,7 @@ TABLE = "table"  # the field of a sample that holds a table of rows
 
 def tq() -> Any:
     """The module of the extra `tq`."""
-    return import_extra("transfer_queue", "tq", "a queue of TransferQueue")
+    return import_extra("transfer_queue", "a queue of TransferQueue")
 
 
 @takes_options

@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from headrace.installed import lacking
+
 FOLDER = Path(__file__).parent
 
 
@@ -50,7 +52,10 @@ def lazy(
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}")
-        value = getattr(import_module(_modules_of(package)[name], package), name)
+        try:
+            value = getattr(import_module(_modules_of(package)[name], package), name)
+        except ImportError as err:
+            raise lacking(name, err) from err
         setattr(import_module(package), name, value)
         return value
 

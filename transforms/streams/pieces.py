@@ -28,6 +28,7 @@ from headrace.transforms.table.tensordicts import (
     parts_of,
     shallow_copy,
     stack_of_rows,
+    stack_of_texts,
     take_rows,
     write_column,
 )

@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from headrace.pipeline.collect import PACKAGES, versions
+from headrace.installed import PACKAGES, versions
 from headrace.pipeline.composing.compose import (
     TASKS,
     ConfigError,
@@ -65,13 +65,8 @@ def answer(arguments: Sequence[str]) -> int | None:
     """
     first, alone = arguments[0] if arguments else "", len(arguments) == 1
     if first == "view":
-        try:
-            from headrace.pipeline.tools.view import view
-        except ImportError as err:
-            raise ConfigError(
-                f"headrace view reads rows with pyarrow, which cannot be imported ({err}): "
-                "pip install pyarrow"
-            ) from None
+        from headrace.pipeline.tools.view import view  # which needs pyarrow
+
         return view(arguments[1:])
     if first == "doctor" and alone:
         from .doctor import examine  # which imports torch, if it can

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from headrace.pipeline.collect import version_of
+from headrace.installed import broken, version_of
 from headrace.pipeline.wording import printable
 
-NEEDED = ("torch", "torchrl", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
-EXTRAS = {"llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
+NEEDED = ("torch", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
+EXTRAS = {"torchrl": "torchrl", "llm": "transformers", "ray": "ray", "tq": "TransferQueue"}
 # Two rows of rollout 11, and a group of equal rewards: A = (R − mean) / (std + ε), by hand.
 GROUPS, ROLLOUTS, REWARDS = [0, 0, 0, 7, 7, 9, 9], [10, 11, 11, 12, 13, 14, 15], [1.0, 3, 3, 5, 11, 2, 2]
 GOLDEN, TOLERANCE = [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5], 1e-4
@@ -87,19 +87,17 @@ def packages() -> Iterator[Finding]:
             yield Finding("note", f"{name} {found}; tested with {wanted}")
         else:
             yield Finding("ok", f"{name} {found}" + (", the tested version" if wanted else ""))
-    for name in ("torch", "tensordict", "torchrl", "pyarrow"):
-        if version_of(name):
-            try:
-                import_module(name)
-            except Exception as err:
-                found = f"{name} is there and cannot be imported: {err}. Install it again"
-                yield Finding("bad", found)
+    for name in ("torch", "tensordict", "pyarrow"):
+        if why := broken(name):
+            yield Finding("bad", why)
 
 
 def extras() -> Iterator[Finding]:
     """Check the optional packages."""
     for extra, package in EXTRAS.items():
-        if found := version_of(package):
+        if extra == "torchrl" and (why := broken(package)):
+            yield Finding("note", f"extra {extra}: {why}. What needs TorchRL does not work")
+        elif found := version_of(package):
             yield Finding("ok", f"extra {extra}: {package} {found}")
         else:
             yield Finding(

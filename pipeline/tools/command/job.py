@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDictBase
 
+from headrace.installed import import_extra
 from headrace.pipeline.composing.nodes import build_node
 from headrace.pipeline.error_overrides import text_with_overrides
 from headrace.pipeline.load import ConfigError, build_pipeline
@@ -47,8 +48,10 @@ def train(config: DictConfig, output: Path) -> float:
     Raises:
         ConfigError: an unknown stage or option; raised before the first batch is collected.
         BatchError: a stage refused a batch.
+        MissingPackageError: TorchRL is not installed, or cannot be imported.
         TrainingInterrupted: the user pressed Ctrl-C.
     """
+    collectors = import_extra("torchrl.collectors", "task=train")
     check_settings(config)
     output.mkdir(parents=True, exist_ok=True)
     pipeline = build_pipeline(config.pipeline)
@@ -63,7 +66,8 @@ def train(config: DictConfig, output: Path) -> float:
         if FINISHED in getattr(stage, "out_keys", ()) and getattr(stage, "expected_groups", ()) is None:
             stage.expected_groups = env.sampler  # so the gate finds groups without any row
     frames = {"frames_per_batch": env.frames_per_batch, "total_frames": env.frames_per_batch * steps}
-    collector = Collector(env, components["policy"], auto_register_policy_transforms=False, **frames)
+    policy = components["policy"]
+    collector = collectors.Collector(env, policy, auto_register_policy_transforms=False, **frames)
     display = TrainingDisplay(steps, output / "metrics.csv")
     folder = ReportFolder.configured(config, output, title=f"{steps:,} step{'s' * (steps != 1)}")
     display.console.print(show_pipeline(pipeline))

@@ -10,6 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from headrace.installed import MissingPackageError
 from headrace.pipeline.composing.compose import ConfigError, leaves
 from headrace.pipeline.composing.nodes import YAML, as_typed, misfit
 from headrace.pipeline.tools.audit import audit
@@ -25,7 +26,15 @@ from headrace.transforms.table.options import annotations_of, described
 
 from .job import train
 
-REFUSALS = (HydraException, OmegaConfBaseException, ConfigError, BatchError, SourceError, OSError)
+REFUSALS = (
+    HydraException,
+    OmegaConfBaseException,
+    ConfigError,
+    BatchError,
+    SourceError,
+    OSError,
+    MissingPackageError,
+)
 TASKS = {"train": train, "replay": replay, "plan": tabulate_group_sizes}
 OF_RECIPES = {"compare": compare, "audit": audit, "certify": certify, "xray": measure_trainer}
 

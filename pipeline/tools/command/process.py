@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
+from headrace.installed import MissingPackageError
 from headrace.pipeline.composing.compose import ConfigError, explain_composition
 from headrace.pipeline.tools.dumps import missing_path
 from headrace.pipeline.wording import printable
@@ -25,7 +26,13 @@ from headrace.pipeline.wording import printable
 from .arguments import OF_ANY_RECIPE, answer, hydra_arguments
 from .sweep import record_job
 
-EARLY = (HydraException, OmegaConfBaseException, OSError, ValueError)  # before there is a task
+EARLY = (
+    HydraException,
+    OmegaConfBaseException,
+    OSError,
+    ValueError,
+    MissingPackageError,
+)  # before there is a task
 
 
 @hydra.main(version_base="1.3", config_path="pkg://headrace.conf", config_name="config")

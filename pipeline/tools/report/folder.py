@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeVar
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from headrace.pipeline.collect import versions
+from headrace.installed import versions
 from headrace.pipeline.composing.compose import ConfigError
 from headrace.pipeline.wording import printable
 from headrace.transforms.table import listing

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headrace.pipeline.collect import import_extra
+from headrace.installed import import_extra
 
 from .token_table import TokenTable
 
@@ -36,8 +36,8 @@ def table_as_causal_lm(table: TokenTable) -> PreTrainedModel:
         >>> model(input_ids=torch.tensor([[0, 3]])).logits.shape
         torch.Size([1, 2, 5])
     """
-    transformers: Any = import_extra("transformers", "llm", "table_as_causal_lm")
-    outputs: Any = import_extra("transformers.modeling_outputs", "llm", "table_as_causal_lm")
+    transformers: Any = import_extra("transformers", "table_as_causal_lm")
+    outputs: Any = import_extra("transformers.modeling_outputs", "table_as_causal_lm")
 
     class TableBackbone(nn.Module):
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from headrace.pipeline.collect import version_of
+from headrace.installed import version_of
 from headrace.pipeline.composing.compose import ConfigError
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.tools.dumps import import_callable, print_files, write_files

@@ -10,6 +10,7 @@ import torch
 from command import headrace_here
 from rich.console import Console
 
+from headrace import installed
 from headrace.pipeline.tools.command import doctor
 
 pytestmark = pytest.mark.slow
@@ -73,9 +74,10 @@ def test_without_torch_the_other_checks_still_run(examine, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(doctor, "import_module", missing)
+    for module, name in ((doctor, "import_module"), (installed, "import_module")):
+        monkeypatch.setattr(module, name, missing)
     status, shown = examine()
     assert status == 1
-    assert "torch is there and cannot be imported: No module named 'torch'. Install it again" in shown
+    assert "is installed and cannot be imported: ModuleNotFoundError: No module named 'torch'" in shown
     assert "bad  devices: No module named 'torch'" in shown
     assert "extra llm" in shown

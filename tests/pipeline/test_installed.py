@@ -1,0 +1,50 @@
+"""Errors name a package that is missing, or why it cannot be imported."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from headrace import installed
+from headrace.installed import MissingPackageError, import_extra, lacking, unmet, why_not
+
+
+def test_what_is_installed_meets_the_requirements_of_others():
+    assert unmet("tensordict") == []
+
+
+def test_a_package_beside_a_version_that_it_does_not_fit_says_which_it_requires(monkeypatch):
+    """As torchrl 0.14.1 beside the tensordict 0.10.0 of verl."""
+    monkeypatch.setattr(metadata, "requires", lambda name: ["tensordict<0.15,>=0.14.3", "torch"])
+    monkeypatch.setattr(
+        installed, "version_of", {"torchrl": "0.14.1", "tensordict": "0.10.0", "torch": "2.13.0"}.get
+    )
+
+    def broken(name):
+        raise ImportError("cannot import name 'TensorClass'")
+
+    monkeypatch.setattr(installed, "import_module", broken)
+    assert why_not("torchrl") == (
+        "TorchRL: pip install 'headrace[torchrl]'. torchrl 0.14.1 is installed and cannot be imported: it "
+        "requires tensordict<0.15,>=0.14.3, and 0.10.0 is installed"
+    )
+
+
+def test_a_package_that_fails_by_itself_says_its_own_error(monkeypatch):
+    """As pyarrow 26 beside numpy 1.26, of which pip makes a pair."""
+    monkeypatch.setattr(installed, "unmet", lambda name: [])
+
+    def broken(name):
+        raise ImportError("numpy.core.multiarray failed to import")
+
+    monkeypatch.setattr(installed, "import_module", broken)
+    said = "is installed and cannot be imported: ImportError: numpy.core.multiarray failed to import"
+    with pytest.raises(MissingPackageError, match=f"^a report needs pyarrow: pip install pyarrow. .* {said}"):
+        import_extra("pyarrow", "a report")
+
+
+def test_an_error_of_another_module_stays_as_it_is():
+    """A misspelled import of headrace itself is no missing package."""
+    err = ImportError("cannot import name 'nothing' from 'headrace.transforms'", name="headrace.transforms")
+    assert lacking("X", err) is err

@@ -1,0 +1,139 @@
+"""Where TorchRL cannot be imported, stages do what they do beside it, and what needs it says so."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import headrace
+
+pytestmark = pytest.mark.slow  # each starts processes that import torch
+
+# What a program says where TorchRL cannot be imported, as beside a tensordict that it does not fit.
+WITHOUT = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refused())
+"""
+BATCH = {
+    "group_id": torch.arange(8) // 4,
+    "rollout_id": torch.arange(8),
+    ("next", "reward"): torch.tensor([0.0, 1, 1, 3, 5, 5, 5, 5]),
+    ("masks", "all_assistant_mask"): torch.ones(8, 3, dtype=torch.bool),
+}
+
+
+def run(program: str, *, refused: tuple[str, ...] = ("torchrl",)) -> str:
+    code = f"REFUSED = {refused}\n{WITHOUT}\n{program}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def advantages() -> list[float]:
+    batch = TensorDict(BATCH, batch_size=[8])
+    run = headrace.load_pipeline("grpo", group_size=4, shuffle=False).run(batch)
+    return run.batch["advantage"].flatten().tolist()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "batch.pt"
+    torch.save({str(key): value for key, value in BATCH.items()}, path)
+    return path
+
+
+LOAD = """
+import torch, pickle
+from ast import literal_eval
+from tensordict import TensorDict
+keys = torch.load({path!r})
+keys = {{literal_eval(key) if key.startswith("(") else key: value for key, value in keys.items()}}
+batch = TensorDict(keys, batch_size=[8])
+"""
+
+
+def test_numbers_without_torchrl_are_those_with_it(saved):
+    program = LOAD.format(path=str(saved)) + (
+        "from headrace import load_pipeline\n"
+        "run = load_pipeline('grpo', group_size=4, shuffle=False).run(batch)\n"
+        "print(run.batch['advantage'].flatten().tolist())"
+    )
+    assert run(program) == f"{advantages()}\n"
+
+
+def test_pickles_travel_both_ways(saved, tmp_path):
+    pipeline = headrace.load_pipeline("grpo", group_size=4, shuffle=False)
+    with_torchrl, without = tmp_path / "with", tmp_path / "without"
+    with_torchrl.write_bytes(pickle.dumps(pipeline))
+    said = run(
+        LOAD.format(path=str(saved)) + f"pipeline = pickle.load(open({str(with_torchrl)!r}, 'rb'))\n"
+        f"pickle.dump(pipeline, open({str(without)!r}, 'wb'))\n"
+        "print(pipeline.run(batch).batch['advantage'].flatten().tolist())"
+    )
+    back = pickle.loads(without.read_bytes())
+    batch = TensorDict(BATCH, batch_size=[8])
+    assert said == f"{back.run(batch).batch['advantage'].flatten().tolist()}\n" == f"{advantages()}\n"
+
+
+def test_all_recipes_build_without_torchrl():
+    program = (
+        "from headrace.pipeline.composing import recipes\n"
+        "from headrace import load_pipeline\n"
+        "print(len([load_pipeline(name) for name in recipes()]))"
+    )
+    assert int(run(program)) > 50
+
+
+NEED_TORCHRL = ("AssembleOnWrite", "DrainWriter", "GroupUnit", "PipelineHook", "TokenGRPOLoss")
+
+
+def test_what_needs_torchrl_says_so():
+    program = f"import headrace\nfor name in {NEED_TORCHRL}:\n" + (
+        "    try:\n        getattr(headrace, name)\n    except ImportError as err:\n        print(err)\n"
+    )
+    lines = run(program).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [f"{name} needs TorchRL" for name in NEED_TORCHRL]
+    assert all("pip install 'headrace[torchrl]'" in line for line in lines)
+
+
+def test_a_training_without_torchrl_is_one_sentence(tmp_path):
+    program = (
+        f"import os\nos.chdir({str(tmp_path)!r})\n"
+        "from headrace.pipeline.main import main\n"
+        "sys.argv[1:] = ['task=train']\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as err:\n"
+        "    print(err.code)\n"
+    )
+    code = f"REFUSED = ('torchrl',)\n{WITHOUT}\n{program}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr
+    assert done.stderr.startswith("headrace: task=train needs TorchRL: pip install 'headrace[torchrl]'")
+
+
+def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
+    """And do not import them where they are."""
+    program = (
+        "from headrace import decide\n"
+        "import headrace.adapters\n"
+        "columns = {'group_id': [*'aabb'], 'rollout_id': [*'wxyz'], 'reward': [0.0, 1, 2, 4]}\n"
+        "found = decide(columns, 'rloo', group_size=2)\n"
+        "print(found.advantage.tolist())\n"
+        "print([name for name in ('rich', 'pyarrow', 'torchrl') if name in sys.modules])"
+    )
+    expected = "[-1.0, 1.0, -2.0, 2.0]\n[]\n"
+    assert run(program, refused=("torchrl", "rich", "pyarrow")) == expected
+    assert run(program) == expected
