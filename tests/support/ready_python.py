@@ -23,14 +23,12 @@ from tempfile import mkdtemp
 IMPORTED = [
     "headrace.pipeline",
     "headrace.pipeline.main",
-    "headrace.pipeline.reverse",
     "headrace.pipeline.tools.command.perform",
-    "torchrl.collectors",
-    "torchrl.objectives.llm",
     "pyarrow.compute",
     "hypothesis",
 ]
-OPTIONAL = ["pandas", "transformers.modeling_utils"]  # pyarrow imports pandas with the first array
+# pyarrow imports pandas with the first array.
+OPTIONAL = ["torchrl.collectors", "torchrl.objectives.llm", "pandas", "transformers.modeling_utils"]
 FREE = 500  # a number that no open file has
 NUMBER = 8  # bytes
 
