@@ -9,7 +9,7 @@ CONSTRAINTS ?= --constraint constraints.txt
 # Each process that tests start would compile all that it imports anew, a sixth of its start.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test all-tests check quick slow long lint types bench generate certificates docs dist clean
+.PHONY: demo test test-light all-tests check quick slow long lint types bench generate certificates docs dist clean
 
 demo: $(STAMP)
 	$(BIN)/headrace $(ARGS)
@@ -36,6 +36,12 @@ slow: $(STAMP)
 # A process that is killed at 50 points of its stream, and a soak of SOAK seconds with slow trainer steps.
 long: $(STAMP)
 	SOAK=$(or $(SOAK),900) $(BIN)/python -m pytest -m long $(ARGS)
+
+# The same beside other packages and other versions, each in an environment that is made anew; docs/beside.json has what
+# was found. ARGS="verl oldest" are two of them.
+test-light: $(STAMP)
+	$(BIN)/python tools/beside.py $(ARGS)
+	$(BIN)/python tools/generate.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

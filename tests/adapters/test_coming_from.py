@@ -1,7 +1,7 @@
 """The adapters of docs/coming-from compute what the trainers compute, and refuse invalid batches.
 
 Here stand-ins are in the places of trainers that are not on the package index. The others are run by
-tests/adapters/test_adapters_in_peers.py.
+tests/support/peer_checks.py, which `make test-light` runs.
 """
 
 from __future__ import annotations

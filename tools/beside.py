@@ -1,0 +1,195 @@
+"""Install headrace beside other packages, and run the tests there: `make test-light`.
+
+python tools/beside.py             # all, in an hour or so; writes docs/beside.json
+python tools/beside.py verl oldest # only these; the others keep their results
+
+Each environment is made anew in build/beside/NAME from the package index: what stands beside headrace first,
+then the wheel of this clone. `pip check` must be clean, no other version may have moved, and the trainer's
+own tests must end as they did before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "beside.json"
+BUILD = ROOT / "build" / "beside"
+TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:7] == "torch==")
+TOOLS = "pytest pytest-benchmark pytest-xdist hypothesis selenium"
+QUICK = "-m pytest -q -n 2 -m 'not slow'"
+VERSIONS = ("torch", "tensordict", "torchrl", "numpy", "hydra-core", "omegaconf", "pyarrow")
+VERL = "verl==0.9.1 TransferQueue cachetools uvicorn fastapi"
+
+
+class Beside(NamedTuple):
+    """An environment."""
+
+    title: str
+    packages: str
+    """What stands there before headrace comes, as `pip install` takes it."""
+    runs: tuple[str, ...] = ()
+    """Arguments of its Python, in the clone; each must end with status 0."""
+    extra: str = ""
+    """The extra that headrace is installed with."""
+    own_tests: str = ""
+    """Package whose source distribution has tests; those named `*_on_cpu.py` run before and after."""
+    asks_only: bool = False
+    """Let pip resolve the packages together, and install nothing."""
+
+
+def peer(name: str) -> str:
+    """The adapter's checks inside a trainer."""
+    return f"-W ignore tests/support/peer_checks.py {name}"
+
+
+BESIDE = {
+    "oldest": Beside("no TorchRL, oldest versions", "tensordict==0.10.0 numpy==1.26.* pyarrow<22", (QUICK,)),
+    "newest": Beside("no TorchRL, newest tensordict", "tensordict==0.15.3", (QUICK,)),
+    "hydra": Beside("Hydra 1.4", "hydra-core==1.4.0.dev1 omegaconf==2.4.0.dev2", (QUICK,), extra="[torchrl]"),
+    "verl": Beside(
+        "verl 0.9.1",
+        VERL,
+        (peer("verl"), "-m pytest -q tests/adapters -m 'not slow'"),
+        own_tests="verl==0.9.1",
+    ),
+    "agentlightning": Beside(
+        "agent-lightning 1.0.2",
+        f"--ignore-requires-python agentlightning==1.0.2 {VERL}",
+        (peer("agentlightning"),),
+    ),
+    "trl": Beside("TRL 1.16.0", "trl==1.16.0", ("-m pytest -q tests/adapters/test_coming_from_trl.py",)),
+    "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1", (peer("swift"),)),
+    "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0", (peer("trinity"),)),
+    "transfer_queue": Beside(
+        "TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",), extra="[torchrl]"
+    ),
+    "openrlhf": Beside("OpenRLHF 0.11.2", "openrlhf==0.11.2", asks_only=True),
+    "areal": Beside("AReaL 1.0.4", "areal==1.0.4", asks_only=True),
+}
+
+
+class RunError(Exception):
+    """A command ended with another status than 0."""
+
+
+def run(command: str, log: Path, **options: Any) -> str:
+    """Run a command of a shell and return its output, which goes to `log`, too."""
+    with log.open("a") as file:
+        print(f"$ {command}", file=file, flush=True)
+        done = subprocess.run(
+            command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+        )
+        print(done.stdout, file=file, flush=True)
+    if done.returncode:
+        raise RunError(f"{command}: {' '.join(done.stdout.splitlines()[-3:])[-300:]}")
+    return done.stdout
+
+
+def frozen(python: Path, log: Path) -> dict[str, str]:
+    """The installed versions, by package."""
+    found = json.loads(run(f"{python} -m pip list --format json 2>/dev/null", log))
+    return {each["name"].lower(): each["version"] for each in found}
+
+
+def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, str]:
+    """How each test of a package ends that needs no GPU."""
+    if not (folder / "tests").is_dir():
+        run(f"{python} -m pip download -q --no-deps --no-binary :all: {package} -d {folder}", log)
+        with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+    source = next(path for path in folder.iterdir() if path.is_dir())
+    files = " ".join(str(path.relative_to(source)) for path in sorted(source.glob("tests/**/*_on_cpu.py")))
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    command = f"{python} -m pytest -q -p no:cacheprovider --junitxml={report} {files}"
+    try:
+        run(command, log, cwd=source, timeout=1800)
+    except RunError:  # some fail in any environment: what counts is that none ends otherwise than before
+        if not report.exists():
+            raise
+    cases = ElementTree.parse(report).iter("testcase")
+    return {f"{case.get('classname')}::{case.get('name')}": _ended(case) for case in cases}
+
+
+def _ended(case: ElementTree.Element) -> str:
+    return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
+
+
+def wheel() -> Path:
+    """The wheel of this clone."""
+    folder = BUILD / "dist"
+    rmtree(folder, ignore_errors=True)
+    run(f"{sys.executable} -m build --wheel --outdir {folder} {ROOT}", BUILD / "wheel.log")
+    return next(folder.glob("*.whl"))
+
+
+def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
+    """Make one environment, run what it is for, and return a line of the table."""
+    folder, log = BUILD / name, BUILD / f"{name}.log"
+    rmtree(folder, ignore_errors=True)
+    log.unlink(missing_ok=True)
+    venv.create(folder, with_pip=True)
+    python, result = folder / "bin" / "python", {"title": beside.title, "packages": beside.packages}
+    pip = f"{python} -m pip install -q --disable-pip-version-check"
+    with_headrace = f"'{built}{beside.extra}'"
+    packages = " ".join(f"'{each}'" for each in beside.packages.split())
+    try:
+        run(f"{pip} {TORCH}", log)
+        if beside.asks_only:
+            run(f"{pip} --dry-run {packages} {with_headrace}", log, timeout=900)
+            return result | {"resolved": True}
+        run(f"{pip} {packages}", log)
+        before = frozen(python, log)
+        if beside.own_tests:
+            run(f"{pip} pytest pytest-asyncio", log)
+            theirs = outcomes(python, beside.own_tests, BUILD / f"{name}-source", log)
+        run(f"{pip} {with_headrace}", log)
+        run(f"{python} -m pip check", log)
+        after = frozen(python, log)
+        result["versions"] = {each: after[each] for each in VERSIONS if each in after}
+        result["moved"] = sorted(each for each in before if after.get(each) != before[each])
+        run(f"{pip} {TOOLS}", log)
+        for arguments in beside.runs:
+            run(f"{python} {arguments}", log, cwd=ROOT, env=os.environ | {"PYTHONPATH": ""}, timeout=1800)
+        if beside.own_tests:
+            now = outcomes(python, beside.own_tests, BUILD / f"{name}-source", log)
+            changed = sorted(each for each in theirs | now if theirs.get(each) != now.get(each))
+            result |= {"own_tests": len(theirs), "changed": changed}
+            if changed:
+                raise RunError(f"tests of {beside.own_tests} end otherwise than before: {changed[:5]}")
+        if result["moved"]:
+            raise RunError(f"headrace moved {result['moved']}")
+    except (RunError, subprocess.TimeoutExpired) as err:
+        result["failed"] = str(err)
+    finally:
+        rmtree(folder, ignore_errors=True)  # some have gigabytes
+    return result
+
+
+def main(names: list[str]) -> int:
+    """Check the named environments, or all; return the exit status."""
+    if unknown := sorted(set(names) - set(BESIDE)):
+        sys.exit(f"no such environment: {', '.join(unknown)}; there are {', '.join(BESIDE)}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    built = wheel()
+    for name in names or BESIDE:
+        known[name] = check(name, BESIDE[name], built)
+        print(f"{name}: {known[name].get('failed', 'ok')}", flush=True)
+        text = json.dumps({each: known[each] for each in BESIDE if each in known}, indent=1)
+        RESULTS.write_text(text + "\n")
+    return int(any("failed" in known[name] for name in names or BESIDE))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
