@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import venv
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from shutil import rmtree
@@ -45,6 +44,16 @@ class Beside(NamedTuple):
     """Package whose source distribution has tests; those named `*_on_cpu.py` run before and after."""
     asks_only: bool = False
     """Let pip resolve the packages together, and install nothing."""
+    python: str = ""
+    """Another Python, for which torch is not installed, and headrace without what it requires."""
+
+
+COMPILES = "-W error -m compileall -q {folder}/lib/*/site-packages/headrace"
+COMPOSES = (
+    "-c 'import sys; from headrace.pipeline.composing import compose_config, recipes; "
+    'assert len([compose_config("load", f"pipeline={name}") for name in recipes()]) > 50; '
+    'assert "torch" not in sys.modules\''
+)
 
 
 def peer(name: str) -> str:
@@ -73,6 +82,15 @@ BESIDE = {
     "transfer_queue": Beside(
         "TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",), extra="[torchrl]"
     ),
+    **{
+        f"python{version}": Beside(
+            f"Python {version}, without torch",
+            "hydra-core rich packaging typing_extensions wheel",
+            (COMPILES, COMPOSES),
+            python=f"python{version}",
+        )
+        for version in ("3.10", "3.12", "3.13")
+    },
     "openrlhf": Beside("OpenRLHF 0.11.2", "openrlhf==0.11.2", asks_only=True),
     "areal": Beside("AReaL 1.0.4", "areal==1.0.4", asks_only=True),
 }
@@ -111,7 +129,7 @@ def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, s
     files = " ".join(str(path.relative_to(source)) for path in sorted(source.glob("tests/**/*_on_cpu.py")))
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    command = f"{python} -m pytest -q -p no:cacheprovider --junitxml={report} {files}"
+    command = f"{python} -m pytest -q -c /dev/null --rootdir . --junitxml={report} {files}"
     try:
         run(command, log, cwd=source, timeout=1800)
     except RunError:  # some fail in any environment: what counts is that none ends otherwise than before
@@ -138,13 +156,14 @@ def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
     folder, log = BUILD / name, BUILD / f"{name}.log"
     rmtree(folder, ignore_errors=True)
     log.unlink(missing_ok=True)
-    venv.create(folder, with_pip=True)
     python, result = folder / "bin" / "python", {"title": beside.title, "packages": beside.packages}
     pip = f"{python} -m pip install -q --disable-pip-version-check"
-    with_headrace = f"'{built}{beside.extra}'"
+    with_headrace = f"'{built}{beside.extra}'" + " --no-deps" * bool(beside.python)
     packages = " ".join(f"'{each}'" for each in beside.packages.split())
     try:
-        run(f"{pip} {TORCH}", log)
+        run(f"{beside.python or sys.executable} -m venv {folder}", log)
+        if not beside.python:
+            run(f"{pip} {TORCH}", log)
         if beside.asks_only:
             run(f"{pip} --dry-run {packages} {with_headrace}", log, timeout=900)
             return result | {"resolved": True}
@@ -154,13 +173,21 @@ def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
             run(f"{pip} pytest pytest-asyncio", log)
             theirs = outcomes(python, beside.own_tests, BUILD / f"{name}-source", log)
         run(f"{pip} {with_headrace}", log)
-        run(f"{python} -m pip check", log)
+        if not beside.python:
+            run(f"{python} -m pip check", log)
         after = frozen(python, log)
         result["versions"] = {each: after[each] for each in VERSIONS if each in after}
         result["moved"] = sorted(each for each in before if after.get(each) != before[each])
-        run(f"{pip} {TOOLS}", log)
+        if not beside.python:
+            run(f"{pip} {TOOLS}", log)
         for arguments in beside.runs:
-            run(f"{python} {arguments}", log, cwd=ROOT, env=os.environ | {"PYTHONPATH": ""}, timeout=1800)
+            run(
+                f"{python} {arguments.replace('{folder}', str(folder))}",
+                log,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": ""},
+                timeout=1800,
+            )
         if beside.own_tests:
             now = outcomes(python, beside.own_tests, BUILD / f"{name}-source", log)
             changed = sorted(each for each in theirs | now if theirs.get(each) != now.get(each))

@@ -15,7 +15,7 @@ makes each environment of this table from the package index: first what stands b
 headrace's wheel. It requires that
 
 - `pip check` finds no conflict, and no version that was there has moved;
-- the commands in the last column end without an error;
+- the commands below end without an error;
 - the tests of verl that need no GPU end as they did before.
 
 `make test-light ARGS=verl` does this for one line. All of them were run with Python 3.11 on a CPU.
