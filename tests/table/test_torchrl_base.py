@@ -137,3 +137,21 @@ def test_plain_columns_and_adapters_need_neither_rich_nor_pyarrow(saved):
     expected = "[-1.0, 1.0, -2.0, 2.0]\n[]\n"
     assert run(program, refused=("torchrl", "rich", "pyarrow")) == expected
     assert run(program) == expected
+
+
+def test_plain_columns_need_torch_tensordict_and_hydra_alone():
+    """Each module costs a part of a start: of headrace's own there are few."""
+    program = (
+        "import torch, tensordict, tensordict.nn, hydra, omegaconf\n"
+        "def packages():\n"
+        "    return {name.partition('.')[0] for name in sys.modules}\n"
+        "before = packages()\n"
+        "from headrace import decide\n"
+        "columns = {'group_id': [*'aabb'], 'rollout_id': [*'wxyz'], 'reward': [0.0, 1, 2, 4]}\n"
+        "decide(columns, 'rloo', group_size=2)\n"
+        "print(*packages() - before - sys.stdlib_module_names)\n"
+        "print(len([name for name in sys.modules if name.startswith('headrace')]))"
+    )
+    others, own = run(program).splitlines()
+    assert others == "headrace"
+    assert int(own) <= 85
