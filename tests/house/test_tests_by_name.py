@@ -12,7 +12,6 @@ TESTS = ROOT / "tests"
 TESTED_ELSEWHERE = {
     "pipeline/account_keys": "house/test_options_are_set.py",
     "pipeline/callables": "pipeline/test_stage_foreign.py",
-    "pipeline/collect/installed": "tools/command/test_doctor.py",
     "pipeline/collect/reading": "collect/test_assembling.py",
     "pipeline/composing/recipe_names": "pipeline/test_load_keywords.py",
     "pipeline/conversations": "tools/report/test_texts.py",

@@ -12,6 +12,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from typing_extensions import Unpack
 
+from headrace.installed import import_extra
 from headrace.transforms.carry import to_plain
 from headrace.transforms.table import ColumnNames, Rows, TakesColumns, enter_rows, labels_in_errors
 from headrace.transforms.table.options import (
@@ -212,6 +213,7 @@ class GroupAssembler(
         self._journal: Journal | None = None
         self.journal = journal
         if journal is not None:
+            import_extra("pyarrow", "journal=")
             from .journal import Journal, options_that_decide  # imported here because it needs pyarrow
 
             self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
@@ -54,15 +55,9 @@ def number_labels(labels: Sequence[str]) -> Tensor:
 
 def _distinct(labels: Sequence[str]) -> tuple[list[str], Tensor]:
     """The distinct labels in the order of their first rows, and (N,) int64, the index of each row's label."""
-    import pyarrow  # imported here, because most batches have no text ids
-
-    try:
-        encoded = pyarrow.array(labels, pyarrow.large_string()).dictionary_encode()
-    except UnicodeEncodeError:  # a lone surrogate, which Arrow cannot store
-        number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
-        return list(number), torch.tensor([number[label] for label in labels], dtype=torch.int64)
-    indices = encoded.indices.to_numpy(zero_copy_only=False).astype("int64")
-    return encoded.dictionary.to_pylist(), torch.from_numpy(indices)
+    number = {label: place for place, label in enumerate(dict.fromkeys(labels))}
+    of = np.fromiter(map(number.__getitem__, labels), np.int64, len(labels))
+    return list(number), torch.from_numpy(of)
 
 
 def _hashed(label: str) -> int:
