@@ -32,7 +32,9 @@ settings.register_profile("headrace", deadline=None, print_blob=True, max_exampl
 settings.register_profile("quick", settings.get_profile("headrace"), max_examples=20)
 
 
-ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.M)
+ALL_SLOW, ALL_OF_TORCHRL = (
+    re.compile(rf"^pytestmark = (\[[^]]*)?pytest\.mark\.{mark}\b", re.M) for mark in ("slow", "torchrl")
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def is_quick(config: pytest.Config) -> bool:
     return config.option.markexpr == "not slow"
+
+
+@cache
+def has_torchrl() -> bool:
+    """Whether it can be imported; beside a tensordict that it does not fit, it is installed and cannot be."""
+    try:
+        import torchrl.envs  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,14 +77,16 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of another shard, and of slow tests alone where those are left out, are not even imported."""
+    """Files of another shard are not even imported, nor those of which all tests are left out or skipped."""
     if collection_path.suffix != ".py":
         return None
     if shard := config.getoption("--shard"):
         number, shards = map(int, shard.split("/"))
         if crc32(collection_path.name.encode()) % shards != number - 1:
             return True
-    return True if is_quick(config) and ALL_SLOW.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    left_out = is_quick(config) and ALL_SLOW.search(text)
+    return True if left_out or (ALL_OF_TORCHRL.search(text) and not has_torchrl()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,6 +94,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
+    for item in items:
+        if item.get_closest_marker("torchrl") and not has_torchrl():
+            item.add_marker(pytest.mark.skip(reason="TorchRL cannot be imported"))
     # One process has a cluster, at its beginning: what others take over from it is from its end.
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 

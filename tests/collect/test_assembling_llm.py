@@ -26,7 +26,7 @@ from chats import (
 )
 from torchrl.collectors.llm import LLMCollector
 
-pytestmark = [pytest.mark.llm, pytest.mark.slow]
+pytestmark = [pytest.mark.torchrl, pytest.mark.llm, pytest.mark.slow]
 TOKENIZER = make_tokenizer()
 TURNS = {"dialog_turns_per_batch": 6, "total_dialog_turns": 90}
 MODES = {

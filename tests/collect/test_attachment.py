@@ -22,7 +22,7 @@ from headrace.transforms import (
     split_minibatches,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 
 def collected(**options) -> TensorDict:

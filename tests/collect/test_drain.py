@@ -25,6 +25,8 @@ from writers import processes, shared_buffer, told_writers, write_all
 from headrace.pipeline import DrainWriter, assembled, drained
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 
+pytestmark = pytest.mark.torchrl
+
 STORAGES = {
     "tensor": LazyTensorStorage,
     "memmap": LazyMemmapStorage,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from troubles import CELLS, PATIENCE, PLACES, look_at_all
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 PAGE = Path(__file__).parents[2] / "docs" / "streams.md"
 SOON = {"hangs": PATIENCE + 15}  # seconds; other troubles are seen without waiting for anybody

@@ -26,6 +26,8 @@ from torchrl.data.replay_buffers.samplers.prioritized import SumSegmentTreeFp32
 from headrace.pipeline import GroupUnit
 from headrace.transforms import BatchError, CompletenessGate, IncompleteGroupsError
 
+pytestmark = pytest.mark.torchrl
+
 STORAGES = {"tensors": LazyTensorStorage, "memmap": LazyMemmapStorage, "lazy": LazyStackStorage}
 SAMPLERS = {
     "random": RandomSampler,

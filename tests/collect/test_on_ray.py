@@ -49,7 +49,7 @@ from headrace.transforms import (
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 from torchrl.collectors.distributed import RayCollector  # noqa: E402  # which needs it
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.torchrl, pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 LINES = [Line(g, 2 * g + r, s, s == 1) for g in range(6) for s in (0, 1) for r in (0, 1)]
 

@@ -28,7 +28,7 @@ from turns import OneAction, TurnsEnv, makers, of_one_process
 from headrace.pipeline import AssembleOnWrite, assembled, buffer_account, groups_on_write, load_pipeline
 from headrace.transforms import BatchError, GroupAssembler, MissingKeyError, StalledError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 RECIPE = ("pipeline=grpo", "pipeline.stages.collapse.reward=sum", "pipeline.stages.split.minibatches=1")
 

@@ -16,7 +16,7 @@ from torchrl.envs.transforms import Compose, Transform
 from headrace.pipeline import StampIds, assembled, stamp_ids
 from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 IDS = ("group_id", "rollout_id", "expected_rollouts")
 

@@ -13,7 +13,7 @@ from headrace.transforms import BatchError, CompletenessGate, GroupAssembler
 pytest.importorskip("transformers", reason="the extra `llm` is not installed")
 from countdown import collect_countdown, make_countdown, make_tokenizer
 
-pytestmark = [pytest.mark.llm, pytest.mark.slow]
+pytestmark = [pytest.mark.torchrl, pytest.mark.llm, pytest.mark.slow]
 REPEATS = 2
 YIELDED = {
     "turns": {},

@@ -18,7 +18,7 @@ from torchrl.objectives.llm import GRPOLoss
 from headrace.pipeline import Pipeline, PipelineHook, StampIds, load_pipeline, register_configs
 from headrace.transforms import CompletenessGate, RewardsVary
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 CONF = Path(__file__).parents[2] / "conf"
 STAGES = sorted(path.stem for path in (CONF / "stage").glob("*.yaml"))

@@ -28,7 +28,7 @@ from turns import (
 from headrace.pipeline import DrainWriter, assembled, drained
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 FRAMES, PATIENCE = 240, 60.0
 SECOND = 4000  # the first rollout of workers that go on

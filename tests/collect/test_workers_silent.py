@@ -17,7 +17,7 @@ from turns import hang
 from headrace.pipeline import assembled
 from headrace.transforms import GroupAssembler, StalledError, StreamWarning
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:rollouts do not end")]
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow, pytest.mark.filterwarnings("ignore:rollouts do not end")]
 
 WAIT = 0.5  # seconds for which a worker waits until the trainer takes its rows; TorchRL has it wait for one
 STEP = 0.8  # of a trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from busy import stages
 from composed import composed
-from torchrl.envs.transforms import RewardScaling
+from tensordict.nn import TensorDictModule
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -18,6 +18,12 @@ from headrace.transforms import (
     SampleFilter,
     ShuffleSplit,
 )
+
+
+def ten_times() -> TensorDictModule:
+    """A stage that is not of headrace, and says what it reads and writes."""
+    keys = [("next", "reward")]
+    return TensorDictModule(lambda reward: 10 * reward, in_keys=keys, out_keys=keys)
 
 
 def test_order_inserts_a_stage_in_the_middle(make_batch):
@@ -61,14 +67,14 @@ def test_stages_without_effect_are_refused(names, message):
     possible = stages(
         exclude=SampleFilter(criterion=RewardWithin(), action="exclude"),
         vary=SampleFilter(criterion=RewardsVary()),
-        scale=RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]),
+        scale=ten_times(),
     )
     with pytest.raises(ValueError, match=message):
         Pipeline({name: possible[name] for name in names})
 
 
 def test_stages_that_change_a_column_in_sequence_are_accepted(make_batch):
-    twice = {f"scale{i}": RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")]) for i in range(2)}
+    twice = {f"scale{i}": ten_times() for i in range(2)}
     pipeline = Pipeline(twice | {"advantage": GroupRelativeAdvantage(scale="none")})
     assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-100, 100]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from busy import keep_positive
 from torch import nn
-from torchrl.envs.transforms import Compose, RewardScaling
 
 from headrace.pipeline import Pipeline, StageError
 from headrace.transforms import (
@@ -35,7 +34,10 @@ class Quiet(BatchTransform):
         return batch[1:]
 
 
+@pytest.mark.torchrl
 def test_rows_masked_in_a_compose_are_not_reported_as_trained(make_batch):
+    from torchrl.envs.transforms import Compose
+
     batch = make_batch([1.0, 9], [0, 0]).exclude(MASK)
     pipeline = Pipeline({"inner": Compose(SampleFilter(criterion=RewardWithin(high=5.0)))})
     pipeline(batch)
@@ -61,7 +63,10 @@ def test_a_stage_that_raises_is_named(make_batch):
     assert not isinstance(info.value, BatchError)
 
 
+@pytest.mark.torchrl
 def test_torchrl_transforms_are_stages(make_batch):
+    from torchrl.envs.transforms import RewardScaling
+
     scaling = RewardScaling(loc=0.0, scale=10.0, in_keys=[("next", "reward")])
     pipeline = Pipeline({"scale": scaling, "advantage": GroupRelativeAdvantage(scale="none")})
     assert pipeline(make_batch([1.0, 3], [0, 0]))["advantage"].flatten().tolist() == [-10, 10]

@@ -21,6 +21,7 @@ from chats import GROUP_SIZE, make_env, make_model, make_policy, make_tokenizer
 from torchrl.collectors.llm import LLMCollector
 
 pytestmark = [
+    pytest.mark.torchrl,
     pytest.mark.llm,
     pytest.mark.slow,
     # torchrl 0.14.1 asks torch for log-probabilities in a way that will go.

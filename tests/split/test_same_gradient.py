@@ -12,6 +12,8 @@ from gradients import MEANS, distance, gradient, make_scene, run_rank, run_uneve
 
 from headrace.transforms import pack
 
+pytestmark = pytest.mark.torchrl
+
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 CUTS = {
     "in micro-batches": {"microbatches": 3},

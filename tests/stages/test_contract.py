@@ -12,10 +12,7 @@ from batches import batch_of
 from policies import OLD, with_old
 from recipes import of
 from tensordict import TensorDict, lazy_stack
-from torchrl.envs import TransformedEnv
-from torchrl.envs.transforms import Compose
-from torchrl.modules.distributions import LLMMaskedCategorical
-from torchrl.testing.mocking_classes import CountingEnv
+from torch.distributions import Categorical
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -66,9 +63,8 @@ REAL = ("masks", "all_attention_mask")
 class Uniform:
     """An actor to which all ten tokens are alike."""
 
-    def get_dist(self, batch: TensorDict, logits_key: str) -> LLMMaskedCategorical:
-        mask = batch["masks", "all_assistant_mask"]
-        return LLMMaskedCategorical(logits=torch.zeros(*mask.shape, 10), mask=mask)
+    def get_dist(self, batch: TensorDict, logits_key: str) -> Categorical:
+        return Categorical(logits=torch.zeros(*batch["tokens", "full"].shape, 10))
 
 
 # What makes one of each, and of the filter one per action.
@@ -301,8 +297,13 @@ def test_a_pipelines_output_is_refused(name):
         STAGES[name]()(done)
 
 
+@pytest.mark.torchrl
 @every
 def test_an_environment_is_refused(name):
+    from torchrl.envs import TransformedEnv
+    from torchrl.envs.transforms import Compose
+    from torchrl.testing.mocking_classes import CountingEnv
+
     with pytest.raises(TypeError, match=r"whole batches.*Collector\(postproc=...\)"):
         TransformedEnv(CountingEnv(), STAGES[name]())
     with pytest.raises(TypeError, match="whole batches"):

@@ -15,9 +15,8 @@ from batches import batch_of
 from composed import composed
 from policies import MASK, OLD, SAMPLER, log_ratios, stated_divergence, stated_weights, with_old
 from rich.console import Console
-from rollouts import make_collector, make_env, make_pipeline, make_policy
 from tensordict import TensorDict, lazy_stack
-from torchrl.objectives.llm import GRPOLoss
+from torch import nn
 
 from headrace.pipeline import Pipeline, load_pipeline, optimise
 from headrace.pipeline.tools.report import make_report, page_data, show_report
@@ -61,6 +60,8 @@ def rewarded(rewards, groups, *, spread: float = 0.002, tokens: int = 6) -> Tens
 @pytest.fixture
 def scene():
     """A policy in float64 that has moved, so that ratios are clipped; rows whose sampler was another."""
+    from rollouts import make_collector, make_env, make_pipeline, make_policy
+
     policy = make_policy().double()
     batch = make_pipeline("~pipeline.stages.filter")(next(iter(make_collector(make_env(), policy=policy))))
     with torch.no_grad():
@@ -75,12 +76,19 @@ def scene():
     return policy, rows
 
 
+def grpo_loss(policy, **options) -> nn.Module:
+    from torchrl.objectives.llm import GRPOLoss
+
+    return GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none", **options)
+
+
 def gradient(policy, total) -> torch.Tensor:
     policy.zero_grad()
     total.backward()
     return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
+@pytest.mark.torchrl
 @pytest.mark.parametrize(
     ("options", "clip_epsilon"),
     [
@@ -91,9 +99,7 @@ def gradient(policy, total) -> torch.Tensor:
 )
 def test_folding_equals_weighting_the_clipped_loss(scene, options, clip_epsilon):
     policy, batch = scene
-    loss = GRPOLoss(
-        policy, masking_strategy="generic", entropy_bonus=False, aggregation="none", clip_epsilon=clip_epsilon
-    )
+    loss = grpo_loss(policy, clip_epsilon=clip_epsilon)
     loss.set_keys(sample_log_prob=OLD)
     corrected = RolloutCorrection(**options)(batch)
     weight = corrected["importance_weight"]
@@ -105,10 +111,11 @@ def test_folding_equals_weighting_the_clipped_loss(scene, options, clip_epsilon)
     torch.testing.assert_close(folded, weighed, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.torchrl
 def test_a_loss_with_the_sampler_in_its_ratio_is_refused(scene):
     policy, batch = scene
     batch = LossWeight(dtype="float64")(RolloutCorrection()(batch))
-    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss = grpo_loss(policy)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     for its in (loss, torch.nn.DataParallel(loss)):
         with pytest.raises(BatchError, match=r"count twice.*set_keys\(sample_log_prob=\('old_log_probs'"):
@@ -117,11 +124,12 @@ def test_a_loss_with_the_sampler_in_its_ratio_is_refused(scene):
     assert optimise([batch], loss, optimizer) == 1
 
 
+@pytest.mark.torchrl
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 def test_rejected_tokens_have_the_declared_denominator(scene, denominator):
     """The gradient of the kept tokens, divided by the number of tokens that the option sets."""
     policy, batch = scene
-    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss = grpo_loss(policy)
     loss.set_keys(sample_log_prob=OLD)
     criterion = Diverged(estimator="k1", level="token", high=1.3)
     keep = batch[MASK] & criterion(batch)
@@ -267,9 +275,10 @@ def test_ragged_columns_of_different_lengths_are_refused():
             stage(batch)
 
 
+@pytest.mark.torchrl
 def test_a_ragged_token_advantage_is_refused_by_a_loss_that_pads_differently(scene):
     policy, batch = scene
-    loss = GRPOLoss(policy, masking_strategy="generic", entropy_bonus=False, aggregation="none")
+    loss = grpo_loss(policy)
     loss.set_keys(sample_log_prob=OLD)
     rows = list(batch.unbind(0))
     for key in (OLD, SAMPLER, MASK):

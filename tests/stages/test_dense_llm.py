@@ -19,6 +19,7 @@ from chats import make_actor, make_env, make_model, make_policy, make_tokenizer
 from torchrl.objectives.llm import GRPOLoss
 
 pytestmark = [
+    pytest.mark.torchrl,
     pytest.mark.llm,
     pytest.mark.slow,
     # torchrl 0.14.1 asks torch for log-probabilities in a way that will go.

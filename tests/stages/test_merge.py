@@ -9,7 +9,6 @@ from gradients import distance
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from tree_models import gradient_of, make_actor
 from tries import ATTENTION, FULL, LOG_PROBS, LOSS, dense, ragged
 
 from headrace.pipeline import Pipeline
@@ -122,8 +121,11 @@ def test_turns_are_merged_by_turn_index(rollouts, order):
         assert torch.equal(back[key].nan_to_num(9.0), plain[key].nan_to_num(9.0)), key
 
 
+@pytest.mark.torchrl
 @pytest.mark.parametrize("mean", ["token", "rollout", "group", "constant"])
 def test_merged_rows_have_the_gradient_of_the_turns(mean):
+    from tree_models import gradient_of, make_actor
+
     rows = rows_of(
         [
             [(2, 2, False), (1, 2, False), (2, 1, False)],

@@ -11,7 +11,6 @@ import pytest
 import torch
 from policies import with_old
 from recipes import CONF, NAMES, of, pipeline_of
-from torchrl.objectives.llm import MCAdvantage
 
 from headrace.transforms import (
     FanOutCollapse,
@@ -158,10 +157,13 @@ def test_a_convention_equals_its_frameworks_formula(make_batch, name, quick):
         torch.testing.assert_close(run(f"as/{name}", batch).double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.torchrl
 @pytest.mark.parametrize("mode", [None, "sum"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_convention_of_torchrl_equals_torchrls_transform(make_batch, mode, seed):
     """Rollouts of one to four rows, by its default and by the other mode that the recipe names."""
+    from torchrl.objectives.llm import MCAdvantage
+
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5, (3, 4))
     rollouts = np.repeat(np.arange(12), lengths.flatten())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
-from torchrl.modules.distributions import LLMMaskedCategorical
+from torch.distributions import Categorical
 
 from headrace.pipeline import ConfigError, Pipeline, load_pipeline
 from headrace.pipeline.reverse import DigitPolicy
@@ -45,7 +45,8 @@ class Bigram(nn.Module):
         self.shapes.append(tuple(tokens.shape))
         logits = self.dropout(self.table[tokens])
         shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        return LLMMaskedCategorical(logits=shifted, mask=batch[mask_key or LOSS_MASK])
+        assert (mask_key or LOSS_MASK) in batch.keys(True)
+        return Categorical(logits=shifted)
 
     def says(self, row) -> list[float]:
         """Of one row's tokens, each behind the first."""
@@ -134,6 +135,7 @@ def test_the_actors_mode_is_restored_and_it_is_no_state_of_the_stage():
     assert repr(ScoreRows(actor=actor, max_rows=2)) == "ScoreRows(actor=Sequential, max_rows=2)"
 
 
+@pytest.mark.torchrl
 def test_the_demo_policy_scores_the_log_probabilities_it_sampled_with():
     from rollouts import make_collector, make_env, make_policy
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from batches import batch_of
 from composed import composed
 from gradients import SumOfWeights
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from headrace.pipeline import Pipeline, optimise
 from headrace.transforms import BatchError, FanOutCollapse, ProcessedTwiceError
+
+if TYPE_CHECKING:
+    from torchrl.data import ReplayBuffer
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +31,8 @@ def collected(first_group: int = 0) -> TensorDict:
 
 
 def buffer_of(*transforms: tuple[Pipeline, bool], size: int = 6) -> ReplayBuffer:
+    from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), sampler=SamplerWithoutReplacement(), batch_size=size)
     for transform, invert in transforms:
         buffer.append_transform(transform, invert=invert)
@@ -39,6 +45,7 @@ def weight_of(minibatches) -> float:
     return -float(loss.scale.detach())
 
 
+@pytest.mark.torchrl
 @pytest.mark.parametrize("unit", ["token", "group"])
 def test_weights_of_a_sample_weighted_as_a_step_sum_to_one(unit):
     first, second = composed(*RECIPE, f"pipeline.stages.weight.unit={unit}").halves()
@@ -98,7 +105,10 @@ def test_rows_of_two_batches_with_equal_tokens_are_refused(unit):
         weight_of([torch.cat([one[:half], two[half:]]).exclude(*PLACES)])
 
 
+@pytest.mark.torchrl
 def test_a_pipeline_on_the_wrong_side_is_refused_with_the_right_one():
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+
     pipeline = composed(*RECIPE)
     first, second = pipeline.halves()
     for buffer in (

@@ -6,14 +6,15 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import pytest
 from faults import CELLS, ELSEWHERE, LONGEST, Carried, Cell, Place, carry, check
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import ReplayBuffer
-from writers import Told, shared_buffer, told_writers
 
-from headrace.pipeline import drained
+if TYPE_CHECKING:
+    from torchrl.data import ReplayBuffer
+    from writers import Told
 
 
 class Pieces:
@@ -48,6 +49,8 @@ class Written:
     """Pieces that two processes write by turns into a buffer that they share, each read before the next."""
 
     def __init__(self, cell: Cell, pieces: list[TensorDict], writers: Told, buffer: ReplayBuffer):
+        from headrace.pipeline import drained
+
         self.cell, self.pieces, self.writers = cell, pieces, writers
         self.drain = drained(buffer, wait=0.01)
 
@@ -74,6 +77,8 @@ class Written:
 
 
 def drain(cell: Cell) -> Carried:
+    from writers import shared_buffer, told_writers
+
     pieces = [piece.exclude("text") for piece in cell.pieces]
     buffer = shared_buffer(2 * len(pieces[0]), pieces[0])  # turns over
     with told_writers(buffer, 2) as writers:
@@ -105,6 +110,7 @@ def test_each_fault_is_counted_or_raised(name):
     check(CELLS[name], within(LONGEST, iterator, CELLS[name]))
 
 
+@pytest.mark.torchrl
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_each_fault_is_counted_or_raised_with_two_writers(name):

@@ -20,6 +20,7 @@ from headrace.pipeline import assembled
 from headrace.transforms import GroupAssembler
 
 pytestmark = [
+    pytest.mark.torchrl,
     pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:rollouts do not end"),

@@ -14,10 +14,8 @@ from assembly import Line, batch_of_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import StalenessAwareSampler
 
-from headrace.pipeline import GroupUnit, RepeatSampler, assembled, informative, paced
+from headrace.pipeline import RepeatSampler, assembled, informative, paced
 from headrace.transforms import BatchError, GroupAssembler, StalledError
 
 FAILED = 3
@@ -413,7 +411,13 @@ def test_rows_of_a_later_version_are_refused_or_wait_for_it(on_stale):
         list(ending)
 
 
+@pytest.mark.torchrl
 def test_rows_later_than_a_samplers_version_are_refused_under_a_limit():
+    from torchrl.data import LazyTensorStorage, ReplayBuffer
+    from torchrl.data.replay_buffers.samplers import StalenessAwareSampler
+
+    from headrace.pipeline import GroupUnit
+
     for limit, refused in ((-1, False), (1, True)):
         sampler = StalenessAwareSampler(max_staleness=limit, version_key="version")
         options = {"sampler": sampler, "sample_unit": GroupUnit(), "batch_size": 2}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from rollouts import make_collector, make_env, make_pipeline, make_policy
 from tensordict import TensorDict
-from torchrl.objectives.llm import GRPOLoss
 
-from headrace.pipeline import Pipeline, TokenGRPOLoss, optimise, total_loss
+from headrace.pipeline import Pipeline, optimise, total_loss
 from headrace.transforms import BatchError, LossWeight, SampleFilter, ShuffleSplit, take_rows
 
 LENGTH = 6
@@ -20,6 +18,8 @@ def halve(batch: TensorDict) -> torch.Tensor:
 
 def make_scene(dtype: torch.dtype) -> tuple[torch.nn.Module, TensorDict]:
     """A policy whose ratios to the one that acted are not 1, and a batch that lacks only its cut."""
+    from rollouts import make_collector, make_env, make_pipeline, make_policy
+
     torch.manual_seed(3)
     policy = make_policy()
     recipe = make_pipeline("~pipeline.stages.filter", "~pipeline.stages.split", "~pipeline.stages.weight")
@@ -39,6 +39,10 @@ def gradient(
     policy, batch, mean, *, fold="none", group=None, gradients="sum", transform=None, **cut
 ) -> torch.Tensor:
     """Of one optimiser step over the whole batch, which may be cut on the way."""
+    from torchrl.objectives.llm import GRPOLoss
+
+    from headrace.pipeline import TokenGRPOLoss
+
     terms = {"entropy_coeff": 0.01, "kl_to_ref_coeff": 0.1} if fold == "none" else {"entropy_bonus": False}
     make_loss = TokenGRPOLoss if fold == "none" else GRPOLoss
     loss = make_loss(policy, masking_strategy="generic", **terms)

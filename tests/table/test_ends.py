@@ -10,9 +10,6 @@ from alone import said_by
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.collectors import Collector
-from torchrl.envs import InitTracker, TransformedEnv
-from turns import SLOTS, OneAction, TurnsEnv, last_turn, reward_of
 
 from headrace.pipeline import Pipeline, make_report, write_dump
 from headrace.pipeline.tools.dumps.readers import open_source
@@ -229,8 +226,13 @@ def test_finished_rollouts_are_those_of_a_loop(data, with_begins, with_segments,
 # -- a collector's batches -------------------------------------------------------------------------------
 
 
+@pytest.mark.torchrl
 def test_batches_that_end_inside_rollouts_train_no_wrong_reward():
     """Half of a rollout is in one batch and half in the next; neither half is trained."""
+    from torchrl.collectors import Collector
+    from torchrl.envs import InitTracker, TransformedEnv
+    from turns import SLOTS, OneAction, TurnsEnv, last_turn, reward_of
+
     collector = Collector(
         TransformedEnv(TurnsEnv(), InitTracker()),
         OneAction(),

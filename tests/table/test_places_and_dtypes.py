@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from recipes import ADVANTAGES, FEW, of, pipeline_of
 from tensordict import TensorDict
 from test_recipes_of_the_field import NO_LONE, columns_for, ragged_batch
-from torchrl.envs.transforms import Compose
 
 from headrace.pipeline import Pipeline
 from headrace.transforms import (
@@ -113,10 +112,10 @@ def test_a_dropped_row_keeps_its_index_or_the_batch_is_refused(segments, kind, b
     stays = [row for row in range(len(bad)) if not bad[row]]
     for action in expected:
         first = SampleFilter(criterion=good, unit="sample", action=action)
-        for chain in (Pipeline({"filter": first, "stage": stage}), Compose(first, stage)):
+        for chain in (Pipeline({"filter": first, "stage": stage}), torch.nn.Sequential(first, stage)):
             rows = stays if action == "drop" else range(len(bad))
             lacking = {rollouts[r] for r in stays} & {r for r, b in zip(rollouts, bad, strict=True) if b}
-            if action == "drop" and isinstance(chain, Compose) and lacking:
+            if action == "drop" and isinstance(chain, torch.nn.Sequential) and lacking:
                 with pytest.raises(BatchError, match="index of each row") as refused:
                     chain(batch)
                 assert set(map(int, re.findall(r"rollout (\d+)", str(refused.value)))) == lacking
@@ -136,7 +135,7 @@ def test_stages_that_use_row_indices_refuse_missing_rows(kind):
     with pytest.raises(BatchError, match="index of each row in its rollout; found rollout 4, of"):
         stage(drop(batch))
     with pytest.raises(BatchError, match="found rollout 4, of"):
-        Pipeline({"filter": Compose(drop), "inner": lambda rows: stage(rows)})(batch)
+        Pipeline({"filter": torch.nn.Sequential(drop), "inner": lambda rows: stage(rows)})(batch)
     stage(SampleFilter(criterion=good, unit="rollout", action="drop")(batch))
     merging = batch.exclude("bad", "advantage", ("next", "reward"))
     merging["rollout_id"] = torch.tensor([4, 4, 5, 7, 8])
@@ -196,7 +195,7 @@ def test_with_several_rewards_the_sum_of_advantages_is_clipped(rollouts, clip, s
         FanOutCollapse(columns=2, **options),
         GroupRelativeAdvantage(several="decoupled", scale=scale, clip=clip, **options),
     ]
-    found = Compose(*stages)(batch)["advantage"].flatten().tolist()
+    found = torch.nn.Sequential(*stages)(batch)["advantage"].flatten().tolist()
     for row, (group, *rewards) in enumerate(rollouts):
         total = 0.0
         for place, (weight, reward) in enumerate(zip(weights, rewards, strict=True)):

@@ -19,6 +19,8 @@ from headrace.transforms import (
     take_rows,
 )
 
+pytestmark = pytest.mark.torchrl
+
 
 def gradient(policy, batch, **options) -> torch.Tensor:
     policy.zero_grad()

@@ -19,7 +19,7 @@ from torchrl.trainers.trainers import DefaultOptimizationStepper, MixedPrecision
 from headrace.pipeline import Pipeline, PipelineHook, optimise
 from headrace.transforms import BatchError, GroupAssembler
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 CUT = ("pipeline.stages.split.minibatches=2", "pipeline.stages.split.microbatches=2")
 BATCHES, CLIP = 3, 0.01

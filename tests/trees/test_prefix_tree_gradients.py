@@ -8,7 +8,7 @@ from gradients import distance
 from tree_models import as_tree, gradient_of, make_actor, make_batch, run_rank
 from tries import Trie, scenes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 SCENES = scenes()
 every_scene = pytest.mark.parametrize("name", list(SCENES))

@@ -16,7 +16,7 @@ from torchrl.trainers.trainers import DefaultOptimizationStepper
 
 from headrace.pipeline import Pipeline, PipelineHook, XRay, optimise, xray
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torchrl, pytest.mark.slow]
 
 OLD, FULL, LOSS = ("old_log_probs", "full"), ("log_probs", "full"), ("masks", "all_assistant_mask")
 SEGMENTS = (1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchrl
 from command import headrace_here, refused
 
 from headrace.adapters import attach
@@ -81,7 +80,10 @@ def uniform(each: dict) -> bool:
 # -- TorchRL ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torchrl
 def test_torchrl_takes_its_documented_means_and_curves(tmp_path):
+    import torchrl
+
     found = measured(tmp_path, "xray=torchrl", "xray.curve=false")
     assert len(found) == 15
     for name, each in found.items():
