@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from recipes import of
-from rollouts import make_collector, make_env, make_policy
 from tensordict import TensorDict
 from test_contract import rows, undeclared
 
@@ -130,9 +129,12 @@ def test_these_laws_find_a_criterion_that_counts_rows_or_hides_what_it_reads(mon
 TRUNCATED = int(Status.TRUNCATED)
 
 
+@pytest.mark.torchrl
 @pytest.mark.slow
 def test_all_stages_read_truncation_where_the_gate_reads_it():
     """An environment has the status before the step at the root; every truncated row is found."""
+    from rollouts import make_collector, make_env, make_policy
+
     batch = next(iter(make_collector(make_env(prompts=8), policy=make_policy(3)))).reshape(-1)
     after = batch["next", "status"].flatten()
     assert int((after == TRUNCATED).sum()) > 10

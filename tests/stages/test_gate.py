@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from alone import said_by
+from batches import no_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
@@ -123,7 +124,7 @@ def test_an_absent_group_is_detected(make_batch):
 
 
 def test_a_batch_without_rows_lacks_every_group(make_batch):
-    empty = make_batch([0.0], [3])[:0]
+    empty = no_rows(make_batch([0.0], [3]))
     with pytest.raises(IncompleteGroupsError, match="2 incomplete groups: group 3 has 0 of 2"):
         CompletenessGate(group_size=2, expected_groups=[3, 8])(empty)
     assert CompletenessGate(group_size=2)(empty) is empty

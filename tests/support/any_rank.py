@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from batches import batch_of
+from batches import batch_of, no_rows
 from composed import composed
 from policies import MASK, with_old
 from processes import run_processes
@@ -125,7 +125,7 @@ def by_row(rows: torch.Tensor, out: TensorDict) -> dict:
         numbers = rows[out["headrace", "row"]].tolist()
         for key in COLUMNS:
             if key in out.keys(True):
-                values = [row.flatten().tolist() for row in out.get(key, as_list=True)]
+                values = [row[key].flatten().tolist() for row in out.unbind(0)]
                 found[str(key)] = dict(zip(numbers, values, strict=True))
     return found
 
@@ -493,17 +493,19 @@ def refuse_together(rank: int, world: int) -> tuple[list[tuple[str, object, floa
     else:
         attempt("skipped", mine)
     attempt("after skipped", mine)
-    attempt("no rows at all", mine[:0])
+    attempt("no rows at all", no_rows(mine))
     whole = collected("uniform", "grpo")
-    attempt("no rows", whole if rank == 0 else whole[:0])
+    attempt("no rows", whole if rank == 0 else no_rows(whole))
     scored = dict(composed("pipeline=grpo", "pipeline.stages.collapse.reward_key=scored").stages.items())
     attempt(
-        "no rows to score", whole if rank == 0 else whole[:0], Pipeline({"own": score, **scored}, **share)
+        "no rows to score",
+        whole if rank == 0 else no_rows(whole),
+        Pipeline({"own": score, **scored}, **share),
     )
     dropping = composed("pipeline=grpo", "pipeline.stages.gate.on_incomplete=drop", *SHARED)
     parts = {0: whole[:16], 1: whole[16:17]}  # all that the second has is incomplete
-    attempt("all dropped", parts.get(rank, whole[:0]), dropping)
-    attempt("resumed", whole if rank == 0 else whole[:0], go_on)
+    attempt("all dropped", parts.get(rank, no_rows(whole)), dropping)
+    attempt("resumed", whole if rank == 0 else no_rows(whole), go_on)
     other = composed("pipeline=grpo", f"pipeline.stages.advantage.eps={1e-4 if wrong else 1e-6}", *SHARED)
     attempt("options", mine, other)
     other = composed("pipeline=grpo", *SHARED)

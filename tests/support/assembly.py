@@ -30,8 +30,11 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
         torch.tensor(column, dtype=torch.int64) for column in columns
     )
     number = torch.arange(start, start + len(lines))
+    # tensordict 0.10 has no column of no texts.
+    texts = {"text": [f"row {int(n)}" for n in number]} if lines else {}
     return TensorDict(
         {
+            **texts,
             "group_id": group,
             "rollout_id": rollout,
             "segment": segment,
@@ -44,7 +47,6 @@ def batch_of_lines(lines: Sequence[Line], start: int = 0) -> TensorDict:
             ("next", "reward"): (number * 7 % 5).float().unsqueeze(-1),
             ("tokens", "full"): number.unsqueeze(-1).expand(-1, 3).clone(),
             ("masks", "all_assistant_mask"): torch.ones(len(lines), 3, dtype=torch.bool),
-            "text": [f"row {int(n)}" for n in number],
         },
         batch_size=[len(lines)],
     )

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from headrace.transforms import logits_of_tokens
 from headrace.transforms.table import BatchError, listing
 from headrace.transforms.table.options import takes_options
 
-if TYPE_CHECKING:
-    from torchrl.modules.distributions import LLMMaskedCategorical
-
 TOKENS: NestedKey = ("tokens", "full")
 REAL: NestedKey = ("masks", "all_attention_mask")
 LOSS: NestedKey = ("masks", "all_assistant_mask")
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}  # tolerance, relative to the largest gradient
+
+
+class MaskedTokens(Categorical):
+    """The distribution of each token, from (N, T, V) logits; tokens out of `mask` have the log-probability 0.
+
+    It has what TorchRL's losses ask of its LLMMaskedCategorical, and needs no TorchRL.
+    """
+
+    def __init__(self, logits: Tensor, mask: Tensor):
+        super().__init__(logits=logits, validate_args=False)
+        self.mask = mask
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """(N, T) log-probabilities of tokens; any number may stand where the mask is False."""
+        return super().log_prob(value.masked_fill(~self.mask, 0)).masked_fill(~self.mask, 0.0)
 
 
 @takes_options
@@ -65,16 +78,14 @@ class TokenTable(TensorDictModuleBase):
         """Return (N, T, V) logits of the next tokens for (N, T) tokens."""
         return nn.functional.embedding(tokens, self.table)
 
-    def get_dist(self, batch: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
+    def get_dist(self, batch: TensorDictBase, **_: Any) -> MaskedTokens:
         """Return the distribution of each token given the previous one, masked to the tokens in the loss."""
-        from torchrl.modules.distributions import LLMMaskedCategorical  # here: only TorchRL's losses call it
-
         if "packed_node" in batch.keys():
             shifted = logits_of_tokens(self(batch["input_ids"]), batch)
         else:
             logits = self(batch[TOKENS])
             shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1]], 1)
-        return LLMMaskedCategorical(logits=shifted, mask=batch[LOSS])
+        return MaskedTokens(shifted, batch[LOSS])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.vocabulary})"

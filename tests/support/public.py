@@ -1,0 +1,19 @@
+"""The public names of a package that are here: some need an optional package."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from headrace.installed import MissingPackageError
+
+
+def public(package: ModuleType) -> list[tuple[str, Any]]:
+    """Each name of `__all__` with its object, without those that need a package which is not installed."""
+    found = []
+    for name in getattr(package, "__all__", ()):
+        try:
+            found.append((name, getattr(package, name)))
+        except MissingPackageError:
+            continue
+    return found
