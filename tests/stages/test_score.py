@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributions import Categorical
 
 from headrace.pipeline import ConfigError, Pipeline, load_pipeline
-from headrace.pipeline.reverse import DigitPolicy
 from headrace.transforms import BatchError, MissingKeyError, RewardWithin, SampleFilter, ScoreRows
 
 pytestmark = pytest.mark.slow
@@ -185,8 +184,8 @@ def test_an_order_with_a_misplaced_score_is_refused():
         load_pipeline("+stage@pipeline.stages.score=score")
     order = "pipeline.order=[gate,collapse,filter,advantage,score,split,weight]"
     pipeline = load_pipeline("+stage@pipeline.stages.score=score", order)
-    pipeline.stages["score"].actor = DigitPolicy()
-    assert "5. score: ScoreRows(actor=DigitPolicy)" in repr(pipeline)
+    pipeline.stages["score"].actor = Bigram()
+    assert "5. score: ScoreRows(actor=Bigram)" in repr(pipeline)
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "mis"])  # without and with stages that conf/rows does not place

@@ -7,6 +7,8 @@ from typing import Any
 
 from headrace.installed import MissingPackageError
 
+NEED_TORCHRL = ("AssembleOnWrite", "DrainWriter", "GroupUnit", "PipelineHook", "TokenGRPOLoss")
+
 
 def public(package: ModuleType) -> list[tuple[str, Any]]:
     """Each name of `__all__` with its object, without those that need a package which is not installed."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from public import NEED_TORCHRL
 from tensordict import TensorDict
 
 import headrace
@@ -94,9 +95,6 @@ def test_all_recipes_build_without_torchrl():
         "print(len([load_pipeline(name) for name in recipes()]))"
     )
     assert int(run(program)) > 50
-
-
-NEED_TORCHRL = ("AssembleOnWrite", "DrainWriter", "GroupUnit", "PipelineHook", "TokenGRPOLoss")
 
 
 def test_what_needs_torchrl_says_so():
