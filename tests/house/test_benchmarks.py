@@ -46,6 +46,7 @@ def quick(tmp_path_factory) -> tuple[dict[str, dict], str]:
     return results, (folder / "page.md").read_text()
 
 
+@pytest.mark.torchrl
 @pytest.mark.slow
 def test_every_benchmark_measures_every_cell(quick):
     results, page = quick
@@ -64,6 +65,7 @@ def test_every_benchmark_measures_every_cell(quick):
             assert place[1] in page
 
 
+@pytest.mark.torchrl
 @pytest.mark.slow
 def test_stored_results_belong_to_existing_benchmarks(quick):
     results, _ = quick

@@ -121,6 +121,7 @@ def test_flags_may_be_mixed_with_overrides():
     assert found == ["--cfg", "job", "a=1", "pipeline.stages.filter=null"]
 
 
+@pytest.mark.torchrl
 def test_a_node_without_a_target_is_refused(tmp_path):
     """In its own process, since other tests have registered TorchRL's groups of that name."""
     done = headrace(tmp_path, "sampler=3", check=False)
@@ -128,6 +129,7 @@ def test_a_node_without_a_target_is_refused(tmp_path):
     assert done.stderr == "headrace: sampler must be a node with a _target_; got 3\n"
 
 
+@pytest.mark.torchrl
 def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device", "metrics.csv")
@@ -137,6 +139,7 @@ def test_a_full_disk_is_one_paragraph(tmp_path, monkeypatch):
     assert (done.returncode, "metrics.csv: no space left on device." in done.stderr) == (2, True)
 
 
+@pytest.mark.torchrl
 def test_an_unexpected_error_says_how_to_get_its_traceback(tmp_path, monkeypatch):
     def break_down(*_, **__):
         raise KeyError("out of the blue")
@@ -148,6 +151,7 @@ def test_an_unexpected_error_says_how_to_get_its_traceback(tmp_path, monkeypatch
     assert "HYDRA_FULL_ERROR=1 before the command shows where" in done.stderr
 
 
+@pytest.mark.torchrl
 def test_overrides_reach_the_task_as_typed(tmp_path):
     words = [*QUICK, "train.steps=1", "hydra.run.dir=out", "sampler.prompts_per_batch=${group_size}"]
     printed = headrace_here(tmp_path, *words).stdout
