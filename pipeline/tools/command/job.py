@@ -51,10 +51,10 @@ def train(config: DictConfig, output: Path) -> float:
         MissingPackageError: TorchRL is not installed, or cannot be imported.
         TrainingInterrupted: the user pressed Ctrl-C.
     """
-    collectors = import_extra("torchrl.collectors", "task=train")
     check_settings(config)
-    output.mkdir(parents=True, exist_ok=True)
     pipeline = build_pipeline(config.pipeline)
+    collectors = import_extra("torchrl.collectors", "task=train")  # here: a misspelt option is named first
+    output.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, output / "config.yaml", resolve=True)
     device = choose_device(config.device)
     if config.threads is not None:
