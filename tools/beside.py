@@ -78,7 +78,7 @@ BESIDE = {
     ),
     "trl": Beside("TRL 1.16.0", "trl==1.16.0", ("-m pytest -q tests/adapters/test_coming_from_trl.py",)),
     "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1", (peer("swift"),)),
-    "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0", (peer("trinity"),)),
+    "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0 pyarrow<22", (peer("trinity"),)),
     "transfer_queue": Beside(
         "TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",), extra="[torchrl]"
     ),
@@ -109,7 +109,8 @@ def run(command: str, log: Path, **options: Any) -> str:
         )
         print(done.stdout, file=file, flush=True)
     if done.returncode:
-        raise RunError(f"{command}: {' '.join(done.stdout.splitlines()[-3:])[-300:]}")
+        last = " ".join(done.stdout.splitlines()[-3:])[-300:]
+        raise RunError(f"{command} … {last}".replace(f"{BUILD}/", "").replace(f"{ROOT}/", ""))
     return done.stdout
 
 
