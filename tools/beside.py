@@ -214,7 +214,7 @@ def main(names: list[str]) -> int:
     for name in names or BESIDE:
         known[name] = check(name, BESIDE[name], built)
         print(f"{name}: {known[name].get('failed', 'ok')}", flush=True)
-        text = json.dumps({each: known[each] for each in BESIDE if each in known}, indent=1)
+        text = json.dumps({each: known[each] for each in BESIDE if each in known}, indent=1, allow_nan=False)
         RESULTS.write_text(text + "\n")
     return int(any("failed" in known[name] for name in names or BESIDE))
 
