@@ -55,7 +55,9 @@ def lazy(
         try:
             value = getattr(import_module(_modules_of(package)[name], package), name)
         except ImportError as err:
-            raise lacking(name, err) from err
+            if (explained := lacking(name, err)) is err:  # which keeps the cause that it has
+                raise
+            raise explained from err
         setattr(import_module(package), name, value)
         return value
 
