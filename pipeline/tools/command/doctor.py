@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import files
@@ -23,6 +22,7 @@ EXTRAS = {"torchrl": "torchrl", "llm": "transformers", "ray": "ray", "tq": "Tran
 # Two rows of rollout 11, and a group of equal rewards: A = (R − mean) / (std + ε), by hand.
 GROUPS, ROLLOUTS, REWARDS = [0, 0, 0, 7, 7, 9, 9], [10, 11, 11, 12, 13, 14, 15], [1.0, 3, 3, 5, 11, 2, 2]
 GOLDEN, TOLERANCE = [-(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5), 0.5**0.5], 1e-4
+TESTED = "all tests ran with {}; docs/beside.md says what ran with others"
 STYLES = {"ok": "green", "note": "yellow", "bad": "bold red"}
 
 
@@ -73,20 +73,12 @@ def tested() -> dict[str, str]:
 
 def packages() -> Iterator[Finding]:
     """Check Python and the required packages."""
-    known: dict[str, str] = {}
-    with suppress(OSError):  # without the list, versions are shown and not compared
-        known = tested()
     yield Finding("ok", f"python {platform.python_version()}, {platform.system()} {platform.machine()}")
     yield Finding("ok", f"headrace {version_of('headrace') or '(not installed, run from its folder)'}")
+    known = _known()
     for name in NEEDED:
-        found, wanted = version_of(name), known.get(name)
-        install = f"pip install {name}=={wanted}" if wanted else f"pip install {name}"
-        if found is None:
-            yield Finding("bad", f"{name} is not installed: {install}")
-        elif wanted and found.partition("+")[0] != wanted:
-            yield Finding("note", f"{name} {found}; tested with {wanted}")
-        else:
-            yield Finding("ok", f"{name} {found}" + (", the tested version" if wanted else ""))
+        install = f"pip install {name}=={known[name]}" if name in known else f"pip install {name}"
+        yield _compared(name, known.get(name)) or Finding("bad", f"{name} is not installed: {install}")
     for name in ("torch", "tensordict", "pyarrow"):
         if why := broken(name):
             yield Finding("bad", why)
@@ -94,15 +86,30 @@ def packages() -> Iterator[Finding]:
 
 def extras() -> Iterator[Finding]:
     """Check the optional packages."""
+    known = _known()
     for extra, package in EXTRAS.items():
         if extra == "torchrl" and (why := broken(package)):
             yield Finding("note", f"extra {extra}: {why}. What needs TorchRL does not work")
-        elif found := version_of(package):
-            yield Finding("ok", f"extra {extra}: {package} {found}")
         else:
-            yield Finding(
-                "note", f"extra {extra} is not installed: pip install 'headrace[{extra}]' where wanted"
-            )
+            absent = f"extra {extra} is not installed: pip install 'headrace[{extra}]' where wanted"
+            yield _compared(package, known.get(package), f"extra {extra}: ") or Finding("note", absent)
+
+
+def _known() -> dict[str, str]:
+    """The tested versions; none without the list, so that versions are shown and not compared."""
+    try:
+        return tested()
+    except OSError:
+        return {}
+
+
+def _compared(package: str, wanted: str | None, start: str = "") -> Finding | None:
+    """The version of a package beside the tested one; None if the package is not installed."""
+    if (found := version_of(package)) is None:
+        return None
+    if wanted and found.partition("+")[0] != wanted:
+        return Finding("note", f"{start}{package} {found}; {TESTED.format(wanted)}")
+    return Finding("ok", f"{start}{package} {found}" + (", the tested version" if wanted else ""))
 
 
 def devices() -> Iterator[Finding]:

@@ -56,7 +56,11 @@ def test_tested_versions_are_those_of_the_constraints():
             {"tested": lambda: {}, "run_golden": lambda device: 1 / 0},
             "bad  grpo on cpu failed: division by zero",
         ),
-        ({"tested": lambda: {"torch": "0.1"}}, f"note torch {torch.__version__}; tested with 0.1"),
+        ({"tested": lambda: {"torch": "0.1"}}, f"note torch {torch.__version__}; all tests ran with 0.1"),
+        (
+            {"tested": lambda: {"ray": "0.1"}, "version_of": lambda name: "7"},
+            "note extra ray: ray 7; all tests ran with 0.1",
+        ),
     ],
 )
 def test_each_fault_is_a_line_with_what_to_do(examine, monkeypatch, broken, line):
