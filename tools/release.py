@@ -1,6 +1,6 @@
 """Prepare a release, or print what CHANGELOG.md says of one.
 
-python tools/release.py prepare 0.1.0  # sets the version and the date in all files
+python tools/release.py prepare 0.1.0  # sets the version and the date in all files, and how to install it
 python tools/release.py notes v0.1.0   # refuses a tag that is not the version of the files
 """
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RELEASE = re.compile(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d{2}-\d{2})\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-
-
+# What pages say as long as headrace is on no index.
+UNPUBLISHED = re.compile(r"\s<!-- until it is on PyPI -->.*?<!-- \. -->", re.DOTALL)
+WHEEL = re.compile(r"[\w/]*headrace-[\d.]+-py3-none-any\.whl")
 VERSIONS = {"pyproject.toml": r'(?<=^version = ").*(?="$)', "CITATION.cff": r"(?<=^version: ).*$"}
 
 
@@ -27,12 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def prepared(version: str, today: str, texts: dict[str, str]) -> dict[str, str]:
-    """The files of a release: its version and date, and what was unreleased below its heading.
+    """The files of a release: its version and date, what was unreleased below its heading, and pages that
+    install it from the index.
 
     Args:
         version: such as 0.1.0.
         today: YYYY-MM-DD.
-        texts: what pyproject.toml, CITATION.cff and CHANGELOG.md say now.
+        texts: what pyproject.toml, CITATION.cff, CHANGELOG.md and pages say now.
 
     Raises:
         ValueError: no such version, one that the changelog has already, or nothing that is unreleased.
@@ -47,6 +49,8 @@ def prepared(version: str, today: str, texts: dict[str, str]) -> dict[str, str]:
     out = {name: re.sub(form, version, texts[name], flags=re.MULTILINE) for name, form in VERSIONS.items()}
     undated = re.sub(r"^date-released: .*\n", "", out["CITATION.cff"], flags=re.MULTILINE)
     out["CITATION.cff"] = undated.rstrip("\n") + f"\ndate-released: {today}\n"
+    for name in texts.keys() - out - {"CHANGELOG.md"}:
+        out[name] = WHEEL.sub("headrace", UNPUBLISHED.sub("", texts[name]))
     heading = f"## Unreleased\n\n## {version} - {today}\n"
     return out | {"CHANGELOG.md": changelog.replace("## Unreleased\n", heading, 1)}
 
@@ -69,7 +73,8 @@ def notes_of(tag: str, said: dict[str, str], changelog: str) -> str:
 
 
 if __name__ == "__main__":
-    texts = {name: (ROOT / name).read_text() for name in (*VERSIONS, "CHANGELOG.md")}
+    pages = (str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))
+    texts = {name: (ROOT / name).read_text() for name in (*VERSIONS, "CHANGELOG.md", "README.md", *pages)}
     try:
         match sys.argv[1:]:
             case ["prepare", version]:

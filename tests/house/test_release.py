@@ -86,6 +86,17 @@ def test_preparing_a_release_sets_version_and_date_everywhere():
         TOOL["prepared"]("v1.2", "2026-02-02", files)
 
 
+def test_a_released_version_is_installed_from_the_index():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    texts = {str(page): page.read_text() for page in pages}
+    texts |= {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")}
+    done = TOOL["prepared"]("1.2.0", "2026-02-01", texts)
+    assert [name for name, text in done.items() if re.search(r"\.whl|on PyPI yet|make dist", text)] == []
+    for page in pages:
+        assert done[str(page)].count("pip install headrace\n") == texts[str(page)].count(".whl\n")
+    assert "| `pip install 'headrace[torchrl]'` |" in done[str(ROOT / "README.md")]
+
+
 def test_a_release_is_the_wheel_that_was_tested():
     ci, dist, release = (
         yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
