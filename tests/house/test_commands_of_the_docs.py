@@ -63,6 +63,7 @@ def words_of(line: str) -> list[str]:
 
 def run_example(line: str, folder: Path) -> subprocess.CompletedProcess:
     """Whether a program of examples/ has the options; each is run by a test of its own."""
+    pytest.importorskip("torchrl")
     words = shlex.split(line)
     place = next(place for place, word in enumerate(words) if word.startswith("examples/"))
     name, *more = words[place:]

@@ -17,7 +17,7 @@ import headrace.pipeline
 import headrace.transforms
 from headrace.transforms.table import schema
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.torchrl]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "glossary.md").read_text()

@@ -23,7 +23,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from topics import INNER, LISTINGS, SHOWN, entries_by_topic, topics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.torchrl]
 ENTRIES = [path for paths in entries_by_topic().values() for path in paths]
 
 

@@ -115,6 +115,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
     return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.torchrl
 @pytest.mark.parametrize("kind", ["installed", "editable"])
 def test_type_checkers_find_the_installed_packages(kind, request, tmp_path, tmp_path_factory):
     """Also in an editable install, whose packages are found by a path in a .pth file; what is in them is

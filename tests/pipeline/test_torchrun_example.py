@@ -16,6 +16,7 @@ STEPS, SECONDS = 4, 240
 
 
 @pytest.mark.slow
+@pytest.mark.torchrl
 def test_two_processes_with_shared_groups_train_as_one(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()

@@ -24,7 +24,7 @@ from headrace.pipeline.wording import printable, shown_range, suggest
 ASIDE = "PYTHONPATH=FOLDER in front of the command, after pip install --no-deps --target FOLDER"
 SWIFT = "ms-swift 'trl<1.0' peft modelscope modelscope_hub json_repair einops dacite"
 TRAINERS = {
-    "torchrl": ("torchrl", "pip install torchrl"),
+    "torchrl": ("torchrl", "pip install 'headrace[torchrl]'"),
     "trl": ("trl", "pip install 'headrace[llm]' trl"),
     "verl": ("verl", f"{ASIDE} verl codetiming"),
     "openrlhf": ("openrlhf", f"{ASIDE} openrlhf"),
@@ -91,7 +91,7 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
     package, install = TRAINERS[of]
     version = version_of(package)
     if version is None:
-        raise ConfigError(f"xray={of} needs {package}, which is not installed: {install}")
+        raise ConfigError(f"xray={of} needs {package}: {install}")
     module = import_module(f"headrace.pipeline.tools.xray.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:

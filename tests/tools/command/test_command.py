@@ -94,6 +94,7 @@ def test_rewards_are_equal_for_any_micro_batches(tmp_path):
     assert all(each == rewards["whole"] for each in rewards.values())
 
 
+@pytest.mark.torchrl
 def test_ctrl_c_prints_the_closing_table(tmp_path):
     run = Started(main, tmp_path, *QUICK, "train.steps=100000", "hydra.run.dir=out")
     metrics = tmp_path / "out" / "metrics.csv"

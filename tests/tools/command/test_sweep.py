@@ -38,6 +38,7 @@ def table(done):
     return lines[1], [line for line in lines[rule + 1 :] if line[0].isdecimal()], "\n".join(after)
 
 
+@pytest.mark.torchrl
 def test_a_sweep_ends_with_the_result_of_each_job_or_why_it_failed(tmp_path, monkeypatch):
     """A word that is refused, and an error that nobody expects. The next sweep here has only its own jobs."""
     from headrace.pipeline.tools.command import job
