@@ -4,8 +4,8 @@ python tools/beside.py             # all, in an hour or so; writes docs/beside.j
 python tools/beside.py verl oldest # only these; the others keep their results
 
 Each environment is made anew in build/beside/NAME from the package index: what stands beside headrace first,
-then the wheel of this clone. `pip check` must be clean, no other version may have moved, and the trainer's
-own tests must end as they did before.
+then the wheel of this clone. `pip check` must find no conflict that was not there, no other version may have
+moved, and the trainer's own tests must end as they did before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Beside(NamedTuple):
 
     title: str
     packages: str
-    """What stands there before headrace comes, as `pip install` takes it."""
+    """What stands there before headrace comes, as `pip install` takes it; after ``;`` what comes next."""
     runs: tuple[str, ...] = ()
     """Arguments of its Python, in the clone; each must end with status 0."""
     extra: str = ""
@@ -73,15 +73,13 @@ BESIDE = {
     ),
     "agentlightning": Beside(
         "agent-lightning 1.0.2",
-        f"--ignore-requires-python agentlightning==1.0.2 {VERL}",
+        f"{VERL} ; --no-deps --ignore-requires-python agentlightning==1.0.2",
         (peer("agentlightning"),),
     ),
     "trl": Beside("TRL 1.16.0", "trl==1.16.0", ("-m pytest -q tests/adapters/test_coming_from_trl.py",)),
-    "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1", (peer("swift"),)),
+    "swift": Beside("ms-swift 4.6.0", "ms-swift==4.6.0 trl==0.29.1 msgspec", (peer("swift"),)),
     "trinity": Beside("Trinity-RFT 0.6.0", "trinity-rft==0.6.0 pyarrow<22", (peer("trinity"),)),
-    "transfer_queue": Beside(
-        "TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",), extra="[torchrl]"
-    ),
+    "transfer_queue": Beside("TransferQueue", "TransferQueue ray", ("-m pytest -q tests/queues",)),
     **{
         f"python{version}": Beside(
             f"Python {version}, without torch",
@@ -118,6 +116,12 @@ def frozen(python: Path, log: Path) -> dict[str, str]:
     """The installed versions, by package."""
     found = json.loads(run(f"{python} -m pip list --format json 2>/dev/null", log))
     return {each["name"].lower(): each["version"] for each in found}
+
+
+def conflicts(python: Path, log: Path) -> set[str]:
+    """What `pip check` finds."""
+    found = run(f"{python} -m pip check || true", log).splitlines()
+    return set(found) - {"No broken requirements found."}
 
 
 def outcomes(python: Path, package: str, folder: Path, log: Path) -> dict[str, str]:
@@ -160,22 +164,23 @@ def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
     python, result = folder / "bin" / "python", {"title": beside.title, "packages": beside.packages}
     pip = f"{python} -m pip install -q --disable-pip-version-check"
     with_headrace = f"'{built}{beside.extra}'" + " --no-deps" * bool(beside.python)
-    packages = " ".join(f"'{each}'" for each in beside.packages.split())
+    packages = [" ".join(f"'{each}'" for each in part.split()) for part in beside.packages.split(" ; ")]
     try:
         run(f"{beside.python or sys.executable} -m venv {folder}", log)
         if not beside.python:
             run(f"{pip} {TORCH}", log)
         if beside.asks_only:
-            run(f"{pip} --dry-run {packages} {with_headrace}", log, timeout=900)
+            run(f"{pip} --dry-run {packages[0]} {with_headrace}", log, timeout=900)
             return result | {"resolved": True}
-        run(f"{pip} {packages}", log)
-        before = frozen(python, log)
+        for part in packages:
+            run(f"{pip} {part}", log)
+        before, known = frozen(python, log), conflicts(python, log)
         if beside.own_tests:
             run(f"{pip} pytest pytest-asyncio", log)
             theirs = outcomes(python, beside.own_tests, BUILD / f"{name}-source", log)
         run(f"{pip} {with_headrace}", log)
-        if not beside.python:
-            run(f"{python} -m pip check", log)
+        if not beside.python and (new := conflicts(python, log) - known):
+            raise RunError(f"pip check: {sorted(new)}")
         after = frozen(python, log)
         result["versions"] = {each: after[each] for each in VERSIONS if each in after}
         result["moved"] = sorted(each for each in before if after.get(each) != before[each])

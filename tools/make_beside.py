@@ -14,7 +14,7 @@ headrace is installed into the environment of your trainer, and must change noth
 makes each environment of this table from the package index: first what stands beside headrace, then
 headrace's wheel. It requires that
 
-- `pip check` finds no conflict, and no version that was there has moved;
+- `pip check` finds no conflict that was not there, and no version has moved;
 - the commands below end without an error;
 - the tests of verl that need no GPU end as they did before.
 
@@ -65,7 +65,8 @@ def files() -> dict[Path, str]:
         cells = [versions.get(part, "–" if versions else "") for part in PARTS]
         lines.append(f"| {' | '.join([BESIDE[name].title, *cells, said(results.get(name))])} |")
     commands = [
-        f"- {each.title}: `pip install {each.packages}`"
+        f"- {each.title}: "
+        + ", then ".join(f"`pip install {part}`" for part in each.packages.split(" ; "))
         + "".join(f", then `python {arguments}`" for arguments in each.runs)
         for each in BESIDE.values()
         if not (each.asks_only or each.python)

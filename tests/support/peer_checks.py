@@ -275,6 +275,7 @@ def trinity() -> None:
     left = {str(exp.eid) for exp in several} - {str(e.eid) for e in asyncio.run(operator.process(several))[0]}
     assert str(several[-1].eid) in left
     os.environ.pop("HEADRACE_RECIPE")
+    os.environ["HEADRACE_OVERRIDES"] = "pipeline.stages.gate.group_size=4"
     refused(lambda: asyncio.run(operator.process(mine[1:])), "has 3 of 4")
 
 
