@@ -310,7 +310,7 @@ def paced(
     Example:
         >>> from headrace.pipeline import RepeatSampler
         >>> from headrace.transforms import GroupAssembler
-        >>> assembler = GroupAssembler(groups=2, max_staleness=1)
+        >>> assembler = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1)
         >>> draws = paced(RepeatSampler(9, group_size=8, prompts_per_batch=3).draws(), assembler)
         >>> next(draws)["group_id"].unique().tolist(), assembler.capacity()
         ([0, 1, 2], 1)

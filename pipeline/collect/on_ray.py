@@ -272,6 +272,7 @@ class RayAssembler:
     held = _number("held", "Number of rows of ready and pending groups.")
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
     emitted = _number("emitted", "Number of groups that were taken.")
+    ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")
 
     @property
     def version(self) -> int:

@@ -88,6 +88,8 @@ INNER = {
     "transforms.table.process_group",
     "transforms.trees.forest",
     "transforms.trees.prefixes",
+    "transforms.streams.assembler",
+    "transforms.streams.steps",
 }
 
 

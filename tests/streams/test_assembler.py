@@ -358,6 +358,7 @@ def test_stale_rows_are_masked_or_their_group_is_dropped(lazy):
     assert run.ledger.counts()["pipeline/no_loss_tokens"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:no group may take longer")
 def test_capacity_is_what_may_be_dispatched_and_trained_in_time():
     sampler = RepeatSampler(10, group_size=2, prompts_per_batch=3, remainder="drop")
     draws = sampler.draws()

@@ -288,6 +288,7 @@ class Workers:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no group may take longer")
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**9),

@@ -156,6 +156,7 @@ ONLY_WITH = {
     (GroupAssembler, "max_refills"): (3, {}, {"on_failure": "refill", "refill": print}),
     (GroupAssembler, "on_stale"): ("mask", {}, {"max_staleness": 1}),
     (GroupAssembler, "on_newer"): ("wait", {}, {"max_staleness": 1}),
+    (GroupAssembler, "steps_ahead"): (1, {}, {"max_staleness": 1}),
     (GroupAssembler, "on_full"): ("raise", {}, {"max_pending_groups": 8}),
     (GroupAssembler, "on_timeout"): ("raise", {}, {"timeout": 9}),
 }
@@ -183,6 +184,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GroupAssembler", {"on_surplus": "keep"}, "on_surplus must be 'drop' or a callable"),
     ("GroupAssembler", {"groups": 0}, "groups must be an integer ≥ 1"),
     ("GroupAssembler", {"on_stale": "refill", "max_staleness": 1}, "need a callable refill"),
+    ("GroupAssembler", {"steps_ahead": 3, "max_staleness": 2}, "steps_ahead must be at most max_staleness=2"),
+    ("GroupAssembler", {"on_stale": "wait", "max_staleness": 2}, "on_stale='wait' needs groups"),
     ("GroupAssembler", {"max_concurrent_rollouts": 0}, "max_concurrent_rollouts must be"),
     ("GroupAssembler", REFILL | {"min_fraction": 0.5}, "an effect only with"),
     ("CompletenessGate", {"on_incomplete": "keep"}, "needs min_rollouts or min_fraction"),

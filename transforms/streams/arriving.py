@@ -235,6 +235,8 @@ def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
             broken["announced"].append(str(row.group))
         elif not least <= row.expected == group.expected:
             broken["expected"].append(f"group {row.group}: {sorted({row.expected, group.expected})}")
+        else:
+            group.born = plan.stream.steps.over
     _refuse(broken, least, options.version)
 
 

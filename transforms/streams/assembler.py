@@ -39,6 +39,7 @@ from .limits import (
 from .lost import warn_of_lost
 from .open_groups import Group
 from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
+from .steps import waits_for, warn_of_no_slack
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
 
 if TYPE_CHECKING:
@@ -105,9 +106,15 @@ class GroupAssembler(
         max_refills: for `refill`, largest number of calls per group, ≥ 1.
         max_staleness: largest number of policy versions that a row may be behind `version` when it is
             taken; None: any.
-        on_stale: for `max_staleness`, when a row of a group is older. ``drop`` the group. ``mask`` the row:
-            it leaves the loss and stays in the statistics, as with :class:`SampleFilter`. ``refill``: drop
-            its rows and dispatch all its rollouts again; after `max_refills` drop it.
+        on_stale: for `max_staleness`, what keeps older rows from being trained. ``wait``: a step waits for
+            slow groups before these are too old, and none is dropped (:mod:`.steps`). Ages count steps,
+            whatever numbers the versions have. It needs `groups`, the number that a step trains over all
+            takers. Groups that were not announced are dropped if a row is older. ``drop`` the group. ``mask``
+            the row: it leaves the loss and stays in the statistics, as with :class:`SampleFilter`.
+            ``refill``: drop the rows of the group and dispatch all its rollouts again; after `max_refills`
+            drop it. None: ``wait``, or ``drop`` without `groups` or with a `partition_key`.
+        steps_ahead: steps for which groups are dispatched ahead of the current one, for :meth:`capacity`, at
+            most `max_staleness`. The mean age of the groups is about this. None: 2, or `max_staleness`.
         on_newer: for `max_staleness`, when a row is newer than `version`. ``raise``, because `version` is not
             updated; or ``wait``: the group is held until `version` reaches that of the row.
         max_concurrent_rollouts: largest number of unfinished rollouts, for :meth:`capacity`; None: any.
@@ -163,7 +170,8 @@ class GroupAssembler(
         refill: Refill | None = None,
         max_refills: int = 1,
         max_staleness: int | None = None,
-        on_stale: Literal["drop", "mask", "refill"] = "drop",
+        on_stale: Literal["wait", "drop", "mask", "refill"] | None = None,
+        steps_ahead: int | None = None,
         on_newer: Literal["raise", "wait"] = "raise",
         max_concurrent_rollouts: int | None = None,
         on_late: OnRepeat = "drop",
@@ -191,21 +199,27 @@ class GroupAssembler(
         self.max_pending_groups = at_least("max_pending_groups", max_pending_groups, 1)
         self.on_full = on_full
         self.in_order, self.max_idle = in_order, at_least("max_idle", max_idle, 1)
-        self.on_stale = on_stale
+        self.on_stale, self.steps_ahead = on_stale, at_least("steps_ahead", steps_ahead, 0)
+        one_batch_a_step = groups is not None and self.partition_key is None
+        waits = on_stale == "wait" or (on_stale is None and one_batch_a_step)
+        self.waits = waits and max_staleness is not None
+        """Whether steps wait for slow groups: ``on_stale="wait"``."""
+        self.ahead = min(2, max_staleness or 0) if steps_ahead is None else steps_ahead
+        """`steps_ahead`, or its default."""
         self.on_newer = on_newer
         self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
         self.on_surplus = on_surplus
         check_limits(self)
         has_effect(GroupAssembler, "max_refills", max_refills, refill is not None, "refill")
-        for name, value in (("on_stale", on_stale), ("on_newer", on_newer)):
+        for name, value in (("on_stale", on_stale), ("on_newer", on_newer), ("steps_ahead", steps_ahead)):
             has_effect(GroupAssembler, name, value, max_staleness is not None, "max_staleness")
         self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["in_order"] = in_order and self.segment_key is None
         self._options["version_key"] = self.version_key if max_staleness is not None else None
         self._options["reward_key"] = self.reward_key if callable(on_surplus) else None
-        self.version = 0
-        """The newest policy version, for `max_staleness`. The trainer must update it."""
+        self._version = 0
         self._stream = Stream()
+        self._paced = False  # groups were announced
         self._wanted: int | None = None  # largest number of groups in the next batch, by want()
         self._kinds: dict[tuple[str, ...], Any] = {}  # kinds_of the last rows
         self._found: dict[str, NestedKey] | None = None  # find_columns of the last rows
@@ -237,6 +251,25 @@ class GroupAssembler(
         return self._stream.held
 
     @property
+    def version(self) -> int:
+        """The newest policy version, for `max_staleness`. The trainer sets it when it updates the policy."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        with self._lock:
+            changed, self._version = version != self._version, version
+            if changed and self.max_staleness is not None:
+                self._pass_step(over=self._stream.steps.taken > 0)
+
+    def _pass_step(self, *, over: bool) -> None:
+        """Note the policy version, and whether a step is over."""
+        self._note("step", over=over)
+        if over:
+            self._stream.steps.end()
+        self._stream.steps.begin(self._version)
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of rows that left without being taken, by reason."""
         return dict(self._stream.counts)
@@ -246,13 +279,18 @@ class GroupAssembler(
         """Number of groups that were taken."""
         return self._stream.emitted
 
+    @property
+    def ages(self) -> dict[int, int]:
+        """Number of groups that were taken at each age, in steps, with `max_staleness`."""
+        return dict(sorted(self._stream.steps.ages.items()))
+
     @takes_options
     def capacity(self, rollouts: int | None = None) -> int:
         """Number of groups that may be dispatched now, ≥ 0: the minimum over the limits that are set.
 
-        - `max_staleness`, with `groups` per step: (`max_staleness` + `version` + 1) · `groups` − ready −
-          pending − (emitted − rejected) more groups can be trained before they are too stale (AReaL,
-          arXiv:2505.24298, section 5.1).
+        - `max_staleness`, with `groups` per step: (`steps_ahead` + 1) · `groups` − the outstanding groups.
+          These are ready, pending, or taken by the current step, without rejected ones. With `steps_ahead`
+          = `max_staleness` this is the limit of AReaL (arXiv:2505.24298, section 5.1).
         - `max_concurrent_rollouts`: the remaining rollouts, divided by the rollouts of a group.
         - `max_pending_groups` − pending.
 
@@ -279,8 +317,12 @@ class GroupAssembler(
         with self._lock:
             stream, least = self._stream, []
             if self.max_staleness is not None and self.groups is not None:
-                most = (self.max_staleness + self.version + 1) * self.groups
-                least.append(most - (stream.emitted - stream.rejected) - self.ready - self.pending)
+                most = (self.ahead + 1) * self.groups
+                room = most - stream.steps.taken - self.ready - self.pending
+                # Of several partitions none may have enough for a batch: then only further groups help.
+                stuck = not self.pending and len(stream.ready) > 1
+                stuck = stuck and max(map(len, stream.ready.values())) < self.groups
+                least.append(max(room, int(stuck)))
             if concurrent is not None:
                 running = (g.dispatched - g.have - g.lost for g in stream.waiting.values())
                 least.append((concurrent - sum(max(0, number) for number in running)) // size)
@@ -429,9 +471,9 @@ class GroupAssembler(
     def reject(self, groups: int) -> None:
         """Tell the assembler that taken groups are not trained, so that :meth:`capacity` excludes them."""
         with self._lock:
-            if self._journal is not None:
-                self._journal.reject(groups, self.version, self._now())
-            self._stream.rejected += groups
+            self._note("reject", rejected=groups)
+            steps = self._stream.steps
+            steps.taken = max(0, steps.taken - groups)
 
     def commit(self) -> None:
         """Record in the `journal` that all taken groups are trained and the weights are saved.
@@ -481,7 +523,8 @@ class GroupAssembler(
             self._carry_out(plan)
         if self.max_staleness is not None and self.on_stale != "mask":
             oldest, refilled = self.version - self.max_staleness, []
-            stale = [g for g in stream.whole_groups() if min(row.version for row in g.rows()) < oldest]
+            whole = (g for g in stream.whole_groups() if not self.waits or g.born < 0)
+            stale = [g for g in whole if min(row.version for row in g.rows()) < oldest]
             if stale:
                 self._note("expire", plan.now)
             for group in stale:
@@ -495,7 +538,12 @@ class GroupAssembler(
     def _hand_out(self, wanted: int | None, most: int | None) -> TensorDictBase | None:
         stream, oldest = self._stream, self.version - (self.max_staleness or 0)
         newest = self.version if self.on_newer == "wait" else None
-        if not (groups := stream.choose(wanted, most, newest)):
+        if self.groups is not None and stream.steps.taken >= self.groups:  # the next step asks
+            self._pass_step(over=True)
+        asked = max(wanted or 0, self.groups or 0) if (wanted or most) else 0  # 0: the rest, whatever it is
+        if self.waits and asked and self._awaited(asked) is not None:
+            return None
+        if not (groups := stream.choose(wanted, most, newest, by_deadline=self.waits)):
             return None
         if self._journal is not None:
             self._journal.take(groups, self.version, self._now(), wanted=wanted, most=most)
@@ -507,9 +555,17 @@ class GroupAssembler(
         masks = self.max_staleness is not None and self.on_stale == "mask"
         masked = [row.version < oldest for _, row in rows] if masks else None
         batch = self._joined(places, {self.expected_key: have, DISPATCHED: dispatched}, masked)
+        if self.max_staleness is not None:
+            stream.steps.take(groups)
         stream.close(groups)
         stream.emitted += len(groups)
         return batch
+
+    def _awaited(self, size: int) -> list[Group] | None:
+        """The groups that a step of `size` groups waits for; None: it may begin."""
+        stream = self._stream
+        whole = (group for group in stream.whole_groups() if group.newest <= self.version)
+        return waits_for(stream.steps, whole, stream.waiting.values(), size, self)
 
     def _joined(
         self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None
@@ -552,6 +608,9 @@ class GroupAssembler(
         with self._lock, labels_in_errors(draws, keys):
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel():
+                if self.max_staleness is not None and not self._paced:
+                    warn_of_no_slack(self)
+                self._paced = True
                 plan = self._plan()
                 piece = RowPiece(draws, range(len(draws)))
                 found = find_columns(piece, self._options, groups_only=True)
@@ -608,7 +667,7 @@ class GroupAssembler(
         by_segment = self.segment_key is not None
         self._stream = Stream.from_plain(state["state"], rows, now, by_segment=by_segment)
         self._kinds, self._found = kinds, found
-        self.version = state["version"]
+        self._version = state["version"]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._journal is not None:

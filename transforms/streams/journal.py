@@ -35,6 +35,7 @@ from headrace.transforms.table import BatchError, StreamWarning
 
 from .open_groups import Group
 from .pieces import RowPiece, gather, kinds_of
+from .steps import Steps
 
 SCHEMA = pyarrow.schema(
     [
@@ -44,7 +45,7 @@ SCHEMA = pyarrow.schema(
         ("size", pyarrow.uint64()),  # bytes of the message, to compare with its header
         ("crc32", pyarrow.uint32()),
     ],
-    metadata={"headrace": "journal 2"},
+    metadata={"headrace": "journal 3"},
 )
 MARK = re.compile(rb"(?=\xff\xff\xff\xff)")  # the first bytes of an Arrow message
 DAMAGED = (pyarrow.lib.ArrowException, OSError, ValueError, EOFError)  # raised by Arrow for damaged bytes
@@ -68,7 +69,7 @@ class Journal:
         self._descriptor = -1
         self._end = self._begun = 0  # bytes of the file, now and when it was last rewritten
         self._taken: list[Group] = []  # in a replay: groups taken since the last commit
-        self._rejected = 0  # in a replay: groups rejected since the last commit
+        self._steps = Steps().to_plain()  # in a replay: as they were at the last commit
 
     def now(self) -> float:
         """Seconds on a clock that stops while no assembler has the file open."""
@@ -109,11 +110,6 @@ class Journal:
             piece = RowPiece(gather([(pieces[arrival], arrival) for arrival in arrivals], {}), arrivals)
             piece.own()
             self._taken += [group.moved_to(piece) for group in groups]
-
-    def reject(self, groups: int, version: int, now: float) -> None:
-        """Write that taken groups are not trained."""
-        self.write("reject", version, now, rejected=groups)
-        self._rejected += groups if self.replaying is not None else 0
 
     def commit(self, assembler: Any) -> None:
         """Write that all taken groups are trained, and sync the file to disk."""
@@ -180,7 +176,7 @@ class Journal:
         version = 0
         for offset, event, details in self._events():
             self.replaying, self._seconds = details, details["clock"]
-            assembler.version = details["version"]
+            assembler._version = details["version"]
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", StreamWarning)  # shown when the event first happened
@@ -197,7 +193,7 @@ class Journal:
             if event in ("commit", "state"):
                 version = details["version"]
         self._take_back(assembler)
-        self._since, assembler.version = time.monotonic(), version
+        self._since, assembler._version = time.monotonic(), version
         self.write("open", version, self._seconds, options=self._options)
 
     def _do(self, event: str, details: dict[str, Any], assembler: Any) -> None:
@@ -217,6 +213,8 @@ class Journal:
             assembler.discard_batch()
         elif event == "reject":
             assembler.reject(details["rejected"])
+        elif event == "step":
+            assembler._pass_step(over=details["over"])
         elif event == "state":
             piece = RowPiece.from_plain(details["state"]["rows"])
             assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
@@ -225,12 +223,15 @@ class Journal:
         elif event != "commit":
             raise ValueError("unknown event: a newer version of headrace has written the file")
         if event in ("commit", "state"):
-            self._taken, self._rejected = [], 0
+            self._taken, self._steps = [], assembler._stream.steps.to_plain()
 
     def _take_back(self, assembler: Any) -> None:
-        """Hold the groups again that were taken since the last commit."""
-        assembler._stream.take_back(self._taken, min(self._rejected, len(self._taken)))
-        self._taken, self._rejected = [], 0
+        """Hold the groups again that were taken since the last commit, and undo the steps since then."""
+        stream = assembler._stream
+        stream.take_back(self._taken)
+        stream.steps, self._taken = Steps.from_plain(self._steps), []
+        for group in (*stream.waiting.values(), *stream.whole_groups()):
+            group.born = min(group.born, stream.steps.over)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         if options != self._options:

@@ -221,6 +221,16 @@ def check_limits(options: Any) -> None:
             "on_failure='refill', on_timeout='refill' and on_stale='refill' need a callable refill; it has "
             "an effect only with 'refill' or 'keep'"
         )
+    if options.max_staleness is not None and options.ahead > options.max_staleness:
+        raise ValueError(
+            f"steps_ahead must be at most max_staleness={options.max_staleness}, or groups become too old "
+            f"before they are trained; got {options.steps_ahead}"
+        )
+    if options.waits and (options.groups is None or options.partition_key is not None):
+        raise ValueError(
+            "on_stale='wait' needs groups, the number that a step trains, and no partition_key, because a "
+            "step trains groups of one partition: set groups, or on_stale='drop', 'mask' or 'refill'"
+        )
     most, size = options.max_concurrent_rollouts, options.group_size
     if most is not None and most < (size or 1):
         raise ValueError(f"max_concurrent_rollouts must be at least group_size ({size}); got {most}")

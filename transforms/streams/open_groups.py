@@ -151,6 +151,8 @@ class Group:
     """Rollouts that left because they were lost or stale."""
     enough: bool = True
     """Once it is ready, further rollouts are surplus (True), or late because it was kept after a timeout."""
+    born: int = -1
+    """The step at which it was announced, which a refill does not change; −1: it was not announced."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     have: int = 0
     """Rollouts that have ended."""
@@ -196,7 +198,7 @@ class Group:
         """A copy for a plan."""
         known = self.partition, self.group, self.expected, self.born_put, self.born_time
         asked = self.refilled, self.refills, self.order, self.left, self.enough
-        return Group(*known, *asked, dict(self.rollouts), self.have, self.lost)
+        return Group(*known, *asked, self.born, dict(self.rollouts), self.have, self.lost)
 
     def moved_to(self, piece: RowPiece) -> Group:
         """A copy with its rows in another piece."""

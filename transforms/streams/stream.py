@@ -22,6 +22,7 @@ from headrace.transforms.table.schema import Origin
 
 from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
 from .pieces import RowPiece, joined_plain, let_go, numbers_column
+from .steps import Steps
 
 REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost")
 """Why rows leave."""
@@ -29,8 +30,19 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST = RE
 
 # The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
-TOTALS = ("received", "puts", "idle", "whole", "emitted", "rejected", "lost", "lanes", "passed")
-OF_GROUP = ("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left", "enough")
+TOTALS = ("received", "puts", "idle", "whole", "emitted", "lost", "lanes", "passed")
+OF_GROUP = (
+    "partition",
+    "group",
+    "expected",
+    "born_put",
+    "refilled",
+    "refills",
+    "order",
+    "left",
+    "enough",
+    "born",
+)
 
 
 class Intervals:
@@ -188,8 +200,8 @@ class Stream:
         """Number of puts, and of puts since a group became whole."""
         self.whole = self.emitted = 0
         """Number of groups that became whole or were kept, and that were taken."""
-        self.rejected = 0
-        """Number of groups that were taken and are not trained."""
+        self.steps = Steps()
+        """The steps that have taken groups."""
         self.open: OrderedDict[Key, int] = OrderedDict()
         """Unfinished rollouts, oldest first, with the number of puts at their first row."""
         self.ended = self.longest = 0
@@ -246,8 +258,8 @@ class Stream:
         self._let_go(gone)
         return len(gone)
 
-    def take_back(self, groups: Iterable[Group], rejected: int) -> None:
-        """Hold groups again that were taken; `rejected` of them were rejected."""
+    def take_back(self, groups: Iterable[Group]) -> None:
+        """Hold groups again that were taken."""
         for group in groups:
             partition = group.partition
             self.closed_groups[partition].remove(group.group)
@@ -262,7 +274,6 @@ class Stream:
             ordered = sorted(others, key=attrgetter("order"))
             self.ready[partition] = OrderedDict((each.key, each) for each in ordered)
             self.emitted -= 1
-        self.rejected -= rejected
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Drop the rows of a whole group as stale, and wait for `missing` new rollouts."""
@@ -276,13 +287,16 @@ class Stream:
         self._refill(group, missing, plan)
         self._let_go(gone)
 
-    def choose(self, wanted: int | None, most: int | None, newest: int | None) -> list[Group]:
-        """Choose whole groups of one partition, in the order in which they became whole.
+    def choose(
+        self, wanted: int | None, most: int | None, newest: int | None, *, by_deadline: bool
+    ) -> list[Group]:
+        """Choose whole groups of one partition.
 
         Args:
             wanted: how many; None: all, at least one.
             most: upper limit; None: `wanted`.
             newest: newest allowed policy version; None: any.
+            by_deadline: those with the earliest deadlines; else those that became whole first.
 
         Returns:
             The groups of the partition that had enough first; empty if no partition has enough.
@@ -292,6 +306,7 @@ class Stream:
             groups: Iterable[Group] = ready.values()
             if newest is not None:
                 groups = (group for group in groups if group.newest <= newest)
+            groups = self.steps.in_order(groups) if by_deadline else groups
             first = list(islice(groups, wanted if most is None else most))
             if len(first) >= (wanted or 1):
                 candidates.append(first)
@@ -373,6 +388,7 @@ class Stream:
             "gone": [list(row[:-1]) for rollout in self.gone.values() for row in rollout.rows.values()],
             "gone_lost": [key for key, rollout in self.gone.items() if rollout.lost],
             "counts": tuple(self.counts.values()),
+            "steps": self.steps.to_plain(),
         }
         ages = [now - group.born_time for group in groups]
         state["groups"]["born_time"] = torch.tensor(ages, dtype=torch.float64)
@@ -392,6 +408,7 @@ class Stream:
             closed = {partition: Intervals(pairs) for partition, pairs in state[name].items()}
             getattr(stream, name).update(closed)
         stream.counts = dict(zip(REASONS, state["counts"], strict=True))
+        stream.steps = Steps.from_plain(state["steps"])
         names, columns = state["groups"].keys(), [column.tolist() for column in state["groups"].values()]
         lines = (dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
         groups = {group.key: group for group in (Group(**line) for line in lines)}

@@ -1,0 +1,281 @@
+"""A simulated run around the real assembler: prompts, slots that generate, and a trainer, in ticks.
+
+Latencies are invented. A prompt has the same ones under every policy, whenever it is dispatched.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import accumulate, count, islice
+from math import exp
+from random import Random
+from statistics import NormalDist, fmean
+from typing import Any
+
+from tensordict import TensorDict
+
+from headrace.transforms import GroupAssembler
+
+FAILED = 3  # the status of a rollout
+
+
+@dataclass(frozen=True)
+class World:
+    """What happens, whatever the policy."""
+
+    seed: int = 0
+    slots: int = 64
+    """Rollouts that are generated at once."""
+    size: int = 4
+    """Rollouts of a group."""
+    groups: int = 8
+    """Groups that a step trains."""
+    step: int = 20
+    """Ticks of a step."""
+    ticks: int = 3000
+    spread: float = 0.9
+    """Of the logarithm of the latency between prompts; 0: half of them take 1 tick, the others 100."""
+    noise: float = 0.3
+    """The same between the rollouts of a prompt."""
+    failing: float = 0.0
+    """Share of the rollouts that fail."""
+    equal: float = 0.0
+    """Share of the groups whose rewards are equal, so that they are rejected."""
+    rows: int = 1
+    """Rows of a rollout."""
+    draw: int = 1
+    """Groups that are announced at once."""
+    prompts: int | None = None
+    """None: they do not end."""
+    behind: int = 0
+    """Versions that the weights of workers are behind, for half of the rollouts."""
+    versions: tuple[int, ...] = (1,)
+    """By how much the version advances after each step, in turn."""
+    takers: tuple[int, ...] = ()
+    """Groups that each taker takes for a step; empty: one takes all."""
+
+    def group(self, number: int) -> Group:
+        """A prompt with its latencies."""
+        dice = Random(f"{self.seed} {number}")
+        hard = min(max(dice.random(), 1e-6), 1 - 1e-6)  # the quantile of its latency
+        if self.spread:
+            middle = 20 * exp(self.spread * NormalDist().inv_cdf(hard))
+            ticks = [max(1, round(middle * exp(self.noise * dice.gauss(0, 1)))) for _ in range(self.size)]
+        else:
+            ticks = [100 if hard >= 0.5 else 1] * self.size
+        fails = [dice.random() < self.failing for _ in range(self.size)]
+        return Group(number, int(10 * hard), ticks, fails, dice.random() >= self.equal)
+
+    def most_steps(self) -> float:
+        """What no policy exceeds: the trainer is always busy, or no slot is ever free."""
+        some = [self.group(number) for number in range(2000)]
+        useful = fmean(group.varied and not any(group.fails) for group in some)
+        work = fmean(sum(group.ticks) for group in some) / useful
+        return min(self.ticks / self.step, self.ticks * self.slots / (self.groups * work))
+
+
+@dataclass(eq=False)
+class Group:
+    """A prompt that was drawn, and what became of it."""
+
+    number: int
+    decile: int
+    ticks: list[int]
+    fails: list[bool]
+    varied: bool
+    begun: int = 0
+    """The tick of its dispatch."""
+    born: int = 0
+    """The step of its dispatch."""
+    ended: int = 0
+    """Rollouts that have ended or failed."""
+    spent: int = 0
+    """Ticks of its rollouts that have ended."""
+    fate: str = ""
+    """``trained``, ``masked``, ``rejected``, ``failed`` or ``stale``; empty while it is outstanding."""
+    oldest: int = 10**9
+    """The policy version of its oldest row."""
+    age: int = 0
+    """Steps since that version was replaced."""
+
+
+@dataclass
+class Run:
+    """A run of a world with an assembler of these options."""
+
+    world: World
+    options: dict[str, Any] = field(default_factory=dict)
+    paced: bool = True
+    announces: bool = True
+
+    def __post_init__(self) -> None:
+        world, options = (
+            self.world,
+            {"groups": self.world.groups, "group_size": self.world.size} | self.options,
+        )
+        if "refill" in options.values():
+            options["refill"] = self.refill
+        self.assembler = GroupAssembler(version_key="version", max_idle=10**9, **options)
+        self.known: dict[int, Group] = {}
+        self.step = self.now = self.since = 0
+        self.waits: list[tuple[int, int]] = []
+        """For each step: ticks that it waited, and that the slowest outstanding rollout needed then."""
+        self.batch: list[Group] = []
+        self.free, self.busy, self.fresh = world.slots, False, count()
+        self.queue: deque[tuple[int, int, int]] = deque()  # group, rollout, number of the refill
+        self.events: list[tuple[int, int, Any]] = []
+        self.order, self.again = count(), count(10**9)
+        self.last = {0: 0}
+        """The last step of each version."""
+
+    # -- workers ------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Groups that are dispatched now."""
+        world, assembler = self.world, self.assembler
+        left = world.draw if world.prompts is None else min(world.draw, world.prompts - len(self.known))
+        if not self.paced:
+            return left if self.free else 0
+        idle, room = assembler.pending == 0, assembler.capacity(world.size)
+        return left if room >= left else room if idle else 0
+
+    def dispatch(self) -> None:
+        while self.free and not self.queue and (room := self.room()):
+            groups = [self.world.group(number) for number in islice(self.fresh, room)]
+            self.known |= {group.number: group for group in groups}
+            for group in groups:
+                group.begun, group.born = self.now, self.step
+                self.queue.extend(
+                    (group.number, at, group.number * self.world.size + at) for at in range(self.world.size)
+                )
+            if self.announces:
+                ids = [
+                    (group.number, group.number * self.world.size + at)
+                    for group in groups
+                    for at in range(self.world.size)
+                ]
+                self.assembler.announce(columns(group_id=[g for g, _ in ids], rollout_id=[r for _, r in ids]))
+            self.start()
+        self.start()
+
+    def start(self) -> None:
+        while self.free and self.queue:
+            number, at, rollout = self.queue.popleft()
+            behind = self.world.behind * (rollout % 2)
+            what = number, at, rollout, max(0, self.assembler.version - behind)
+            heapq.heappush(self.events, (self.now + self.known[number].ticks[at], next(self.order), what))
+            self.free -= 1
+
+    def ended(self, number: int, at: int, rollout: int, version: int) -> None:
+        """A rollout has ended: its rows are put."""
+        group, rows, self.free = self.known[number], self.world.rows, self.free + 1
+        group.spent, group.ended = group.spent + group.ticks[at], group.ended + 1
+        fails = group.fails[at] and rollout < 10**9  # a refilled one does not
+        group.oldest = group.oldest if fails else min(group.oldest, version)
+        batch = columns(group_id=[number] * rows, rollout_id=[rollout] * rows, version=[version] * rows)
+        batch["next", "done"] = [False] * (rows - 1) + [True]
+        batch["status"] = [0] * (rows - 1) + [FAILED * fails]
+        batch["log_probs", "full"] = [[0.0]] * rows
+        self.assembler.put(batch)
+        if fails and self.assembler.on_failure == "drop":
+            group.fate = "failed"
+
+    def refill(self, number: int, rollouts: int) -> None:
+        self.known[number].ended -= rollouts
+        self.queue.extend((number, at, next(self.again)) for at in range(rollouts))
+
+    # -- the trainer --------------------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Take what is missing of a step; True once it is complete."""
+        world, assembler = self.world, self.assembler
+        ends = list(accumulate(world.takers))
+        while (have := len(self.batch)) < world.groups:
+            if world.equal:  # as informative() does
+                assembler.want(world.groups - have)
+            batch = assembler.take(world.takers[bisect_right(ends, have)] if ends else None)
+            if batch is None:
+                return False
+            self.take_in([self.known[number] for number in dict.fromkeys(batch["group_id"].tolist())])
+        return True
+
+    def take_in(self, groups: list[Group]) -> None:
+        for group in groups:
+            group.age = self.step - self.last[group.oldest]
+            group.fate = "trained" if group.varied else "rejected"
+            if self.assembler.on_stale == "mask" and group.age > self.assembler.max_staleness:
+                group.fate = "masked"
+        self.batch += [group for group in groups if group.varied]
+        if rejected := sum(not group.varied for group in groups):
+            self.assembler.reject(rejected)
+
+    def go(self) -> Run:
+        """Until the last tick, or until nothing more happens."""
+        needs = 0
+        while self.now <= self.world.ticks:
+            self.dispatch()
+            if not self.busy and self.take():
+                self.waits.append((self.now - self.since, needs - self.since))
+                self.batch, self.busy, needs = [], True, 0
+                heapq.heappush(self.events, (self.now + self.world.step, next(self.order), None))
+            self.dispatch()
+            if not self.events:
+                break
+            if not self.busy and not needs:
+                needs = max(tick for tick, _, _ in self.events)
+            self.now, _, what = heapq.heappop(self.events)
+            if what is None:
+                self.assembler.version += self.world.versions[self.step % len(self.world.versions)]
+                self.busy, self.step, self.since = False, self.step + 1, self.now
+                self.last[self.assembler.version] = self.step
+            else:
+                self.ended(*what)
+        while self.world.prompts is not None and (rest := self.assembler.take_rest()) is not None:
+            self.take_in([self.known[number] for number in dict.fromkeys(rest["group_id"].tolist())])
+        return self
+
+    # -- what is measured ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say of the groups that have left without being taken why they did."""
+        bound = self.assembler.max_staleness
+        for group in self.known.values():
+            if (
+                not group.fate
+                and group.ended == self.world.size
+                and bound is not None
+                and self.step - group.born > bound
+            ):
+                group.fate = "stale"
+
+    def table(self) -> dict[str, float]:
+        """A line of the table: see docs/streams.md."""
+        self.close()
+        cohort = [
+            g
+            for g in self.known.values()
+            if g.begun <= 0.75 * self.world.ticks and g.varied and g.fate != "failed"
+        ]
+        sent, trained = (
+            Counter(g.decile for g in cohort),
+            Counter(g.decile for g in cohort if g.fate == "trained"),
+        )
+        survival = [trained[decile] / sent[decile] for decile in range(10) if sent[decile]]
+        total, ages = sum(trained.values()) or 1, [g.age for g in self.known.values() if g.fate == "trained"]
+        spent = sum(g.spent for g in self.known.values()) or 1
+        return {
+            "bias": 100 * max(abs(trained[d] / total - sent[d] / len(cohort)) for d in range(10)),
+            "slowest": survival[-1] / (fmean(survival) or 1),
+            "speed": self.step / self.world.most_steps(),
+            "waste": 100 * sum(g.spent for g in self.known.values() if g.fate not in ("", "trained")) / spent,
+            "age": fmean(ages) if ages else 0.0,
+            "oldest": max(ages, default=0),
+        }
+
+
+def columns(**numbers: list[int]) -> TensorDict:
+    """One row for each number."""
+    return TensorDict(dict(numbers), batch_size=[len(next(iter(numbers.values())))])

@@ -1,0 +1,197 @@
+"""The law of a run: no group is lost for its age, and slow ones are trained like others."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from headrace.transforms import GroupAssembler, StreamWarning
+from headrace.transforms.streams import assembler as assembler_module
+from headrace.transforms.streams.steps import Steps
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a batches.py
+from worlds import Run, World, columns
+
+WORLDS = 200
+PARTS = 8
+
+
+def random_run(seed: int) -> Run:
+    """A run with a bound, of a world that ends, in which anything may happen."""
+    dice = Random(seed)
+    groups, size, bound = dice.randint(1, 5), dice.randint(1, 3), dice.randint(0, 4)
+    cuts = [0, *sorted(dice.sample(range(1, groups), min(groups - 1, dice.randint(0, 2)))), groups]
+    takers = tuple(end - begin for begin, end in pairwise(cuts))
+    equal, failing, behind = (
+        dice.choice([0.0, 0.0, 0.4]),
+        dice.choice([0.0, 0.0, 0.1]),
+        dice.choice([0, 0, 1]),
+    )
+    world = World(
+        seed=seed,
+        slots=dice.randint(size, 40),
+        size=size,
+        groups=groups,
+        step=dice.choice([1, 10, 60]),
+        ticks=10**9,
+        spread=dice.choice([0.0, 0.5, 1.5]),
+        noise=dice.choice([0.0, 0.5]),
+        failing=failing,
+        equal=equal,
+        rows=dice.choice([1, 1, 3]),
+        draw=dice.randint(1, 7),
+        prompts=dice.randint(30, 120),
+        behind=behind,
+        versions=(1,) if behind else dice.choice([(1,), (1,), (0, 1), (2,), (0, 0, 3)]),
+        takers=() if equal else takers,
+    )
+    options = {"max_staleness": bound, "steps_ahead": dice.randint(0, bound)}
+    if failing and dice.random() < 0.5:
+        options |= {"on_failure": "refill", "refill": None, "max_refills": 99}
+    return Run(world, options)
+
+
+def broken_laws(run: Run) -> Counter:
+    """By law: how many groups break it."""
+    run.go()
+    known, counts = run.known.values(), run.assembler.counts
+    bound = run.assembler.max_staleness + run.world.behind
+    ages = Counter(group.age for group in known if group.fate in ("trained", "rejected"))
+    return +Counter(
+        {
+            "dropped": sum(number for reason, number in counts.items() if reason != "failed"),
+            "too old": sum(number for age, number in ages.items() if age > bound),
+            "never trained": run.world.prompts - sum(bool(group.fate) for group in known),
+            "held": run.assembler.pending + run.assembler.ready,
+            "counted at another age": (ages - Counter(run.assembler.ages)).total(),
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_is_lost_and_nothing_stops_in_any_world(part):
+    for seed in range(part, WORLDS, PARTS):
+        run = random_run(seed)
+        assert not broken_laws(run), (seed, run.world, run.options)
+
+
+def too_few(steps, whole, waiting, size, options):
+    """The check without rule 3."""
+    return [] if not steps.taken and len(list(whole)) < size else None
+
+
+class Forgets(Steps):
+    """A step is over as soon as it has taken its groups."""
+
+    def take(self, groups):
+        super().take(groups)
+        self.taken = 0
+        self.over += 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+@pytest.mark.parametrize("broken", ["dispatches too much", "no check", "no order", "forgets the step"])
+def test_each_part_of_the_rule_is_needed(broken, monkeypatch):
+    """Without one of them, groups are trained too late, or the run stops."""
+    if broken == "no check":
+        monkeypatch.setattr(assembler_module, "waits_for", too_few)
+    if broken == "no order":
+        monkeypatch.setattr(Steps, "in_order", lambda self, groups: list(groups))
+    found: Counter = Counter()
+    for seed in range(60):
+        run = random_run(seed)
+        if broken == "dispatches too much":
+            run.assembler.ahead = run.assembler.max_staleness + 1
+        if broken == "forgets the step":
+            if run.world.versions != (1,) or run.world.equal or len(run.world.takers) != 1:
+                continue
+            run.assembler._stream.steps = Forgets()
+        found += broken_laws(run)
+    assert found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+def test_a_step_waits_no_longer_than_the_slowest_outstanding_rollout_needs():
+    for seed in range(40):
+        run = random_run(seed)
+        run.world = replace(run.world, slots=10**6, draw=1, failing=0.0, equal=0.0, versions=(1,))
+        run.free = run.world.slots
+        assert not broken_laws(run)
+        assert all(waited <= max(0, needed) for waited, needed in run.waits)
+
+
+def rows(group: int, version: int = 0) -> object:
+    batch = columns(group_id=[group], rollout_id=[group], version=[version])
+    batch["next", "done"] = [True]
+    return batch
+
+
+def test_the_slowest_group_is_waited_for_only_when_it_must_be():
+    """k = 2, one group a step: group 0 is slow, and the step that must train it is the third."""
+    assembler = GroupAssembler(groups=1, group_size=1, max_staleness=2, steps_ahead=1, version_key="version")
+    taken = []
+    for group in range(6):
+        assembler.announce(columns(group_id=[group], rollout_id=[group]))
+        if group:
+            assembler.put(rows(group, assembler.version))
+        if group and (batch := assembler.take()) is not None:
+            taken += batch["group_id"].tolist()
+            assembler.version += 1
+    assert taken == [1, 2]
+    assembler.put(rows(0))
+    assert [assembler.take()["group_id"].item() for _ in range(3)] == [0, 3, 4]
+    assert assembler.ages == {0: 4, 2: 1}
+
+
+def test_groups_that_were_never_announced_are_dropped_if_they_are_too_old():
+    assembler = GroupAssembler(groups=1, group_size=1, max_staleness=1, version_key="version")
+    assembler.put(rows(0))
+    assembler.version = 2
+    assert assembler.take() is None
+    assert assembler.counts["stale"] == 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_no_slack_for_slow_groups_is_a_warning_when_dispatch_begins(ahead):
+    assembler = GroupAssembler(groups=1, max_staleness=2, steps_ahead=ahead)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StreamWarning)
+        assembler.announce(columns(group_id=[0], rollout_id=[0], expected_rollouts=[1]))
+        assembler.announce(columns(group_id=[1], rollout_id=[1], expected_rollouts=[1]))
+    assert ["steps_ahead and max_staleness are both 2" in str(each.message) for each in caught] == [True] * (
+        ahead == 2
+    )
+
+
+def test_partitions_of_which_none_has_a_batch_do_not_stop_the_dispatch():
+    """Of 3 partitions with 6, 5 and 5 whole groups none has 8, and nothing is pending."""
+    options = {"groups": 8, "group_size": 1, "max_staleness": 1, "version_key": "version"}
+    assembler = GroupAssembler(partition_key="part", **options)
+    for group in range(16):
+        batch = rows(group)
+        batch["part"] = [group % 3]
+        assembler.put(batch)
+    assert assembler.take() is None
+    assert assembler.capacity() == 1
+    with pytest.raises(ValueError, match=r"on_stale='wait' needs groups, .* and no partition_key"):
+        GroupAssembler(partition_key="part", on_stale="wait", **options)
+
+
+def test_versions_map_to_the_last_step_at_which_they_were_the_newest():
+    steps = Steps()
+    steps.begin(10)  # of a run that goes on: nothing was taken before
+    for version in (10, 12, 12, 13):
+        steps.end()
+        steps.begin(version)
+    assert [steps.of(version) for version in (8, 10, 11, 12, 13, 14)] == [-2, 1, 1, 3, 4, 4]

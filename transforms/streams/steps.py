@@ -1,0 +1,154 @@
+"""The steps of a run: how old groups are, how many may be dispatched, and whether a step may begin.
+
+A step trains G groups, and updates the policy. v is the number of steps that are over. A group is **born** at
+the step at which it is announced, and its deadline is k = `max_staleness` steps later. It is **outstanding**
+until it has left, was rejected, or the step that trains it is over. With a = `steps_ahead` ≤ k:
+
+1. At most (a + 1) · G groups are outstanding after a dispatch.
+2. A step trains those of the whole groups that have the earliest deadlines.
+3. It begins only if for every b ≥ v − k at most (b + k − v) · G of the groups born at or before b are left.
+
+Then no group is dropped for its age, none is trained after its deadline, and no step waits for ever. Proof:
+before each step, at most (b + k − v + 1) · G of the outstanding groups were born at or before b. A dispatch
+adds groups only at b = v, where (a + 1) · G are not more than that. A step keeps it, by rule 3. If all
+outstanding groups are whole, rule 3 holds, because the G earliest leave that many − G.
+
+A row may be one version older than its announcement, if its worker got the weights late. Then it may be
+trained at the age k + 1. Groups past their deadline, because a step took fewer than G groups, are trained
+first, and no step waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headrace.transforms.table import StreamWarning
+
+from .open_groups import Group
+
+MOST_VERSIONS = 64  # of which it is known when they began; older ones are taken to have had a step each
+
+
+class Steps:
+    """Counts the steps, and which policy version each began with.
+
+    A step is over when the policy version changes, or when groups of the next step are asked for. So a
+    version may advance by any number, and only every few steps.
+    """
+
+    def __init__(self) -> None:
+        self.over = 0
+        """v, the number of steps that are over."""
+        self.taken = 0
+        """Number of groups that the current step has taken, without rejected ones."""
+        self.began: list[tuple[int, int]] = [(0, 0)]
+        """Policy versions, ascending, and the step at which each began."""
+        self.ages: Counter[int] = Counter()
+        """Number of groups that were taken at each age, in steps."""
+
+    def end(self) -> None:
+        """The current step is over."""
+        self.over, self.taken = self.over + 1, 0
+
+    def begin(self, version: int) -> None:
+        """The policy has this version from now on."""
+        known = [each for each in self.began if each[0] <= version and (self.over or self.ages)]
+        if not known or known[-1][0] < version:
+            known.append((version, self.over))
+        self.began = known[-MOST_VERSIONS:]
+
+    def of(self, version: int) -> int:
+        """The last step at which a version was the newest. Unknown versions count as one step each."""
+        after = bisect_right(self.began, version, key=lambda each: each[0])
+        if after == len(self.began):
+            return self.over
+        later, step = self.began[after]
+        return step - (1 if after else later - version)
+
+    def oldest(self, group: Group) -> int:
+        """The step of its oldest row."""
+        return self.of(min(row.version for each in group.rollouts.values() for row in each.rows.values()))
+
+    def born(self, group: Group) -> int:
+        """The step at which a group was born: that of its announcement.
+
+        If all rows of a whole group are newer, because they waited for a worker, it is that of the oldest. A
+        refilled group keeps its birth.
+        """
+        return max(group.born, self.oldest(group)) if group.is_ready and not group.refills else group.born
+
+    def in_order(self, groups: Iterable[Group]) -> list[Group]:
+        """Groups by deadline. Those that were never announced are last, as they became whole."""
+        return sorted(
+            groups, key=lambda group: (math.inf if group.born < 0 else self.born(group), group.order)
+        )
+
+    def take(self, groups: Iterable[Group]) -> None:
+        """The current step takes groups."""
+        for group in groups:
+            self.taken += 1
+            self.ages[self.over - self.oldest(group)] += 1
+
+    def to_plain(self) -> dict[str, Any]:
+        """The state, as dicts and lists."""
+        return {**vars(self), "began": list(self.began), "ages": dict(self.ages)}
+
+    @classmethod
+    def from_plain(cls, state: Mapping[str, Any]) -> Steps:
+        """Restore the output of :meth:`to_plain`."""
+        steps = cls()
+        vars(steps).update(state, ages=Counter(state["ages"]))
+        return steps
+
+
+def warn_of_no_slack(options: Any) -> None:
+    """Warn that each step waits for the slowest of the groups that were dispatched before it."""
+    if options.waits and 0 < options.max_staleness == options.ahead:
+        warnings.warn(
+            f"no group may take longer than others: steps_ahead and max_staleness are both {options.ahead}, "
+            "so each step waits for the slowest of the groups that were dispatched for it. This costs a "
+            "third of the speed or more. Set max_staleness to steps_ahead + the latency of the slowest "
+            "group divided by the time of a step. If such rows are too old, set steps_ahead to less",
+            StreamWarning,
+            stacklevel=4,
+        )
+
+
+def waits_for(
+    steps: Steps, whole: Iterable[Group], waiting: Iterable[Group], size: int, options: Any
+) -> list[Group] | None:
+    """The groups that a step waits for, by rule 3 or because too few are whole.
+
+    None: it may begin, or has begun.
+
+    Args:
+        steps: the steps so far.
+        whole: the groups that can be taken.
+        waiting: the other outstanding groups.
+        size: G, or more if the step takes more.
+        options: the GroupAssembler.
+    """
+    if steps.taken:
+        return None
+    first = steps.over - options.max_staleness  # groups that were born before it are late whatever happens
+    whole = steps.in_order(whole)
+    unfinished = steps.in_order(group for group in waiting if group.born >= 0)
+    if len(whole) < size:
+        return unfinished[: size - len(whole)]
+    taken, left = whole[:size], whole[size:] + unfinished
+    born_taken, born_left = (
+        sorted(born for group in groups if group.born >= 0 and (born := steps.born(group)) >= first)
+        for groups in (taken, left)
+    )
+    late = sum(group.born >= 0 for group in taken) - len(born_taken)
+    for number, born in enumerate(range(first, steps.over + 1)):
+        over = bisect_right(born_left, born) - number * options.groups  # left, and cannot be trained in time
+        at_best = over + bisect_right(born_taken, born) - (size - late)  # if all of them were whole now
+        if over > max(0, at_best):
+            return [group for group in unfinished if first <= steps.born(group) <= born]
+    return None
