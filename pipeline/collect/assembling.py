@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty
 from signal import SIGTERM
 from typing import Any, Literal
@@ -284,9 +285,7 @@ def ended_workers(source: Any) -> list[str]:
 # -- limit the dispatch -------------------------------------------------------------------------------------
 
 
-def paced(
-    draws: Iterable[TensorDictBase], assembler: Any, *, patience: float | None = None
-) -> Iterator[TensorDictBase]:
+def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Iterator[TensorDictBase]:
     """Yield draws while :meth:`GroupAssembler.capacity` allows, and announce their groups.
 
     Use it in the thread, process or actor that dispatches prompts. It waits until groups become whole or the
@@ -297,8 +296,12 @@ def paced(
     With :func:`informative` after the assembler, groups without information do not use capacity. So the loop
     continues for any share of such groups below one.
 
+    If the assembler continues from a journal or a state, the rollouts that were lost with the earlier process
+    are yielded first (:meth:`GroupAssembler.unfinished`). Groups that the assembler knows are not yielded.
+
     Args:
-        draws: the output of ``RepeatSampler.draws()`` or ``StampIds.draws()``.
+        draws: a :class:`RepeatSampler`, of which nothing needs to be saved: after a restart it continues at
+            the first group that was never announced. Or the output of ``draws()`` of a sampler or StampIds.
         assembler: :class:`GroupAssembler` or :class:`RayAssembler`.
         patience: seconds to wait for capacity; None: forever.
 
@@ -318,9 +321,17 @@ def paced(
     return _paced(draws, assembler, check_patience(patience))
 
 
-def _paced(
-    draws: Iterable[TensorDictBase], assembler: Any, patience: float | None
-) -> Iterator[TensorDictBase]:
+def _is_known(assembler: Any, group: int) -> bool:
+    return not len(assembler.never_announced(TensorDict({assembler.group_key: [group]}, batch_size=[1])))
+
+
+def _paced(draws: Any, assembler: Any, patience: float | None) -> Iterator[TensorDictBase]:
+    yield from assembler.unfinished()
+    restored = assembler.restored
+    if hasattr(draws, "draws"):
+        if restored:
+            draws.go_on(partial(_is_known, assembler))
+        draws = draws.draws()
     room = 0
 
     def has_room(groups: int, rollouts: int) -> bool:
@@ -332,6 +343,9 @@ def _paced(
     for draw in draws:
         if len(draw) == 0:
             yield draw
+        elif restored:
+            every, draw = len(draw), assembler.never_announced(draw)
+            restored = len(draw) < every  # groups were announced in the order of the draws
         while len(draw):
             ids = draw.get(assembler.group_key).reshape(-1)
             groups = list(dict.fromkeys(ids.tolist()))

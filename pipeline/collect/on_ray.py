@@ -170,6 +170,14 @@ class RayAssembler:
         """As :meth:`GroupAssembler.announce`."""
         self._ask("call", "announce", draws.clone())
 
+    def unfinished(self) -> list[TensorDictBase]:
+        """As :meth:`GroupAssembler.unfinished`."""
+        return self._ask("call", "unfinished")
+
+    def never_announced(self, draws: TensorDictBase) -> TensorDictBase:
+        """As :meth:`GroupAssembler.never_announced`."""
+        return self._ask("call", "never_announced", draws)
+
     def capacity(self, rollouts: int | None = None) -> int:
         """As :meth:`GroupAssembler.capacity`. The number changes only after :meth:`announce`."""
         return self._ask("call", "capacity", rollouts)
@@ -271,6 +279,7 @@ class RayAssembler:
     pending = _number("pending", "Number of groups that were announced or have rows, and are not whole.")
     held = _number("held", "Number of rows of ready and pending groups.")
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
+    restored = _number("restored", "Whether it continues from a state.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sized
-from itertools import islice
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import count, islice
 from typing import Any, Literal
 
 import torch
@@ -138,6 +138,27 @@ class RepeatSampler(Sampler[int]):
             prompts = list(islice(self, size - begun))
             first = group * self.group_size + begun
             yield stamp_ids(prompts, group_size=self.group_size, first_rollout=first, stride=self.ranks)
+
+    def go_on(self, known: Callable[[int], bool]) -> None:
+        """Continue :meth:`draws` at the first group that is not known, in the order of the draws.
+
+        Args:
+            known: whether the group with this id was drawn. Those before a known one are known.
+
+        Example:
+            >>> sampler = RepeatSampler(5, group_size=2, shuffle=False)
+            >>> sampler.go_on(lambda group: group < 8)
+            >>> next(sampler.draws())["group_id"].tolist()
+            [8, 8]
+        """
+
+        def is_new(turn: int) -> bool:
+            epoch, turn = divmod(turn, len(self._groups))
+            return not known(epoch * self.drawn * self.repeats + self._groups[turn])
+
+        most = next(2**power for power in count() if is_new(2**power - 1))
+        self.epoch, turn = divmod(bisect_left(range(most), True, key=is_new), len(self._groups))
+        self.position = turn * self.group_size
 
     def drawn_with(self, groups: Iterable[int]) -> list[int]:
         """Return all groups of the batches of :meth:`draws`, of any rank, that hold one of `groups`.

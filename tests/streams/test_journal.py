@@ -115,6 +115,11 @@ def events_of(rng: random.Random, name: str) -> list[tuple]:
     return events + ([("discard_batch",)] if rng.random() < 0.3 else [])
 
 
+def numbered(event: tuple) -> list[tuple]:
+    """The number of a piece's first row, with each of its lines."""
+    return [(event[2], at, line) for at, line in enumerate(event[1])]
+
+
 def all_that_is_left(assembler: GroupAssembler) -> list[int]:
     """The rows of all whole groups, each by the policy version of its newest row."""
     found = []
@@ -158,9 +163,16 @@ def test_after_a_crash_rows_that_were_not_committed_come_again(name, seed, tmp_p
         clock.seconds = again_at
         came = all_that_is_left(again)
         before = {number for out in outs[:committed] for number in out}
-        assert set(taken) <= set(came)
         assert not before & set(came)
-        assert sorted(came) == sorted(taken + rest)
+        undone = set(taken + rest) - set(came)
+        assert sorted(came) == sorted({*taken, *rest} - undone)
+        lines = {row + at: line for event in events if event[0] == "put" for row, at, line in numbered(event)}
+        newer = {line.group for line in lines.values() if line.version > versions}
+        assert {lines[number].group for number in undone} <= newer
+        if first.max_staleness is None:
+            assert not undone
+        else:
+            assert all(lines[number].version <= versions for number in came)
 
 
 @pytest.mark.slow

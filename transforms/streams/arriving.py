@@ -23,6 +23,7 @@ from headrace.transforms.table.schema import (
 )
 from headrace.transforms.table.tensordicts import read_packed
 
+from .draws import Draw
 from .lost import follow, lose, lose_behind
 from .open_groups import Key, Rollout, Row
 from .pieces import READER, WIDTHS, RowPiece
@@ -222,8 +223,8 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     return admitted
 
 
-def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
-    """Plan to open the groups of these rows.
+def announce(plan: StreamPlan, rows: Iterable[Row], draws: Mapping[Key, Draw], options: Any) -> None:
+    """Plan to open the groups of these rows, which belong to these draws.
 
     Raises:
         BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.
@@ -236,7 +237,7 @@ def announce(plan: StreamPlan, rows: Iterable[Row], options: Any) -> None:
         elif not least <= row.expected == group.expected:
             broken["expected"].append(f"group {row.group}: {sorted({row.expected, group.expected})}")
         else:
-            group.born = plan.stream.steps.over
+            group.born, group.draw = plan.stream.steps.over, draws[group.key]
     _refuse(broken, least, options.version)
 
 

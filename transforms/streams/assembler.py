@@ -26,6 +26,7 @@ from headrace.transforms.table.options import (
 from headrace.transforms.table.schema import DISPATCHED
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
+from .draws import draws_of, groups_of_rows
 from .limits import (
     Selector,
     StalledError,
@@ -37,7 +38,7 @@ from .limits import (
     warn_of_endless,
 )
 from .lost import warn_of_lost
-from .open_groups import Group
+from .open_groups import Group, Key
 from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
 from .steps import waits_for, warn_of_no_slack
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
@@ -220,6 +221,12 @@ class GroupAssembler(
         self._version = 0
         self._stream = Stream()
         self._paced = False  # groups were announced
+        self.restored = False
+        """Whether it continues from a journal or a state."""
+        self.committed: int | None = None
+        """The step of the last :meth:`commit`; None: there was none with a step."""
+        self._begins = False  # it was restored, and nothing has happened since
+        self._taken_back: list[Key] = []  # in this order, groups that were taken after the last commit
         self._wanted: int | None = None  # largest number of groups in the next batch, by want()
         self._kinds: dict[tuple[str, ...], Any] = {}  # kinds_of the last rows
         self._found: dict[str, NestedKey] | None = None  # find_columns of the last rows
@@ -232,6 +239,7 @@ class GroupAssembler(
 
             self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
             self._journal.replay(self)
+            self.restored = self._begins = self._stream.puts > 0 or bool(self._stream.waiting)
 
     # -- counts -------------------------------------------------------------------------------------
 
@@ -315,6 +323,7 @@ class GroupAssembler(
                 f"max_concurrent_rollouts must be at least the rollouts of a group ({size}); got {concurrent}"
             )
         with self._lock:
+            self._begin()
             stream, least = self._stream, []
             if self.max_staleness is not None and self.groups is not None:
                 most = (self.ahead + 1) * self.groups
@@ -347,6 +356,7 @@ class GroupAssembler(
         """
         keys = [self.group_key, self.rollout_key]
         with self._lock, labels_in_errors(batch, keys):
+            self._begin()
             kinds = None
             if isinstance(batch, TensorDictBase) and batch.batch_dims == 1:
                 kinds = kinds_of(batch)
@@ -475,7 +485,8 @@ class GroupAssembler(
             steps = self._stream.steps
             steps.taken = max(0, steps.taken - groups)
 
-    def commit(self) -> None:
+    @takes_options
+    def commit(self, step: int | None = None, *, emitted: int | None = None) -> None:
         """Record in the `journal` that all taken groups are trained and the weights are saved.
 
         After a crash these groups are not taken again. Call it after you saved the weights of an optimiser
@@ -483,8 +494,17 @@ class GroupAssembler(
         machine after the next commit. The file is rewritten without the rows that have left when it is more
         than twice as long as after it was last rewritten.
 
+        A process may die after it saved the weights and before it committed. So save :attr:`emitted` with the
+        weights. After a restart set `version` to that of the weights, and commit again, before anything else:
+        ``assembler.commit(step, emitted=saved)``. Then what these weights have trained is not taken again.
+
+        Args:
+            step: the number of the step, for :attr:`committed`.
+            emitted: the groups that had been taken when the weights were saved; None: all.
+
         Raises:
-            ValueError: there is no journal.
+            ValueError: there is no journal; or the weights are older than the last commit, or have trained
+                groups that the journal does not have.
             RuntimeError: another assembler has opened the journal.
 
         Example:
@@ -506,10 +526,32 @@ class GroupAssembler(
         with self._lock:
             if self._journal is None:
                 raise ValueError("commit() needs a journal: GroupAssembler(journal=PATH)")
-            self._journal.commit(self)
+            known = self._stream.emitted
+            more = 0 if emitted is None else emitted - known
+            if not 0 <= more <= len(self._taken_back):
+                was = "" if self.committed is None else f" Load the weights of step {self.committed}, or"
+                raise ValueError(
+                    f"the weights have trained {emitted} groups, and the journal {self.journal} has {known} "
+                    f"that were committed and {len(self._taken_back)} after them.{was} begin a new journal"
+                )
+            self._commit(step, more)
+            self._journal.commit(self, step, more)
+
+    def _commit(self, step: int | None, more: int) -> None:
+        """The first `more` groups that were taken back are trained after all."""
+        stream, steps = self._stream, self._stream.steps
+        for group in [stream.ready[key[0]][key] for key in self._taken_back[:more]]:
+            if self.groups is not None and steps.taken >= self.groups:
+                steps.end()
+            if self.max_staleness is not None:
+                steps.take([group])
+            stream.close([group])
+            stream.emitted += 1
+        self._taken_back, self.committed = [], self.committed if step is None else step
 
     def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
         with self._lock:
+            self._begin()
             self._expire()
             return self._hand_out(wanted, most)
 
@@ -606,6 +648,8 @@ class GroupAssembler(
         """
         keys = [self.group_key, self.rollout_key]
         with self._lock, labels_in_errors(draws, keys):
+            self._begin()
+            flat = draws if draws.batch_dims == 1 or not len(draws) else draws.reshape(-1)
             draws = enter_rows(draws, keys, reader=type(self).__name__)
             if draws.shape.numel():
                 if self.max_staleness is not None and not self._paced:
@@ -614,10 +658,57 @@ class GroupAssembler(
                 plan = self._plan()
                 piece = RowPiece(draws, range(len(draws)))
                 found = find_columns(piece, self._options, groups_only=True)
-                announce(plan, arriving_rows(piece, found, self.group_size)[0], self)
+                rows, _ = arriving_rows(piece, found, self.group_size)
+                announce(plan, rows, draws_of(flat.clone(), self._options), self)
                 settle(plan, self)
-                self._note("announce", plan.now, draws=to_plain(draws))
+                self._note("announce", plan.now, draws=to_plain(flat))
                 self._carry_out(plan)
+
+    # -- after a restart ----------------------------------------------------------------------------
+
+    def unfinished(self) -> list[TensorDictBase]:
+        """The announced rollouts that have not ended, if the process that announced them is gone.
+
+        Dispatch them again, and do not announce them. A rollout of which rows had arrived gets a new id, and
+        its rows leave as ``surplus``. A second call returns nothing. :func:`headrace.pipeline.paced` does it.
+
+        Returns:
+            Rows of the announcements: prompts and ids.
+
+        Example:
+            >>> from tensordict import TensorDict
+            >>> columns = {"group_id": [4, 4], "rollout_id": [8, 9], "prompt": [2, 2]}
+            >>> draws = TensorDict(columns, batch_size=[2])
+            >>> assembler = GroupAssembler(group_size=2)
+            >>> assembler.announce(draws)
+            >>> again = GroupAssembler(group_size=2)
+            >>> again.load_state_dict(assembler.state_dict())
+            >>> [draws["rollout_id"].tolist() for draws in again.unfinished()]
+            [[8, 9]]
+        """
+        with self._lock:
+            self._begin()
+            self._note("unfinished")
+            return self._stream.unfinished(self.rollout_key)
+
+    def never_announced(self, draws: TensorDictBase) -> TensorDictBase:
+        """The rows of groups that were never announced and have no rows, for a sampler that goes on.
+
+        Args:
+            draws: as for :meth:`announce`.
+        """
+        if not draws.shape.numel():
+            return draws
+        with self._lock:
+            known = [self._stream.knows(key) for key in groups_of_rows(draws, self._options)]
+        return draws if not any(known) else draws[~torch.tensor(known)]
+
+    def _begin(self) -> None:
+        """Before anything else happens after a restart: drop what weights that are gone have made."""
+        if self._begins:
+            self._begins, self._taken_back = False, []
+            self._note("begin")
+            self._stream.begin(None if self.max_staleness is None else self.version)
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -658,14 +749,15 @@ class GroupAssembler(
                     "the state: do not load the state; or set journal to a new path, and load the state then"
                 )
             self._go_on(state, self._now(), piece, kinds)
+            self.restored = True
+            self._stream.begin(None)  # a state is as old as the weights that were saved with it
             if self._journal is not None:
                 self._journal.begin_anew(self)
 
     def _go_on(self, state: Mapping[str, Any], now: float, piece: RowPiece, kinds: Kinds) -> None:
         found = find_columns(piece, self._options) if piece.place else None
         rows = () if found is None else arriving_rows(piece, found, self.group_size)[0]
-        by_segment = self.segment_key is not None
-        self._stream = Stream.from_plain(state["state"], rows, now, by_segment=by_segment)
+        self._stream = Stream.from_plain(state["state"], rows, now, self._options)
         self._kinds, self._found = kinds, found
         self._version = state["version"]
 

@@ -111,12 +111,12 @@ class Journal:
             piece.own()
             self._taken += [group.moved_to(piece) for group in groups]
 
-    def commit(self, assembler: Any) -> None:
-        """Write that all taken groups are trained, and sync the file to disk."""
+    def commit(self, assembler: Any, step: int | None, more: int) -> None:
+        """Write that all taken groups are trained, and `more` of those taken back, and sync the file."""
         if self._end > SMALL + 2 * self._begun:
             self.begin_anew(assembler)
         else:
-            self.write("commit", assembler.version, self.now())
+            self.write("commit", assembler.version, self.now(), step=step, more=more)
             os.fsync(self._descriptor)
 
     def begin_anew(self, assembler: Any) -> None:
@@ -124,7 +124,7 @@ class Journal:
         # Ages relative to 0 are exact. Subtracting the current time twice would change their last bits.
         state = assembler._state(0.0)
         details = {"version": assembler.version, "clock": self.now(), "options": self._options}
-        self._begin("state", details | {"state": state})
+        self._begin("state", details | {"state": state, "step": assembler.committed})
         self._begun = self._end
 
     def _check_alone(self) -> None:
@@ -215,19 +215,27 @@ class Journal:
             assembler.reject(details["rejected"])
         elif event == "step":
             assembler._pass_step(over=details["over"])
+        elif event == "begin":
+            assembler._stream.begin(None if assembler.max_staleness is None else details["version"])
+        elif event == "unfinished":
+            assembler._stream.unfinished(assembler.rollout_key)
         elif event == "state":
             piece = RowPiece.from_plain(details["state"]["rows"])
             assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
         elif event == "open":
             self._take_back(assembler)
-        elif event != "commit":
+        elif event == "commit":
+            assembler._commit(details["step"], details["more"])
+        else:
             raise ValueError("unknown event: a newer version of headrace has written the file")
+        if event == "state":
+            assembler.committed = details["step"]
         if event in ("commit", "state"):
             self._taken, self._steps = [], assembler._stream.steps.to_plain()
 
     def _take_back(self, assembler: Any) -> None:
         """Hold the groups again that were taken since the last commit, and undo the steps since then."""
-        stream = assembler._stream
+        stream, assembler._taken_back = assembler._stream, [group.key for group in self._taken]
         stream.take_back(self._taken)
         stream.steps, self._taken = Steps.from_plain(self._steps), []
         for group in (*stream.waiting.values(), *stream.whole_groups()):

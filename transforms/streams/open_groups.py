@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from headrace.transforms.table.schema import Status
 
+from .draws import Draw
 from .pieces import RowPiece
 
 Key = tuple[int, int]
@@ -153,6 +154,8 @@ class Group:
     """Once it is ready, further rollouts are surplus (True), or late because it was kept after a timeout."""
     born: int = -1
     """The step at which it was announced, which a refill does not change; −1: it was not announced."""
+    draw: Draw | None = None
+    """Its rows in the announcement."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     have: int = 0
     """Rollouts that have ended."""
@@ -198,7 +201,7 @@ class Group:
         """A copy for a plan."""
         known = self.partition, self.group, self.expected, self.born_put, self.born_time
         asked = self.refilled, self.refills, self.order, self.left, self.enough
-        return Group(*known, *asked, self.born, dict(self.rollouts), self.have, self.lost)
+        return Group(*known, *asked, self.born, self.draw, dict(self.rollouts), self.have, self.lost)
 
     def moved_to(self, piece: RowPiece) -> Group:
         """A copy with its rows in another piece."""

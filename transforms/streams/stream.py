@@ -8,29 +8,34 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from headrace.transforms.table.schema import Origin
 
+from .draws import Draw, dispatched_again, draws_from_plain, numbers, plain_draws
 from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
 from .pieces import RowPiece, joined_plain, let_go, numbers_column
 from .steps import Steps
 
-REASONS = ("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost")
+REASONS = (
+    *("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost"),
+    "undone",
+)
 """Why rows leave."""
-LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST = REASONS
+LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST, UNDONE = REASONS
 
 # The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
-TOTALS = ("received", "puts", "idle", "whole", "emitted", "lost", "lanes", "passed")
+TOTALS = ("received", "puts", "idle", "whole", "emitted", "lost", "lanes", "passed", "renamed")
 OF_GROUP = (
     "partition",
     "group",
@@ -200,6 +205,10 @@ class Stream:
         """Number of puts, and of puts since a group became whole."""
         self.whole = self.emitted = 0
         """Number of groups that became whole or were kept, and that were taken."""
+        self.owed: set[Key] | None = None
+        """Announced groups of a process that is gone; None: there was none, or it was asked for them."""
+        self.renamed = 0
+        """Number of rollouts that were dispatched again with a new id."""
         self.steps = Steps()
         """The steps that have taken groups."""
         self.open: OrderedDict[Key, int] = OrderedDict()
@@ -285,6 +294,78 @@ class Stream:
         group.order, group.have, group.enough = -1, 0, True
         group.left = group.lost = group.dispatched
         self._refill(group, missing, plan)
+        self._let_go(gone)
+
+    def knows(self, key: Key) -> bool:
+        """Whether a group was announced, has rows, or is closed."""
+        partition, group = key
+        held = key in self.waiting or key in self.ready.get(partition, ())
+        return held or group in self.closed_groups[partition]
+
+    def begin(self, version: int | None) -> None:
+        """Go on after a restart with weights of this version; None: versions are not read."""
+        if version is not None:
+            self.undo(version)
+        self.owed = {group.key for group in self.waiting.values() if group.draw is not None}
+
+    def unfinished(self, key: NestedKey) -> list[TensorDictBase]:
+        """The draws of owed rollouts that have not ended. Those that arrived in part leave, for a new one.
+
+        Args:
+            key: of the rollout ids.
+        """
+        owed, self.owed = self.owed or set(), None
+        again: list[tuple[Draw, list[int], int]] = []
+        every: dict[int, list[int]] = {}
+
+        def ids(draw: Draw) -> list[int]:
+            if id(draw.rows) not in every:
+                every[id(draw.rows)] = numbers(draw.rows, key)
+            return [every[id(draw.rows)][row] for row in draw.at]
+
+        for group in [group for group in self.waiting.values() if group.key in owed and group.draw]:
+            draw, missing = cast(Draw, group.draw), group.dispatched - group.have - group.lost
+            partition, seen = group.partition, group.rollouts
+            unseen = [
+                row
+                for row, number in zip(draw.at, ids(draw), strict=True)
+                if number not in seen
+                and (partition, number) not in self.gone
+                and number not in self.closed_rollouts[partition]
+            ][:missing]
+            self.drop(group, [n for n, each in seen.items() if not (each.complete or each.failed)], SURPLUS)
+            again.append((draw, unseen, missing - len(unseen)))
+        found = dispatched_again(again, key, self.renamed)
+        self.renamed += sum(fresh for _, _, fresh in again)
+        return found
+
+    def undo(self, version: int) -> None:
+        """Drop the rollouts with rows of newer versions: those weights are gone. They are owed again."""
+        for group in [*self.waiting.values(), *self.whole_groups()]:
+            newer = [
+                number
+                for number, rollout in group.rollouts.items()
+                if any(row.version > version for row in rollout.rows.values())
+            ]
+            if newer and group.draw is None:
+                self.close([group], UNDONE)
+            elif newer:
+                if group.is_ready:
+                    self._no_longer_ready(group)
+                    group.order, self.waiting[group.key] = -1, group
+                group.have -= sum(group.rollouts[number].ended for number in newer)
+                group.lost -= sum(group.rollouts[number].failed for number in newer)
+                self.drop(group, newer, UNDONE)
+
+    def drop(self, group: Group, rollouts: Collection[int], reason: str) -> None:
+        """Drop rollouts of a waiting group. Others take their place, so their further rows are surplus."""
+        gone: list[Row] = []
+        for number in rollouts:
+            rollout = group.rollouts.pop(number)
+            gone += rollout.rows.values()
+            self._remember(group.partition, number, rollout)
+        self.held -= len(gone)
+        self.counts[reason] += len(gone)
         self._let_go(gone)
 
     def choose(
@@ -389,6 +470,7 @@ class Stream:
             "gone_lost": [key for key, rollout in self.gone.items() if rollout.lost],
             "counts": tuple(self.counts.values()),
             "steps": self.steps.to_plain(),
+            "draws": plain_draws(group.draw for group in groups if group.draw is not None),
         }
         ages = [now - group.born_time for group in groups]
         state["groups"]["born_time"] = torch.tensor(ages, dtype=torch.float64)
@@ -398,9 +480,16 @@ class Stream:
 
     @classmethod
     def from_plain(
-        cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, *, by_segment: bool
+        cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, options: Mapping[str, Any]
     ) -> Stream:
-        """Restore the output of :meth:`to_plain`; `rows`: the held rows, in order of arrival."""
+        """Restore the output of :meth:`to_plain`.
+
+        Args:
+            state: as it was saved.
+            rows: the held rows, in order of arrival.
+            now: seconds on the clock.
+            options: those of the assembler that decide how rows are read.
+        """
         stream = cls()
         for name in TOTALS:
             setattr(stream, name, state[name])
@@ -412,6 +501,9 @@ class Stream:
         names, columns = state["groups"].keys(), [column.tolist() for column in state["groups"].values()]
         lines = (dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
         groups = {group.key: group for group in (Group(**line) for line in lines)}
+        for key, draw in draws_from_plain(state["draws"], options).items():
+            groups[key].draw = draw
+        by_segment = options["segment_key"] is not None
         for row in rows:
             key = row.partition, row.group
             rollouts = groups[key].rollouts

@@ -18,7 +18,7 @@ from .errors import (
 )
 from .fates import Effect
 from .ids import Ids, first_row, stable_order
-from .labels import as_ids, label_key, labels_in_errors, labels_said, number_labels
+from .labels import as_ids, label_key, labels_in_errors, labels_of, labels_said, number_labels
 from .places import places_on_arrival
 from .process_group import SharedIds, resolve_group
 from .rewards import Missing, as_rewards, credit_dtype, weighted_reward
@@ -58,6 +58,7 @@ __all__ = [
     "first_row",
     "label_key",
     "labels_in_errors",
+    "labels_of",
     "labels_said",
     "listing",
     "number_labels",

@@ -1,0 +1,117 @@
+"""The draws of announced groups: what must be dispatched again after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+
+from headrace.transforms.carry import from_plain, to_plain
+from headrace.transforms.table import as_ids, labels_of
+from headrace.transforms.table.tensordicts import (
+    as_texts,
+    device_of,
+    shallow_copy,
+    take_rows,
+    write_column,
+)
+
+FRESH = 2**62  # the first id of rollouts that take the place of lost ones; hashes of text ids are less
+
+
+class Draw(NamedTuple):
+    """The rollouts of a group, as they were announced."""
+
+    rows: TensorDictBase
+    """The rows of the whole announcement."""
+    at: tuple[int, ...]
+    """Those of the group."""
+
+
+def numbers(rows: TensorDictBase, key: NestedKey | None) -> list[int]:
+    """The ids of N ≥ 1 rows; 0 without a key. Text ids are numbered."""
+    if key is None:
+        return [0] * len(rows)
+    return as_ids(labels_of(rows, key) or rows.get(key), str(key)).tolist()
+
+
+def dispatched_again(
+    draws: Iterable[tuple[Draw, Sequence[int], int]], key: NestedKey, first: int
+) -> list[TensorDictBase]:
+    """The rows to dispatch again, of each announcement.
+
+    Args:
+        draws: for each group its draw, which of its rows are dispatched as they were, and how many rollouts
+            get new ids.
+        key: of the rollout ids.
+        first: number of ids that were given before.
+    """
+    of: dict[int, tuple[TensorDictBase, list[int], list[bool]]] = {}
+    for draw, same, fresh in draws:
+        _, at, is_fresh = of.setdefault(id(draw.rows), (draw.rows, [], []))
+        at += [*same, *(draw.at[number % len(draw.at)] for number in range(fresh))]
+        is_fresh += [False] * len(same) + [True] * fresh
+    found = []
+    for rows, at, is_fresh in of.values():
+        if at:
+            places = torch.tensor(at)
+            part = take_rows(rows, places.to(device_of(rows)), on_cpu=places)
+            found.append(_renamed(shallow_copy(part), is_fresh, key, first))
+            first += sum(is_fresh)
+    return found
+
+
+def _renamed(rows: TensorDictBase, fresh: Sequence[bool], key: NestedKey, first: int) -> TensorDictBase:
+    """New ids for some of the rollouts."""
+    counter = iter(range(first, first + len(rows)))
+    if (labels := labels_of(rows, key)) is not None:
+        texts = [f"{text}~{next(counter)}" if new else text for text, new in zip(labels, fresh, strict=True)]
+        rows.set(key, as_texts(texts))
+    elif any(fresh):
+        ids = rows.get(key).clone()
+        new = torch.tensor([FRESH + next(counter) for each in fresh if each], device=ids.device)
+        ids.reshape(-1)[torch.tensor(fresh, device=ids.device)] = new
+        write_column(rows, key, ids)
+    return rows
+
+
+def plain_draws(draws: Iterable[Draw]) -> list[Any]:
+    """The rows of groups that have draws, for a state."""
+    of: dict[int, tuple[TensorDictBase, list[int]]] = {}
+    for draw in draws:
+        of.setdefault(id(draw.rows), (draw.rows, []))[1].extend(draw.at)
+    found = []
+    for rows, at in of.values():
+        places = torch.tensor(at)
+        found.append(to_plain(take_rows(rows, places.to(device_of(rows)), on_cpu=places)))
+    return found
+
+
+def groups_of_rows(rows: TensorDictBase, keys: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The partition and the id of the group of each of N ≥ 1 rows, by the options of the assembler."""
+    partitions = numbers(rows, keys["partition_key"])
+    return list(zip(partitions, numbers(rows, keys["group_key"]), strict=True))
+
+
+def draws_of(rows: TensorDictBase, keys: Mapping[str, Any]) -> dict[tuple[int, int], Draw]:
+    """The draw of each group, by partition and id.
+
+    Args:
+        rows: N ≥ 1 rows of an announcement.
+        keys: the options of the assembler.
+    """
+    at: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(groups_of_rows(rows, keys)):
+        at.setdefault(key, []).append(row)
+    return {key: Draw(rows, tuple(places)) for key, places in at.items()}
+
+
+def draws_from_plain(plain: Iterable[Any], keys: Mapping[str, Any]) -> dict[tuple[int, int], Draw]:
+    """Restore the output of :func:`plain_draws`."""
+    found: dict[tuple[int, int], Draw] = {}
+    for each in plain:
+        rows: Any = from_plain(each)
+        found |= draws_of(rows, keys)
+    return found
