@@ -89,7 +89,12 @@ BESIDE = {
         )
         for version in ("3.10", "3.12", "3.13")
     },
-    "openrlhf": Beside("OpenRLHF 0.11.2", "openrlhf==0.11.2", asks_only=True),
+    "openrlhf": Beside(
+        "OpenRLHF 0.11.2",
+        # Its flash-attn asks torch for its version when pip reads what it requires.
+        "setuptools wheel packaging psutil ninja ; --no-build-isolation openrlhf==0.11.2",
+        asks_only=True,
+    ),
     "areal": Beside("AReaL 1.0.4", "areal==1.0.4", asks_only=True),
 }
 
@@ -170,10 +175,11 @@ def check(name: str, beside: Beside, built: Path) -> dict[str, Any]:
         if not beside.python:
             run(f"{pip} {TORCH}", log)
         if beside.asks_only:
-            run(f"{pip} --dry-run {packages[0]} {with_headrace}", log, timeout=900)
-            return result | {"resolved": True}
+            packages[-1] = f"--dry-run {packages[-1]} {with_headrace}"
         for part in packages:
-            run(f"{pip} {part}", log)
+            run(f"{pip} {part}", log, timeout=1800)
+        if beside.asks_only:
+            return result | {"resolved": True}
         before, known = frozen(python, log), conflicts(python, log)
         if beside.own_tests:
             run(f"{pip} pytest pytest-asyncio", log)

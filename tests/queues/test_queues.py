@@ -227,6 +227,7 @@ def test_waiting_for_the_other_side_ends_in_bounded_time(name):
 # -- all of it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.torchrl
 def test_the_example_trains_two_ranks():
     rewards, ranks = importlib.import_module("transfer_queue_grpo").main(batches=2, producers=1)
     assert len(rewards) == 2
