@@ -8,6 +8,7 @@ is replaced, for this estimator alone: its keys, ``{uid}_{session}_{index}``, sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ except ImportError:  # it needs TransferQueue, which the older trainer does with
     trainer_base = None
 
 recipe_of_environment("as/verl")  # raises here if it is unknown
+# Rows that the v1 trainer adds to fill its batch, trainer/ppo/padding_utils.py; they are no rollouts.
+PADDING = re.compile(r"pad[0-9a-f]{32}_\d+_0")
 LAST = "pipeline.stages.collapse.reward=last"  # verl's reward of a session is that of its last output
 
 
@@ -52,7 +55,8 @@ def compute_advantage_of_sessions(
     if adv_estimator != "headrace":
         return theirs(data, batch_keys, adv_estimator, num_repeat=num_repeat, **others)
     mask = data.batch["response_mask"]
-    order = sorted(range(len(batch_keys)), key=lambda row: int(batch_keys[row].rsplit("_", 1)[1]))
+    rows = [row for row, key in enumerate(batch_keys) if not PADDING.fullmatch(key)]
+    order = sorted(rows, key=lambda row: int(batch_keys[row].rsplit("_", 1)[1]))
     batch = TensorDict(
         {
             "group_id": [batch_keys[row].rsplit("_", 2)[0] for row in order],

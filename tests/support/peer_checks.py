@@ -95,8 +95,13 @@ def verl() -> None:
             for output in range(rng.randint(1, 3))
         ]
         rng.shuffle(keys)
+        real, filling = (
+            len(keys),
+            rng.choice([0, 0, 2, 7]),
+        )  # rows that verl adds, more and fewer than a group
+        keys += [f"pad{seed:032x}_{number}_0" for number in range(filling)]
         rewards, mask = torch.zeros(len(keys), 5), torch.zeros(len(keys), 5)
-        for row, reward in enumerate(rewards_of(rng, len(keys))):
+        for row, reward in enumerate(rewards_of(rng, real)):
             rewards[row, 0], mask[row, : rng.randint(1, 5)] = reward, 1.0
 
         def batch(rows=None, keys=keys, rewards=rewards, mask=mask):
@@ -128,7 +133,7 @@ def verl() -> None:
         os.environ.pop("HEADRACE_OVERRIDES")
 
         last: dict[str, int] = {}
-        for row, key in enumerate(keys):
+        for row, key in enumerate(keys[:real]):
             session, output = key.rsplit("_", 1)
             if session not in last or int(keys[last[session]].rsplit("_", 1)[1]) < int(output):
                 last[session] = row

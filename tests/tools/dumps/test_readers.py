@@ -123,6 +123,13 @@ def test_verl_keys_are_split_from_the_right(tmp_path):
     assert MASK not in batch.keys(True)
 
 
+def test_rows_that_fill_the_batch_of_verl_are_no_rollouts(tmp_path):
+    rows = [verl_row(f"u_{session}_0", 1.0) for session in range(2)]
+    filling = [verl_row(f"pad{7:032x}_{number}_0", 0.0) for number in range(3)]
+    ((_, batch),) = open_source(write_lines(tmp_path / "7.jsonl", rows + filling), "verl")
+    assert list(batch["group_label"]) == ["u", "u"]
+
+
 def test_verl_without_a_uid_needs_an_option_and_detects_a_repeated_prompt(tmp_path):
     path = write_lines(tmp_path / "7.jsonl", [verl_row(None, float(i)) for i in range(4)])
     assert_refused(r"7\.jsonl:1: a sample needs a group.*group_by='prompt'", path)

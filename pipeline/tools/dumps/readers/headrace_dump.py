@@ -28,6 +28,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.transforms import Status
+from headrace.transforms.table.schema import TRAINER_VERSION
 from headrace.transforms.table.tensordicts import as_texts
 
 from .batch import MAX_CELLS, MAX_ROWS, MAX_TOKENS, Sample, put_tokens
@@ -37,6 +38,7 @@ from .tokenizing import Encode, add_tokens
 
 REQUIRED = ("step", "row", "group_id", "rollout_id", "reward")
 COUNTS = {"policy_version": ("next", "policy_version"), "expected_rollouts": "expected_rollouts"}
+COUNTS |= {"trainer_version": TRAINER_VERSION}
 TEXTS = {"prompt": "prompt_text", "response": "response_text"}
 TEXTS |= {name: name for name in ("group_label", "rollout_label", "ground_truth", "other_columns")}
 TEXTS_OF_TOKENS = ("prompt", "response")

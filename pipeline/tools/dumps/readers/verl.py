@@ -6,7 +6,8 @@ and what the reward function added.
 
 - The trainer of ``v1`` adds ``uid``, a key ``{uid}_{session}_{index}`` (``v1/replay_buffer.py``): prompt,
   rollout, segment. It is split from the right, because a uid may have underscores. Two rows with the same
-  key are an error.
+  key are an error. It fills its batch with rows of the uid ``pad`` + 32 hexadecimal digits, which are no
+  rollouts and are left out.
 - The other trainer writes no uid: set ``group_by="prompt"``. Without keys, a row that occurs twice looks like
   two equal rollouts. ``group_size`` may detect it.
 - If ``uid`` is the id of the group, set ``group_by="uid"``. Then each row is a rollout.
@@ -20,20 +21,26 @@ and what the reward function added.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from .batch import Label, Sample
 from .file_kinds import Format, Reading, read_jsonl
 from .record import Record, read_json
 
+# Rows that the v1 trainer adds to fill its batch, trainer/ppo/padding_utils.py; they are no rollouts.
+PADDING = re.compile(r"pad[0-9a-f]{32}(_\d+_0)?")
+
 
 def parse_row(record: Record, reading: Reading) -> list[Sample]:
-    """The sample of one line of the dump.
+    """The sample of one line of the dump; none of a row that fills verl's batch.
 
     Raises:
         SourceError: it is not as documented, or has no uid and `group_by` is not ``prompt``.
     """
     prompt, uid = record.text("input"), record.text("uid", optional=reading.group_by != "uid")
+    if uid is not None and PADDING.fullmatch(uid):
+        return []
     rollout: str | int = record.line
     group: Label
     if reading.group_by == "uid":
