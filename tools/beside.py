@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -112,7 +113,8 @@ def run(command: str, log: Path, **options: Any) -> str:
         )
         print(done.stdout, file=file, flush=True)
     if done.returncode:
-        last = " ".join(done.stdout.splitlines()[-3:])[-300:]
+        lines = done.stdout.splitlines()
+        last = ([line.strip() for line in lines if re.match(r"\s*\w*Error: ", line)] or lines)[-1][:200]
         raise RunError(f"{command} … {last}".replace(f"{BUILD}/", "").replace(f"{ROOT}/", ""))
     return done.stdout
 

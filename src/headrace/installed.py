@@ -17,6 +17,9 @@ OPTIONAL = {
 }
 
 
+TENSORDICT_OF_TORCHRL = "0.14.3"
+
+
 class MissingPackageError(ImportError):
     """An optional package is not installed, or cannot be imported. The message says what to install."""
 
@@ -69,10 +72,30 @@ def broken(package: str) -> str:
     return ""
 
 
+def refuses(package: str, version: str) -> str:
+    """The installed packages that do not allow this version of a package, as text; empty if all do."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    found = []
+    for each in metadata.distributions():
+        for line in each.requires or () if package in str(each.requires) else ():
+            try:
+                needs = Requirement(line)
+            except InvalidRequirement:  # of an old package
+                continue
+            applies = needs.marker is None or needs.marker.evaluate({"extra": ""})
+            if needs.name == package and applies and not needs.specifier.contains(version):
+                found.append(f"{each.metadata['Name']} {each.version} requires {needs.name}{needs.specifier}")
+    return "; ".join(sorted(set(found)))
+
+
 def why_not(package: str) -> str:
     """How to install a package that cannot be imported; if it is installed, why it cannot be imported."""
     said, target = OPTIONAL[package]
-    return ". ".join(filter(None, [f"{said}: pip install {target}", broken(package)]))
+    install = f"{said}: pip install {target}"
+    if package == "torchrl" and (others := refuses("tensordict", TENSORDICT_OF_TORCHRL)):
+        install += f" in another environment, because {others}, and TorchRL another version"
+    return ". ".join(filter(None, [install, broken(package)]))
 
 
 def import_extra(module: str, reader: str) -> ModuleType:

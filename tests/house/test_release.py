@@ -91,7 +91,7 @@ def test_a_released_version_is_installed_from_the_index():
     texts = {str(page): page.read_text() for page in pages}
     texts |= {name: (ROOT / name).read_text() for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md")}
     done = TOOL["prepared"]("1.2.0", "2026-02-01", texts)
-    assert [name for name, text in done.items() if re.search(r"\.whl|on PyPI yet|make dist", text)] == []
+    assert [name for name, text in done.items() if re.search(r"\.whl|on PyPI yet|pip wheel", text)] == []
     for page in pages:
         assert done[str(page)].count("pip install headrace\n") == texts[str(page)].count(".whl\n")
     assert "| `pip install 'headrace[torchrl]'` |" in done[str(ROOT / "README.md")]

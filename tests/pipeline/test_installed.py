@@ -48,3 +48,26 @@ def test_an_error_of_another_module_stays_as_it_is():
     """A misspelled import of headrace itself is no missing package."""
     err = ImportError("cannot import name 'nothing' from 'headrace.transforms'", name="headrace.transforms")
     assert lacking("X", err) is err
+
+
+def test_an_extra_that_would_break_another_package_is_not_advised(tmp_path, monkeypatch):
+    """A trainer that excludes the tensordict of TorchRL, such as verl, is named."""
+    info = tmp_path / "trainer-2.0.dist-info"
+    info.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: trainer",
+        "Version: 2.0",
+        "Requires-Dist: tensordict<=0.10.0,>=0.8",
+    ]
+    (info / "METADATA").write_text(
+        "\n".join([*lines, 'Requires-Dist: tensordict<0.9; extra == "old"', "", ""])
+    )
+    assert "another environment" not in installed.why_not("torchrl")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = installed.why_not("torchrl")
+    because = (
+        "in another environment, because trainer 2.0 requires tensordict<=0.10.0,>=0.8, and TorchRL another"
+    )
+    assert because in said
+    assert "0.9" not in said

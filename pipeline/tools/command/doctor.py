@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from headrace.installed import broken, version_of
+from headrace.installed import TENSORDICT_OF_TORCHRL, broken, refuses, version_of
 from headrace.pipeline.wording import printable
 
 NEEDED = ("torch", "tensordict", "hydra-core", "omegaconf", "rich", "pyarrow")
@@ -92,6 +92,8 @@ def extras() -> Iterator[Finding]:
             yield Finding("note", f"extra {extra}: {why}. What needs TorchRL does not work")
         else:
             absent = f"extra {extra} is not installed: pip install 'headrace[{extra}]' where wanted"
+            if extra == "torchrl" and (others := refuses("tensordict", TENSORDICT_OF_TORCHRL)):
+                absent = f"extra {extra} is not installed, and cannot be here: {others}"
             yield _compared(package, known.get(package), f"extra {extra}: ") or Finding("note", absent)
 
 

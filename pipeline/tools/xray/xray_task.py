@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.text import Text
 
-from headrace.installed import version_of
+from headrace.installed import version_of, why_not
 from headrace.pipeline.composing.compose import ConfigError
 from headrace.pipeline.load import build_pipeline
 from headrace.pipeline.tools.dumps import import_callable, print_files, write_files
@@ -91,7 +91,8 @@ def _of_trainer(config: DictConfig, _: Sequence[str]) -> tuple[str, list[Any]]:
     package, install = TRAINERS[of]
     version = version_of(package)
     if version is None:
-        raise ConfigError(f"xray={of} needs {package}: {install}")
+        needs = why_not(package) if package == "torchrl" else f"{package}: {install}"
+        raise ConfigError(f"xray={of} needs {needs}")
     module = import_module(f"headrace.pipeline.tools.xray.of_{of}")
     settings: Callable[[], list[Any]] = getattr(module, f"{of}_settings")
     try:
