@@ -94,6 +94,8 @@ class Group:
     """Rollouts that have ended or failed."""
     spent: int = 0
     """Ticks of its rollouts that have ended."""
+    wasted: int = 0
+    """The same of rollouts that were dispatched again."""
     fate: str = ""
     """``trained``, ``masked``, ``rejected``, ``failed`` or ``stale``; empty while it is outstanding."""
     oldest: int = 10**9
@@ -184,7 +186,10 @@ class Run:
             group.fate = "failed"
 
     def refill(self, number: int, rollouts: int) -> None:
-        self.known[number].ended -= rollouts
+        group = self.known[number]
+        group.ended -= rollouts
+        if rollouts == self.world.size:  # its rows were dropped, because they are too old
+            group.wasted, group.spent, group.oldest = group.wasted + group.spent, 0, 10**9
         self.queue.extend((number, at, next(self.again)) for at in range(rollouts))
 
     # -- the trainer --------------------------------------------------------------------------------
@@ -265,12 +270,13 @@ class Run:
         )
         survival = [trained[decile] / sent[decile] for decile in range(10) if sent[decile]]
         total, ages = sum(trained.values()) or 1, [g.age for g in self.known.values() if g.fate == "trained"]
-        spent = sum(g.spent for g in self.known.values()) or 1
+        spent = sum(g.spent + g.wasted for g in self.known.values()) or 1
+        lost = sum(g.wasted + g.spent * (g.fate not in ("", "trained")) for g in self.known.values())
         return {
             "bias": 100 * max(abs(trained[d] / total - sent[d] / len(cohort)) for d in range(10)),
             "slowest": survival[-1] / (fmean(survival) or 1),
             "speed": self.step / self.world.most_steps(),
-            "waste": 100 * sum(g.spent for g in self.known.values() if g.fate not in ("", "trained")) / spent,
+            "waste": 100 * lost / spent,
             "age": fmean(ages) if ages else 0.0,
             "oldest": max(ages, default=0),
         }

@@ -10,7 +10,7 @@ from tensordict import NestedKey
 
 from headrace.transforms.table import TokenCount, label_key, stage_parts
 from headrace.transforms.table.options import nested_key
-from headrace.transforms.table.schema import REWARD
+from headrace.transforms.table.schema import REWARD, TRAINER_VERSION
 
 __all__ = ["OF_TOKENS", "TEXTS", "keys_of_stages", "weights_of_stages"]
 
@@ -19,6 +19,7 @@ KEYS: dict[str, tuple[NestedKey, ...]] = {
     "reward": (("next", "reward"), "reward"),
     "status": (("next", "status"), "status"),
     "policy_version": (("next", "policy_version"), "policy_version"),
+    "trainer_version": (TRAINER_VERSION,),
     "expected_rollouts": ("expected_rollouts",),
     "advantage": ("advantage",),
     "importance_weight": ("importance_weight",),
@@ -43,7 +44,11 @@ OPTIONS = {
 }
 OF_TOKENS = "advantage of tokens"  # (N, 2): the mean of a row's advantages, and the sum of their sizes
 TEXTS = ("prompt", "response", "ground_truth", "other_columns", "group_label", "rollout_label")
-NUMBERS = ("reward", "status", "policy_version", "expected_rollouts", "logged_advantage")  # as collected
+# As collected.
+NUMBERS = (
+    *("reward", "status", "policy_version", "trainer_version", "expected_rollouts"),
+    "logged_advantage",
+)
 
 
 @dataclass(frozen=True)

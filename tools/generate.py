@@ -14,7 +14,7 @@ import make_listings
 
 ROOT = Path(__file__).parent.parent
 # Each reads what those before it write: the YAML is of listed stages, and a recipe finds a stage by its YAML.
-MAKERS = ("make_listings", "make_stages", "make_recipes", "make_symptoms", "make_beside")
+MAKERS = ("make_listings", "make_stages", "make_recipes", "make_symptoms", "make_beside", "make_policies")
 
 
 def outdated(maker: str) -> dict[Path, str]:

@@ -23,7 +23,7 @@ from headrace.transforms.table.options import (
     options_of,
     takes_options,
 )
-from headrace.transforms.table.schema import DISPATCHED
+from headrace.transforms.table.schema import DISPATCHED, TRAINER_VERSION
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .draws import draws_of, groups_of_rows
@@ -72,7 +72,7 @@ class GroupAssembler(
     A batch passes a strict :class:`CompletenessGate`. Its groups are in the order in which they became whole,
     rollouts are sorted by id, and segments by number or arrival. The column `expected_key` holds the number
     of rollouts that the group has now. The column ``("headrace", "dispatched")``, (N,) int64, holds the
-    number that was dispatched.
+    number that was dispatched; with `max_staleness`, ``("headrace", "trainer_version")`` holds `version`.
 
     Each row is taken, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
     ``timeout``, ``stale``, ``evicted``, ``unfinished`` or ``lost``. The order of arrival does not change
@@ -596,7 +596,10 @@ class GroupAssembler(
         places = [(row.piece, row.arrival) for _, row in rows]
         masks = self.max_staleness is not None and self.on_stale == "mask"
         masked = [row.version < oldest for _, row in rows] if masks else None
-        batch = self._joined(places, {self.expected_key: have, DISPATCHED: dispatched}, masked)
+        numbers: dict[NestedKey, Sequence[int]] = {self.expected_key: have, DISPATCHED: dispatched}
+        if self.max_staleness is not None:
+            numbers[TRAINER_VERSION] = [self.version] * len(rows)
+        batch = self._joined(places, numbers, masked)
         if self.max_staleness is not None:
             stream.steps.take(groups)
         stream.close(groups)

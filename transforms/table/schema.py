@@ -38,6 +38,7 @@ column                                  shape, dtype      meaning
                                         (N, 3)            in TransferQueue the producer, number and kind;
                                                           absent: the batch holds the tokens
 ``("headrace", "dispatched")``          (N,) int64        rollouts that were dispatched in the row's group
+``("headrace", "trainer_version")``     (N,) int64        policy version of the trainer when it took the row
 ``("headrace", "origin")``              (N, 5) int32      number of the row in its rollout, its worker, number
                                                           of workers, its environment in the worker, number of
                                                           environments
@@ -99,6 +100,7 @@ __all__ = [
     "STATUS_KEYS",
     "STEP_WEIGHT",
     "TOKEN_WEIGHT",
+    "TRAINER_VERSION",
     "Origin",
     "Status",
     "Unit",
@@ -132,6 +134,7 @@ PADDING = ("headrace", "padding")
 ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
+TRAINER_VERSION = ("headrace", "trainer_version")
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
 NO_LENGTHS = ("headrace", "no_lengths")

@@ -47,6 +47,7 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     ``status``, ``reason``, ``action``                       string      ``trained``, or ``stage/reason``
     ``tokens``                                               int64       in the loss, as collected
     ``policy_version``, ``expected_rollouts``                int64
+    ``trainer_version``                                      int64       of the trainer, when it took the row
     ``minibatch``, ``microbatch``, ``rank``                  int64       where it was trained
     ``carried_in``                                           int64       1: a row of an earlier step
     ``prompt``, ``response``, ``ground_truth``               string      decoded text, where there is any
@@ -72,8 +73,8 @@ def report_table(report: StepReport, *, config: str | None = None) -> pa.Table:
     found = dict(report.columns)
     if report.group_size is not None and "group_id" in found:  # without it, a replay asks for the size again
         found.setdefault("expected_rollouts", np.full(len(report), report.group_size))
-    order = ("row", "group_id", "rollout_id", *FLOATS, "tokens", "policy_version", "expected_rollouts")
-    for name in (*order, "minibatch", "microbatch", "rank", "carried_in"):
+    order = ("row", "group_id", "rollout_id", *FLOATS, "tokens", "policy_version", "trainer_version")
+    for name in (*order, "expected_rollouts", "minibatch", "microbatch", "rank", "carried_in"):
         if (source := REPORT_COLUMNS.get(name, name)) in found:
             values = found[source]
             columns[name] = pa.array(values, mask=~np.isfinite(values) if name in FLOATS else values < 0)

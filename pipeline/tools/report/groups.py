@@ -28,7 +28,7 @@ def rollouts_of(columns: Columns) -> dict[str, np.ndarray]:
         included; −1 if unknown), `trained` (whether one of its rows is trained), `failed` (failed or
         aborted), `truncated` (whether one of its rows is truncated), `tokens` (in the loss, over all its
         rows, as collected; 0 if unknown), `reason` (the code of its first row; 0 if one of its rows is
-        trained), `staleness` (versions behind the newest; -1 if unknown).
+        trained), `staleness` (:func:`staleness_of`).
 
     Example:
         >>> columns = {"reason": np.array([0, 0, 1]), "rollout_id": np.array([7, 7, 4])}
@@ -86,7 +86,7 @@ def groups_of(columns: Columns, group_size: int | None, *, each_reward: bool = T
         that the advantage compared; −1 if unknown), `baseline` (the one of these; NaN if unknown, or if they
         have several). Over the rollouts of :func:`has_reward`, whatever a filter did: `reward_mean`,
         `reward_std` (ddof 1; NaN for one rollout), `reward_min`, `reward_max`, `zero_variance` (whether there
-        are at least two and their compared rewards are equal). `staleness` (the greatest; -1 if unknown).
+        are at least two and their compared rewards are equal). `staleness` (the greatest).
     """
     if "group_id" not in columns or len(columns["group_id"]) == 0:
         return {}
@@ -199,8 +199,9 @@ def reading_order(groups: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def staleness_of(columns: Columns) -> np.ndarray:
-    """(N,) versions behind the newest policy in the batch; -1 if unknown."""
+    """(N,) versions behind the trainer, or, if that is unknown, behind the newest row; -1 if unknown."""
     version = columns.get("policy_version")
     if version is None or len(version) == 0:
         return np.full(len(columns["reason"]), -1)
-    return np.where(version < 0, -1, version.max() - version)
+    trainer = columns.get("trainer_version", np.full(1, -1))
+    return np.where(version < 0, -1, (version.max() if trainer.min() < 0 else trainer) - version)

@@ -39,7 +39,9 @@ def numbers_of(
                                             reward, and those that are trained
     ``advantages/all/…``, ``effective/``    the same of the advantage
     ``advantages/fraction_zero``            share of trained rollouts with an advantage of exactly 0
-    ``staleness/mean``, ``staleness/max``   versions behind the newest, over rollouts
+    ``staleness/mean``, ``staleness/max``   policy versions behind the trainer when it took the rows, over
+                                            rollouts, where an assembler with `max_staleness` says it
+    ``behind_newest/mean``, ``max``         versions behind the newest row of the batch, in other batches
     ``fan_out/mean``, ``fan_out/max``       rows per rollout
     ``rollouts/truncated``, ``failed``      share of rollouts that were cut off; that failed or were aborted.
                                             The first only where it is known how each row ended
@@ -106,7 +108,9 @@ def numbers_of(
         if len(rollouts["tokens"]):
             numbers["rollouts/empty"] = float((rollouts["tokens"] == 0).mean())
     stale = rollouts["staleness"][rollouts["staleness"] >= 0]
-    numbers |= _statistics("staleness", stale, ("mean", "max"))
+    known = columns.get("trainer_version", np.empty(0))
+    name = "staleness" if len(known) and known.min() >= 0 else "behind_newest"
+    numbers |= _statistics(name, stale, ("mean", "max"))
     numbers |= _statistics("fan_out", rollouts["segments"], ("mean", "max"))
     numbers |= _statistics("tokens", columns.get("tokens", np.empty(0)), ("mean", "max"))
     return numbers | logged_numbers(columns)

@@ -102,7 +102,7 @@ class ShownRows(TypedDict):
     other_share: list[float | None]  # the same under the other recipe of `versus`
     status: list[str | None]  # how its rollout ended
     reason: list[str]  # `stage/reason` if it left the loss, else empty
-    staleness: list[int | None]  # policy versions behind the newest in the batch
+    staleness: list[int | None]  # policy versions behind the trainer, or the newest row
     minibatch: list[int | None]  # index
     microbatch: list[int | None]  # index within its minibatch and rank
     rank: list[int | None]  # index

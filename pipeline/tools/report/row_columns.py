@@ -33,7 +33,7 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     for unit, key in keys.units.items():
         if key in table.columns:
             found[f"{unit.removesuffix('s')}_id"] = table.columns[key]
-    for name in ("status", "policy_version", "expected_rollouts"):
+    for name in ("status", "policy_version", "trainer_version", "expected_rollouts"):
         if (column := first(name)) is not None and column.ndim == 1:
             found[name] = column.long()
     counted = table.fates.counts

@@ -12,15 +12,16 @@ from composed import composed
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 
-from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline import Pipeline, load_pipeline, make_report
 from headrace.pipeline.tools.report import show_report
 from headrace.transforms import (
     BatchError,
     CompletenessGate,
     FanOutCollapse,
     Finite,
+    GroupAssembler,
     GroupRelativeAdvantage,
     LossWeight,
     RewardWithin,
@@ -100,12 +101,26 @@ def test_solve_rates_use_the_reward_that_solves(make_batch):
     assert make_report(run, solved=2.0).numbers["solve_none"] == 1
 
 
-def test_staleness_is_that_of_the_oldest_segment_in_its_group_and_in_total(make_batch):
+def test_staleness_is_the_age_against_the_trainer_that_took_the_rows():
+    """A batch of which all rows are equally old is as stale as any other."""
+    for versions, mean in (([3, 3, 3, 3], 2.0), ([2, 3, 5, 4], 1.5)):
+        assembler = GroupAssembler(groups=2, group_size=2, max_staleness=9)
+        ids = {"group_id": [0, 0, 1, 1], "rollout_id": [0, 1, 2, 3], ("next", "done"): [True] * 4}
+        ids |= {("next", "reward"): [0.0, 1, 0, 1], ("next", "policy_version"): versions}
+        ids["masks", "all_assistant_mask"] = torch.ones(4, 2, dtype=torch.bool)
+        assembler.version = 5
+        assembler.put(TensorDict(ids, batch_size=[4]))
+        report = make_report(load_pipeline("pipeline=grpo").run(assembler.take()))
+        assert report.numbers["staleness/mean"] == mean
+        assert "behind_newest/mean" not in report.numbers
+
+
+def test_versions_behind_the_newest_row_are_those_of_the_oldest_segment(make_batch):
     batch = make_batch([1.0, 1, 2, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2, 3])
     batch["next", "policy_version"] = torch.tensor([7, 4, 7, 7, 7])
     report = report_of(batch)
     assert report.groups["staleness"].tolist() == [3, 0]
-    assert (report.numbers["staleness/max"], report.numbers["staleness/mean"]) == (3, 0.75)
+    assert (report.numbers["behind_newest/max"], report.numbers["behind_newest/mean"]) == (3, 0.75)
 
 
 ROWS = st.lists(

@@ -34,7 +34,7 @@ export const curvesOf = (page, name) =>
 // Names of metrics, without those of the second of two recipes.
 export const metricsOf = (numbers) => [...new Set(Object.keys(numbers).map((name) => name.replace(/^second\//, "")))];
 
-const FIRST_CURVES = ["versus/", "reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "advantages/", "rows/"];
+const FIRST_CURVES = ["versus/", "reward", "frac_reward_zero_std", "solve_", "tokens/", "staleness/", "behind_newest/", "advantages/", "rows/"];
 
 // What a run is about comes first; what it took, and what never changes, says less, and comes last.
 function inOrder(page) {
