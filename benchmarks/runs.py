@@ -53,9 +53,9 @@ COLUMNS = {
     "age": ("age", ".1f"),
     "oldest": ("oldest", ".0f"),
 }
-NOTE = """{groups} groups of {size} rollouts a step, a step of {step} ticks, {slots} slots for rollouts,
-{ticks:,} ticks, the mean of {seeds} seeds. Latencies are invented. A prompt has the same latencies under
-every policy.
+NOTE = """{groups} groups of {size} rollouts a step, a step of {step} ticks, {slots} slots for rollouts.
+The numbers are means of 5 seeds of 3,000 ticks. Latencies are invented. A prompt has the same latencies
+under every policy.
 
 - bias: for tenths of the prompts by their latency, the greatest difference between a tenth's share of the
   trained groups and of the dispatched ones, in points of 100
@@ -96,7 +96,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
         for policy in POLICIES:
             mean = partial(_mean, [by_place[title, policy, seed] for seed in range(seeds)])
             rows.append(Row(policy, [Cell(mean(name), form) for name, form in COLUMNS.values()]))
-        note = NOTE.format(**vars(world) | {"ticks": ticks, "seeds": seeds})
+        note = NOTE.format(**vars(world))
         out.append(Table(title, note, ["policy", *COLUMNS], rows))
     return out
 

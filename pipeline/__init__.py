@@ -12,13 +12,15 @@ from headrace.faces import lazy
 from .public_names import hint
 
 if TYPE_CHECKING:
-    from .collect.assembling import assembled, paced
+    from .collect.assembling import assembled
     from .collect.drain import DrainWriter, drained
     from .collect.group_unit import GroupUnit
     from .collect.informing import informative
     from .collect.lockstep import on_every_rank
     from .collect.on_ray import RayAssembler
     from .collect.on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
+    from .collect.pacing import paced
+    from .collect.rollout_stream import RolloutStream
     from .collect.stamping import StampIds, stamp_ids
     from .collect.torchrl_configs import register_configs
     from .load import ConfigError, build_pipeline, load_pipeline
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from .tools.xray.page import xray_page
     from .tools.xray.token_table import TokenTable, kl_weights, token_weights
     from .tools.xray.unique_pairs import xray_batch
+    from .train.checkpoint import Checkpoint
     from .train.optimiser_record import OptimiserRecord
     from .train.optimiser_steps import optimise, total_loss
     from .train.sampler import RepeatSampler
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AssembleOnWrite",
     "BufferAccount",
+    "Checkpoint",
     "ConfigError",
     "Decider",
     "Decision",
@@ -64,6 +68,7 @@ __all__ = [
     "RepeatSampler",
     "ReportFolder",
     "RolloutQueue",
+    "RolloutStream",
     "RowAdvantages",
     "Run",
     "StageError",

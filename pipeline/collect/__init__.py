@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from headrace.faces import lazy
 
 if TYPE_CHECKING:
-    from .assembling import POLL, assembled, check_patience, paced, wait_until
+    from .assembling import POLL, assembled, check_patience, wait_until
     from .drain import DrainWriter, drained
     from .group_unit import GroupUnit
     from .informing import informative
     from .lockstep import on_every_rank
     from .on_ray import RayAssembler
     from .on_write import AssembleOnWrite, BufferAccount, buffer_account, groups_on_write
+    from .pacing import paced
+    from .rollout_stream import RolloutStream
     from .stamping import StampIds, stamp_ids
     from .thin_rows import ColumnsRead, pack_thin, unpack_thin
     from .torchrl_configs import register_configs
@@ -26,6 +28,7 @@ __all__ = [
     "DrainWriter",
     "GroupUnit",
     "RayAssembler",
+    "RolloutStream",
     "StampIds",
     "assembled",
     "buffer_account",

@@ -1,4 +1,4 @@
-"""Assemble batches of whole groups from a source of rows, and limit the dispatch of prompts."""
+"""Assemble batches of whole groups from a source of rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty
 from signal import SIGTERM
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 
 from headrace.transforms import BatchError, GroupAssembler, StalledError
@@ -280,82 +278,3 @@ def ended_workers(source: Any) -> list[str]:
             if process.exitcode not in (None, 0, -SIGTERM):  # SIGTERM is from the collector
                 ended.append(f"worker {number} (exit code {process.exitcode})")
     return ended
-
-
-# -- limit the dispatch -------------------------------------------------------------------------------------
-
-
-def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Iterator[TensorDictBase]:
-    """Yield draws while :meth:`GroupAssembler.capacity` allows, and announce their groups.
-
-    Use it in the thread, process or actor that dispatches prompts. It waits until groups become whole or the
-    policy version increases. A draw waits until the capacity is enough for all its groups. If no group is
-    pending, waiting cannot help, and the draw is yielded in parts. In the thread that trains, set `patience`:
-    nothing else would increase the capacity there.
-
-    With :func:`informative` after the assembler, groups without information do not use capacity. So the loop
-    continues for any share of such groups below one.
-
-    If the assembler continues from a journal or a state, the rollouts that were lost with the earlier process
-    are yielded first (:meth:`GroupAssembler.unfinished`). Groups that the assembler knows are not yielded.
-
-    Args:
-        draws: a :class:`RepeatSampler`, of which nothing needs to be saved: after a restart it continues at
-            the first group that was never announced. Or the output of ``draws()`` of a sampler or StampIds.
-        assembler: :class:`GroupAssembler` or :class:`RayAssembler`.
-        patience: seconds to wait for capacity; None: forever.
-
-    Raises:
-        StalledError: while iterating: there was no capacity in time.
-        BatchError: while iterating: as :meth:`GroupAssembler.announce`.
-        ValueError: `patience` is not > 0; while iterating: as :meth:`GroupAssembler.capacity`.
-
-    Example:
-        >>> from headrace.pipeline import RepeatSampler
-        >>> from headrace.transforms import GroupAssembler
-        >>> assembler = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1)
-        >>> draws = paced(RepeatSampler(9, group_size=8, prompts_per_batch=3).draws(), assembler)
-        >>> next(draws)["group_id"].unique().tolist(), assembler.capacity()
-        ([0, 1, 2], 1)
-    """
-    return _paced(draws, assembler, check_patience(patience))
-
-
-def _is_known(assembler: Any, group: int) -> bool:
-    return not len(assembler.never_announced(TensorDict({assembler.group_key: [group]}, batch_size=[1])))
-
-
-def _paced(draws: Any, assembler: Any, patience: float | None) -> Iterator[TensorDictBase]:
-    yield from assembler.unfinished()
-    restored = assembler.restored
-    if hasattr(draws, "draws"):
-        if restored:
-            draws.go_on(partial(_is_known, assembler))
-        draws = draws.draws()
-    room = 0
-
-    def has_room(groups: int, rollouts: int) -> bool:
-        nonlocal room
-        idle = assembler.pending == 0  # read before the capacity, which can only grow meanwhile
-        room = assembler.capacity(rollouts)
-        return room >= groups or (idle and room > 0)
-
-    for draw in draws:
-        if len(draw) == 0:
-            yield draw
-        elif restored:
-            every, draw = len(draw), assembler.never_announced(draw)
-            restored = len(draw) < every  # groups were announced in the order of the draws
-        while len(draw):
-            ids = draw.get(assembler.group_key).reshape(-1)
-            groups = list(dict.fromkeys(ids.tolist()))
-            largest = int(ids.unique(return_counts=True)[1].max())
-            if not wait_until(has_room, patience, len(groups), largest):
-                raise assembler.stalled(f"No capacity to dispatch {len(groups)} groups for {patience:g} s")
-            part, rest = draw, draw[:0]
-            if room < len(groups):
-                now = torch.isin(ids, torch.tensor(groups[:room], device=ids.device))
-                part, rest = draw[now], draw[~now]
-            assembler.announce(part)
-            yield part
-            draw = rest

@@ -54,8 +54,8 @@ def informative(
 
     Args:
         source: yields batches of whole groups, such as :func:`assembled`, or is a collector of whole groups.
-            From an assembler with `max_staleness` it takes single groups as they become whole, and only as
-            many as it needs, so that none becomes stale here. Both need the same `groups` then.
+            From an assembler it takes single groups as they become whole, and only as many as it needs, so
+            that none waits here. If that has `max_staleness`, both need the same `groups`.
         groups: informative groups in a batch, ≥ 1.
         stages: transforms that filter, in order, such as the stages of the recipe up to its filter:
             ``[pipeline.stages[name] for name in ("gate", "collapse", "filter")]``. None: keep complete groups
@@ -117,6 +117,7 @@ class Informative(OverSource):
         self.seen = self.found = 0
         self._waiting: dict[int, TensorDictBase] = {}  # the rows of each group
         self._closed = Intervals()  # ids of groups that were read
+        self._asked, self._before = 0, (0, 0)  # since the last batch: groups, and those seen and found before
 
     @property
     def ready(self) -> int:
@@ -132,33 +133,69 @@ class Informative(OverSource):
         batches = iter(self.source)
         while (more := self._ask(batches)) or self.ready:
             if self.ready < self.groups and more and not (self.on_short == "yield" and self.ready):
-                seen, found = self.seen - self._before[0], self.found - self._before[1]
-                asked = -(-self._asked // self.groups)
-                raise StalledError(
-                    f"{asked} batches had {seen} groups, of which {found} are informative; a batch needs "
-                    f"{self.groups}, and {self.ready} wait. Are the prompts too easy or too hard? Raise "
-                    "max_batches, or set on_short='yield'"
-                )
-            yield self._take()
+                raise self._short()
+            yield self.take()
+
+    def take_from(self, assembler: GroupAssembler, *, last: bool) -> TensorDictBase | None:
+        """The next batch of an assembler, if it has enough informative groups; else None.
+
+        Args:
+            assembler: of which only as many groups are taken as are needed.
+            last: no further group becomes whole, so that all that are left are a batch.
+
+        Raises:
+            StalledError: `max_batches` did not contain enough informative groups.
+        """
+        while self.ready < self.groups:
+            assembler.want(self.groups - self.ready)
+            batch = assembler.take()
+            if batch is None and last:
+                batch = assembler.take_rest()
+            if batch is None:
+                break
+            before = self.seen
+            self.judge(batch)
+            self._asked += self.seen - before
+            if self.ready < self.groups and self._asked >= self.max_batches * self.groups:
+                raise self._short()
+        if self.ready < self.groups and not (last and self.ready):
+            return None
+        self._asked, self._before = 0, (self.seen, self.found)
+        return self.take()
+
+    def _short(self) -> StalledError:
+        seen, found = self.seen - self._before[0], self.found - self._before[1]
+        asked = -(-self._asked // self.groups)
+        return StalledError(
+            f"{asked} batches had {seen} groups, of which {found} are informative; a batch needs "
+            f"{self.groups}, and {self.ready} wait. Are the prompts too easy or too hard? Raise "
+            "max_batches, or set on_short='yield'"
+        )
 
     def _ask(self, batches: Iterator[TensorDictBase]) -> bool:
         """Read until there are enough groups or the limit is reached. Returns False if the source ended."""
         self._asked, self._before = 0, (self.seen, self.found)  # counted in groups
         while self.ready < self.groups and self._asked < self.max_batches * self.groups:
-            seen, found = self.seen, self.found
-            by_group = self.assembler is not None and self.assembler.want(self.groups - self.ready)
+            seen = self.seen
+            if by_group := self.assembler is not None:
+                self.assembler.want(self.groups - self.ready)
             batch = next(batches, _END)
             if batch is _END:
                 return False
             if batch is not None:
-                self._add(batch)
+                self.judge(batch)
             self._asked += self.seen - seen if by_group and batch is not None else self.groups
-            if self.assembler is not None:
-                self.assembler.reject(self.seen - seen - (self.found - found))
         return True
 
-    def _take(self) -> TensorDictBase:
-        """Join the first waiting groups."""
+    def judge(self, batch: TensorDictBase) -> None:
+        """Hold the informative groups of a batch, and tell the assembler of the others."""
+        before = self.seen - self.found
+        self._add(batch)
+        if self.assembler is not None:
+            self.assembler.reject(self.seen - self.found - before)
+
+    def take(self) -> TensorDictBase:
+        """Join the first waiting groups, at most `groups` of them."""
         return join_rows([self._waiting.pop(group) for group in list(self._waiting)[: self.groups]], "groups")
 
     def _add(self, batch: TensorDictBase) -> None:

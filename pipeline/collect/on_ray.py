@@ -259,9 +259,9 @@ class RayAssembler:
         """As :meth:`GroupAssembler.discard_batch`."""
         return self._ask("call", "discard_batch")
 
-    def want(self, groups: int) -> bool:
+    def want(self, groups: int) -> None:
         """As :meth:`GroupAssembler.want`."""
-        return self._ask("call", "want", groups)
+        self._ask("call", "want", groups)
 
     def reject(self, groups: int) -> None:
         """As :meth:`GroupAssembler.reject`."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.faces import lazy
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
     from .optimiser_record import OptimiserRecord
     from .optimiser_steps import Packed, optimise, total_loss
     from .sampler import RepeatSampler
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .trainer_hook import PipelineHook
 
 __all__ = [
+    "Checkpoint",
     "OptimiserRecord",
     "Packed",
     "PipelineHook",

@@ -207,21 +207,6 @@ def test_weights_of_which_the_journal_knows_nothing_are_refused(tmp_path):
     assert again.take()["group_id"].tolist() == [2]
 
 
-def test_a_sampler_that_is_ahead_or_behind_goes_on_at_the_first_group_that_was_never_announced():
-    assembler = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1, group_size=2)
-    draws = paced(sampler := RepeatSampler(9, group_size=2, shuffle=False), assembler)
-    announced = [next(draws)["group_id"].tolist() for _ in range(3)]
-    assert announced == [[0, 0], [1, 1], [2, 2]]
-    state = assembler.state_dict()
-    for epoch, position in ((0, 0), (0, 16), (7, 4)):
-        again = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1, group_size=2)
-        again.load_state_dict(state)
-        other = RepeatSampler(9, group_size=2, shuffle=False)
-        other.load_state_dict(sampler.state_dict() | {"epoch": epoch, "position": position})
-        found = [draw["group_id"].tolist() for _, draw in zip(range(4), paced(other, again), strict=False)]
-        assert found == [*announced, [3, 3]]
-
-
 @pytest.mark.parametrize("text", [False, True])
 def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(text):
     ids = ["a", "b"] if text else [8, 9]

@@ -156,7 +156,7 @@ ONLY_WITH = {
     (GroupAssembler, "max_refills"): (3, {}, {"on_failure": "refill", "refill": print}),
     (GroupAssembler, "on_stale"): ("mask", {}, {"max_staleness": 1}),
     (GroupAssembler, "on_newer"): ("wait", {}, {"max_staleness": 1}),
-    (GroupAssembler, "steps_ahead"): (1, {}, {"max_staleness": 1}),
+    (GroupAssembler, "steps_ahead"): (1, {}, {"groups": 1}),
     (GroupAssembler, "on_full"): ("raise", {}, {"max_pending_groups": 8}),
     (GroupAssembler, "on_timeout"): ("raise", {}, {"timeout": 9}),
 }

@@ -115,7 +115,8 @@ class GroupAssembler(
             ``refill``: drop the rows of the group and dispatch all its rollouts again; after `max_refills`
             drop it. None: ``wait``, or ``drop`` without `groups` or with a `partition_key`.
         steps_ahead: steps for which groups are dispatched ahead of the current one, for :meth:`capacity`, at
-            most `max_staleness`. The mean age of the groups is about this. None: 2, or `max_staleness`.
+            most `max_staleness`. The mean age of the groups is about this. None: 2, or `max_staleness` if it
+            is less; without `max_staleness` there is no limit.
         on_newer: for `max_staleness`, when a row is newer than `version`. ``raise``, because `version` is not
             updated; or ``wait``: the group is held until `version` reaches that of the row.
         max_concurrent_rollouts: largest number of unfinished rollouts, for :meth:`capacity`; None: any.
@@ -205,15 +206,17 @@ class GroupAssembler(
         waits = on_stale == "wait" or (on_stale is None and one_batch_a_step)
         self.waits = waits and max_staleness is not None
         """Whether steps wait for slow groups: ``on_stale="wait"``."""
-        self.ahead = min(2, max_staleness or 0) if steps_ahead is None else steps_ahead
+        default = None if max_staleness is None else min(2, max_staleness)
+        self.ahead = default if steps_ahead is None else steps_ahead
         """`steps_ahead`, or its default."""
         self.on_newer = on_newer
         self.max_concurrent_rollouts = at_least("max_concurrent_rollouts", max_concurrent_rollouts, 1)
         self.on_surplus = on_surplus
         check_limits(self)
         has_effect(GroupAssembler, "max_refills", max_refills, refill is not None, "refill")
-        for name, value in (("on_stale", on_stale), ("on_newer", on_newer), ("steps_ahead", steps_ahead)):
+        for name, value in (("on_stale", on_stale), ("on_newer", on_newer)):
             has_effect(GroupAssembler, name, value, max_staleness is not None, "max_staleness")
+        has_effect(GroupAssembler, "steps_ahead", steps_ahead, groups is not None, "groups")
         self._options = {name: getattr(self, name) for name in OPTIONS}
         self._options["in_order"] = in_order and self.segment_key is None
         self._options["version_key"] = self.version_key if max_staleness is not None else None
@@ -267,7 +270,7 @@ class GroupAssembler(
     def version(self, version: int) -> None:
         with self._lock:
             changed, self._version = version != self._version, version
-            if changed and self.max_staleness is not None:
+            if changed and self.ahead is not None:
                 self._pass_step(over=self._stream.steps.taken > 0)
 
     def _pass_step(self, *, over: bool) -> None:
@@ -296,7 +299,7 @@ class GroupAssembler(
     def capacity(self, rollouts: int | None = None) -> int:
         """Number of groups that may be dispatched now, ≥ 0: the minimum over the limits that are set.
 
-        - `max_staleness`, with `groups` per step: (`steps_ahead` + 1) · `groups` − the outstanding groups.
+        - `max_staleness` or `steps_ahead`: (`steps_ahead` + 1) · `groups` − the outstanding groups.
           These are ready, pending, or taken by the current step, without rejected ones. With `steps_ahead`
           = `max_staleness` this is the limit of AReaL (arXiv:2505.24298, section 5.1).
         - `max_concurrent_rollouts`: the remaining rollouts, divided by the rollouts of a group.
@@ -313,10 +316,11 @@ class GroupAssembler(
                 than `max_concurrent_rollouts`.
         """
         concurrent, size = self.max_concurrent_rollouts, rollouts or self.group_size or 1
-        stale = self.max_staleness is not None
-        if (stale and self.groups is None) or not (stale or concurrent or self.max_pending_groups):
+        ahead = self.ahead is not None
+        if (ahead and self.groups is None) or not (ahead or concurrent or self.max_pending_groups):
             raise ValueError(
-                "capacity() needs max_staleness and groups, or max_concurrent_rollouts, or max_pending_groups"
+                "capacity() needs max_staleness or steps_ahead, with groups, or max_concurrent_rollouts, or "
+                "max_pending_groups"
             )
         if concurrent is not None and concurrent < size:
             raise ValueError(
@@ -325,7 +329,7 @@ class GroupAssembler(
         with self._lock:
             self._begin()
             stream, least = self._stream, []
-            if self.max_staleness is not None and self.groups is not None:
+            if self.ahead is not None and self.groups is not None:
                 most = (self.ahead + 1) * self.groups
                 room = most - stream.steps.taken - self.ready - self.pending
                 # Of several partitions none may have enough for a batch: then only further groups help.
@@ -464,19 +468,14 @@ class GroupAssembler(
         return self._take(None)
 
     @takes_options
-    def want(self, groups: int) -> bool:
+    def want(self, groups: int) -> None:
         """Tell the assembler how many groups the caller still needs, as :func:`informative` does.
 
-        With `max_staleness` the next batch then has between one and `groups` groups. So no group becomes
-        stale in the caller's buffer, and the assembler does not wait for more groups than :meth:`capacity`
-        allows.
-
-        Returns:
-            True if `max_staleness` is set, so that the next batch is limited.
+        The next batch then has between one and `groups` groups. So no group waits, or becomes stale, in the
+        caller's buffer, and the assembler does not wait for more groups than :meth:`capacity` allows.
         """
         with self._lock:
-            self._wanted = at_least("groups", groups, 1) if self.max_staleness is not None else None
-            return self._wanted is not None
+            self._wanted = at_least("groups", groups, 1)
 
     def reject(self, groups: int) -> None:
         """Tell the assembler that taken groups are not trained, so that :meth:`capacity` excludes them."""
@@ -543,8 +542,8 @@ class GroupAssembler(
         for group in [stream.ready[key[0]][key] for key in self._taken_back[:more]]:
             if self.groups is not None and steps.taken >= self.groups:
                 steps.end()
-            if self.max_staleness is not None:
-                steps.take([group])
+            if self.ahead is not None:
+                steps.take([group], aged=self.max_staleness is not None)
             stream.close([group])
             stream.emitted += 1
         self._taken_back, self.committed = [], self.committed if step is None else step
@@ -600,8 +599,8 @@ class GroupAssembler(
         if self.max_staleness is not None:
             numbers[TRAINER_VERSION] = [self.version] * len(rows)
         batch = self._joined(places, numbers, masked)
-        if self.max_staleness is not None:
-            stream.steps.take(groups)
+        if self.ahead is not None:
+            stream.steps.take(groups, aged=self.max_staleness is not None)
         stream.close(groups)
         stream.emitted += len(groups)
         return batch

@@ -24,7 +24,7 @@ import math
 import warnings
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from headrace.transforms.table import StreamWarning
@@ -88,11 +88,10 @@ class Steps:
             groups, key=lambda group: (math.inf if group.born < 0 else self.born(group), group.order)
         )
 
-    def take(self, groups: Iterable[Group]) -> None:
-        """The current step takes groups."""
-        for group in groups:
-            self.taken += 1
-            self.ages[self.over - self.oldest(group)] += 1
+    def take(self, groups: Collection[Group], *, aged: bool) -> None:
+        """The current step takes groups, whose age is counted if their versions are read."""
+        self.taken += len(groups)
+        self.ages.update(self.over - self.oldest(group) for group in groups if aged)
 
     def to_plain(self) -> dict[str, Any]:
         """The state, as dicts and lists."""

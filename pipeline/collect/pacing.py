@@ -1,0 +1,136 @@
+"""Limit the dispatch of prompts to what can be trained in time, and go on after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from .assembling import check_patience, wait_until
+
+
+def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Iterator[TensorDictBase]:
+    """Yield draws while :meth:`GroupAssembler.capacity` allows, and announce their groups.
+
+    Use it in the thread, process or actor that dispatches prompts. It waits until groups become whole or the
+    policy version increases. A draw waits until the capacity is enough for all its groups. If no group is
+    pending, waiting cannot help, and the draw is yielded in parts. In the thread that trains, set `patience`:
+    nothing else would increase the capacity there.
+
+    With :func:`informative` after the assembler, groups without information do not use capacity. So the loop
+    continues for any share of such groups below one.
+
+    If the assembler continues from a journal or a state, the rollouts that were lost with the earlier process
+    are yielded first (:meth:`GroupAssembler.unfinished`). Groups that the assembler knows are not yielded.
+
+    Args:
+        draws: a :class:`RepeatSampler`, of which nothing needs to be saved: after a restart it continues at
+            the first group that was never announced. Or the output of ``draws()`` of a sampler or StampIds.
+        assembler: :class:`GroupAssembler` or :class:`RayAssembler`.
+        patience: seconds to wait for capacity; None: forever.
+
+    Raises:
+        StalledError: while iterating: there was no capacity in time.
+        BatchError: while iterating: as :meth:`GroupAssembler.announce`.
+        ValueError: `patience` is not > 0; while iterating: as :meth:`GroupAssembler.capacity`.
+
+    Example:
+        >>> from headrace.pipeline import RepeatSampler
+        >>> from headrace.transforms import GroupAssembler
+        >>> assembler = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1)
+        >>> draws = paced(RepeatSampler(9, group_size=8, prompts_per_batch=3).draws(), assembler)
+        >>> next(draws)["group_id"].unique().tolist(), assembler.capacity()
+        ([0, 1, 2], 1)
+    """
+    check_patience(patience)
+    return _paced(Pacing(draws, assembler), patience)
+
+
+def _paced(pacing: Pacing, patience: float | None) -> Iterator[TensorDictBase]:
+    found: list[TensorDictBase] = []
+
+    def may_go_on() -> bool:
+        found[:] = [] if (part := pacing.now()) is None else [part]
+        return bool(found) or pacing.ended
+
+    while True:
+        if not wait_until(may_go_on, patience):
+            raise pacing.assembler.stalled(
+                f"No capacity to dispatch {pacing.wanted} groups for {patience:g} s"
+            )
+        if not found:
+            return
+        yield found[0]
+
+
+class Pacing:
+    """What may be dispatched now.
+
+    Args:
+        draws: as for :func:`paced`.
+        assembler: is told of what is dispatched.
+        over: whether no further draw is wanted; asked before each.
+    """
+
+    def __init__(self, draws: Any, assembler: Any, over: Callable[[], bool] = lambda: False):
+        self.assembler, self.ended, self.wanted = assembler, False, 0
+        """The assembler; whether there is nothing more to dispatch; groups of the draw that waits."""
+        self._source, self._over = draws, over
+        self._draws: Iterator[TensorDictBase] | None = None
+        self._lost: list[TensorDictBase] = []
+        self._rest: Any = None
+        self._skips = False
+
+    def now(self) -> TensorDictBase | None:
+        """The next draws, which are announced. None: there is no room, or nothing more."""
+        if self._draws is None:
+            self._draws = self._begin()
+        if self._lost:
+            return self._lost.pop(0)
+        draw, self._rest = self._rest if self._rest is not None else self._next(), None
+        if draw is None or not len(draw):
+            return draw
+        assembler = self.assembler
+        ids = draw.get(assembler.group_key).reshape(-1)
+        groups = list(dict.fromkeys(ids.tolist()))
+        self.wanted, largest = len(groups), int(ids.unique(return_counts=True)[1].max())
+        idle = assembler.pending == 0  # read before the capacity, which can only grow meanwhile
+        room = assembler.capacity(largest)
+        if room < len(groups):
+            if not (idle and room > 0):
+                self._rest = draw
+                return None
+            now = torch.isin(ids, torch.tensor(groups[:room], device=ids.device))
+            draw, self._rest = draw[now], draw[~now]
+        assembler.announce(draw)
+        return draw
+
+    def _begin(self) -> Iterator[TensorDictBase]:
+        """What was lost with an earlier process, and the draws after all that the assembler knows."""
+        self._lost, self._skips = self.assembler.unfinished(), self.assembler.restored
+        if not hasattr(self._source, "draws"):
+            return iter(self._source)
+        if self._skips:
+            self._source.go_on(self._is_known)
+        return self._source.draws()
+
+    def _is_known(self, group: int) -> bool:
+        draw = TensorDict({self.assembler.group_key: [group]}, batch_size=[1])
+        return not len(self.assembler.never_announced(draw))
+
+    def _next(self) -> TensorDictBase | None:
+        """The next draw with groups that the assembler does not know. None: there is none."""
+        while not self.ended:
+            draw = None if self._over() else next(self._draws, None)  # type: ignore[arg-type]  # it has begun
+            if draw is None:
+                self.ended = True
+            elif self._skips and len(draw):
+                every, draw = len(draw), self.assembler.never_announced(draw)
+                self._skips = len(draw) < every  # groups were announced in the order of the draws
+                if len(draw):
+                    return draw
+            else:
+                return draw
+        return None

@@ -1,0 +1,206 @@
+"""One object for a run: what to dispatch next, rows that come in, and batches of whole groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from headrace.transforms import GroupAssembler
+from headrace.transforms.table.options import at_least, takes_options
+
+from .assembling import Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_until
+from .informing import Informative, Stages, informative
+from .pacing import Pacing
+
+PATIENCE = 1800.0  # seconds without a batch after which nobody should wait on
+LIMITS = ("max_staleness", "steps_ahead", "max_concurrent_rollouts", "max_pending_groups")
+
+
+class RolloutStream(OverSource):
+    """A sampler of prompts, the pacing of their dispatch, an assembler, and dynamic sampling.
+
+    :meth:`draws` says what to dispatch now, :meth:`put` takes the rows in, and the stream yields batches of
+    whole groups. Set :attr:`version` when the policy is updated. Each group that is dispatched is trained
+    exactly once, or counted once under a reason, whatever happens between.
+
+    In one thread, :meth:`draws` and :meth:`take` return at once, with nothing if there is nothing. If other
+    threads dispatch and put, use ``draws(wait=True)`` there, and iterate over the stream to train.
+
+    Args:
+        sampler: a :class:`RepeatSampler`. Nothing of it needs to be saved.
+        source: yields rows, such as a collector or a queue; None: rows are given to :meth:`put`.
+        informative: yield only groups that are informative (:func:`informative`): True, or the stages that
+            filter. Others are sampled until a batch is full.
+        epochs: passes over the prompts, after which :meth:`draws` ends; None: endless.
+        max_batches: for `informative`, as there.
+        patience: seconds to wait for a batch before :class:`StalledError`.
+        worker_patience: for `source`, as for :func:`assembled`.
+        leftovers: as for :func:`assembled`, for groups that are too few for a batch at the end.
+        options: those of :class:`GroupAssembler`. `group_size` and `groups` are by default those of the
+            sampler. Without a limit of the dispatch, ``steps_ahead=0``: nothing is dispatched ahead of the
+            step that trains. With ``journal=PATH`` the run goes on after a crash.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        StalledError: while iterating: there was no batch in time; or too few groups are informative.
+
+    Example:
+        >>> import torch
+        >>> from headrace.pipeline import RepeatSampler
+        >>> sampler = RepeatSampler(4, group_size=2, prompts_per_batch=2, shuffle=False)
+        >>> stream = RolloutStream(sampler, epochs=1)
+        >>> while not stream.ended:
+        ...     for rows in stream.draws():  # generate: here each rollout is one row
+        ...         rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
+        ...         stream.put(rows)
+        ...     if (batch := stream.take()) is not None:
+        ...         print(batch["group_id"].tolist())
+        [0, 0, 1, 1]
+        [2, 2, 3, 3]
+    """
+
+    @takes_options
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        source: Source | None = None,
+        informative: bool | Stages = False,
+        epochs: int | None = None,
+        max_batches: int = 16,
+        patience: float = PATIENCE,
+        worker_patience: float | None = None,
+        leftovers: Leftovers = "yield",
+        **options: Any,
+    ):
+        check_patience(patience, worker_patience)
+        self.sampler, self.source, self.epochs = sampler, source, at_least("epochs", epochs, 1)
+        own = {"groups": sampler.prompts_per_batch // sampler.ranks, "group_size": sampler.group_size}
+        if not any(options.get(name) is not None for name in LIMITS):
+            own["steps_ahead"] = 0
+        self.assembler = GroupAssembler(**own | options)
+        self.patience, self.leftovers = patience, leftovers
+        self._pacing = Pacing(sampler, self.assembler, self._is_over)
+        rows = source if source is not None else ()
+        assembled_rows = assembled(
+            rows, self.assembler, patience=patience, worker_patience=worker_patience, leftovers=leftovers
+        )
+        self._filter = self._filtered(assembled_rows, informative, max_batches)
+        self._batches = assembled_rows if self._filter is None else self._filter
+
+    def _filtered(self, rows: Any, stages: bool | Stages, max_batches: int) -> Informative | None:
+        if stages is False:
+            return None
+        words: dict[str, Any] = {} if stages is True else {"stages": stages}
+        groups = self.assembler.groups
+        return informative(rows, groups=groups, max_batches=max_batches, **words)
+
+    def _is_over(self) -> bool:
+        return self.epochs is not None and self.sampler.epoch >= self.epochs
+
+    # -- dispatch -----------------------------------------------------------------------------------
+
+    def draws(self, *, wait: bool = False) -> Iterator[TensorDictBase]:
+        """Yield prompts with ids that may be dispatched now. After a restart, lost rollouts come first.
+
+        Args:
+            wait: wait for room until the data ends, in the thread that dispatches. False: return where there
+                is no more room.
+        """
+        found: list[TensorDictBase] = []
+
+        def may_go_on() -> bool:
+            found[:] = [] if (part := self._pacing.now()) is None else [part]
+            return bool(found) or self._pacing.ended
+
+        while wait_until(may_go_on, None if wait else 0.0) and found:
+            yield found[0]
+
+    def put(self, rows: TensorDictBase) -> None:
+        """Take rows in (:meth:`GroupAssembler.put`)."""
+        self.assembler.put(rows)
+
+    # -- batches ------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """Whether the data has ended, and every group has left."""
+        assembler = self.assembler
+        held = assembler.pending + assembler.ready + (self._filter.ready if self._filter else 0)
+        return self._pacing.ended and not held
+
+    def take(self) -> TensorDictBase | None:
+        """The next batch; None while there is none. At the end, the last groups, however few.
+
+        Raises:
+            StalledError: too few groups are informative.
+        """
+        last = self._pacing.ended and self.assembler.pending == 0 and self.leftovers == "yield"
+        if self._filter is None:
+            batch = self.assembler.take()
+            return self.assembler.take_rest() if batch is None and last else batch
+        return self._filter.take_from(self.assembler, last=last)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until the source, or the data, has ended."""
+        if self.source is not None:
+            yield from self._batches
+            return
+        found: list[TensorDictBase] = []
+
+        def may_go_on() -> bool:
+            found[:] = [] if (batch := self.take()) is None else [batch]
+            return bool(found) or self.ended
+
+        while wait_until(may_go_on, self.patience):
+            if not found:
+                yield from rest_of(self.assembler, self.leftovers)
+                return
+            yield found[0]
+        raise self.assembler.stalled(f"There was no batch for {self.patience:g} s")
+
+    # -- the run ------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The newest policy version. The trainer sets it when it updates the policy."""
+        return self.assembler.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.assembler.version = version
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of rows that left without being trained, by reason."""
+        return self.assembler.counts | (self._filter.counts if self._filter else {})
+
+    def commit(self, step: int | None = None) -> None:
+        """Record that the weights are saved (:meth:`GroupAssembler.commit`). Without a journal, nothing."""
+        if self.assembler.journal is not None:
+            self.assembler.commit(step)
+
+    def own_state(self) -> dict[str, Any]:
+        """What to save with the weights; with a journal, only how much of it they have trained."""
+        assembler = self.assembler
+        known: dict[str, Any] = {"version": assembler.version, "emitted": assembler.emitted}
+        if assembler.journal is None:
+            known["assembler"] = assembler.state_dict()
+        return known | ({"informative": self._filter.own_state()} if self._filter else {})
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the output of :meth:`own_state`, before anything else happens.
+
+        Raises:
+            ValueError: the journal does not belong to the weights; or the state has other options.
+        """
+        assembler = self.assembler
+        if assembler.journal is None:
+            assembler.load_state_dict(state["assembler"])
+        else:
+            assembler.version = state["version"]
+            assembler.commit(emitted=state["emitted"])
+        if self._filter:
+            self._filter.load_own_state(state["informative"])

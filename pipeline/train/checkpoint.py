@@ -1,0 +1,156 @@
+"""Save a run and go on with it: the weights, the optimiser, the pipeline and the stream, as of one step."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.transforms.table.options import at_least, takes_options
+
+NAME = "step_{step:010d}.rank{rank}of{ranks}.pt"
+FORM = re.compile(r"step_(\d+)\.rank(\d+)of(\d+)\.pt")
+
+
+class Checkpoint:
+    """The states of all parts of a run, in a file for each saved step.
+
+    :meth:`save` writes a new file, syncs it, renames it, and then commits the stream. So wherever the process
+    is killed, :meth:`load` finds a complete file, and the groups that its weights have trained do not come
+    again. Construct all parts as at the first start, then load, and then begin.
+
+    Several ranks share the folder. Each writes its own file, and all load the newest step of which every rank
+    has one.
+
+    Args:
+        folder: is made if it does not exist.
+        keep: number of saved steps to keep, ≥ 1; older ones are deleted.
+        rank, ranks: of this process; None: those of :mod:`torch.distributed`, or of a process alone.
+        stream: a :class:`RolloutStream`, which is committed; or another object with a state.
+        states: by name, objects with ``state_dict`` and ``load_state_dict``: policy, optimizer, pipeline, …
+
+    Raises:
+        TypeError: a part has no state.
+        ValueError: an option has an invalid value.
+
+    Example:
+        >>> import tempfile
+        >>> policy = torch.nn.Linear(1, 1)
+        >>> checkpoint = Checkpoint(tempfile.mkdtemp(), policy=policy)
+        >>> checkpoint.load() is None
+        True
+        >>> checkpoint.save(7)
+        >>> checkpoint.load()
+        7
+    """
+
+    @takes_options
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 2,
+        rank: int | None = None,
+        ranks: int | None = None,
+        stream: Any = None,
+        **states: Any,
+    ):
+        self.folder, self.keep = Path(folder), at_least("keep", keep, 1)
+        shared = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if shared else 0
+        self.ranks = ranks if ranks is not None else dist.get_world_size() if shared else 1
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to ranks - 1; got rank={self.rank}, ranks={self.ranks}")
+        self.stream, self.states = stream, states | ({"stream": stream} if stream is not None else {})
+        for name, part in self.states.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(
+                    f"{name} must have state_dict() and load_state_dict(); {type(part).__name__} has not"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int) -> None:
+        """Save all parts as of a step, and commit the stream.
+
+        Args:
+            step: number of optimiser steps so far, ≥ 0.
+
+        Raises:
+            OSError: the file could not be written. The earlier ones are as they were.
+        """
+        path = self._path(at_least("step", step, 0))
+        new = path.with_suffix(".new")
+        with new.open("wb") as file:
+            torch.save({name: part.state_dict() for name, part in self.states.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        if hasattr(self.stream, "commit"):
+            self.stream.commit(step)
+        for old in sorted(self._own_steps())[: -self.keep]:
+            self._path(old).unlink()
+
+    def load(self, step: int | None = None) -> int | None:
+        """Restore all parts, before anything is dispatched.
+
+        Args:
+            step: the step to go on from; None: the newest that every rank has saved.
+
+        Returns:
+            The step; None if there is none.
+
+        Raises:
+            FileNotFoundError: this step was not saved, or not by all ranks.
+            ValueError: the file has other parts; or the stream refuses its state, for example because its
+                journal was committed for newer weights.
+        """
+        known = self._complete_steps()
+        if step is None:
+            step = max(known, default=None)
+        elif step not in known:
+            found = ", ".join(map(str, sorted(known))) or "none"
+            raise FileNotFoundError(
+                f"{self.folder} must have step {step} of all {self.ranks} ranks; it has {found}"
+            )
+        if step is None:
+            return None
+        state = torch.load(self._path(step), map_location="cpu", weights_only=True)
+        if odd := state.keys() ^ self.states.keys():
+            raise ValueError(
+                f"{self._path(step)} must have the states of this checkpoint, {', '.join(self.states)}; only "
+                f"one of both has {', '.join(sorted(odd))}"
+            )
+        for name, part in self.states.items():
+            part.load_state_dict(state[name])
+        return step
+
+    def _path(self, step: int) -> Path:
+        return self.folder / NAME.format(step=step, rank=self.rank, ranks=self.ranks)
+
+    def _files(self) -> Iterable[tuple[int, int]]:
+        """The step and the rank of each file of as many ranks."""
+        for path in self.folder.iterdir():
+            if (named := FORM.fullmatch(path.name)) and int(named[3]) == self.ranks:
+                yield int(named[1]), int(named[2])
+
+    def _own_steps(self) -> set[int]:
+        return {step for step, rank in self._files() if rank == self.rank}
+
+    def _complete_steps(self) -> set[int]:
+        """The steps that every rank has saved, as far as this rank sees their files, or they tell."""
+        if self.ranks > 1 and dist.is_available() and dist.is_initialized():
+            every: list[Any] = [None] * self.ranks
+            dist.all_gather_object(every, self._own_steps())
+            return set.intersection(*every)
+        found = set(self._files())
+        return {step for step, _ in found if all((step, rank) in found for rank in range(self.ranks))}

@@ -1,0 +1,33 @@
+"""What is dispatched next: as much as there is room for, and after a restart what was lost first."""
+
+from __future__ import annotations
+
+from headrace.pipeline import RepeatSampler, paced
+from headrace.transforms import GroupAssembler
+
+
+def test_a_sampler_that_is_ahead_or_behind_goes_on_at_the_first_group_that_was_never_announced():
+    assembler = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1, group_size=2)
+    draws = paced(sampler := RepeatSampler(9, group_size=2, shuffle=False), assembler)
+    announced = [next(draws)["group_id"].tolist() for _ in range(3)]
+    assert announced == [[0, 0], [1, 1], [2, 2]]
+    state = assembler.state_dict()
+    for epoch, position in ((0, 0), (0, 16), (7, 4)):
+        again = GroupAssembler(groups=2, max_staleness=3, steps_ahead=1, group_size=2)
+        again.load_state_dict(state)
+        other = RepeatSampler(9, group_size=2, shuffle=False)
+        other.load_state_dict(sampler.state_dict() | {"epoch": epoch, "position": position})
+        found = [draw["group_id"].tolist() for _, draw in zip(range(4), paced(other, again), strict=False)]
+        assert found == [*announced, [3, 3]]
+
+
+def test_a_draw_of_which_a_part_was_announced_goes_on_with_the_rest():
+    options = {"groups": 2, "group_size": 1, "steps_ahead": 0}
+    assembler, sampler = GroupAssembler(**options), RepeatSampler(6, group_size=1, prompts_per_batch=3)
+    assert next(paced(sampler, assembler))["group_id"].tolist() == [0, 1]
+    again = GroupAssembler(**options)
+    again.load_state_dict(assembler.state_dict())
+    draws = paced(RepeatSampler(6, group_size=1, prompts_per_batch=3), again, patience=1)
+    assert next(draws)["group_id"].tolist() == [0, 1]
+    again.discard_batch()
+    assert next(draws)["group_id"].tolist() == [2]

@@ -1,0 +1,150 @@
+"""One object for a run: every group that is dispatched is trained once, in one thread or several."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from itertools import chain
+from random import Random
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import RepeatSampler, RolloutStream
+from headrace.transforms import StalledError, StreamWarning
+
+PROMPTS = 12
+
+
+def sampler(**options) -> RepeatSampler:
+    return RepeatSampler(PROMPTS, group_size=2, prompts_per_batch=3, **options)
+
+
+def rows_of(draws: TensorDict, version: int = 0) -> list[TensorDict]:
+    """A row for each rollout, whose groups with an even id have equal rewards."""
+    rows = draws.clone()
+    ids = rows["rollout_id"]
+    rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
+    rows["next", "reward"] = (ids * (rows["group_id"] % 2) % 2).double()
+    rows["next", "policy_version"] = torch.full((len(rows),), version)
+    return list(rows.split(1))
+
+
+def groups_of(batch: TensorDict) -> list[int]:
+    return list(dict.fromkeys(batch["group_id"].tolist()))
+
+
+def in_one_thread(stream: RolloutStream, dice: Random) -> list[list[int]]:
+    """The groups of each batch; rollouts end in any order."""
+    flying, batches = [], []
+    while not stream.ended:
+        for draws in stream.draws():
+            flying += rows_of(draws, stream.version)
+        if flying:
+            stream.put(flying.pop(dice.randrange(len(flying))))
+        if (batch := stream.take()) is not None:
+            batches.append(groups_of(batch))
+            stream.version += 1
+    return batches
+
+
+OPTIONS = {
+    "nothing ahead": {},
+    "two steps ahead": {"steps_ahead": 2},
+    "a bound of four versions": {"max_staleness": 4},
+    "few rollouts at once": {"max_concurrent_rollouts": 2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_each_group_is_trained_once_in_one_thread(name, epochs):
+    batches = in_one_thread(RolloutStream(sampler(), epochs=epochs, **OPTIONS[name]), Random(0))
+    assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(PROMPTS * epochs), 1)
+    assert {len(batch) for batch in batches} == {3}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_informative_groups_fill_batches_and_the_others_are_counted(name):
+    stream = RolloutStream(sampler(), epochs=2, informative=True, **OPTIONS[name])
+    batches = in_one_thread(stream, Random(1))
+    assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(1, 2 * PROMPTS, 2), 1)
+    assert {len(batch) for batch in batches} == {3}
+    assert stream.counts["uninformative"] == 2 * PROMPTS
+
+
+def test_threads_that_dispatch_and_put_and_one_that_trains():
+    stream = RolloutStream(sampler(), epochs=3, max_staleness=4, patience=60)
+
+    def work():
+        for draws in stream.draws(wait=True):
+            for row in rows_of(draws, stream.version):
+                stream.put(row)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    found = []
+    for batch in stream:
+        found += groups_of(batch)
+        stream.version += 1
+    worker.join(60)
+    assert Counter(found) == dict.fromkeys(range(3 * PROMPTS), 1)
+
+
+def test_a_source_is_read():
+    stream = RolloutStream(sampler(), source=rows_of(next(sampler().draws())), steps_ahead=0)
+    assert [sorted(groups_of(batch)) for batch in stream] == [[0, 1, 2]]
+
+
+def test_nothing_is_dispatched_ahead_of_the_step_that_trains():
+    stream = RolloutStream(sampler())
+    (draws,) = stream.draws()
+    assert groups_of(draws) == [0, 1, 2]
+    for row in rows_of(draws):
+        stream.put(row)
+    assert list(stream.draws()) == []
+    assert stream.take() is not None
+    assert list(stream.draws()) == []  # the step is not over
+    stream.version = 1
+    (draws,) = stream.draws()
+    assert groups_of(draws) == [3, 4, 5]
+
+
+def test_a_stream_without_rows_raises_in_time():
+    stream = RolloutStream(sampler(), patience=0.05)
+    list(stream.draws())
+    with pytest.raises(StalledError, match=r"no batch for 0\.05 s\. Waiting: group 0 has 0 of 2"):
+        next(iter(stream))
+
+
+@pytest.mark.parametrize("informative", [False, True])
+def test_a_state_goes_on_with_the_same_batches(informative):
+    """Saved between two steps, with rollouts in flight, and loaded into new objects."""
+    for steps in range(3):
+        stream = RolloutStream(sampler(), epochs=2, informative=informative, max_staleness=4)
+        dice, flying, found = Random(steps), [], []
+        while len(found) < steps + 1:
+            for draws in stream.draws():
+                flying += rows_of(draws, stream.version)
+            stream.put(flying.pop(dice.randrange(len(flying))))
+            if (batch := stream.take()) is not None:
+                found.append(groups_of(batch))
+                stream.version += 1
+        state = stream.state_dict()
+        again = RolloutStream(sampler(), epochs=2, informative=informative, max_staleness=4)
+        again.load_state_dict(state)
+        found += in_one_thread(again, dice)
+        trained = range(informative, 2 * PROMPTS, 1 + informative)
+        assert Counter(chain.from_iterable(found)) == dict.fromkeys(trained, 1)
+
+
+def test_ranks_share_the_prompts_of_each_batch():
+    found = []
+    for rank in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StreamWarning)
+            found += in_one_thread(RolloutStream(sampler(rank=rank, ranks=3), epochs=1), Random(rank))
+    assert Counter(chain.from_iterable(found)) == dict.fromkeys(range(PROMPTS), 1)
+    assert {len(batch) for batch in found} == {1}

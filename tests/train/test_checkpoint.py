@@ -1,0 +1,177 @@
+"""Wherever a run is killed, it goes on from its newest weights, and trains every group once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.pipeline import Checkpoint, RepeatSampler, RolloutStream
+
+PROMPTS, EPOCHS = 12, 3
+
+
+class Killed(BaseException):
+    """The process is gone, with all that is in its memory."""
+
+
+class Weights:
+    """What a policy has learned: the groups that it was trained on."""
+
+    def __init__(self):
+        self.groups: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups": list(self.groups)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.groups = list(state["groups"])
+
+
+class Life:
+    """A process of a run, which dies after some events."""
+
+    def __init__(self, folder: Path, dice: Random, kill_after: int, every: int = 1, **options: Any):
+        self.dice, self.left, self.every = dice, kill_after, every
+        if options.pop("journal", False):
+            options["journal"] = folder / "journal"
+        sampler = RepeatSampler(PROMPTS, group_size=2, prompts_per_batch=3)
+        self.stream = RolloutStream(sampler, epochs=EPOCHS, max_staleness=4, **options)
+        self.weights = Weights()
+        self.checkpoint = Checkpoint(folder / "saved", stream=self.stream, policy=self.weights)
+
+    def event(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+    def run(self) -> list[int]:
+        step, stream, flying = self.checkpoint.load() or 0, self.stream, []
+        while not stream.ended:
+            for draws in stream.draws():
+                flying += list(draws.split(1))
+                self.event()
+            if flying:
+                row = flying.pop(self.dice.randrange(len(flying)))
+                row["next", "done"] = torch.tensor([True])
+                row["next", "reward"] = (row["rollout_id"] % 10007 * (row["group_id"] % 2)).double()
+                row["next", "policy_version"] = torch.tensor([stream.version])
+                stream.put(row)
+                self.event()
+            if (batch := stream.take()) is not None:
+                self.event()
+                self.weights.groups += dict.fromkeys(batch["group_id"].tolist())
+                step += 1
+                stream.version += 1
+                if step % self.every == 0 or stream.ended:
+                    self.checkpoint.save(step)
+                    self.event()
+        return self.weights.groups
+
+
+WORLDS = {
+    "a journal": {"journal": True},
+    "a journal, saved every fifth step": {"journal": True, "every": 5},
+    "no journal": {},
+    "no journal, saved every fifth step": {"every": 5},
+    "informative groups": {"journal": True, "every": 3, "informative": True},
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_saved_weights_have_trained_every_group_once(world, tmp_path):
+    for seed in range(4):
+        dice, trained = Random(seed), None
+        for kill_after in [*(dice.randint(1, 60) for _ in range(1 + seed)), 10**9]:
+            try:
+                trained = Life(tmp_path / str(seed), dice, kill_after, **WORLDS[world]).run()
+            except Killed:
+                continue
+        expected = (
+            range(1, EPOCHS * PROMPTS, 2) if "informative" in WORLDS[world] else range(EPOCHS * PROMPTS)
+        )
+        assert Counter(trained) == dict.fromkeys(expected, 1), seed
+
+
+def test_a_process_killed_while_it_saves_leaves_the_file_before(tmp_path, monkeypatch):
+    weights = Weights()
+    checkpoint = Checkpoint(tmp_path, policy=weights)
+    weights.groups = [1]
+    checkpoint.save(1)
+    weights.groups = [1, 2]
+
+    def killed(*args):
+        raise Killed
+
+    for name in ("fsync", "replace"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"headrace.pipeline.train.checkpoint.os.{name}", killed)
+            with pytest.raises(Killed):
+                checkpoint.save(2)
+        again = Weights()
+        assert Checkpoint(tmp_path, policy=again).load() == 1
+        assert again.groups == [1]
+
+
+def test_a_step_that_not_all_ranks_have_saved_is_not_loaded(tmp_path):
+    ranks = [Checkpoint(tmp_path, rank=rank, ranks=2, policy=Weights()) for rank in range(2)]
+    for checkpoint in ranks:
+        checkpoint.save(4)
+    ranks[0].save(5)
+    assert [checkpoint.load() for checkpoint in ranks] == [4, 4]
+    with pytest.raises(FileNotFoundError, match="must have step 5 of all 2 ranks; it has 4"):
+        ranks[0].load(5)
+
+
+def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
+    weights = Weights()
+    checkpoint = Checkpoint(tmp_path, keep=2, policy=weights)
+    for step in (3, 6, 9):
+        weights.groups = [step]
+        checkpoint.save(step)
+    assert checkpoint.load(6) == 6
+    assert weights.groups == [6]
+    with pytest.raises(FileNotFoundError, match="it has 6, 9"):
+        checkpoint.load(3)
+
+
+def test_weights_older_than_the_journal_are_refused(tmp_path):
+    def begin():
+        sampler = RepeatSampler(PROMPTS, group_size=1, prompts_per_batch=1)
+        stream = RolloutStream(sampler, journal=tmp_path / "journal")
+        return stream, Checkpoint(tmp_path / "saved", stream=stream)
+
+    stream, checkpoint = begin()
+    for step in (1, 2):
+        for row in stream.draws():
+            row["next", "done"] = torch.tensor([True])
+            stream.put(row)
+        assert stream.take() is not None
+        stream.version = step
+        checkpoint.save(step)
+    _, again = begin()
+    with pytest.raises(ValueError, match="Load the weights of step 2"):
+        again.load(1)
+    assert again.load() == 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"policy": 3}, "policy must have state_dict"),
+        ({"rank": 2, "ranks": 2}, "rank must be from 0 to ranks - 1"),
+    ],
+)
+def test_parts_and_ranks_are_checked(parts, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Checkpoint(tmp_path, **parts)
+
+
+def test_a_file_with_other_parts_is_refused(tmp_path):
+    Checkpoint(tmp_path, policy=Weights()).save(1)
+    with pytest.raises(ValueError, match="only one of both has optimizer"):
+        Checkpoint(tmp_path, policy=Weights(), optimizer=Weights()).load()
