@@ -376,7 +376,7 @@ def test_capacity_is_what_may_be_dispatched_and_trained_in_time():
     assert (assembler.capacity(), saved_plain(assembler, groups=2, max_staleness=1).capacity()) == (1, 1)
     assembler.version += 1
     assert assembler.capacity() == 3
-    with pytest.raises(ValueError, match="needs max_staleness and groups"):
+    with pytest.raises(ValueError, match="needs max_staleness or steps_ahead, with groups"):
         GroupAssembler(groups=2).capacity()
     with pytest.raises(BatchError, match="announced only once, before its first row; found 0"):
         assembler.announce(draw[:2])

@@ -86,6 +86,7 @@ WORLDS = {
 def test_the_saved_weights_have_trained_every_group_once(world, tmp_path):
     for seed in range(4):
         dice, trained = Random(seed), None
+        (tmp_path / str(seed)).mkdir()
         for kill_after in [*(dice.randint(1, 60) for _ in range(1 + seed)), 10**9]:
             try:
                 trained = Life(tmp_path / str(seed), dice, kill_after, **WORLDS[world]).run()

@@ -139,7 +139,6 @@ class Journal:
         """Create or replace the file with one event, atomically."""
         if self._close is not None:
             self._check_alone()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f"{self.path.name}.new")
         with open(new, "wb") as file:
             file.write(SCHEMA.serialize())
