@@ -279,6 +279,7 @@ class RayAssembler:
     pending = _number("pending", "Number of groups that were announced or have rows, and are not whole.")
     held = _number("held", "Number of rows of ready and pending groups.")
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
+    blocked_by = _number("blocked_by", "The groups that the next step waits for.")
     restored = _number("restored", "Whether it continues from a state.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")

@@ -173,6 +173,11 @@ class RolloutStream(OverSource):
         self.assembler.version = version
 
     @property
+    def blocked_by(self) -> list[str]:
+        """What the next step waits for (:attr:`GroupAssembler.blocked_by`)."""
+        return self.assembler.blocked_by
+
+    @property
     def counts(self) -> dict[str, int]:
         """Number of rows that left without being trained, by reason."""
         return self.assembler.counts | (self._filter.counts if self._filter else {})

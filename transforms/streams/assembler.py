@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +36,7 @@ from .limits import (
     may_refill,
     settle,
     stalled,
+    waiting_for,
     warn_of_endless,
 )
 from .lost import warn_of_lost
@@ -42,6 +44,7 @@ from .open_groups import Group, Key
 from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
 from .steps import waits_for, warn_of_no_slack
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
+from .waiting import Wait
 
 if TYPE_CHECKING:
     from .journal import Journal
@@ -96,7 +99,8 @@ class GroupAssembler(
             else drop it. ``refill`` it; after `max_refills` keep it if `min_rollouts` or `min_fraction` are
             set and reached, else drop it.
         timeout: puts after which a group that is not whole is too old; None: never. They count from its first
-            row or its announcement, whichever worker puts.
+            row or its announcement, whichever worker puts. While nothing is put and the trainer waits, the
+            time counts as puts at their usual rate.
         timeout_seconds: the same in seconds.
         on_timeout: for a group that is too old, with the values of `on_failure`.
         min_rollouts: ended rollouts that a group needs for ``keep`` and after ``refill``, ≥ 1.
@@ -228,6 +232,7 @@ class GroupAssembler(
         """Whether it continues from a journal or a state."""
         self.committed: int | None = None
         """The step of the last :meth:`commit`; None: there was none with a step."""
+        self._wait = Wait()
         self._begins = False  # it was restored, and nothing has happened since
         self._taken_back: list[Key] = []  # in this order, groups that were taken after the last commit
         self._wanted: int | None = None  # largest number of groups in the next batch, by want()
@@ -289,6 +294,15 @@ class GroupAssembler(
     def emitted(self) -> int:
         """Number of groups that were taken."""
         return self._stream.emitted
+
+    @property
+    def blocked_by(self) -> list[str]:
+        """The groups that the next step waits for, each with how old it is; empty if it may begin.
+
+        With ``on_stale="wait"`` also those for which it waits because they would be too old later.
+        """
+        with self._lock:
+            return waiting_for(self._awaited(self.groups or 1) or [], self._plan())
 
     @property
     def ages(self) -> dict[int, int]:
@@ -398,6 +412,7 @@ class GroupAssembler(
                 plan.piece = piece
             if len(batch):
                 self._kinds, self._found = kinds, found
+            self._wait.note_put(plan.now)
             self._carry_out(plan)
             warn_of_lost(plan)
             warn_of_endless(plan)
@@ -410,7 +425,7 @@ class GroupAssembler(
             worker: worker w of W, as :class:`headrace.pipeline.StampIds` numbers them; lists only its groups.
         """
         with self._lock:
-            return stalled(why, self._plan(), worker)
+            return stalled(why, self._plan(), self._awaited(self.groups or 1) or (), worker)
 
     def _plan(self) -> StreamPlan:
         """A plan without new rows."""
@@ -552,22 +567,26 @@ class GroupAssembler(
         with self._lock:
             self._begin()
             self._expire()
-            return self._hand_out(wanted, most)
+            batch = self._hand_out(wanted, most)
+            if wanted or most:
+                self._wait.look(self._now(), over=batch is not None, blocked_by=lambda: self.blocked_by)
+            return batch
 
-    def _expire(self) -> None:
-        """Give up groups that exceed `timeout_seconds` or `max_staleness`."""
+    def _expire(self, puts: int | None = None) -> None:
+        """Give up groups that exceed `timeout`, `timeout_seconds` or `max_staleness`."""
         stream, plan = self._stream, self._plan()
-        if self.timeout_seconds is not None:
+        if self.timeout_seconds is not None or self.timeout is not None:
+            plan.puts = plan.puts + self._wait.missed_puts(plan.now) if puts is None else puts
             settle(plan, self)
             if any(group.fate != "waits" for group in plan.groups.values()):
-                self._note("expire", plan.now)
-            self._carry_out(plan)
+                self._note("expire", plan.now, puts=plan.puts)
+                self._carry_out(plan)
         if self.max_staleness is not None and self.on_stale != "mask":
             oldest, refilled = self.version - self.max_staleness, []
             whole = (g for g in stream.whole_groups() if not self.waits or g.born < 0)
             stale = [g for g in whole if min(row.version for row in g.rows()) < oldest]
             if stale:
-                self._note("expire", plan.now)
+                self._note("expire", plan.now, puts=plan.puts)
             for group in stale:
                 if self.on_stale == "refill" and may_refill(group, self):
                     refilled.append((group, self.group_size or group.expected))
@@ -608,8 +627,11 @@ class GroupAssembler(
     def _awaited(self, size: int) -> list[Group] | None:
         """The groups that a step of `size` groups waits for; None: it may begin."""
         stream = self._stream
-        whole = (group for group in stream.whole_groups() if group.newest <= self.version)
-        return waits_for(stream.steps, whole, stream.waiting.values(), size, self)
+        if self.waits:
+            whole = (group for group in stream.whole_groups() if group.newest <= self.version)
+            return waits_for(stream.steps, whole, stream.waiting.values(), size, self)
+        missing = size - max(map(len, stream.ready.values()), default=0)
+        return list(islice(stream.waiting.values(), missing)) if missing > 0 else None
 
     def _joined(
         self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None

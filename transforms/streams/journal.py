@@ -206,7 +206,7 @@ class Journal:
         elif event == "announce":
             assembler.announce(from_plain(details["draws"]))
         elif event == "expire":
-            assembler._expire()
+            assembler._expire(details["puts"])
         elif event == "take":
             assembler._hand_out(details["wanted"], details["most"])
         elif event == "discard_batch":

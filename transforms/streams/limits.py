@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -152,6 +152,19 @@ def warn_of_endless(plan: StreamPlan) -> None:
         )
 
 
+def waiting_for(groups: Iterable[Group], plan: StreamPlan) -> list[str]:
+    """Describe groups, with the worker of each where rows say which it is."""
+    stream, found = plan.stream, []
+    for group in groups:
+        words = group.describe(plan.puts)
+        if stream.workers:  # rows are stamped: worker w of W runs the groups w, w + W, …
+            words += f", of worker {group.group % stream.workers}"
+        if group.born >= 0:
+            words += f", announced at step {group.born}; this is step {stream.steps.over}"
+        found.append(words)
+    return found
+
+
 def check_idle(plan: StreamPlan, options: Any) -> None:
     """Check how many puts have made no group whole, and how long a group has waited for its policy version.
 
@@ -179,12 +192,18 @@ def check_idle(plan: StreamPlan, options: Any) -> None:
         )
 
 
-def stalled(why: str, plan: StreamPlan, worker: tuple[int, int] | None = None) -> StalledError:
-    """Make an error that lists the oldest waiting groups, of all workers or one, and counts all rows."""
-    stream, waiting = plan.stream, list(plan.waiting())
+def stalled(
+    why: str, plan: StreamPlan, awaited: Iterable[Group] = (), worker: tuple[int, int] | None = None
+) -> StalledError:
+    """Make an error that lists waiting groups, of all workers or one, and counts all rows.
+
+    First those for which the next step waits, then the oldest.
+    """
+    stream, first = plan.stream, {group.key: group for group in awaited}
+    waiting = [*first.values(), *(group for group in plan.waiting() if group.key not in first)]
     if worker is not None:
         waiting = [group for group in waiting if group.group % worker[1] == worker[0]]
-    words = [group.describe(plan.puts) for group in waiting[:8]]
+    words = waiting_for(waiting[:8], plan)
     words += [""] * (len(waiting) - len(words))  # `listing` counts these
     rows = {"arrived": stream.received + plan.came}
     rows |= {"held": stream.held + plan.came - sum(plan.left.values())}

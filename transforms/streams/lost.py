@@ -31,6 +31,7 @@ def follow(plan: StreamPlan, row: Row, origin: Origin) -> bool:
     """
     if row.group != row.rollout // row.expected or row.group % origin.workers != origin.worker:
         return False  # not the numbering of StampIds, in which later rollouts have higher ids
+    plan.workers = origin.workers
     lane = row.partition, origin.worker, origin.environment
     before = plan.stream.lanes.get(lane, -1)
     plan.rollouts.setdefault(lane, {before})

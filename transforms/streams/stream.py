@@ -35,7 +35,7 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST, UND
 
 # The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
-TOTALS = ("received", "puts", "idle", "whole", "emitted", "lost", "lanes", "passed", "renamed")
+TOTALS = ("received", "puts", "idle", "whole", "emitted", "lost", "workers", "lanes", "passed", "renamed")
 OF_GROUP = (
     "partition",
     "group",
@@ -121,6 +121,8 @@ class StreamPlan:
     """The newest rollout of each environment that has started another one in this put."""
     moved: dict[Key, tuple[Row, Origin]] = field(default_factory=dict)
     """By partition and worker: a new row of a worker with an environment in `lanes`."""
+    workers: int = 0
+    """Number of workers, if rows say it."""
     passed: dict[Key, int] = field(default_factory=dict)
     """New values for :attr:`Stream.passed`."""
     lost: list[str] = field(default_factory=list)
@@ -217,6 +219,8 @@ class Stream:
         """Number of ended rollouts, and the most puts that one took from its first row to its last."""
         self.lost = 0
         """Number of lost rollouts."""
+        self.workers = 0
+        """Number of workers, if rows say it; else 0."""
         self.lanes: dict[Lane, int] = {}
         """The newest rollout of each environment with a row."""
         self.passed: dict[Key, int] = {}
@@ -250,6 +254,7 @@ class Stream:
             self._remember(partition, number, rollout)
         self.lost += len(plan.lost)
         self.lanes |= plan.lanes
+        self.workers = plan.workers or self.workers
         self.passed |= plan.passed
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
         self.received, self.puts = self.received + plan.came, plan.puts

@@ -1,0 +1,114 @@
+"""Every wait has a name, and a timeout goes on while the trainer waits and nothing is put."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.transforms import GroupAssembler, StreamWarning
+from headrace.transforms.table.schema import ORIGIN
+
+
+class Clock:
+    """Seconds of which the test says when they go by."""
+
+    def __init__(self, monkeypatch):
+        self.seconds = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def rows(*rollouts: int, workers: int = 0) -> TensorDict:
+    """An ended row for each of these rollouts, of groups of two."""
+    ids = {"group_id": [each // 2 for each in rollouts], "rollout_id": list(rollouts)}
+    batch = TensorDict(ids | {("next", "done"): [True] * len(rollouts)}, batch_size=[len(rollouts)])
+    if workers:
+        origins = [[0, each // 2 % workers, workers, 0, 1] for each in rollouts]
+        batch[ORIGIN] = torch.tensor(origins, dtype=torch.int32)
+    return batch
+
+
+def asked(assembler: GroupAssembler) -> list[str]:
+    """The warnings of an ask for a batch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StreamWarning)
+        assembler.take()
+    return [str(each.message) for each in caught]
+
+
+def test_a_long_wait_is_a_warning_that_names_the_groups_and_comes_again(clock):
+    assembler = GroupAssembler(groups=1, group_size=2)
+    assembler.put(rows(0, 1))
+    assert asked(assembler) == []
+    assembler.put(rows(2))
+    found = []
+    for second in range(60):
+        found += [(second, said) for said in asked(assembler)]
+        clock.seconds += 1
+    assert [second for second, _ in found] == [10, 20, 40]
+    assert "has waited 10 s for a batch; before at most 0 s. It waits for group 1 has 1 of 2" in found[0][1]
+    assembler.put(rows(3))
+    assert asked(assembler) == []
+    found = []
+    for second in range(250):  # four times the wait of 60 seconds
+        found += [second for _ in asked(assembler)]
+        clock.seconds += 1
+    assert found == [240]
+
+
+@pytest.mark.filterwarnings("ignore:the trainer has waited")
+def test_a_timeout_in_puts_goes_on_while_the_trainer_waits(clock):
+    """A put came every second. Then nothing is put, because nothing is dispatched before the next step."""
+    assembler = GroupAssembler(groups=1, group_size=2, timeout=30)
+    for rollout in range(2, 12):
+        clock.seconds += 1
+        assembler.put(rows(rollout))
+    assembler.put(rows(0))
+    for _ in range(5):
+        assert assembler.take() is not None
+    assert assembler.take() is None
+    clock.seconds += 20
+    assert assembler.take() is None
+    assert assembler.pending == 1
+    clock.seconds += 15
+    assert assembler.take() is None
+    assert (assembler.pending, assembler.counts["timeout"]) == (0, 1)
+
+
+def test_a_timeout_in_puts_stands_still_while_the_trainer_trains(clock):
+    assembler = GroupAssembler(groups=1, group_size=2, timeout=30)
+    for rollout in range(2, 12):
+        clock.seconds += 1
+        assembler.put(rows(rollout))
+    assembler.put(rows(0))
+    for _ in range(5):
+        clock.seconds += 100  # a step
+        assert assembler.take() is not None
+    assert assembler.pending == 1
+
+
+def test_the_groups_that_hold_up_a_step_are_named_with_their_workers_and_their_age():
+    options = {"groups": 1, "group_size": 2, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}
+    assembler = GroupAssembler(**options)
+    for group in range(2):
+        draw = rows(2 * group, 2 * group + 1)
+        assembler.announce(draw)
+    for number in (2, 3):
+        row = rows(number, workers=2)
+        row["version"] = torch.tensor([assembler.version])
+        assembler.put(row)
+    assert assembler.blocked_by == []
+    assert assembler.take()["group_id"].tolist() == [1, 1]
+    assembler.version = 1
+    (said,) = assembler.blocked_by
+    assert said.startswith("group 0 has 0 of 2 (no rows), ")
+    assert said.endswith(" puts old, of worker 0, announced at step 0; this is step 1")
+    assert assembler.take() is None
+    assert "Waiting: group 0 has 0 of 2" in str(assembler.stalled("It stands still"))

@@ -1,0 +1,61 @@
+"""How long the trainer waits for a batch: a warning names what it waits for, and timeouts go on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from headrace.transforms.table import StreamWarning, listing
+
+LONGER = 4  # warn of a wait that is longer than this many times the longest so far
+LEAST, FIRST = 10.0, 60.0  # seconds before the first warning; before the first batch it is the second number
+
+
+class Wait:
+    """The current wait, and the longest so far."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """The time at which the current wait began; None: there is none."""
+        self.longest = 0.0
+        """Seconds of the longest wait that is over."""
+        self._first, self._warn_after = True, 0.0
+        self._last_put: float | None = None
+        self._puts, self._seconds = 0, 0.0  # between puts
+
+    def look(self, now: float, *, over: bool, blocked_by: Callable[[], Sequence[str]]) -> None:
+        """Note that the trainer asked for a batch. Warn if it has waited too long, and at twice that again.
+
+        Args:
+            now: seconds.
+            over: it got one.
+            blocked_by: says what it waits for.
+        """
+        if over:
+            self.longest = max(self.longest, now - (now if self.since is None else self.since))
+            self.since, self._first = None, False
+        elif self.since is None:
+            self.since, least = now, FIRST if self._first else LEAST
+            self._warn_after = max(least, LONGER * self.longest)
+        elif (waited := now - self.since) >= self._warn_after:
+            self._warn_after = 2 * waited
+            found = listing(blocked_by()) or "no group: nothing is dispatched"
+            warnings.warn(
+                f"the trainer has waited {waited:.0f} s for a batch; before at most {self.longest:.0f} s. "
+                f"It waits for {found}. Check whether their workers hang. Set timeout or timeout_seconds, "
+                "and on_timeout, to go on without them",
+                StreamWarning,
+                stacklevel=4,
+            )
+
+    def note_put(self, now: float) -> None:
+        """Note a put, for the usual time between two."""
+        if self._last_put is not None:
+            self._puts, self._seconds = self._puts + 1, self._seconds + now - self._last_put
+        self._last_put = now
+
+    def missed_puts(self, now: float) -> int:
+        """How many puts would have come, at their usual rate, while the trainer waits and none comes."""
+        if self.since is None or self._last_put is None or not self._seconds:
+            return 0
+        return int((now - max(self.since, self._last_put)) * self._puts / self._seconds)
