@@ -118,6 +118,15 @@ def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
     assembler.discard_batch()
 
 
+def needs_reset(source: Any) -> bool:
+    """Whether a collector has rollouts with ids of before its state was loaded; workers do not say it."""
+    if not hasattr(source, "reset"):
+        return False
+    chain = getattr(getattr(source, "env", None), "transform", None)
+    every = getattr(chain, "transforms", [chain])  # of a Compose
+    return hasattr(source, "num_workers") or any(getattr(each, "needs_reset", False) for each in every)
+
+
 class OverSource:
     """Base of iterators over a source. Other attributes are those of the source: weights, shutdown, …"""
 
@@ -162,6 +171,8 @@ class OverSource:
         self.load_own_state(state)
         if has_state:
             self.source.load_state_dict(state["source"])
+            if needs_reset(self.source):
+                self.source.reset()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "source":  # not set yet while an object is copied

@@ -144,6 +144,9 @@ class StampIds(Transform):
         self.prompt_key = nested_key(prompt_key)
         self.group_key, self.rollout_key, self.expected_key = keys
         self._mask: Tensor | None = None  # the rows of the current reset
+        self.needs_reset = False
+        """Whether a state was loaded while rollouts were running, which have ids of before."""
+        self._started = 0  # rollouts in this process
         self._restart(dispatched=0)
 
     def _restart(self, dispatched: int) -> None:
@@ -189,6 +192,12 @@ class StampIds(Transform):
         return self._dispatch(tensordict_reset, tensordict.get("_reset", None))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if self.needs_reset:
+            raise ValueError(
+                f"{self!r} got a state after its environment was reset, so the running rollouts have ids "
+                "that were used before. Call reset() of the collector after load_state_dict, as assembled() "
+                "does; or load the state of the environment before you construct the collector"
+            )
         for key in self.out_keys:
             ids = require(tensordict, key, reader=type(self).__name__, option="stamped when it was reset")
             if key == ORIGIN:
@@ -229,6 +238,7 @@ class StampIds(Transform):
         fresh = mask.cpu().reshape(count, -1).any(-1).nonzero().flatten()
         new = torch.arange(self._dispatched, self._dispatched + len(fresh))
         self._check_prompts(rows, fresh.tolist())
+        self.needs_reset &= len(fresh) < count
         same = len(self._numbers) == count
         numbers = self._numbers.clone() if same else torch.full((count,), -1)
         stepped = self._stepped.clone() if same else torch.zeros(count, dtype=torch.bool)
@@ -238,7 +248,7 @@ class StampIds(Transform):
         steps = self._steps.clone() if same else torch.zeros(count, dtype=torch.int32)
         numbers[fresh], stepped[fresh], steps[fresh] = new, False, 0
         self._numbers, self._stepped, self._steps = numbers, stepped, steps
-        self._dispatched += len(fresh)
+        self._dispatched, self._started = self._dispatched + len(fresh), self._started + len(fresh)
         parts = Origin(steps, self.worker, self.workers, torch.arange(count), count)
         origin = torch.stack([torch.as_tensor(part, dtype=torch.int32).expand(count) for part in parts], 1)
         for key, ids in (*self._columns(numbers).items(), (ORIGIN, origin)):
@@ -301,7 +311,7 @@ class StampIds(Transform):
         prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
         found, last = [], self._prompt
         for number, (row, prompt) in enumerate(zip(fresh, prompts, strict=True), start=self._dispatched):
-            if number % self.repeats and prompt != last:
+            if number % self.repeats and last is not None and prompt != last:
                 group = int(self._columns(torch.tensor([number]))[self.group_key])
                 found.append(f"row {row} of group {group} has {first_difference(prompt, last)}")
             last = prompt
@@ -327,12 +337,18 @@ class StampIds(Transform):
     def set_extra_state(self, state: dict[str, int]) -> None:
         """Continue with the next group. Unfinished rollouts of the saved environment are lost.
 
+        If the environment was reset before, which a collector does when it is constructed, it must be reset
+        again before its next step.
+
         Raises:
             ValueError: the state has other options, with which ids would be used twice.
         """
         if {name: state.get(name) for name in self._shape()} != self._shape():
             raise ValueError(f"the state must have the same options ({self._shape()}); got {state}")
-        self._restart(-(-state["dispatched"] // self.repeats) * self.repeats)
+        self.needs_reset = self._dispatched > 0
+        first = -(-state["dispatched"] // self.repeats) * self.repeats
+        # The environment repeats its last prompt for the rest of a group, whose first rollouts are lost.
+        self._restart(first + self._started % self.repeats)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe_options(self)})"

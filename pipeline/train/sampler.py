@@ -95,6 +95,7 @@ class RepeatSampler(Sampler[int]):
             )
         self._groups, self._batches, self._places = self._share()
         self.epoch, self.position = 0, 0
+        self._has_drawn = False
         self._made_for: tuple[int, int] | None = None  # seed and epoch of the cached permutation
         self._made: list[int] = []
 
@@ -118,7 +119,7 @@ class RepeatSampler(Sampler[int]):
         while self.epoch == epoch:  # all iterators share the sampler's position
             indices, place = self._indices(), self.position
             # Advanced before the yield, so the index counts even if the iterator ends here.
-            self.position += 1
+            self.position, self._has_drawn = self.position + 1, True
             if self.position == len(indices):
                 self.epoch, self.position = self.epoch + 1, 0
             yield indices[place]
@@ -210,9 +211,16 @@ class RepeatSampler(Sampler[int]):
         """Continue from a state.
 
         Raises:
-            ValueError: the state is of a sampler with other options, so that ids would repeat.
+            ValueError: the state is of a sampler with other options, so that ids would repeat; or this
+                sampler has drawn prompts already, which are under way with ids of their own.
         """
         other = {name: state.get(name) for name, value in self._shape().items() if state.get(name) != value}
         if other or not 0 <= state["position"] < len(self) or state["epoch"] < 0:
             raise ValueError(f"the state must be of a sampler like this one ({self._shape()}); got {state}")
+        if self._has_drawn and (self.epoch, self.position) != (state["epoch"], state["position"]):
+            raise ValueError(
+                "load the state before anything draws from this sampler, for example before you construct "
+                f"the collector, which resets its environment; it is at epoch {self.epoch}, position "
+                f"{self.position}, and the state at epoch {state['epoch']}, position {state['position']}"
+            )
         self.epoch, self.position = state["epoch"], state["position"]

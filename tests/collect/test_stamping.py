@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import quick_starts
 from quizzes import QuizEnv, collect, make_quiz, quiz_makers
 from saving import as_saved
 from tensordict import TensorDict
-from torchrl.collectors import MultiSyncCollector
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 from torchrl.envs.transforms import Compose, Transform
 
@@ -201,6 +205,55 @@ def test_rows_of_a_collector_make_complete_groups(slots):
 def test_rows_of_workers_make_complete_groups():
     collector = MultiSyncCollector(quiz_makers(2), frames_per_batch=24, total_frames=24 * 5)
     assert check_groups(assembled(collector, GroupAssembler(), patience=60)) > 12
+
+
+class Zeros(torch.nn.Module):
+    """A policy with a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, query):
+        return query * self.weight.detach()
+
+
+def collected(env) -> Collector:
+    policy = TensorDictModule(Zeros(), in_keys=["query"], out_keys=["action"])
+    options = {"total_frames": 360, "auto_register_policy_transforms": False}
+    return Collector(env, policy, frames_per_batch=12, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.* rollouts were lost")
+@pytest.mark.parametrize("slots", [None, 3])
+@pytest.mark.parametrize("order", ["the stream", "the environment before", "environment and assembler"])
+def test_a_collector_goes_on_with_ids_that_were_never_used_in_any_order_of_loading(slots, order):
+    """A collector resets its environment when it is constructed, before a state can be loaded."""
+    env = make_quiz(slots=slots)
+    stream = assembled(collected(env), GroupAssembler(groups=2), patience=60)
+    before = list(islice(stream, 3))
+    state, of_env = as_saved(stream.state_dict()), as_saved(env.state_dict())
+    other = make_quiz(slots=slots)
+    if order != "the stream":
+        other.load_state_dict(of_env)
+    again = assembled(collected(other), GroupAssembler(groups=2), patience=60)
+    if order == "environment and assembler":
+        again.load_own_state(state)
+    else:
+        again.load_state_dict(state)
+    after = list(islice(again, 3))
+    assert check_groups([*before, *after]) == 12
+    assert {reason for reason, number in again.assembler.counts.items() if number} <= {"lost"}
+
+
+def test_a_state_that_is_loaded_while_rollouts_run_asks_for_a_reset():
+    env = make_quiz(slots=3)
+    state = env.state_dict()
+    rows = env.reset()
+    env.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"Call reset\(\) of the collector after load_state_dict"):
+        env.step(rows.set("action", torch.zeros(3, 1)))
+    env.step(env.reset().set("action", torch.zeros(3, 1)))
 
 
 def test_workers_with_equal_ids_are_refused_with_what_numbers_them():
