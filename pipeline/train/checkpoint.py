@@ -30,7 +30,8 @@ class Checkpoint:
     Args:
         folder: is made if it does not exist.
         keep: number of saved steps to keep, ≥ 1; older ones are deleted.
-        rank, ranks: of this process; None: those of :mod:`torch.distributed`, or of a process alone.
+        rank: of this process; None: that of :mod:`torch.distributed`, or 0.
+        ranks: number of ranks; None: that of :mod:`torch.distributed`, or 1.
         stream: a :class:`RolloutStream`, which is committed; or another object with a state.
         states: by name, objects with ``state_dict`` and ``load_state_dict``: policy, optimizer, pipeline, …
 

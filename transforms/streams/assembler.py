@@ -112,7 +112,7 @@ class GroupAssembler(
         max_staleness: largest number of policy versions that a row may be behind `version` when it is
             taken; None: any.
         on_stale: for `max_staleness`, what keeps older rows from being trained. ``wait``: a step waits for
-            slow groups before these are too old, and none is dropped (:mod:`.steps`). Ages count steps,
+            slow groups before these are too old, and none is dropped (docs/streams.md). Ages count steps,
             whatever numbers the versions have. It needs `groups`, the number that a step trains over all
             takers. Groups that were not announced are dropped if a row is older. ``drop`` the group. ``mask``
             the row: it leaves the loss and stays in the statistics, as with :class:`SampleFilter`.
