@@ -7,7 +7,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import count
 from typing import Any, Literal, NamedTuple
+from uuid import uuid4
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -37,6 +39,7 @@ from .workers import WorkerWatch
 LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
 # Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
 MANY_CALLS = {"num_cpus": 0, "max_concurrency": 1_000_000}
+GONE = 60.0  # seconds after which groups that were not fetched go to a taker that begins
 MOST_PARTS = 16  # largest number of parts of one put
 LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
 STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
@@ -102,9 +105,10 @@ class RayAssembler:
         remote = ray.remote(**{**MANY_CALLS, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
         self._store: Any = None  # the RowStore of this process's node
+        self._taker = ""  # names this process, as one that takes
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": None}
+        return self.__dict__ | {"_store": None, "_taker": ""}
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the actor. Raises the actor's own exception, not Ray's wrapper."""
@@ -219,14 +223,14 @@ class RayAssembler:
     def _listen(
         self, writers: Writers, patience: float | None, worker_patience: float | None, leftovers: Leftovers
     ) -> Iterator[TensorDictBase]:
-        self._ask("watch", patience, worker_patience)
+        self._ask("watch", patience, worker_patience, self._name())
         puts, heard = 0, time.monotonic()
         while True:
             writers.look()  # before taking, so that the last puts of ended writers are taken
-            groups, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING)
+            handed, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING, self._name())
             for warning in self._ask("warned"):
                 warnings.warn(warning, stacklevel=2)
-            batch = self._fetch(groups)
+            batch = self._fetch(handed)
             if batch is not None or now > puts:
                 puts, heard = now, time.monotonic()
             if batch is not None:  # yield whole groups before raising any error
@@ -245,15 +249,24 @@ class RayAssembler:
 
     def take(self, n: int | None = None) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take`: None while there are too few groups."""
-        return self._fetch(self._ask("take", n, 0.0)[0])
+        return self._fetch(self._ask("take", n, 0.0, self._name())[0])
 
     def take_rest(self) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take_rest`."""
-        return self._fetch(self._ask("call", "take_rest"))
+        return self._fetch(self._ask("take_rest", self._name()))
 
-    def _fetch(self, groups: StoredGroups | None) -> TensorDictBase | None:
-        """Fetch the rows of groups from Ray's object store."""
-        return None if groups is None else groups.join(_ray().get(groups.references), self._local)
+    def _name(self) -> str:
+        self._taker = self._taker or uuid4().hex
+        return self._taker
+
+    def _fetch(self, handed: tuple[int, StoredGroups] | None) -> TensorDictBase | None:
+        """Fetch the rows of groups from Ray's object store, and tell the actor that they are here."""
+        if handed is None:
+            return None
+        ticket, groups = handed
+        batch = groups.join(_ray().get(groups.references), self._local)
+        self._actor.confirm.remote(ticket)
+        return batch
 
     def discard_batch(self) -> int:
         """As :meth:`GroupAssembler.discard_batch`."""
@@ -424,6 +437,15 @@ def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBa
     return parts, places
 
 
+class Handed(NamedTuple):
+    """Groups that a taker has not confirmed."""
+
+    taker: str
+    at: float
+    """Seconds on the clock of the actor."""
+    groups: StoredGroups
+
+
 class TableAssembler(GroupAssembler):
     """A GroupAssembler that holds only the columns it reads, and references to the stored rows."""
 
@@ -475,9 +497,17 @@ class AssemblerActor:
         self.silent: StalledError | None = None  # one worker is silent while others send rows
         self.warnings: list[Warning] = []  # to be shown in the trainer's process
         self.workers = WorkerWatch(None, None)
+        self.handed: dict[int, Handed] = {}
+        self.tickets = count()
+        self.returned: list[int] = []  # of takers that are gone
+        self.saved: StoredGroups | None = None  # of the last state
 
-    async def watch(self, patience: float | None, worker_patience: float | None) -> None:
-        """Start to watch the workers for silence."""
+    async def watch(self, patience: float | None, worker_patience: float | None, taker: str) -> None:
+        """Start to watch the workers for silence. What others have not fetched goes to this taker."""
+        old = time.monotonic() - GONE
+        for ticket, handed in self.handed.items():
+            if handed.taker != taker and handed.at < old and ticket not in self.returned:
+                self.returned.append(ticket)
         self.workers.patience, self.workers.worker_patience = patience, worker_patience
         self.workers.begin()
 
@@ -524,13 +554,50 @@ class AssemblerActor:
             except StalledError as err:  # about another worker: raised only in the trainer
                 self.silent = err
 
-    async def take(self, n: int | None, patience: float) -> tuple[StoredGroups | None, int]:
-        """Take groups, if there are enough in time. Also returns the number of puts."""
+    async def take(
+        self, n: int | None, patience: float, taker: str
+    ) -> tuple[tuple[int, StoredGroups] | None, int]:
+        """Take groups, if there are enough in time. Also returns the number of puts.
+
+        The references are held until :meth:`confirm`. If this taker asks again before, it gets them again.
+        """
         async with self.changed:
+            if (again := self._handed_before(taker)) is not None:
+                return again, self.puts
             taken: list[StoredGroups] = []
             await self._until(lambda: self._take_into(taken, n), patience)
             self.changed.notify_all()
-            return (taken[0] if taken else None), self.puts
+            return self._hand_over(taken[0] if taken else None, taker), self.puts
+
+    async def take_rest(self, taker: str) -> tuple[int, StoredGroups] | None:
+        """As :meth:`GroupAssembler.take_rest`."""
+        async with self.changed:
+            self.changed.notify_all()
+            groups: Any = None
+            if (again := self._handed_before(taker)) is None:
+                groups = self.assembler.take_rest()
+            return again or self._hand_over(groups, taker)
+
+    def _handed_before(self, taker: str) -> tuple[int, StoredGroups] | None:
+        """Groups that this taker has not fetched, or one that is gone."""
+        mine = (ticket for ticket, handed in self.handed.items() if handed.taker == taker)
+        ticket = self.returned.pop(0) if self.returned else next(mine, None)
+        if ticket is None or ticket not in self.handed:
+            return None
+        groups = self.handed[ticket].groups
+        self.handed[ticket] = Handed(taker, time.monotonic(), groups)
+        return ticket, groups
+
+    def _hand_over(self, groups: StoredGroups | None, taker: str) -> tuple[int, StoredGroups] | None:
+        if groups is None:
+            return None
+        ticket = next(self.tickets)
+        self.handed[ticket] = Handed(taker, time.monotonic(), groups)
+        return ticket, groups
+
+    async def confirm(self, ticket: int) -> None:
+        """The taker has fetched the rows: their references need not be held any more."""
+        self.handed.pop(ticket, None)
 
     async def warned(self) -> list[Warning]:
         """The warnings since the last call."""
@@ -576,8 +643,9 @@ class AssemblerActor:
         async with self.changed:
             pieces = self.assembler._stream.pieces
             places = [(piece, arrival) for piece in pieces for arrival in piece.place]
-            groups = self.assembler._joined(places, {}, None) if places else None
-            return self.assembler.state_dict(), groups
+            # Held until the next state, for the caller fetches them later.
+            self.saved = self.assembler._joined(places, {}, None) if places else None
+            return self.assembler.state_dict(), self.saved
 
     async def load(
         self,
