@@ -106,9 +106,10 @@ class RayAssembler:
         self._actor = remote.remote(self.max_ready, options)
         self._store: Any = None  # the RowStore of this process's node
         self._taker = ""  # names this process, as one that takes
+        self._fetched: list[int] = []  # tickets that the actor is told of with the next question
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": None, "_taker": ""}
+        return self.__dict__ | {"_store": None, "_taker": "", "_fetched": []}
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the actor. Raises the actor's own exception, not Ray's wrapper."""
@@ -223,11 +224,12 @@ class RayAssembler:
     def _listen(
         self, writers: Writers, patience: float | None, worker_patience: float | None, leftovers: Leftovers
     ) -> Iterator[TensorDictBase]:
-        self._ask("watch", patience, worker_patience, self._name())
+        self._ask("watch", patience, worker_patience, *self._taker_and_tickets())
         puts, heard = 0, time.monotonic()
         while True:
             writers.look()  # before taking, so that the last puts of ended writers are taken
-            handed, now = self._ask("take", None, 0.0 if writers.are_over else LISTENING, self._name())
+            listening = 0.0 if writers.are_over else LISTENING
+            handed, now = self._ask("take", None, listening, *self._taker_and_tickets())
             for warning in self._ask("warned"):
                 warnings.warn(warning, stacklevel=2)
             batch = self._fetch(handed)
@@ -249,15 +251,17 @@ class RayAssembler:
 
     def take(self, n: int | None = None) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take`: None while there are too few groups."""
-        return self._fetch(self._ask("take", n, 0.0, self._name())[0])
+        return self._fetch(self._ask("take", n, 0.0, *self._taker_and_tickets())[0])
 
     def take_rest(self) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take_rest`."""
-        return self._fetch(self._ask("take_rest", self._name()))
+        return self._fetch(self._ask("take_rest", *self._taker_and_tickets()))
 
-    def _name(self) -> str:
+    def _taker_and_tickets(self) -> tuple[str, list[int]]:
+        """Who asks, and what it has fetched. A call of its own might come after the question."""
         self._taker = self._taker or uuid4().hex
-        return self._taker
+        fetched, self._fetched = self._fetched, []
+        return self._taker, fetched
 
     def _fetch(self, handed: tuple[int, StoredGroups] | None) -> TensorDictBase | None:
         """Fetch the rows of groups from Ray's object store, and tell the actor that they are here."""
@@ -265,7 +269,8 @@ class RayAssembler:
             return None
         ticket, groups = handed
         batch = groups.join(_ray().get(groups.references), self._local)
-        self._actor.confirm.remote(ticket)
+        self._fetched.append(ticket)
+        self._actor.confirm.remote([ticket])
         return batch
 
     def discard_batch(self) -> int:
@@ -294,6 +299,7 @@ class RayAssembler:
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
     blocked_by = _number("blocked_by", "The groups that the next step waits for.")
     restored = _number("restored", "Whether it continues from a state.")
+    lost_groups = _number("lost_groups", "Number of groups that left without being taken, by reason.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")
 
@@ -502,8 +508,11 @@ class AssemblerActor:
         self.returned: list[int] = []  # of takers that are gone
         self.saved: StoredGroups | None = None  # of the last state
 
-    async def watch(self, patience: float | None, worker_patience: float | None, taker: str) -> None:
+    async def watch(
+        self, patience: float | None, worker_patience: float | None, taker: str, fetched: Sequence[int]
+    ) -> None:
         """Start to watch the workers for silence. What others have not fetched goes to this taker."""
+        await self.confirm(fetched)
         old = time.monotonic() - GONE
         for ticket, handed in self.handed.items():
             if handed.taker != taker and handed.at < old and ticket not in self.returned:
@@ -555,12 +564,13 @@ class AssemblerActor:
                 self.silent = err
 
     async def take(
-        self, n: int | None, patience: float, taker: str
+        self, n: int | None, patience: float, taker: str, fetched: Sequence[int]
     ) -> tuple[tuple[int, StoredGroups] | None, int]:
         """Take groups, if there are enough in time. Also returns the number of puts.
 
         The references are held until :meth:`confirm`. If this taker asks again before, it gets them again.
         """
+        await self.confirm(fetched)
         async with self.changed:
             if (again := self._handed_before(taker)) is not None:
                 return again, self.puts
@@ -569,8 +579,9 @@ class AssemblerActor:
             self.changed.notify_all()
             return self._hand_over(taken[0] if taken else None, taker), self.puts
 
-    async def take_rest(self, taker: str) -> tuple[int, StoredGroups] | None:
+    async def take_rest(self, taker: str, fetched: Sequence[int]) -> tuple[int, StoredGroups] | None:
         """As :meth:`GroupAssembler.take_rest`."""
+        await self.confirm(fetched)
         async with self.changed:
             self.changed.notify_all()
             groups: Any = None
@@ -595,9 +606,10 @@ class AssemblerActor:
         self.handed[ticket] = Handed(taker, time.monotonic(), groups)
         return ticket, groups
 
-    async def confirm(self, ticket: int) -> None:
+    async def confirm(self, tickets: Sequence[int]) -> None:
         """The taker has fetched the rows: their references need not be held any more."""
-        self.handed.pop(ticket, None)
+        for ticket in tickets:
+            self.handed.pop(ticket, None)
 
     async def warned(self) -> list[Warning]:
         """The warnings since the last call."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+
+from headrace.transforms.table import as_ids, labels_of
 
 from .assembling import check_patience, wait_until
 
@@ -82,9 +85,19 @@ class Pacing:
         self._lost: list[TensorDictBase] = []
         self._rest: Any = None
         self._skips = False
+        self._lock = threading.Lock()  # several threads may dispatch
 
     def now(self) -> TensorDictBase | None:
         """The next draws, which are announced. None: there is no room, or nothing more."""
+        with self._lock:
+            return self._now()
+
+    @property
+    def begun(self) -> bool:
+        """Whether it was asked for draws."""
+        return self._draws is not None
+
+    def _now(self) -> TensorDictBase | None:
         if self._draws is None:
             self._draws = self._begin()
         if self._lost:
@@ -93,7 +106,8 @@ class Pacing:
         if draw is None or not len(draw):
             return draw
         assembler = self.assembler
-        ids = draw.get(assembler.group_key).reshape(-1)
+        key = assembler.group_key
+        ids = as_ids(labels_of(draw, key) or draw.get(key), "group_id")
         groups = list(dict.fromkeys(ids.tolist()))
         self.wanted, largest = len(groups), int(ids.unique(return_counts=True)[1].max())
         idle = assembler.pending == 0  # read before the capacity, which can only grow meanwhile

@@ -126,17 +126,22 @@ class RolloutStream(OverSource):
 
     @property
     def ended(self) -> bool:
-        """Whether the data has ended, and every group has left."""
+        """Whether the data has ended, and no batch is left."""
         assembler = self.assembler
-        held = assembler.pending + assembler.ready + (self._filter.ready if self._filter else 0)
-        return self._pacing.ended and not held
+        if not self._pacing.ended or assembler.pending:
+            return False
+        held = assembler.ready + (self._filter.ready if self._filter else 0)
+        return held < (1 if self.leftovers == "yield" else assembler.groups or 1)
 
     def take(self) -> TensorDictBase | None:
         """The next batch; None while there is none. At the end, the last groups, however few.
 
         Raises:
             StalledError: too few groups are informative.
+            BatchError: at the end, groups are left over, under ``leftovers="raise"``.
         """
+        if self.ended and self.assembler.ready:
+            list(rest_of(self.assembler, self.leftovers))  # drops them, or raises
         last = self._pacing.ended and self.assembler.pending == 0 and self.leftovers == "yield"
         if self._filter is None:
             batch = self.assembler.take()
@@ -202,6 +207,8 @@ class RolloutStream(OverSource):
             ValueError: the journal does not belong to the weights; or the state has other options.
         """
         assembler = self.assembler
+        if self._pacing.begun:
+            raise ValueError("load the state before draws() is asked: rollouts of before would be lost")
         if assembler.journal is None:
             assembler.load_state_dict(state["assembler"])
         else:

@@ -67,6 +67,8 @@ class Checkpoint:
         self.ranks = ranks if ranks is not None else dist.get_world_size() if shared else 1
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to ranks - 1; got rank={self.rank}, ranks={self.ranks}")
+        if self.ranks > 1 and keep < 2:
+            raise ValueError("several ranks need keep ≥ 2, because one may be killed before it has saved")
         self.stream, self.states = stream, states | ({"stream": stream} if stream is not None else {})
         for name, part in self.states.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
@@ -96,13 +98,15 @@ class Checkpoint:
             os.fsync(folder)
         finally:
             os.close(folder)
+        if self.ranks > 1 and dist.is_available() and dist.is_initialized():
+            dist.barrier()  # a stream is committed once all ranks have this step
         if hasattr(self.stream, "commit"):
             self.stream.commit(step)
         for old in sorted(self._own_steps())[: -self.keep]:
             self._path(old).unlink()
 
     def load(self, step: int | None = None) -> int | None:
-        """Restore all parts, before anything is dispatched.
+        """Restore all parts, before anything is dispatched. Newer files of this rank are deleted.
 
         Args:
             step: the step to go on from; None: the newest that every rank has saved.
@@ -111,7 +115,7 @@ class Checkpoint:
             The step; None if there is none.
 
         Raises:
-            FileNotFoundError: this step was not saved, or not by all ranks.
+            FileNotFoundError: this step was not saved, or not by all ranks; or there is none of all ranks.
             ValueError: the file has other parts; or the stream refuses its state, for example because its
                 journal was committed for newer weights.
         """
@@ -124,6 +128,10 @@ class Checkpoint:
                 f"{self.folder} must have step {step} of all {self.ranks} ranks; it has {found}"
             )
         if step is None:
+            if own := sorted(self._own_steps()):
+                raise FileNotFoundError(
+                    f"{self.folder} must have a step of all {self.ranks} ranks; this rank has {own}"
+                )
             return None
         state = torch.load(self._path(step), map_location="cpu", weights_only=True)
         if odd := state.keys() ^ self.states.keys():
@@ -133,6 +141,9 @@ class Checkpoint:
             )
         for name, part in self.states.items():
             part.load_state_dict(state[name])
+        for newer in self._own_steps():
+            if newer > step:  # of a run that ends here
+                self._path(newer).unlink()
         return step
 
     def _path(self, step: int) -> Path:

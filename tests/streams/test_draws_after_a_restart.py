@@ -233,3 +233,44 @@ def test_a_rollout_that_arrived_in_part_gets_a_new_id_and_its_rows_are_surplus(t
     ends["next", "done"] = torch.tensor([True, True])
     again.put(ends)
     assert len(again.take()) == 2
+
+
+def test_after_a_restart_with_older_weights_nothing_is_too_old(tmp_path):
+    """What was announced after their step is drawn again, when there is room."""
+    options = {"groups": 1, "group_size": 1, "max_staleness": 1, "steps_ahead": 0, "version_key": "version"}
+
+    def rows(draw, version):
+        draw["version"] = torch.full((len(draw),), version)
+        draw["next", "done"] = torch.ones(len(draw), dtype=torch.bool)
+        return draw
+
+    first = GroupAssembler(**options, journal=tmp_path / "journal")
+    draws = paced(RepeatSampler(9, group_size=1), first)
+    for _ in range(5):
+        first.put(rows(next(draws), first.version))
+        assert first.take() is not None
+        first.version += 1
+    again = GroupAssembler(**options, journal=tmp_path / "journal")  # no weights were saved
+    draws, trained = paced(RepeatSampler(9, group_size=1), again), []
+    assert (again.version, again.capacity(), again.ready) == (0, 0, 1)
+    for _ in range(9):
+        if not again.ready:
+            again.put(rows(next(draws), again.version))
+        trained += again.take()["group_id"].tolist()
+        again.version += 1
+    assert trained == list(range(9))
+    assert max(again.ages) == 0
+    assert again.counts["undone"] == 4
+
+
+def test_groups_that_leave_without_a_row_are_counted():
+    assembler = GroupAssembler(groups=1, group_size=1, timeout=2, max_pending_groups=3)
+    ids = lambda *numbers: TensorDict({"group_id": [*numbers], "rollout_id": [*numbers]}, [len(numbers)])  # noqa: E731
+    assembler.announce(ids(0))
+    for number in range(1, 4):
+        row = ids(number)
+        row["next", "done"] = torch.tensor([True])
+        assembler.put(row)
+    assembler.announce(ids(5, 6, 7, 8))
+    assembler.discard_batch()
+    assert assembler.lost_groups == {"timeout": 1, "evicted": 1, "unfinished": 6}

@@ -134,10 +134,11 @@ def test_older_steps_are_kept_and_loaded_on_request(tmp_path):
     for step in (3, 6, 9):
         weights.groups = [step]
         checkpoint.save(step)
-    assert checkpoint.load(6) == 6
-    assert weights.groups == [6]
     with pytest.raises(FileNotFoundError, match="it has 6, 9"):
         checkpoint.load(3)
+    assert checkpoint.load(6) == 6
+    assert weights.groups == [6]
+    assert checkpoint.load() == 6  # the step after it is of a run that has ended here
 
 
 def test_weights_older_than_the_journal_are_refused(tmp_path):

@@ -247,7 +247,7 @@ class GroupAssembler(
 
             self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
             self._journal.replay(self)
-            self.restored = self._begins = self._stream.puts > 0 or bool(self._stream.waiting)
+            self._begins = self.restored
 
     # -- counts -------------------------------------------------------------------------------------
 
@@ -289,6 +289,11 @@ class GroupAssembler(
     def counts(self) -> dict[str, int]:
         """Number of rows that left without being taken, by reason."""
         return dict(self._stream.counts)
+
+    @property
+    def lost_groups(self) -> dict[str, int]:
+        """Number of groups that left without being taken, by reason; also those without rows."""
+        return {reason: number for reason, number in self._stream.lost_groups.items() if number}
 
     @property
     def emitted(self) -> int:
@@ -561,6 +566,8 @@ class GroupAssembler(
                 steps.take([group], aged=self.max_staleness is not None)
             stream.close([group])
             stream.emitted += 1
+        if more and self.groups is not None:
+            steps.taken = self.groups  # the weights have it, so it is complete, whatever was rejected
         self._taken_back, self.committed = [], self.committed if step is None else step
 
     def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
@@ -581,6 +588,7 @@ class GroupAssembler(
             if any(group.fate != "waits" for group in plan.groups.values()):
                 self._note("expire", plan.now, puts=plan.puts)
                 self._carry_out(plan)
+                self._wait.note_missed(plan.now)
         if self.max_staleness is not None and self.on_stale != "mask":
             oldest, refilled = self.version - self.max_staleness, []
             whole = (g for g in stream.whole_groups() if not self.waits or g.born < 0)
@@ -695,6 +703,8 @@ class GroupAssembler(
 
         Dispatch them again, and do not announce them. A rollout of which rows had arrived gets a new id, and
         its rows leave as ``surplus``. A second call returns nothing. :func:`headrace.pipeline.paced` does it.
+        Groups that were announced after the step of the loaded weights are as if they never had been: draw
+        them again (:meth:`never_announced`).
 
         Returns:
             Rows of the announcements: prompts and ids.
@@ -732,7 +742,7 @@ class GroupAssembler(
         if self._begins:
             self._begins, self._taken_back = False, []
             self._note("begin")
-            self._stream.begin(None if self.max_staleness is None else self.version)
+            self._stream.begin(None if self.max_staleness is None else self.version, self.rollout_key)
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -774,7 +784,9 @@ class GroupAssembler(
                 )
             self._go_on(state, self._now(), piece, kinds)
             self.restored = True
-            self._stream.begin(None)  # a state is as old as the weights that were saved with it
+            self._stream.begin(
+                None, self.rollout_key
+            )  # a state is as old as the weights that were saved with it
             if self._journal is not None:
                 self._journal.begin_anew(self)
 

@@ -175,6 +175,7 @@ class Journal:
         self._open()
         version = 0
         for offset, event, details in self._events():
+            assembler.restored |= event != "open"
             self.replaying, self._seconds = details, details["clock"]
             assembler._version = details["version"]
             try:
@@ -216,7 +217,9 @@ class Journal:
         elif event == "step":
             assembler._pass_step(over=details["over"])
         elif event == "begin":
-            assembler._stream.begin(None if assembler.max_staleness is None else details["version"])
+            assembler._taken_back = []
+            version = None if assembler.max_staleness is None else details["version"]
+            assembler._stream.begin(version, assembler.rollout_key)
         elif event == "unfinished":
             assembler._stream.unfinished(assembler.rollout_key)
         elif event == "state":
@@ -235,11 +238,11 @@ class Journal:
 
     def _take_back(self, assembler: Any) -> None:
         """Hold the groups again that were taken since the last commit, and undo the steps since then."""
-        stream, assembler._taken_back = assembler._stream, [group.key for group in self._taken]
+        stream = assembler._stream
+        if self._taken:  # else it was opened, and died before anything happened: as it was
+            assembler._taken_back = [group.key for group in self._taken]
         stream.take_back(self._taken)
         stream.steps, self._taken = Steps.from_plain(self._steps), []
-        for group in (*stream.waiting.values(), *stream.whole_groups()):
-            group.born = min(group.born, stream.steps.over)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         if options != self._options:

@@ -58,6 +58,8 @@ class Steps:
     def begin(self, version: int) -> None:
         """The policy has this version from now on."""
         known = [each for each in self.began if each[0] <= version and (self.over or self.ages)]
+        if [step for _, step in known[-2:]] == [self.over, self.over]:
+            del known[-1]  # of the versions of one step, the first and the last are enough
         if not known or known[-1][0] < version:
             known.append((version, self.over))
         self.began = known[-MOST_VERSIONS:]
@@ -68,7 +70,7 @@ class Steps:
         if after == len(self.began):
             return self.over
         later, step = self.began[after]
-        return step - (1 if after else later - version)
+        return max(step - 1, self.began[after - 1][1]) if after else step - (later - version)
 
     def oldest(self, group: Group) -> int:
         """The step of its oldest row."""

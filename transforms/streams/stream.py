@@ -35,7 +35,19 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST, UND
 
 # The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
-TOTALS = ("received", "puts", "idle", "whole", "emitted", "lost", "workers", "lanes", "passed", "renamed")
+TOTALS = (
+    "received",
+    "puts",
+    "idle",
+    "whole",
+    "emitted",
+    "lost",
+    "workers",
+    "lanes",
+    "passed",
+    "renamed",
+    "lost_groups",
+)
 OF_GROUP = (
     "partition",
     "group",
@@ -201,6 +213,8 @@ class Stream:
         """Ids of rollouts that left after all their rows had arrived, by partition."""
         self.counts = dict.fromkeys(REASONS, 0)
         """Number of rows that left, by reason."""
+        self.lost_groups: dict[str, int] = {}
+        """Number of groups that left without being taken, also those without rows, by reason."""
         self.received = self.held = 0
         """Number of rows that arrived, and that are held."""
         self.puts = self.idle = 0
@@ -240,6 +254,7 @@ class Stream:
             self.homes.update(((group.partition, number), key) for number in group.came)
             self._age(group, plan.puts)
             if group.fate == "closed":
+                self._count_lost(group.reason)
                 gone += self._close(group, awaited=group.reason not in (FAILED, LOST))
             elif group.fate == "refilled":
                 self._refill(group, group.missing, plan)
@@ -264,13 +279,19 @@ class Stream:
         self._let_go(gone)
 
     def close(self, groups: Iterable[Group], reason: str = "") -> int:
-        """Close groups and return their number of rows. Count the rows under `reason`, if it is given."""
+        """Close groups and return their number of rows. Count both under `reason`, if it is given."""
+        groups = list(groups)
+        if reason:
+            self._count_lost(reason, len(groups))
         gone = [row for group in groups for row in self._close(group)]
         self.held -= len(gone)
         if reason:
             self.counts[reason] += len(gone)
         self._let_go(gone)
         return len(gone)
+
+    def _count_lost(self, reason: str, groups: int = 1) -> None:
+        self.lost_groups[reason] = self.lost_groups.get(reason, 0) + groups
 
     def take_back(self, groups: Iterable[Group]) -> None:
         """Hold groups again that were taken."""
@@ -307,10 +328,17 @@ class Stream:
         held = key in self.waiting or key in self.ready.get(partition, ())
         return held or group in self.closed_groups[partition]
 
-    def begin(self, version: int | None) -> None:
-        """Go on after a restart with weights of this version; None: versions are not read."""
+    def begin(self, version: int | None, key: NestedKey) -> None:
+        """Go on after a restart.
+
+        Args:
+            version: of the weights; None: no row can be newer.
+            key: of the rollout ids.
+        """
         if version is not None:
-            self.undo(version)
+            self.undo(version, key)
+        for group in (*self.waiting.values(), *self.whole_groups()):
+            group.born = min(group.born, self.steps.over)
         self.owed = {group.key for group in self.waiting.values() if group.draw is not None}
 
     def unfinished(self, key: NestedKey) -> list[TensorDictBase]:
@@ -344,9 +372,16 @@ class Stream:
         self.renamed += sum(fresh for _, _, fresh in again)
         return found
 
-    def undo(self, version: int) -> None:
-        """Drop the rollouts with rows of newer versions: those weights are gone. They are owed again."""
+    def undo(self, version: int, key: NestedKey) -> None:
+        """Drop the rollouts with rows of newer versions: those weights are gone. They are owed again.
+
+        Groups that were announced after the step of these weights are as if they never had been: dispatched
+        all at once, they could not be trained in time.
+        """
         for group in [*self.waiting.values(), *self.whole_groups()]:
+            if group.draw is not None and group.born > self.steps.over:
+                self._forget(group, key)
+                continue
             newer = [
                 number
                 for number, rollout in group.rollouts.items()
@@ -358,9 +393,26 @@ class Stream:
                 if group.is_ready:
                     self._no_longer_ready(group)
                     group.order, self.waiting[group.key] = -1, group
-                group.have -= sum(group.rollouts[number].ended for number in newer)
-                group.lost -= sum(group.rollouts[number].failed for number in newer)
                 self.drop(group, newer, UNDONE)
+                group.have = sum(rollout.ended for rollout in group.rollouts.values())
+                group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
+
+    def _forget(self, group: Group, key: NestedKey) -> None:
+        """Make a group one that was never announced, with rows that are undone."""
+        gone: list[Row] = group.rows()
+        if group.is_ready:
+            self._no_longer_ready(group)
+        else:
+            del self.waiting[group.key]
+        draw, partition = cast(Draw, group.draw), group.partition
+        drawn = numbers(draw.rows, key)
+        for number in {*group.rollouts, *(drawn[row] for row in draw.at)}:
+            for known in (self.open, self.homes, self.gone):
+                known.pop((partition, number), None)
+            self.closed_rollouts[partition].remove(number)
+        self.held -= len(gone)
+        self.counts[UNDONE] += len(gone)
+        self._let_go(gone)
 
     def drop(self, group: Group, rollouts: Collection[int], reason: str) -> None:
         """Drop rollouts of a waiting group. Others take their place, so their further rows are surplus."""
@@ -368,6 +420,7 @@ class Stream:
         for number in rollouts:
             rollout = group.rollouts.pop(number)
             gone += rollout.rows.values()
+            rollout.lost |= reason == UNDONE  # not counted as surplus, if a row comes after all
             self._remember(group.partition, number, rollout)
         self.held -= len(gone)
         self.counts[reason] += len(gone)

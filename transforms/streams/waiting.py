@@ -54,6 +54,10 @@ class Wait:
             self._puts, self._seconds = self._puts + 1, self._seconds + now - self._last_put
         self._last_put = now
 
+    def note_missed(self, now: float) -> None:
+        """The missed puts until now were counted."""
+        self._last_put = now
+
     def missed_puts(self, now: float) -> int:
         """How many puts would have come, at their usual rate, while the trainer waits and none comes."""
         if self.since is None or self._last_put is None or not self._seconds:
