@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.pipeline import RepeatSampler, RolloutStream
-from headrace.transforms import StalledError, StreamWarning
+from headrace.transforms import BatchError, StalledError, StreamWarning
 
 PROMPTS = 12
 
@@ -148,3 +148,44 @@ def test_ranks_share_the_prompts_of_each_batch():
             found += in_one_thread(RolloutStream(sampler(rank=rank, ranks=3), epochs=1), Random(rank))
     assert Counter(chain.from_iterable(found)) == dict.fromkeys(range(PROMPTS), 1)
     assert {len(batch) for batch in found} == {1}
+
+
+@pytest.mark.parametrize("leftovers", ["drop", "raise"])
+def test_groups_that_are_too_few_for_a_batch_end_the_stream_as_leftovers_says(leftovers):
+    stream = RolloutStream(
+        RepeatSampler(4, group_size=2, prompts_per_batch=1), groups=3, epochs=1, leftovers=leftovers
+    )
+    if leftovers == "raise":
+        with pytest.raises(BatchError, match="1 whole groups are left over"):
+            in_one_thread(stream, Random(0))
+    else:
+        assert [len(batch) for batch in in_one_thread(stream, Random(0))] == [3]
+        assert stream.counts["unfinished"] == 2
+
+
+def test_several_threads_may_dispatch():
+    stream = RolloutStream(sampler(), epochs=4, max_staleness=4, steps_ahead=2, patience=60)
+
+    def work():
+        for draws in stream.draws(wait=True):
+            for row in rows_of(draws, stream.version):
+                stream.put(row)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    found = []
+    for batch in stream:
+        found += groups_of(batch)
+        stream.version += 1
+    for worker in workers:
+        worker.join(60)
+    assert Counter(found) == dict.fromkeys(range(4 * PROMPTS), 1)
+
+
+def test_a_state_is_refused_once_draws_were_asked_for():
+    stream = RolloutStream(sampler())
+    state = stream.state_dict()
+    list(stream.draws())
+    with pytest.raises(ValueError, match=r"before draws\(\) is asked"):
+        stream.load_state_dict(state)

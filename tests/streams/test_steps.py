@@ -195,3 +195,13 @@ def test_versions_map_to_the_last_step_at_which_they_were_the_newest():
         steps.end()
         steps.begin(version)
     assert [steps.of(version) for version in (8, 10, 11, 12, 13, 14)] == [-2, 1, 1, 3, 4, 4]
+
+
+def test_many_versions_within_a_step_are_known_by_the_first_and_the_last():
+    steps = Steps()
+    steps.ages[0] = 1
+    for version in range(1, 200):
+        steps.begin(version)
+    steps.end()
+    steps.begin(200)
+    assert [steps.of(version) for version in (0, 1, 100, 199, 200)] == [0, 0, 0, 0, 1]
