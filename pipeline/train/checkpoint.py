@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from headrace.transforms.carry import write_whole
 from headrace.transforms.table.options import at_least, takes_options
 
 NAME = "step_{step:010d}.rank{rank}of{ranks}.pt"
@@ -86,18 +88,8 @@ class Checkpoint:
         Raises:
             OSError: the file could not be written. The earlier ones are as they were.
         """
-        path = self._path(at_least("step", step, 0))
-        new = path.with_suffix(".new")
-        with new.open("wb") as file:
-            torch.save({name: part.state_dict() for name, part in self.states.items()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        state = {name: part.state_dict() for name, part in self.states.items()}
+        write_whole(self._path(at_least("step", step, 0)), partial(torch.save, state), durable=True)
         if self.ranks > 1 and dist.is_available() and dist.is_initialized():
             dist.barrier()  # a stream is committed once all ranks have this step
         if hasattr(self.stream, "commit"):

@@ -110,7 +110,7 @@ def test_a_process_killed_while_it_saves_leaves_the_file_before(tmp_path, monkey
 
     for name in ("fsync", "replace"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"headrace.pipeline.train.checkpoint.os.{name}", killed)
+            patch.setattr(f"headrace.transforms.carry.whole_files.os.{name}", killed)
             with pytest.raises(Killed):
                 checkpoint.save(2)
         again = Weights()

@@ -23,7 +23,7 @@ INNER = {
     *("AGREE", "Draws", "FAILED", "FailedStep", "FittedColumn", "FittedTable", "LENGTH", "REWARD"),
     *("TrainingDisplay", "as_html", "asked_line", "certify", "compared_values", "differs", "has_reward"),
     *("history_table", "json_text", "plain_page", "policy", "prompt_label", "quarter_means", "read_failed"),
-    *("report_columns", "said_of_failed", "show_pipeline", "write_whole"),
+    *("report_columns", "said_of_failed", "show_pipeline"),
 }
 
 SHOWN = (  # in this order

@@ -30,7 +30,7 @@ from pyarrow import ipc
 from tensordict import TensorDict
 from torch import Tensor
 
-from headrace.transforms.carry import from_plain
+from headrace.transforms.carry import from_plain, write_whole
 from headrace.transforms.table import BatchError, StreamWarning
 
 from .open_groups import Group
@@ -139,18 +139,12 @@ class Journal:
         """Create or replace the file with one event, atomically."""
         if self._close is not None:
             self._check_alone()
-        new = self.path.with_name(f"{self.path.name}.new")
-        with open(new, "wb") as file:
-            file.write(SCHEMA.serialize())
-            file.write(_record(event, details))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+
+        def write(path: Path) -> None:
+            with path.open("wb") as file:
+                file.writelines([SCHEMA.serialize(), _record(event, details)])
+
+        write_whole(self.path, write, durable=True)
         self._open()
 
     def _open(self) -> None:

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from headrace.pipeline.composing.compose import compose_config
 from headrace.pipeline.load import ConfigError
-from headrace.pipeline.tools.report import write_whole
 from headrace.pipeline.wording import printable
+from headrace.transforms.carry import write_whole
 
 from .readers import Source, SourceError, open_source
 

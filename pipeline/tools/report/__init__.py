@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .advice import LENGTH, Advice, Advisory, Symptom, advise, symptoms, unchecked, verdict
     from .comparison import Comparison
     from .display import REWARD, TrainingDisplay, history_table
-    from .dump import report_table, write_dump, write_whole
+    from .dump import report_table, write_dump
     from .failed_steps import FAILED, FailedStep, read_failed
     from .folder import ReportFolder, said_of_failed
     from .groups import compared_values, differs, has_reward
@@ -82,7 +82,6 @@ __all__ = [
     "verdict",
     "write_dump",
     "write_page",
-    "write_whole",
 ]
 
 __getattr__, __dir__ = lazy(__name__, __all__)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from headrace.transforms.carry import write_whole
 from headrace.transforms.table.options import takes_options
 
 from .page_schema import PageLevel, shown_as
 from .step import StepReport
 from .valid_json import json_text
-
-log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 ROW_GROUP = 256  # rows; a reader that looks for texts has one row group in memory at a time
@@ -155,26 +153,3 @@ def _lines(table: pa.Table) -> Iterator[str]:
                 known["rewards"] = [value if math.isfinite(value) else None for value in known["rewards"]]
             line = {"schema": SCHEMA_VERSION, **known}
             yield json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a temporary file beside `path`, and rename it, so that half a file is never read.
-
-    Args:
-        path: of the file; its folder must exist. A file that is there is replaced.
-        write: writes the file that it is given the path of; what it raises leaves `path` as it was.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_whole(Path(folder) / "a.txt", lambda file: file.write_text("all of it"))
-        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
-        [('a.txt', 'all of it')]
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-        log.debug("%s is written", path)
-    finally:
-        temporary.unlink(missing_ok=True)

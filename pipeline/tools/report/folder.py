@@ -16,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from headrace.installed import versions
 from headrace.pipeline.composing.compose import ConfigError
 from headrace.pipeline.wording import printable
+from headrace.transforms.carry import write_whole
 from headrace.transforms.table import listing
 from headrace.transforms.table.options import at_least, takes_options, within
 
 from .advice import Advice, Advisory, History, Setup, advice_at, numbers_read
-from .dump import write_dump, write_whole
+from .dump import write_dump
 from .failed_steps import FAILED, FailedStep, read_failed
 from .html import write_page
 from .over_steps import totals_over

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.pipeline.wording import printable
+from headrace.transforms.carry import write_whole
 
-from .dump import write_whole
 from .page_schema import PageData, check_keys
 
 PAGE = files("headrace.pipeline.tools.report") / "page"
