@@ -6,10 +6,8 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty
-from signal import SIGTERM
 from typing import Any, Literal
 
 from tensordict import TensorDict, TensorDictBase
@@ -18,7 +16,8 @@ from headrace.transforms import BatchError, GroupAssembler, StalledError
 from headrace.transforms.table import listing
 from headrace.transforms.table.options import above_zero, takes_options
 
-from .reading import END, Reader, reads_ahead
+from .bounded_calls import BoundedCalls
+from .reading import END, Reader, in_step, reads_ahead
 from .workers import WorkerWatch
 
 POLL = 0.05  # seconds between two checks of a condition
@@ -43,6 +42,11 @@ def assembled(
     collector. ``state_dict`` holds the state of the assembler and of the source. If the source raises, the
     error gets a note that lists the waiting groups.
 
+    TorchRL waits without a limit until each worker has answered an update of the weights. Here the wait ends
+    when a worker has died, and at the latest after `worker_patience`. This also holds for the other calls
+    that workers answer, such as ``state_dict``. If a MultiSyncCollector or MultiAsyncCollector is the source,
+    its own methods have these limits, too, and its workers are ended when Python ends.
+
     Args:
         source: a collector, or another iterable of batches of rows. It may yield None while it has no rows.
         assembler: makes groups of the rows.
@@ -52,14 +56,18 @@ def assembled(
             thread, so that no batch is lost (:class:`Reader`).
         worker_patience: seconds after which a worker without rows raises, while another worker sends rows
             repeatedly. Needs the rows of :class:`StampIds`, which hold their worker. None: ten times the
-            longest pause of any worker so far, at least `patience`.
+            longest pause of any worker so far, at least `patience`. A batch of a MultiSyncCollector has rows
+            of each worker, so this is also the limit for the batch. It is also the number of seconds that a
+            worker may take to answer a call. For this, None means: `patience`, or without it 600 s. An update
+            of a large model can take minutes, and NCCL waits as long.
         leftovers: for whole groups that are too few for a batch when the source ends: ``yield`` them,
             ``drop`` them, or ``raise``. Dropped rows and rows of incomplete groups are counted as
             ``unfinished``.
 
     Raises:
         StalledError: while iterating: the source ended without a batch; the source or a worker was silent for
-            too long; or as :meth:`GroupAssembler.put`.
+            too long; or as :meth:`GroupAssembler.put`. In a call: a worker has not answered.
+        RuntimeError: while iterating, or in a call: a worker process has died.
         BatchError: while iterating: as :meth:`GroupAssembler.put`; or groups are left over, under ``raise``.
         ValueError: an option has an invalid value.
 
@@ -152,8 +160,8 @@ class OverSource:
                 "stream.own_state() or assembler.state_dict(). After a restart the rollouts in progress are "
                 "lost: set the timeout of the assembler, which closes their groups"
             )
-        own = self.own_state()
-        return own | ({"source": self.source.state_dict()} if hasattr(self.source, "state_dict") else {})
+        own, has_state = self.own_state(), hasattr(self.source, "state_dict")
+        return own | ({"source": self._of_source("state_dict")()} if has_state else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -170,14 +178,18 @@ class OverSource:
             )
         self.load_own_state(state)
         if has_state:
-            self.source.load_state_dict(state["source"])
+            self._of_source("load_state_dict")(state["source"])
             if needs_reset(self.source):
-                self.source.reset()
+                self._of_source("reset")()
+
+    def _of_source(self, name: str) -> Any:
+        """An attribute of the source."""
+        return getattr(self.source, name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "source":  # not set yet while an object is copied
+        if name.startswith("__") or name in ("source", "_calls", "_rows"):  # not set yet in a copy
             raise AttributeError(name)
-        return getattr(self.source, name)
+        return self._of_source(name)
 
 
 @dataclass(eq=False, repr=False)
@@ -193,6 +205,11 @@ class Assembled(OverSource):
     def __post_init__(self) -> None:
         workers = getattr(self.source, "num_workers", 0)
         self._watch = WorkerWatch(self.patience, self.worker_patience, workers)
+        patience = self.patience if self.worker_patience is None else self.worker_patience
+        self._calls = BoundedCalls(self.source, self.assembler, self._watch, patience)
+        given = [each for each in (self.patience, self.worker_patience) if each is not None]
+        # A collector whose batches have rows of all workers is silent as long as one of them is.
+        self._silence = min(given, default=None) if in_step(self.source) else self.patience
         self._reader: Reader | None = None
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -205,7 +222,7 @@ class Assembled(OverSource):
             piece = self._next(pieces)
             if piece is END:
                 break
-            if piece is None and self.patience is not None:
+            if piece is None and self._silence is not None:
                 continue
             # Count None as a put, so that max_idle ends a source that yields None forever.
             self.assembler.put(TensorDict({}, batch_size=[0]) if piece is None else piece)
@@ -218,25 +235,19 @@ class Assembled(OverSource):
             return next(pieces, END)
         except StalledError:
             raise
-        except Exception as error:  # from the source: add a note with the waiting groups
-            err, ended = error, ended_workers(self.source)
-            # After a worker has failed, TorchRL raises a ValueError about a closed process instead.
-            if ended and isinstance(error, ValueError):
-                err = RuntimeError(f"At least one process failed: {listing(ended)}")
-            if hasattr(err, "add_note"):  # Python 3.11
-                words = f"The source has failed.{where_errors_are(self.source)}"
-                err.add_note(str(self.assembler.stalled(words)))
-            if err is error:
-                raise
-            raise err from error
+        except Exception as error:
+            if (named := self._calls.named(error)) is not error:
+                raise named from error
+            self._calls.noted(error)
+            raise
 
     def _pieces(self) -> Iterator[TensorDictBase | None]:
         """Read the source.
 
         Raises:
-            StalledError: the source was silent for `patience` seconds, or a worker for too long.
+            StalledError: the source was silent for too long, or a worker.
         """
-        if self.patience is None and not reads_ahead(self.source):
+        if self._silence is None and not reads_ahead(self.source):
             for piece in self.source:
                 yield piece
                 self._watch.check(self.assembler)
@@ -244,7 +255,7 @@ class Assembled(OverSource):
         if self._reader is None or self._reader.is_over:
             self._reader = Reader(self.source)
             weakref.finalize(self, self._reader.close)
-        reader, left = self._reader, self.patience
+        reader, left = self._reader, self._silence
         while left is None or left > 0:
             # Also while batches are queued: at most one per worker is, so this finds no false silence.
             self._watch.check(self.assembler)
@@ -258,11 +269,18 @@ class Assembled(OverSource):
             if piece is END:
                 return
             silent = piece is None or piece is _NOTHING
-            left = self.patience if not silent or left is None else left - waited
+            left = self._silence if not silent or left is None else left - waited
             if piece is not _NOTHING:
                 yield piece
-        words = f"The source has been silent for {self.patience:g} s.{where_errors_are(self.source)}"
-        raise self.assembler.stalled(words)
+        waiting = self._calls.workers.without_rows()
+        who = f": no rows of {listing([f'worker {worker}' for worker in waiting])}" if waiting else ""
+        raise self.assembler.stalled(
+            f"The source has been silent for {self._silence:g} s{who}.{self._calls.workers.hint}",
+            worker=self._watch.numbered(waiting),
+        )
+
+    def _of_source(self, name: str) -> Any:
+        return self._calls.bounded(name, getattr(self.source, name))
 
     def own_state(self) -> dict[str, Any]:
         """The state of the assembler."""
@@ -274,18 +292,3 @@ class Assembled(OverSource):
 
 
 _NOTHING = object()  # no batch arrived in time
-
-
-def where_errors_are(source: Any) -> str:
-    """A hint where to find the errors of a collector's worker processes, which TorchRL does not pass on."""
-    return " The errors of its workers are on stderr, above" if hasattr(source, "procs") else ""
-
-
-def ended_workers(source: Any) -> list[str]:
-    """Describe the worker processes of a collector that ended with an error."""
-    ended = []
-    for number, process in enumerate(getattr(source, "procs", ())):
-        with suppress(ValueError):  # raised for a process that the collector has closed
-            if process.exitcode not in (None, 0, -SIGTERM):  # SIGTERM is from the collector
-                ended.append(f"worker {number} (exit code {process.exitcode})")
-    return ended

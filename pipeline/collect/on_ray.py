@@ -27,7 +27,7 @@ from headrace.transforms.streams import (
     kinds_of,
     narrowed,
 )
-from headrace.transforms.table import enter_rows, labels_in_errors
+from headrace.transforms.table import enter_rows, labels_in_errors, listing
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.schema import ORIGIN, has_key
 from headrace.transforms.table.tensordicts import device_of, number_column, take_rows
@@ -203,7 +203,8 @@ class RayAssembler:
 
         Args:
             writers: the object that ``.remote()`` returned, for each task that puts rows. It shows whether
-                the task has ended or died. Without writers, only your loop or `patience` ends the iteration.
+                the task has ended or died, and errors name the task by its position, from 0. Without writers,
+                only your loop or `patience` ends the iteration.
             patience: seconds without a put after which this raises; None: never.
             worker_patience: as for :func:`assembled`: seconds after which a worker without rows raises, while
                 another worker puts rows repeatedly.
@@ -239,7 +240,8 @@ class RayAssembler:
                 yield batch
                 heard = time.monotonic()
             elif writers.lost is not None:
-                lost = f"{writers.failed} of {len(writers.tasks)} writers lost"
+                lost = f"{len(writers.failed)} of {len(writers.tasks)} writers lost: "
+                lost += listing([f"writer {number}" for number in writers.failed])
                 lost += f" ({type(writers.lost).__name__}: {writers.lost})"
                 why = f"{lost}. Set on_lost='go_on' to continue without them"
                 raise self.stalled(why) from writers.lost
@@ -362,7 +364,9 @@ class Writers:
 
     def __init__(self, tasks: Sequence[Any], go_on: bool):
         self.tasks, self.go_on = list(tasks), go_on
-        self.open, self.failed = list(tasks), 0
+        self.open = list(tasks)
+        self.failed: list[int] = []
+        """The positions of lost writers among the tasks."""
         self.lost: BaseException | None = None
         """The error of a lost writer, if it ends the iteration."""
 
@@ -381,8 +385,8 @@ class Writers:
             try:
                 ray.get(task)
             except ray.exceptions.RayError as err:
-                self.failed += 1
-                if not self.go_on or self.failed == len(self.tasks):
+                self.failed.append(self.tasks.index(task))
+                if not self.go_on or len(self.failed) == len(self.tasks):
                     self.lost = getattr(err, "cause", None) or err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -17,6 +18,11 @@ def reads_ahead(source: Any) -> bool:
     """Whether a source is TorchRL's MultiAsyncCollector. Nobody has one where its module is not imported."""
     collectors = sys.modules.get("torchrl.collectors")
     return collectors is not None and isinstance(source, collectors.MultiAsyncCollector)
+
+
+def in_step(source: Any) -> bool:
+    """Whether each batch of a source has rows of all worker processes, as those of a MultiSyncCollector."""
+    return hasattr(source, "queue_out") and not reads_ahead(source)
 
 
 class Reader:
@@ -118,3 +124,42 @@ class HeldPipe:
         if name == "pipe":  # not set yet while an object is copied
             raise AttributeError(name)
         return getattr(self.pipe, name)
+
+
+class HeardQueue:
+    """The queue of rows of a collector with worker processes. Counts the batches of each worker.
+
+    Args:
+        queue: the collector's queue.
+        workers: number of workers.
+        in_step: whether each batch of the collector has rows of each worker.
+    """
+
+    def __init__(self, queue: Any, workers: int, in_step: bool):
+        self.queue, self._in_step = queue, in_step
+        self._batches = [0] * workers
+
+    @classmethod
+    def of(cls, collector: Any) -> HeardQueue:
+        """The queue of a collector, which counts from now on."""
+        if not isinstance(collector.queue_out, cls):
+            collector.queue_out = cls(collector.queue_out, collector.num_workers, in_step(collector))
+        return collector.queue_out
+
+    def get(self, *args: Any, **options: Any) -> Any:
+        """Get a message of a worker."""
+        message = self.queue.get(*args, **options)
+        said, number = message
+        if isinstance(number, int):  # else the worker says that it has paused
+            self._batches[said[1] if isinstance(said, tuple) else said] += 1
+        return message
+
+    def without_rows(self) -> list[int]:
+        """The numbers of the workers without rows for the batch that is waited for."""
+        fewest = min(self._batches) if self._in_step else math.inf
+        return [worker for worker, batches in enumerate(self._batches) if batches <= fewest]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "queue":  # not set yet while an object is copied
+            raise AttributeError(name)
+        return getattr(self.queue, name)

@@ -84,11 +84,14 @@ class RolloutStream(OverSource):
         self.patience, self.leftovers = patience, leftovers
         self._pacing = Pacing(sampler, self.assembler, self._is_over)
         rows = source if source is not None else ()
-        assembled_rows = assembled(
+        self._rows = assembled(
             rows, self.assembler, patience=patience, worker_patience=worker_patience, leftovers=leftovers
         )
-        self._filter = self._filtered(assembled_rows, informative, max_batches)
-        self._batches = assembled_rows if self._filter is None else self._filter
+        self._filter = self._filtered(self._rows, informative, max_batches)
+        self._batches = self._rows if self._filter is None else self._filter
+
+    def _of_source(self, name: str) -> Any:
+        return self._rows._of_source(name)
 
     def _filtered(self, rows: Any, stages: bool | Stages, max_batches: int) -> Informative | None:
         if stages is False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,12 @@ class WorkerWatch:
                     "environment hangs. If it is only slow, raise worker_patience",
                     worker=(worker, self._numbered),
                 )
+
+    def numbered(self, workers: Sequence[int]) -> tuple[int, int] | None:
+        """One worker and the number of workers, as the ids of its groups are numbered; None: not known."""
+        if len(workers) == 1 and 0 < self._numbered == self.workers:
+            return workers[0], self._numbered
+        return None
 
     def _limit(self, heard: Heard) -> float:
         if self.worker_patience is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import quick_starts
 from quizzes import quiz_makers
-from torchrl.collectors import MultiAsyncCollector, _runner
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector, _runner
 from turns import hang
 
 from headrace.pipeline import assembled
@@ -34,10 +34,10 @@ def made_by_one_that_waits_less(make):
     return make()
 
 
-def collector(**troubles):
+def collector(kind=MultiAsyncCollector, **troubles):
     makers = quiz_makers(2, troubles={int(name[1:]): trouble for name, trouble in troubles.items()})
     makers = [functools.partial(made_by_one_that_waits_less, make) for make in makers]
-    return MultiAsyncCollector(makers, frames_per_batch=12, total_frames=-1)
+    return kind(makers, frames_per_batch=12, total_frames=-1)
 
 
 def close(source) -> None:
@@ -105,6 +105,16 @@ def test_a_hanging_worker_is_named_despite_surplus_rows():
     try:
         with pytest.raises(StalledError, match=r"worker 1 .*silent for"):
             train_slowly(assembled(source, GroupAssembler(), worker_patience=2.0))
+    finally:
+        close(source)
+
+
+def test_a_hanging_worker_is_named_though_each_batch_has_rows_of_all():
+    """Without `patience`: its collector is silent with it."""
+    source = collector(MultiSyncCollector, w0=functools.partial(hang, at=6))
+    try:
+        with pytest.raises(StalledError, match=r"silent for 1.5 s: no rows of worker 0\..*Waiting: group"):
+            list(assembled(source, GroupAssembler(), worker_patience=1.5))
     finally:
         close(source)
 

@@ -1,0 +1,237 @@
+"""Calls of a source end in bounded time: a worker that has died or does not answer is named."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from processes import quick_starts
+
+from headrace.pipeline import RepeatSampler, RolloutStream, assembled, informative
+from headrace.transforms import GroupAssembler, StalledError
+
+torchrl, slow = pytest.mark.torchrl, pytest.mark.slow
+PATIENCE = 0.5  # seconds
+SAID = "worker 1 has not answered {}"
+
+
+# -- worker processes -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def collecting(kind: str, worker_patience: float = 30.0) -> Iterator[Any]:
+    """What assembles the rows of a collector of two workers, and its batches, of which one was read."""
+    from torchrl import collectors
+    from turns import OneAction, makers
+
+    with quick_starts():
+        collector = getattr(collectors, kind)(
+            makers(2),
+            OneAction(),
+            frames_per_batch=24,
+            total_frames=-1,
+            auto_register_policy_transforms=False,
+        )
+    try:
+        stream, batches = (
+            assembled(collector, GroupAssembler(), worker_patience=worker_patience),
+            iter(collector),
+        )
+        stream.assembler.put(next(batches))
+        yield stream, batches
+    finally:
+        for process in collector.procs:
+            with contextlib.suppress(ValueError):  # it is closed
+                process.kill()  # TorchRL would wait for one that is stopped
+        collector.shutdown(raise_on_error=False)
+
+
+@torchrl
+@slow
+@pytest.mark.parametrize("kind", ["MultiSyncCollector", "MultiAsyncCollector"])
+def test_a_dead_worker_is_named_by_an_update_of_the_collector_itself(kind):
+    """Its end is seen, not waited for."""
+    with collecting(kind) as (stream, _):
+        stream.procs[1].kill()
+        stream.procs[1].join()
+        with pytest.raises(RuntimeError, match=r"worker 1 \(exit code -9\)") as caught:
+            stream.source.update_policy_weights_()
+        if hasattr(caught.value, "add_note"):  # Python 3.11
+            (note,) = caught.value.__notes__
+            assert "on stderr, above. Waiting: group" in note
+        with pytest.raises(RuntimeError, match=r"worker 1 \(exit code -9\)"):
+            stream.getattr_env("batch_size")
+
+
+@torchrl
+@slow
+def test_a_worker_that_another_signal_ended_is_named_by_an_update():
+    """Also SIGTERM, by which the collector ends workers itself."""
+    with collecting("MultiSyncCollector") as (stream, _):
+        stream.procs[0].terminate()
+        stream.procs[0].join()
+        with pytest.raises(RuntimeError, match=r"worker 0 \(exit code -15\)"):
+            stream.update_policy_weights_()
+
+
+@torchrl
+@slow
+def test_a_stopped_worker_is_named_by_each_call_and_may_continue():
+    calls: dict[str, Callable[[Any], Any]] = {
+        "update_policy_weights_": lambda stream: stream.source.update_policy_weights_(),
+        "a message": lambda stream: stream.source.get_distant_attr("frames_per_batch"),
+    }
+    with collecting("MultiSyncCollector", worker_patience=PATIENCE) as (stream, batches):
+        os.kill(stream.procs[1].pid, signal.SIGSTOP)
+        for said, call in calls.items():
+            with pytest.raises(StalledError, match=rf"{SAID.format(said)} for 0.5 s.*on stderr.*Wait"):
+                call(stream)
+        os.kill(stream.procs[1].pid, signal.SIGCONT)
+        assert stream.pipes[1].poll(60)
+        stream.pipes[1].recv()
+        stream.policy.weight.data.fill_(2.0)
+        stream.update_policy_weights_()
+        assert next(batches)["action"].unique().tolist() == [2.0]
+
+
+@torchrl
+@slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
+def test_a_dead_and_a_stopped_actor_of_a_ray_collector_are_named():
+    import ray
+    from torchrl.collectors.distributed import RayCollector
+    from turns import OneAction, makers
+
+    collector = RayCollector(
+        makers(2),
+        OneAction(),
+        frames_per_batch=24,
+        remote_configs={"num_cpus": 0},
+        collector_kwargs={"auto_register_policy_transforms": False},
+    )
+    collector.update_policy_weights_()  # connects the actors, which takes seconds
+    stream = assembled(collector, GroupAssembler(), worker_patience=PATIENCE)
+    process = ray.get(collector.remote_collectors[1].__ray_call__.remote(lambda _: os.getpid()))
+    try:
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(StalledError, match=SAID.format("update_policy_weights_")):
+            stream.update_policy_weights_()
+        os.kill(process, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"worker 1 \(ActorDiedError\)"):
+            stream.get_distant_attr("frames_per_batch")
+    finally:
+        collector.shutdown()
+
+
+# -- calls of any source ----------------------------------------------------------------------------------
+
+
+class Source:
+    """A source whose update returns when it may.
+
+    Args:
+        update: what it does.
+        more: further attributes.
+    """
+
+    def __init__(self, update: Callable[..., Any], **more: Any):
+        self.update, self.threads = update, []
+        self.__dict__ |= more
+
+    def __iter__(self) -> Iterator[None]:
+        return iter(())
+
+    def update_policy_weights_(self, *args: Any, **options: Any) -> Any:
+        self.threads.append(threading.current_thread())
+        return self.update(*args, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.threads.append(threading.current_thread())
+        return {"threads": len(self.threads)}
+
+
+def test_a_call_that_does_not_return_raises_and_the_next_one_comes_after_it():
+    may, done = threading.Event(), []
+
+    def update(number: int) -> None:
+        assert may.wait(60)
+        time.sleep(0.3 / number)
+        done.append(number)
+
+    stream = assembled(Source(update), GroupAssembler(), patience=PATIENCE)
+    with pytest.raises(StalledError, match=r"the source has not answered update_policy_weights_ for 0.5 s"):
+        stream.update_policy_weights_(1)
+    assert stream.source.threads[0].daemon  # Python ends without it
+    may.set()
+    stream.update_policy_weights_(2)
+    assert done == [1, 2]
+
+
+def test_a_call_has_the_arguments_results_errors_and_settings_of_the_caller():
+    setting = contextvars.ContextVar("setting", default=0)
+    setting.set(3)
+
+    def update(weights: Any, *, model: str) -> Any:
+        if model == "none":
+            raise KeyError(model)
+        return weights, model, setting.get(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    stream = assembled(Source(update), GroupAssembler())
+    for call in (stream.update_policy_weights_, informative(stream, groups=1).update_policy_weights_):
+        with torch.no_grad():
+            assert call(7, model="policy") == (7, "policy", 3, False, False)
+        with torch.inference_mode():
+            assert call(7, model="policy") == (7, "policy", 3, False, True)
+        with pytest.raises(KeyError, match="none"):
+            call(7, model="none")
+
+
+def test_only_calls_that_may_wait_for_others_leave_the_callers_thread():
+    """A collector waits for its weights at most; one with workers waits for each answer of theirs."""
+    here, sampler = threading.current_thread(), RepeatSampler(4, group_size=2, prompts_per_batch=2)
+    for more, stays in (({}, True), ({"num_workers": 2}, False)):
+        source = Source(lambda: None, **more)
+        for stream in (assembled(source, GroupAssembler()), RolloutStream(sampler, source=source)):
+            source.threads.clear()
+            stream.update_policy_weights_()
+            assert stream.state_dict()["source"] == {"threads": 2}
+            assert [thread is here for thread in source.threads] == [False, stays]
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_a_later_one():
+    scheme = SimpleNamespace(_ack_queues={0: Queue(), 1: Queue()})
+    source = Source(
+        lambda: scheme._wait_for_ack(), procs=(), num_workers=2, _weight_sync_schemes={"policy": scheme}
+    )
+    stream = assembled(source, GroupAssembler(), patience=PATIENCE)
+    for answers in ((0,), (0, 1)):  # worker 1 answers once where it was asked twice
+        for worker in answers:
+            scheme._ack_queues[worker].put("updated")
+        with pytest.raises(StalledError, match="worker 1 has not answered"):
+            stream.update_policy_weights_()
+    for worker in (0, 1, 1):
+        scheme._ack_queues[worker].put("updated")
+    stream.update_policy_weights_()
+    assert all(queue.empty() for queue in scheme._ack_queues.values())
+
+
+def test_waits_for_worker_processes_are_bounded_where_they_are_known():
+    here = threading.current_thread()
+    known, unknown = SimpleNamespace(_ack_queues={0: None}), SimpleNamespace()
+    for schemes, in_a_thread in (({"policy": known}, False), ({"policy": unknown}, True), (None, True)):
+        source = Source(lambda: None, procs=(), num_workers=0, _weight_sync_schemes=schemes)
+        stream = assembled(source, GroupAssembler())
+        stream.update_policy_weights_()
+        stream.state_dict()
+        assert [thread is not here for thread in source.threads] == [in_a_thread, False]
