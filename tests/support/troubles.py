@@ -1,13 +1,16 @@
 """What goes wrong in an environment behind each source of rollouts, and what is reported of it, and when.
 
 Each cell runs in processes of its own: a source of two workers, of which one has the trouble, `assembled`,
-and a pipeline over each batch. `CELLS` says what must be found; docs/streams.md has it as a table.
+and a pipeline over each batch, after which the workers get new weights. `CELLS` says what must be found;
+docs/streams.md has it as a table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
+import itertools
 import os
 import re
 import signal
@@ -24,13 +27,15 @@ import torch
 from processes import process_context
 from quizzes import collect, make_quiz
 from tensordict import TensorDict
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import SerialEnv
+from turns import OneAction
 
 from headrace.pipeline import RayAssembler, assembled, load_pipeline
 from headrace.transforms import GroupAssembler, StreamWarning
 
 AT = 12  # steps of an environment before its trouble begins
+UPDATE = 3  # updates of a worker's weights before one in which its trouble begins
 FRAMES = 12
 PATIENCE = 5.0  # seconds
 BOUND = 45.0  # seconds that a cell may take, where processes start slowly
@@ -47,28 +52,31 @@ class Found(NamedTuple):
     after: float = 0.0
     """Seconds since the trouble began."""
     stderr: str = ""
+    ends: bool = True
+    """Whether the process then ended by itself."""
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------
 
 
 class At:
-    """Something happens at step `AT`, and when it did is written down.
+    """Something happens at a step, and when it did is written down.
 
     Args:
         what: returns what changes the rows of the step, or nothing.
         begun: a file.
         again: it happens at each step from then on.
+        at: number of steps before.
     """
 
-    def __init__(self, what: Callable[[], Any], begun: Path, again: bool = False):
-        self.what, self.begun, self.again = what, begun, again
+    def __init__(self, what: Callable[[], Any], begun: Path, again: bool = False, at: int = AT):
+        self.what, self.begun, self.again, self.at = what, begun, again, at
 
     def __call__(self, steps: int) -> Any:
-        if steps == AT:
+        if steps == self.at:
             self.begun.write_text(str(time.monotonic()))
         pace(steps)
-        return self.what() if steps == AT or (self.again and steps > AT) else None
+        return self.what() if steps == self.at or (self.again and steps > self.at) else None
 
 
 def pace(steps: int) -> None:
@@ -110,27 +118,55 @@ def leave() -> None:
     os._exit(3)
 
 
-TROUBLES: dict[str, tuple[Callable[..., Any] | None, bool]] = {
-    "raises an error": (fail, False),
-    "hangs": (hang, False),
-    "has a rollout that never ends": (never_end, True),
-    "gives NaN as reward": (give_nan, False),
-    "is killed (SIGKILL)": (be_killed, False),
-    "ends (os._exit)": (leave, False),
-    "uses the ids of another worker": (None, False),
-    "gives a reward of another shape": (give_two, False),
+class Trouble(NamedTuple):
+    """What happens, and when."""
+
+    what: Callable[..., Any] | None
+    again: bool = False
+    in_update: bool = False
+    """Whether it happens while the worker takes new weights."""
+
+
+TROUBLES: dict[str, Trouble] = {
+    "raises an error": Trouble(fail),
+    "hangs": Trouble(hang),
+    "has a rollout that never ends": Trouble(never_end, again=True),
+    "gives NaN as reward": Trouble(give_nan),
+    "is killed (SIGKILL)": Trouble(be_killed),
+    "ends (os._exit)": Trouble(leave),
+    "is killed during a weight update": Trouble(be_killed, in_update=True),
+    "hangs during a weight update": Trouble(hang, in_update=True),
+    "uses the ids of another worker": Trouble(None),
+    "gives a reward of another shape": Trouble(give_two),
 }
+TAKE_WEIGHTS = Collector.update_policy_weights_  # what each worker runs, too
 
 
 def maker(worker: int, trouble: str, begun: Path) -> Callable[[], Any]:
     """What makes the environment of a worker of two; the second has the trouble."""
-    what, again = TROUBLES[trouble]
+    what, again, in_update = TROUBLES[trouble]
     if what is None:
         return make_quiz
     if what is hang:
         what = functools.partial(hang, begun.with_name("stop"))
+    if in_update:
+        at = At(what, begun, at=UPDATE) if worker == 1 else None
+        return functools.partial(make_with_updates, worker, at)
     troubles = {0: pace, 1: At(what, begun, again)}
     return functools.partial(make_quiz, worker, 2, troubles=troubles)
+
+
+def make_with_updates(worker: int, at: At | None) -> Any:
+    """An environment in whose process something happens at an update."""
+    updates = itertools.count()
+
+    def take_weights(*args: Any, **options: Any) -> None:
+        at(next(updates))
+        TAKE_WEIGHTS(*args, **options)
+
+    if at is not None:
+        Collector.update_policy_weights_ = take_weights
+    return make_quiz(worker, 2, troubles=dict.fromkeys((0, 1), pace))
 
 
 # -- what must be reported ---------------------------------------------------------------------------------
@@ -168,13 +204,21 @@ def _worker(code: int) -> Cell:
     return Cell("RuntimeError", words)
 
 
-def _writer(words: str) -> Cell:
+def _writer(words: str, number: str = "1") -> Cell:
     return Cell(
-        "StalledError", f"1 of 2 writers lost ({words}…). Set on_lost='go_on' to continue … Waiting: group"
+        "StalledError",
+        f"1 of 2 writers lost: writer {number} ({words}…). Set on_lost='go_on' to continue … Waiting: group",
     )
 
 
-_source_silent = Cell("StalledError", f"The source has been silent for {PATIENCE:g} s … Waiting: group")
+_source_silent = Cell("StalledError", f"The source has been silent for {PATIENCE:g} s. Waiting: group")
+_no_rows = Cell(
+    "StalledError", f"The source has been silent for {PATIENCE:g} s: no rows of worker 1. … Waiting: group"
+)
+_no_answer = Cell(
+    "StalledError",
+    f"worker 1 has not answered update_policy_weights_ for {PATIENCE:g} s … on stderr … Waiting: group",
+)
 _worker_silent = Cell(
     "StalledError", "worker 1 has been silent … while others sent rows; its last was row … Waiting: group"
 )
@@ -188,7 +232,7 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _worker(1),
         _writer("ArithmeticError: the reward model is gone"),
     ),
-    "hangs": (_source_silent, _source_silent, _worker_silent, _worker_silent),
+    "hangs": (_source_silent, _no_rows, _worker_silent, _worker_silent),
     "has a rollout that never ends": (_no_end, _no_end, _no_end._replace(unless_lost=True), _no_end),
     "gives NaN as reward": (_nan,) * 4,
     "is killed (SIGKILL)": (
@@ -198,11 +242,23 @@ CELLS: dict[str, tuple[Cell, ...]] = {
         _writer("WorkerCrashedError"),
     ),
     "ends (os._exit)": (Cell("ends", "exit code 3"), _worker(3), _worker(3), _writer("WorkerCrashedError")),
+    "is killed during a weight update": (
+        Cell("ends", "exit code -9"),
+        _worker(-9),
+        _worker(-9),
+        _writer("WorkerCrashedError"),
+    ),
+    "hangs during a weight update": (
+        Cell("StalledError", f"the source has not answered update_policy_weights_ for {PATIENCE:g} s"),
+        _no_answer,
+        _no_answer,
+        _worker_silent,
+    ),
     "uses the ids of another worker": (
         _again,
         _again,
         _again,
-        _writer("BatchError: … found again rollout … Do two workers use the same numbers"),
+        _writer("BatchError: … found again rollout … Do two workers use the same numbers", "…"),
     ),
     "gives a reward of another shape": (
         Cell("RuntimeError", "doesn't match the broadcast shape … Waiting: group"),
@@ -217,18 +273,20 @@ CELLS: dict[str, tuple[Cell, ...]] = {
 # -- sources ----------------------------------------------------------------------------------------------
 
 
-def of_collector(trouble: str, begun: Path) -> Iterable[Any]:
+def of_collector(trouble: str, begun: Path, policy: OneAction) -> Iterable[Any]:
     """Both environments in this process."""
     makers = [maker(worker, trouble, begun) for worker in (0, 1)]
-    return collect(SerialEnv(2, makers), 2 * FRAMES, 10**6)
+    return collect(SerialEnv(2, makers), 2 * FRAMES, 10**6, policy=policy, **PLAIN)
 
 
-def of_workers(kind: type, trouble: str, begun: Path) -> Iterable[Any]:
+def of_workers(kind: type, trouble: str, begun: Path, policy: OneAction) -> Iterable[Any]:
     makers = [maker(worker, trouble, begun) for worker in (0, 1)]
-    return kind(makers, frames_per_batch=FRAMES * (2 if kind is MultiSyncCollector else 1), total_frames=-1)
+    frames = FRAMES * (2 if kind is MultiSyncCollector else 1)
+    return kind(makers, policy, frames_per_batch=frames, total_frames=-1, **PLAIN)
 
 
-SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
+PLAIN = {"auto_register_policy_transforms": False}
+SOURCES: dict[str, Callable[[str, Path, OneAction], Iterable[Any]]] = {
     "Collector": of_collector,
     "MultiSyncCollector": functools.partial(of_workers, MultiSyncCollector),
     "MultiAsyncCollector": functools.partial(of_workers, MultiAsyncCollector),
@@ -238,8 +296,8 @@ SOURCES: dict[str, Callable[[str, Path], Iterable[Any]]] = {
 # -- what is reported -------------------------------------------------------------------------------------
 
 
-def report(stream: Iterator[Any], trouble: str, begun: Path) -> Found:
-    """Train on what comes until something is reported."""
+def report(stream: Iterator[Any], update: Callable[[], None], trouble: str, begun: Path) -> Found:
+    """Train on what comes, and update the weights of the workers, until something is reported."""
     longest = ALONE if trouble == "has a rollout that never ends" else AFTER
     pipeline = load_pipeline(
         "pipeline=grpo",
@@ -254,6 +312,7 @@ def report(stream: Iterator[Any], trouble: str, begun: Path) -> Found:
         try:
             for batch in stream:
                 pipeline(batch)
+                update()
                 if not begun.exists():
                     said.clear()
                 mine = [str(each.message) for each in said if issubclass(each.category, StreamWarning)]
@@ -276,18 +335,23 @@ def since(begun: Path) -> float:
 
 
 def in_a_process(told: Any, place: str, trouble: str, folder: Path) -> None:
-    """A cell, in a process that leads a group of them and ends when it is killed."""
+    """A cell, in a process that leads a group of them. It does not shut down its collector."""
     os.setsid()
     os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
     torch.multiprocessing.set_start_method("fork", force=True)
-    source = SOURCES[place](trouble, folder / "begun")
-    if TROUBLES[trouble][0] is None:
+    policy = OneAction("left")
+    source = SOURCES[place](trouble, folder / "begun", policy)
+    if TROUBLES[trouble].what is None:
         (folder / "begun").write_text(str(time.monotonic()))
     stream = assembled(source, GroupAssembler(), patience=PATIENCE, worker_patience=PATIENCE)
-    told.send(report(iter(stream), trouble, folder / "begun"))
+
+    def update() -> None:
+        policy.weight.data += 1
+        stream.update_policy_weights_()
+
+    told.send(report(iter(stream), update, trouble, folder / "begun"))
     told.close()
-    hang(folder / "stop")
 
 
 def look_at(place: str, trouble: str) -> Found:
@@ -303,6 +367,8 @@ def look_at(place: str, trouble: str) -> Found:
             found = Found("nothing", f"silent for {BOUND:g} s")
             if mine.poll(BOUND + AFTER):
                 found = mine.recv()
+            process.join(BOUND)
+            found = found._replace(ends=process.exitcode == 0)
         except EOFError:
             process.join()
             found = Found("ends", f"exit code {process.exitcode}", since(folder / "begun"))
@@ -314,17 +380,28 @@ def look_at(place: str, trouble: str) -> Found:
 
 
 def write(assembler: Any, worker: int, trouble: str, folder: Path) -> None:
-    """Put rows into an assembler in an actor of Ray, from when both writers are there until they may stop."""
-    rows = collect(maker(worker, trouble, folder / "begun")(), FRAMES, 10**6)
-    (folder / f"ready {worker}").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.01)
-    if TROUBLES[trouble][0] is None:
-        (folder / "begun").write_text(str(time.monotonic()))
-    for some in rows:
-        if (folder / "stop").exists():
-            return
-        assembler.put(some)
+    """Put rows into an assembler in an actor of Ray, from when both writers are there until they may stop.
+
+    After each put the writer takes the newest weights of the trainer, from a file.
+    """
+    policy, weights, seen = OneAction("left"), folder / "weights", b""
+    rows = collect(maker(worker, trouble, folder / "begun")(), FRAMES, 10**6, policy=policy, **PLAIN)
+    try:
+        (folder / f"ready {worker}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        if TROUBLES[trouble].what is None:
+            (folder / "begun").write_text(str(time.monotonic()))
+        for some in rows:
+            if (folder / "stop").exists():
+                return
+            assembler.put(some)
+            if weights.exists() and weights.read_bytes() != seen:
+                seen = weights.read_bytes()
+                policy.load_state_dict(torch.load(io.BytesIO(seen)))
+                rows.update_policy_weights_()
+    finally:
+        Collector.update_policy_weights_ = TAKE_WEIGHTS  # this process serves the next trouble, too
 
 
 @functools.cache
@@ -360,16 +437,24 @@ def look_at_ray(trouble: str) -> Found:
                 ray.get(ended)  # raises: nobody ends before
             stream = assembler.batches(writers, patience=PATIENCE, worker_patience=PATIENCE)
             threading.Thread(target=start_when_heard, args=(assembler, folder), daemon=True).start()
-            return report(stream, trouble, folder / "begun")
+            policy = OneAction("left")
+
+            def update() -> None:
+                policy.weight.data += 1
+                torch.save(policy.state_dict(), folder / "new")
+                (folder / "new").replace(folder / "weights")
+
+            return report(stream, update, trouble, folder / "begun")
         finally:
             (folder / "stop").touch()
             ray.wait(writers, num_returns=len(writers), timeout=BOUND)  # their processes serve the next
 
 
-def look_at_all(place: str) -> dict[str, Found]:
-    """What is reported of each trouble, side by side."""
+def look_at_all(place: str, at_once: int = len(TROUBLES)) -> dict[str, Found]:
+    """What is reported of each trouble, so many side by side."""
     if place == "Ray":  # whose threads are one process's: warnings are of all of them
         return {trouble: look_at_ray(trouble) for trouble in TROUBLES}
+    process_context()  # makes what the threads share
     look = functools.partial(look_at, place)
-    with ThreadPoolExecutor(len(TROUBLES)) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(TROUBLES, pool.map(look, TROUBLES), strict=True))

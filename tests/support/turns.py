@@ -94,15 +94,19 @@ class TurnsEnv(EnvBase):
 
 
 class OneAction(TensorDictModuleBase):
-    """Always the same action: its weight."""
+    """Always the same action: its weight.
 
-    def __init__(self) -> None:
+    Args:
+        key: a column of the shape of actions.
+    """
+
+    def __init__(self, key: str = "turn") -> None:
         super().__init__()
-        self.in_keys, self.out_keys = ["turn"], ["action"]
+        self.in_keys, self.out_keys = [key], ["action"]
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
-        return batch.set("action", self.weight.detach().expand(batch["turn"].shape).clone())
+        return batch.set("action", self.weight.detach().expand(batch[self.in_keys[0]].shape).clone())
 
 
 def makers(ranks: int, trouble: Callable[[int], None] | None = None, first: int = 0) -> list[Callable]:
