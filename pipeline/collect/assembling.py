@@ -106,6 +106,18 @@ def wait_until(condition: Callable[..., bool], patience: float | None, *argument
     return True
 
 
+def wait_for(ask: Callable[[], Any], over: Callable[[], bool], patience: float | None) -> Any:
+    """Ask until there is something. None: it is over before that, or `patience` seconds have passed."""
+    found: list[Any] = []
+
+    def may_go_on() -> bool:
+        found[:] = [ask()]
+        return found[0] is not None or over()
+
+    wait_until(may_go_on, patience)
+    return found[0]
+
+
 def rest_of(assembler: Any, leftovers: Leftovers) -> Iterator[TensorDictBase]:
     """Yield the leftover groups after the source has ended (`leftovers` of :func:`assembled`)."""
     ready = assembler.ready

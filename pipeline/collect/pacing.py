@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.transforms.table import as_ids, labels_of
 
-from .assembling import check_patience, wait_until
+from .assembling import check_patience, wait_for
 
 
 def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Iterator[TensorDictBase]:
@@ -52,20 +52,10 @@ def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Itera
 
 
 def _paced(pacing: Pacing, patience: float | None) -> Iterator[TensorDictBase]:
-    found: list[TensorDictBase] = []
-
-    def may_go_on() -> bool:
-        found[:] = [] if (part := pacing.now()) is None else [part]
-        return bool(found) or pacing.ended
-
-    while True:
-        if not wait_until(may_go_on, patience):
-            raise pacing.assembler.stalled(
-                f"No capacity to dispatch {pacing.wanted} groups for {patience:g} s"
-            )
-        if not found:
-            return
-        yield found[0]
+    while (draws := wait_for(pacing.now, lambda: pacing.ended, patience)) is not None:
+        yield draws
+    if not pacing.ended:
+        raise pacing.assembler.stalled(f"No capacity to dispatch {pacing.wanted} groups for {patience:g} s")
 
 
 class Pacing:

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from headrace.transforms import GroupAssembler
 from headrace.transforms.table.options import at_least, takes_options
 
-from .assembling import Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_until
+from .assembling import Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_for
 from .informing import Informative, Stages, informative
 from .pacing import Pacing
 
@@ -112,14 +112,9 @@ class RolloutStream(OverSource):
             wait: wait for room until the data ends, in the thread that dispatches. False: return where there
                 is no more room.
         """
-        found: list[TensorDictBase] = []
-
-        def may_go_on() -> bool:
-            found[:] = [] if (part := self._pacing.now()) is None else [part]
-            return bool(found) or self._pacing.ended
-
-        while wait_until(may_go_on, None if wait else 0.0) and found:
-            yield found[0]
+        pacing, patience = self._pacing, None if wait else 0.0
+        while (draws := wait_for(pacing.now, lambda: pacing.ended, patience)) is not None:
+            yield draws
 
     def put(self, rows: TensorDictBase) -> None:
         """Take rows in (:meth:`GroupAssembler.put`)."""
@@ -156,18 +151,11 @@ class RolloutStream(OverSource):
         if self.source is not None:
             yield from self._batches
             return
-        found: list[TensorDictBase] = []
-
-        def may_go_on() -> bool:
-            found[:] = [] if (batch := self.take()) is None else [batch]
-            return bool(found) or self.ended
-
-        while wait_until(may_go_on, self.patience):
-            if not found:
-                yield from rest_of(self.assembler, self.leftovers)
-                return
-            yield found[0]
-        raise self.assembler.stalled(f"There was no batch for {self.patience:g} s")
+        while (batch := wait_for(self.take, lambda: self.ended, self.patience)) is not None:
+            yield batch
+        if not self.ended:
+            raise self.assembler.stalled(f"There was no batch for {self.patience:g} s")
+        yield from rest_of(self.assembler, self.leftovers)
 
     # -- the run ------------------------------------------------------------------------------------
 

@@ -609,7 +609,8 @@ class GroupAssembler(
         if self.groups is not None and stream.steps.taken >= self.groups:  # the next step asks
             self._pass_step(over=True)
         asked = max(wanted or 0, self.groups or 0) if (wanted or most) else 0  # 0: the rest, whatever it is
-        if self.waits and asked and self._awaited(asked) is not None:
+        few = self.ready < asked and not stream.steps.taken  # asked often: no look at all that wait
+        if self.waits and asked and (few or self._awaited(asked) is not None):
             return None
         if not (groups := stream.choose(wanted, most, newest, by_deadline=self.waits)):
             return None
@@ -693,7 +694,8 @@ class GroupAssembler(
                 rows, _ = arriving_rows(piece, found, self.group_size)
                 announce(plan, rows, draws_of(flat.clone(), self._options), self)
                 settle(plan, self)
-                self._note("announce", plan.now, draws=to_plain(flat))
+                if self._journal is not None:
+                    self._note("announce", plan.now, draws=to_plain(flat))
                 self._carry_out(plan)
 
     # -- after a restart ----------------------------------------------------------------------------
@@ -740,9 +742,12 @@ class GroupAssembler(
     def _begin(self) -> None:
         """Before anything else happens after a restart: drop what weights that are gone have made."""
         if self._begins:
-            self._begins, self._taken_back = False, []
             self._note("begin")
-            self._stream.begin(None if self.max_staleness is None else self.version, self.rollout_key)
+            self._restart()
+
+    def _restart(self) -> None:
+        self._begins, self._taken_back = False, []
+        self._stream.begin(None if self.max_staleness is None else self.version)
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -784,9 +789,7 @@ class GroupAssembler(
                 )
             self._go_on(state, self._now(), piece, kinds)
             self.restored = True
-            self._stream.begin(
-                None, self.rollout_key
-            )  # a state is as old as the weights that were saved with it
+            self._stream.begin(None)  # a state is as old as the weights that were saved with it
             if self._journal is not None:
                 self._journal.begin_anew(self)
 

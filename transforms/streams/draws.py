@@ -10,6 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 
 from headrace.transforms.carry import from_plain, to_plain
 from headrace.transforms.table import as_ids, labels_of
+from headrace.transforms.table.schema import has_key
 from headrace.transforms.table.tensordicts import (
     as_texts,
     device_of,
@@ -28,12 +29,14 @@ class Draw(NamedTuple):
     """The rows of the whole announcement."""
     at: tuple[int, ...]
     """Those of the group."""
+    rollouts: tuple[int, ...]
+    """Their rollout ids; −1 where the dispatcher gives them later."""
 
 
-def numbers(rows: TensorDictBase, key: NestedKey | None) -> list[int]:
-    """The ids of N ≥ 1 rows; 0 without a key. Text ids are numbered."""
-    if key is None:
-        return [0] * len(rows)
+def numbers(rows: TensorDictBase, key: NestedKey | None, missing: int = 0) -> list[int]:
+    """The ids of N ≥ 1 rows; `missing` without their column. Text ids are numbered."""
+    if key is None or not has_key(rows, key):
+        return [missing] * len(rows)
     return as_ids(labels_of(rows, key) or rows.get(key), str(key)).tolist()
 
 
@@ -66,6 +69,8 @@ def dispatched_again(
 def _renamed(rows: TensorDictBase, fresh: Sequence[bool], key: NestedKey, first: int) -> TensorDictBase:
     """New ids for some of the rollouts."""
     counter = iter(range(first, first + len(rows)))
+    if not has_key(rows, key):  # the dispatcher gives ids
+        return rows
     if (labels := labels_of(rows, key)) is not None:
         texts = [f"{text}~{next(counter)}" if new else text for text, new in zip(labels, fresh, strict=True)]
         rows.set(key, as_texts(texts))
@@ -105,7 +110,8 @@ def draws_of(rows: TensorDictBase, keys: Mapping[str, Any]) -> dict[tuple[int, i
     at: dict[tuple[int, int], list[int]] = {}
     for row, key in enumerate(groups_of_rows(rows, keys)):
         at.setdefault(key, []).append(row)
-    return {key: Draw(rows, tuple(places)) for key, places in at.items()}
+    ids = numbers(rows, keys["rollout_key"], -1)
+    return {key: Draw(rows, tuple(here), tuple(ids[row] for row in here)) for key, here in at.items()}
 
 
 def draws_from_plain(plain: Iterable[Any], keys: Mapping[str, Any]) -> dict[tuple[int, int], Draw]:

@@ -211,22 +211,19 @@ class Journal:
         elif event == "step":
             assembler._pass_step(over=details["over"])
         elif event == "begin":
-            assembler._taken_back = []
-            version = None if assembler.max_staleness is None else details["version"]
-            assembler._stream.begin(version, assembler.rollout_key)
+            assembler._restart()
         elif event == "unfinished":
-            assembler._stream.unfinished(assembler.rollout_key)
+            assembler.unfinished()
         elif event == "state":
             piece = RowPiece.from_plain(details["state"]["rows"])
             assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
+            assembler.committed = details["step"]
         elif event == "open":
             self._take_back(assembler)
         elif event == "commit":
             assembler._commit(details["step"], details["more"])
         else:
             raise ValueError("unknown event: a newer version of headrace has written the file")
-        if event == "state":
-            assembler.committed = details["step"]
         if event in ("commit", "state"):
             self._taken, self._steps = [], assembler._stream.steps.to_plain()
 

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from headrace.transforms.table.schema import Origin
 
-from .draws import Draw, dispatched_again, draws_from_plain, numbers, plain_draws
+from .draws import Draw, dispatched_again, draws_from_plain, plain_draws
 from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
 from .pieces import RowPiece, joined_plain, let_go, numbers_column
 from .steps import Steps
 
 REASONS = (
-    *("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished", "lost"),
-    "undone",
+    *("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished"),
+    *("lost", "undone"),
 )
 """Why rows leave."""
 LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST, UNDONE = REASONS
@@ -36,29 +36,12 @@ LATE, DUPLICATE, SURPLUS, FAILED, TIMEOUT, STALE, EVICTED, UNFINISHED, LOST, UND
 # The attributes of a stream and of a group in a state dict. Row attributes are read again from the rows.
 CLOSED = ("closed_groups", "late_groups", "closed_rollouts")
 TOTALS = (
-    "received",
-    "puts",
-    "idle",
-    "whole",
-    "emitted",
-    "lost",
-    "workers",
-    "lanes",
-    "passed",
-    "renamed",
-    "lost_groups",
+    *("received", "puts", "idle", "whole", "emitted", "lost", "workers", "lanes", "passed"),
+    *("renamed", "lost_groups"),
 )
 OF_GROUP = (
-    "partition",
-    "group",
-    "expected",
-    "born_put",
-    "refilled",
-    "refills",
-    "order",
-    "left",
-    "enough",
-    "born",
+    *("partition", "group", "expected", "born_put", "refilled", "refills", "order", "left"),
+    *("enough", "born"),
 )
 
 
@@ -283,12 +266,7 @@ class Stream:
         groups = list(groups)
         if reason:
             self._count_lost(reason, len(groups))
-        gone = [row for group in groups for row in self._close(group)]
-        self.held -= len(gone)
-        if reason:
-            self.counts[reason] += len(gone)
-        self._let_go(gone)
-        return len(gone)
+        return self._rows_leave([row for group in groups for row in self._close(group)], reason)
 
     def _count_lost(self, reason: str, groups: int = 1) -> None:
         self.lost_groups[reason] = self.lost_groups.get(reason, 0) + groups
@@ -312,15 +290,12 @@ class Stream:
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Drop the rows of a whole group as stale, and wait for `missing` new rollouts."""
-        gone = self._leave(group, list(group.rollouts))
-        self._no_longer_ready(group)
-        self.held -= len(gone)
-        self.counts[STALE] += len(gone)
+        self._rows_leave(self._leave(group, list(group.rollouts)), STALE)
+        self._no_longer_held(group)
         group = self.waiting[group.key] = group.copy()  # a copy's fate is "waits"
         group.order, group.have, group.enough = -1, 0, True
         group.left = group.lost = group.dispatched
         self._refill(group, missing, plan)
-        self._let_go(gone)
 
     def knows(self, key: Key) -> bool:
         """Whether a group was announced, has rows, or is closed."""
@@ -328,15 +303,10 @@ class Stream:
         held = key in self.waiting or key in self.ready.get(partition, ())
         return held or group in self.closed_groups[partition]
 
-    def begin(self, version: int | None, key: NestedKey) -> None:
-        """Go on after a restart.
-
-        Args:
-            version: of the weights; None: no row can be newer.
-            key: of the rollout ids.
-        """
+    def begin(self, version: int | None) -> None:
+        """Go on after a restart with the weights of this version; None: no row can be newer."""
         if version is not None:
-            self.undo(version, key)
+            self.undo(version)
         for group in (*self.waiting.values(), *self.whole_groups()):
             group.born = min(group.born, self.steps.over)
         self.owed = {group.key for group in self.waiting.values() if group.draw is not None}
@@ -349,19 +319,12 @@ class Stream:
         """
         owed, self.owed = self.owed or set(), None
         again: list[tuple[Draw, list[int], int]] = []
-        every: dict[int, list[int]] = {}
-
-        def ids(draw: Draw) -> list[int]:
-            if id(draw.rows) not in every:
-                every[id(draw.rows)] = numbers(draw.rows, key)
-            return [every[id(draw.rows)][row] for row in draw.at]
-
         for group in [group for group in self.waiting.values() if group.key in owed and group.draw]:
             draw, missing = cast(Draw, group.draw), group.dispatched - group.have - group.lost
             partition, seen = group.partition, group.rollouts
             unseen = [
                 row
-                for row, number in zip(draw.at, ids(draw), strict=True)
+                for row, number in zip(draw.at, draw.rollouts, strict=True)
                 if number not in seen
                 and (partition, number) not in self.gone
                 and number not in self.closed_rollouts[partition]
@@ -372,7 +335,7 @@ class Stream:
         self.renamed += sum(fresh for _, _, fresh in again)
         return found
 
-    def undo(self, version: int, key: NestedKey) -> None:
+    def undo(self, version: int) -> None:
         """Drop the rollouts with rows of newer versions: those weights are gone. They are owed again.
 
         Groups that were announced after the step of these weights are as if they never had been: dispatched
@@ -380,7 +343,7 @@ class Stream:
         """
         for group in [*self.waiting.values(), *self.whole_groups()]:
             if group.draw is not None and group.born > self.steps.over:
-                self._forget(group, key)
+                self._forget(group)
                 continue
             newer = [
                 number
@@ -391,28 +354,21 @@ class Stream:
                 self.close([group], UNDONE)
             elif newer:
                 if group.is_ready:
-                    self._no_longer_ready(group)
+                    self._no_longer_held(group)
                     group.order, self.waiting[group.key] = -1, group
                 self.drop(group, newer, UNDONE)
                 group.have = sum(rollout.ended for rollout in group.rollouts.values())
                 group.lost = group.left + sum(rollout.failed for rollout in group.rollouts.values())
 
-    def _forget(self, group: Group, key: NestedKey) -> None:
+    def _forget(self, group: Group) -> None:
         """Make a group one that was never announced, with rows that are undone."""
-        gone: list[Row] = group.rows()
-        if group.is_ready:
-            self._no_longer_ready(group)
-        else:
-            del self.waiting[group.key]
+        self._rows_leave(group.rows(), UNDONE)
+        self._no_longer_held(group)
         draw, partition = cast(Draw, group.draw), group.partition
-        drawn = numbers(draw.rows, key)
-        for number in {*group.rollouts, *(drawn[row] for row in draw.at)}:
+        for number in {*group.rollouts, *draw.rollouts}:
             for known in (self.open, self.homes, self.gone):
                 known.pop((partition, number), None)
             self.closed_rollouts[partition].remove(number)
-        self.held -= len(gone)
-        self.counts[UNDONE] += len(gone)
-        self._let_go(gone)
 
     def drop(self, group: Group, rollouts: Collection[int], reason: str) -> None:
         """Drop rollouts of a waiting group. Others take their place, so their further rows are surplus."""
@@ -422,9 +378,7 @@ class Stream:
             gone += rollout.rows.values()
             rollout.lost |= reason == UNDONE  # not counted as surplus, if a row comes after all
             self._remember(group.partition, number, rollout)
-        self.held -= len(gone)
-        self.counts[reason] += len(gone)
-        self._let_go(gone)
+        self._rows_leave(gone, reason)
 
     def choose(
         self, wanted: int | None, most: int | None, newest: int | None, *, by_deadline: bool
@@ -451,6 +405,14 @@ class Stream:
                 candidates.append(first)
         return min(candidates, key=lambda groups: groups[-1].order, default=[])
 
+    def _rows_leave(self, gone: Collection[Row], reason: str) -> int:
+        """Hold rows no longer, and return their number. Count them under `reason`, if it is given."""
+        self.held -= len(gone)
+        if reason:
+            self.counts[reason] += len(gone)
+        self._let_go(gone)
+        return len(gone)
+
     def _let_go(self, gone: Iterable[Row]) -> None:
         for piece in let_go((row.piece, row.arrival) for row in gone):
             del self.pieces[piece]
@@ -467,17 +429,16 @@ class Stream:
 
     def _close(self, group: Group, *, awaited: bool = True) -> list[Row]:
         """Close a group. Its further rows are late if rollouts were missing (`awaited`), else surplus."""
-        if group.is_ready:
-            self._no_longer_ready(group)
-            awaited = not group.enough
-        else:
-            del self.waiting[group.key]
-        if awaited:
+        self._no_longer_held(group)
+        if not group.enough if group.is_ready else awaited:
             self.late_groups[group.partition].add(group.group)
         self.closed_groups[group.partition].add(group.group)
         return self._leave(group, list(group.rollouts))
 
-    def _no_longer_ready(self, group: Group) -> None:
+    def _no_longer_held(self, group: Group) -> None:
+        if not group.is_ready:
+            del self.waiting[group.key]
+            return
         del self.ready[group.partition][group.key]
         if not self.ready[group.partition]:
             del self.ready[group.partition]
