@@ -88,7 +88,7 @@ class Rollout:
     @property
     def last_arrival(self) -> int:
         """The arrival of the row that arrived last."""
-        return max(row.arrival for row in self.rows.values())
+        return next(reversed(self.rows.values())).arrival  # rows are added as they arrive
 
     def has(self, row: Row) -> bool:
         """Whether a row is a duplicate.
