@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from headrace.transforms.table import OF_THE_TABLE, BatchError, Rows, Table, TokenCount, unknown
-from headrace.transforms.table.schema import COUNTED, IN_LOSS, REASON, ROW
+from headrace.transforms.table import OF_THE_TABLE, BatchError, Rows, Table, TokenCount, listing, unknown
+from headrace.transforms.table.schema import COUNTED, IN_LOSS, REASON, ROW, STEPS_LEFT, has_key
 from headrace.transforms.table.tensordicts import (
     as_texts,
     column_of,
@@ -34,6 +34,31 @@ def take(table: Table, numbers: Tensor) -> TensorDictBase:
     batch = leave_out(part._as_decided(), [ROW])
     write_column(batch, REASON, as_texts(table.fates.reasons_of(numbers)))
     return batch
+
+
+def wait_a_step(carried: TensorDictBase, rows: Rows) -> TensorDictBase:
+    """Let rows wait for the next batch, if they may (``("headrace", "steps_left")`` of a stream).
+
+    Args:
+        carried: the output of :func:`take`, which is changed.
+        rows: names the column of group ids.
+
+    Raises:
+        BatchError: a row would be trained too old.
+    """
+    if not has_key(carried, STEPS_LEFT):
+        return carried
+    left = number_column(carried, STEPS_LEFT)
+    if len(late := (left <= 0).nonzero().flatten()):
+        ids = listed(column_of(carried, rows.key("group")))
+        groups = listing(dict.fromkeys(str(ids[row]) for row in late.tolist()))
+        raise BatchError(
+            f"rows of groups {groups} would wait for the next step, and are then older than "
+            "max_staleness allows: set pipeline.stages.split.remainder=uneven, or minibatches that divide "
+            "the groups of a step, or a larger max_staleness"
+        )
+    write_column(carried, STEPS_LEFT, left - 1)
+    return carried
 
 
 def join(rows: Rows, carried: TensorDictBase | None, remainder: str = "carry") -> None:

@@ -12,7 +12,7 @@ import torch
 from headrace.transforms.split import Permuted
 from headrace.transforms.table import BatchError, Rows
 
-from .carry import join, refuse_again, take
+from .carry import join, refuse_again, take, wait_a_step
 from .resume import BatchProgress, KnownBatch, SplitState, identifying_columns
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class SplitMemory:
         kept = None
         if carries:
             left = own[:0] if permuted.left is None else own[permuted.left[own]]
-            kept = take(table, left) if len(left) else None
+            kept = wait_a_step(take(table, left), rows) if len(left) else None
             rows.metric("carried_in", 0 if carried is None else table.fates.here[carried].sum())
         permuted.leave()
         return Remembered(permuted, progress, SplitState(self.state.calls + epochs, kept))

@@ -24,7 +24,7 @@ from headrace.transforms.table.options import (
     options_of,
     takes_options,
 )
-from headrace.transforms.table.schema import DISPATCHED, TRAINER_VERSION
+from headrace.transforms.table.schema import DISPATCHED, STEPS_LEFT, TRAINER_VERSION
 
 from .arriving import OPTIONS, admit, announce, arriving_rows, find_columns
 from .draws import draws_of, groups_of_rows
@@ -75,7 +75,8 @@ class GroupAssembler(
     A batch passes a strict :class:`CompletenessGate`. Its groups are in the order in which they became whole,
     rollouts are sorted by id, and segments by number or arrival. The column `expected_key` holds the number
     of rollouts that the group has now. The column ``("headrace", "dispatched")``, (N,) int64, holds the
-    number that was dispatched; with `max_staleness`, ``("headrace", "trainer_version")`` holds `version`.
+    number that was dispatched; with `max_staleness`, ``("headrace", "trainer_version")`` holds `version`, and
+    under ``on_stale="wait"``, ``("headrace", "steps_left")`` the further steps for which a row may wait.
 
     Each row is taken, held, or counted under one reason: ``late``, ``duplicate``, ``surplus``, ``failed``,
     ``timeout``, ``stale``, ``evicted``, ``unfinished`` or ``lost``. The order of arrival does not change
@@ -626,6 +627,8 @@ class GroupAssembler(
         numbers: dict[NestedKey, Sequence[int]] = {self.expected_key: have, DISPATCHED: dispatched}
         if self.max_staleness is not None:
             numbers[TRAINER_VERSION] = [self.version] * len(rows)
+        if self.waits:
+            numbers[STEPS_LEFT] = [stream.steps.left(row.version, self) for _, row in rows]
         batch = self._joined(places, numbers, masked)
         if self.ahead is not None:
             stream.steps.take(groups, aged=self.max_staleness is not None)

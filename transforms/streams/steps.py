@@ -76,6 +76,10 @@ class Steps:
         """The step of its oldest row."""
         return self.of(min(row.version for each in group.rollouts.values() for row in each.rows.values()))
 
+    def left(self, version: int, options: Any) -> int:
+        """For how many steps after this one a row of a version may wait, with a GroupAssembler's options."""
+        return options.max_staleness - self.over + self.of(version)
+
     def born(self, group: Group) -> int:
         """The step at which a group was born: that of its announcement.
 

@@ -98,6 +98,7 @@ __all__ = [
     "ROW",
     "SEGMENTS",
     "STATUS_KEYS",
+    "STEPS_LEFT",
     "STEP_WEIGHT",
     "TOKEN_WEIGHT",
     "TRAINER_VERSION",
@@ -135,6 +136,7 @@ ROW = ("headrace", "row")
 PROCESSED = ("headrace", "processed")
 DISPATCHED = ("headrace", "dispatched")
 TRAINER_VERSION = ("headrace", "trainer_version")
+STEPS_LEFT = ("headrace", "steps_left")  # for how many further steps a row may wait
 ORIGIN = ("headrace", "origin")
 MASKS = ("headrace", "masks")
 NO_LENGTHS = ("headrace", "no_lengths")
