@@ -199,7 +199,7 @@ class OverSource:
         return getattr(self.source, name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("source", "_calls", "_rows"):  # not set yet in a copy
+        if name.startswith("_") or name == "source":  # private, or not set yet
             raise AttributeError(name)
         return self._of_source(name)
 

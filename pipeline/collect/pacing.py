@@ -48,14 +48,7 @@ def paced(draws: Any, assembler: Any, *, patience: float | None = None) -> Itera
         ([0, 1, 2], 1)
     """
     check_patience(patience)
-    return _paced(Pacing(draws, assembler), patience)
-
-
-def _paced(pacing: Pacing, patience: float | None) -> Iterator[TensorDictBase]:
-    while (draws := wait_for(pacing.now, lambda: pacing.ended, patience)) is not None:
-        yield draws
-    if not pacing.ended:
-        raise pacing.assembler.stalled(f"No capacity to dispatch {pacing.wanted} groups for {patience:g} s")
+    return Pacing(draws, assembler).wait(patience)
 
 
 class Pacing:
@@ -81,6 +74,14 @@ class Pacing:
         """The next draws, which are announced. None: there is no room, or nothing more."""
         with self._lock:
             return self._now()
+
+    def wait(self, patience: float | None) -> Iterator[TensorDictBase]:
+        """Yield what :func:`paced` does."""
+        while (draws := wait_for(self.now, lambda: self.ended, patience)) is not None:
+            yield draws
+        if not self.ended:
+            why = f"No capacity to dispatch {self.wanted} groups for {patience:g} s"
+            raise self.assembler.stalled(why)
 
     @property
     def begun(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -10,7 +11,7 @@ from tensordict import TensorDictBase
 from headrace.transforms import GroupAssembler
 from headrace.transforms.table.options import at_least, takes_options
 
-from .assembling import Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_for
+from .assembling import Assembled, Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_for
 from .informing import Informative, Stages, informative
 from .pacing import Pacing
 
@@ -30,7 +31,8 @@ class RolloutStream(OverSource):
 
     Args:
         sampler: a :class:`RepeatSampler`. Nothing of it needs to be saved.
-        source: yields rows, such as a collector or a queue; None: rows are given to :meth:`put`.
+        source: yields rows, such as a collector or a queue; or a function of this stream that makes it when
+            rows are first needed, so after a state is loaded. None: rows are given to :meth:`put`.
         informative: yield only groups that are informative (:func:`informative`): True, or the stages that
             filter. Others are sampled until a batch is full.
         epochs: passes over the prompts, after which :meth:`draws` ends; None: endless.
@@ -66,7 +68,7 @@ class RolloutStream(OverSource):
         self,
         sampler: Any,
         *,
-        source: Source | None = None,
+        source: Source | Callable[[RolloutStream], Source] | None = None,
         informative: bool | Stages = False,
         epochs: int | None = None,
         max_batches: int = 16,
@@ -76,45 +78,69 @@ class RolloutStream(OverSource):
         **options: Any,
     ):
         check_patience(patience, worker_patience)
-        self.sampler, self.source, self.epochs = sampler, source, at_least("epochs", epochs, 1)
+        self.sampler, self.epochs = sampler, at_least("epochs", epochs, 1)
+        self._source = source
         own = {"groups": sampler.prompts_per_batch // sampler.ranks, "group_size": sampler.group_size}
         if not any(options.get(name) is not None for name in LIMITS):
             own["steps_ahead"] = 0
         self.assembler = GroupAssembler(**own | options)
-        self.patience, self.leftovers = patience, leftovers
+        self.patience, self.worker_patience, self.leftovers = patience, worker_patience, leftovers
         self._pacing = Pacing(sampler, self.assembler, self._is_over)
-        rows = source if source is not None else ()
-        self._rows = assembled(
-            rows, self.assembler, patience=patience, worker_patience=worker_patience, leftovers=leftovers
-        )
-        self._filter = self._filtered(self._rows, informative, max_batches)
-        self._batches = self._rows if self._filter is None else self._filter
+        self._filter = self._filtered(informative, max_batches)
+
+    @property
+    def _makes_source(self) -> bool:
+        return callable(self._source) and not hasattr(self._source, "__iter__")
+
+    @cached_property
+    def _rows(self) -> Assembled:
+        made: Any = self._source(self) if self._makes_source else self._source  # type: ignore[operator, misc]
+        limits: dict[str, Any] = {"patience": self.patience, "worker_patience": self.worker_patience}
+        source = () if made is None else made
+        return assembled(source, self.assembler, leftovers=self.leftovers, **limits)
+
+    @property
+    def source(self) -> Any:
+        """Where the rows come from."""
+        return self._rows.source
 
     def _of_source(self, name: str) -> Any:
+        if self._makes_source and "_rows" not in vars(self):  # hasattr() must not make it
+            raise AttributeError(
+                f"{name}: no such attribute before the stream is iterated, and has its source"
+            )
         return self._rows._of_source(name)
 
-    def _filtered(self, rows: Any, stages: bool | Stages, max_batches: int) -> Informative | None:
+    def _filtered(self, stages: bool | Stages, max_batches: int) -> Informative | None:
         if stages is False:
             return None
         words: dict[str, Any] = {} if stages is True else {"stages": stages}
-        groups = self.assembler.groups
-        return informative(rows, groups=groups, max_batches=max_batches, **words)
+        words |= {"groups": self.assembler.groups, "assembler": self.assembler}
+        return informative((), max_batches=max_batches, **words)
 
     def _is_over(self) -> bool:
         return self.epochs is not None and self.sampler.epoch >= self.epochs
 
     # -- dispatch -----------------------------------------------------------------------------------
 
-    def draws(self, *, wait: bool = False) -> Iterator[TensorDictBase]:
+    def draws(self, *, wait: bool = False, patience: float | None = None) -> Iterator[TensorDictBase]:
         """Yield prompts with ids that may be dispatched now. After a restart, lost rollouts come first.
 
+        An environment may draw from it. If it draws the next prompts before its rows are there, as in a
+        collector, it needs ``steps_ahead=1`` or more, and `patience`.
+
         Args:
-            wait: wait for room until the data ends, in the thread that dispatches. False: return where there
-                is no more room.
+            wait: wait for room until the data ends. False: return where there is no more room.
+            patience: for `wait`, seconds until it raises; None: wait forever, in a thread that dispatches.
+
+        Raises:
+            StalledError: there was no room in time.
         """
-        pacing, patience = self._pacing, None if wait else 0.0
-        while (draws := wait_for(pacing.now, lambda: pacing.ended, patience)) is not None:
-            yield draws
+        if wait:
+            yield from self._pacing.wait(check_patience(patience))
+        else:
+            while (draws := self._pacing.now()) is not None:
+                yield draws
 
     def put(self, rows: TensorDictBase) -> None:
         """Take rows in (:meth:`GroupAssembler.put`)."""
@@ -148,8 +174,10 @@ class RolloutStream(OverSource):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the source, or the data, has ended."""
-        if self.source is not None:
-            yield from self._batches
+        if self._source is not None:
+            if self._filter is not None:
+                self._filter.source = self._rows
+            yield from self._rows if self._filter is None else self._filter
             return
         while (batch := wait_for(self.take, lambda: self.ended, self.patience)) is not None:
             yield batch
@@ -183,6 +211,25 @@ class RolloutStream(OverSource):
         if self.assembler.journal is not None:
             self.assembler.commit(step)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with that of a source that was not made here.
+
+        Raises:
+            TypeError: the source is a MultiAsyncCollector.
+        """
+        return self.own_state() if self._makes_source else super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state, before anything else happens.
+
+        Raises:
+            ValueError: as :meth:`load_own_state`.
+        """
+        if self._makes_source:
+            self.load_own_state(state)
+        else:
+            super().load_state_dict(state)
+
     def own_state(self) -> dict[str, Any]:
         """What to save with the weights; with a journal, only how much of it they have trained."""
         assembler = self.assembler
@@ -199,7 +246,11 @@ class RolloutStream(OverSource):
         """
         assembler = self.assembler
         if self._pacing.begun:
-            raise ValueError("load the state before draws() is asked: rollouts of before would be lost")
+            raise ValueError(
+                "load the state before draws() is asked: rollouts of before would be lost. If a collector "
+                "draws, let the stream make it: RolloutStream(sampler, source=make), where make(stream) "
+                "returns the collector"
+            )
         if assembler.journal is None:
             assembler.load_state_dict(state["assembler"])
         else:

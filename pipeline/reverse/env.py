@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -33,6 +34,8 @@ class ReverseEnv(EnvBase):
 
     Args:
         sampler: prompts as indices of :data:`digits.STRINGS`, with their ids.
+        draws: what is dispatched, such as ``stream.draws(…)`` of a RolloutStream over the sampler; None: all
+            that the sampler draws.
         revised: share of a group's rollouts that are revised, in [0, 1]; rounded to whole rollouts.
         failing: probability that the grader fails on a row, in [0, 1).
         seed: seed of the grader.
@@ -46,6 +49,7 @@ class ReverseEnv(EnvBase):
         self,
         sampler: RepeatSampler,
         *,
+        draws: Iterator[TensorDictBase] | None = None,
         revised: float = 0.25,
         failing: float = 0.0,
         seed: int = 0,
@@ -63,7 +67,7 @@ class ReverseEnv(EnvBase):
         slots = sampler.prompts_per_batch // sampler.ranks * (sampler.group_size + self.revised) // 2
         super().__init__(batch_size=torch.Size([slots]), device=device)
         self.frames_per_batch = 2 * slots
-        self._draws, self._over = sampler.draws(), True
+        self._draws, self._over = sampler.draws() if draws is None else draws, True
         self._set_seed(seed)
         self._asked, self._answers = digits.prompts().to(self.device), digits.answers().to(self.device)
 
