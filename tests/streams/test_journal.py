@@ -293,6 +293,16 @@ def test_columns_of_any_dtype_come_out_unchanged(lazy, tmp_path):
     same_rows(again.take(), plain.take())
 
 
+def test_a_single_row_of_an_expanded_tensor_is_written(tmp_path):
+    """Its stride may be 0, as that of an action that a policy expands to its rows."""
+    rows = batch_of_lines([Line(0, 0, 0, True)])
+    rows["action"] = torch.tensor(2.5).expand(1)
+    path = tmp_path / "rows"
+    GroupAssembler(group_size=1, journal=path).put(rows)
+    again = GroupAssembler(group_size=1, journal=path)
+    assert again.take()["action"].tolist() == [2.5]
+
+
 def test_a_refused_put_is_not_in_the_journal(tmp_path):
     path = tmp_path / "rows"
     assembler = GroupAssembler(journal=path)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from headrace.transforms.carry import from_plain, write_whole
 from headrace.transforms.table import BatchError, StreamWarning
+from headrace.transforms.table.tensordicts import bytes_of
 
 from .open_groups import Group
 from .pieces import RowPiece, gather, kinds_of
@@ -345,8 +346,7 @@ def _to_json(value: Any, tensors: list[Any], path: tuple[Any, ...]) -> str:
     if value is None or type(value) in (bool, int, float, str):
         return json.dumps(value)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        flat = value.detach().reshape(-1).cpu().resolve_conj().resolve_neg()
-        tensors.append(flat.contiguous().view(torch.uint8).numpy().tobytes())
+        tensors.append(bytes_of(value.detach().cpu().resolve_conj().resolve_neg()).numpy().tobytes())
         dtype, device = str(value.dtype).removeprefix("torch."), value.device
         return json.dumps(
             {"tensor": [dtype, list(value.shape), *([] if device.type == "cpu" else [str(device)])]}

@@ -35,6 +35,7 @@ __all__ = [
     "as_data",
     "as_texts",
     "bits_of",
+    "bytes_of",
     "column_of",
     "count_in_loss",
     "count_true",
@@ -738,6 +739,17 @@ def of_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits.contiguous().view(torch.float64) if dtype.is_floating_point else bits).to(dtype)
 
 
+def bytes_of(column: Tensor) -> Tensor:
+    """(B,) uint8: the bytes of the numbers, in order.
+
+    Example:
+        >>> bytes_of(torch.ones(()).expand(1)).tolist()
+        [0, 0, 128, 63]
+    """
+    # A dimension of size 1 may keep the stride 0, which `view` to another size refuses.
+    return column.contiguous().as_strided([column.numel()], [1]).view(torch.uint8)
+
+
 def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Columns on a device, in one packed copy; on the CPU they are themselves.
 
@@ -749,7 +761,7 @@ def send_packed(columns: Sequence[Tensor], device: torch.device) -> list[Tensor]
         return list(columns)
     # `view` to a dtype needs an offset that is a multiple of its size. Sizes are powers of two, so it is.
     widest_first = sorted(range(len(columns)), key=lambda number: -columns[number].element_size())
-    flat = [columns[number].contiguous().view(-1).view(torch.uint8) for number in widest_first]
+    flat = [bytes_of(columns[number]) for number in widest_first]
     parts = torch.cat(flat).to(device, non_blocking=True).split([len(part) for part in flat])
     there = dict(zip(widest_first, parts, strict=True))
     return [there[number].view(each.dtype).view(each.shape) for number, each in enumerate(columns)]
