@@ -274,3 +274,68 @@ def test_groups_that_leave_without_a_row_are_counted():
     assembler.announce(ids(5, 6, 7, 8))
     assembler.discard_batch()
     assert assembler.lost_groups == {"timeout": 1, "evicted": 1, "unfinished": 6}
+
+
+def drawn(*rollouts: int) -> TensorDict:
+    """The draws of groups of two rollouts."""
+    ids = {"group_id": [each // 2 for each in rollouts], "rollout_id": [*rollouts]}
+    return TensorDict(ids, [len(rollouts)])
+
+
+def ended(*rollouts: int, version: int = 0) -> TensorDict:
+    """A row for each rollout."""
+    rows = drawn(*rollouts)
+    rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
+    rows["version"] = torch.full((len(rows),), version)
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+@pytest.mark.parametrize("newer", [1, 3])
+def test_a_group_waits_for_the_rollouts_that_are_undone(newer, tmp_path):
+    """One of its rollouts is of weights that are gone. The group was whole with it, or not."""
+    options = {"groups": 2, "group_size": 2, "max_staleness": 2, "version_key": "version"}
+    path = tmp_path / "journal"
+    first = GroupAssembler(**options, journal=path)
+    first.announce(drawn(0, 1, 2, 3))
+    first.put(ended(0))
+    first.version = 1
+    first.put(ended(newer, version=1))
+    again = GroupAssembler(**options, journal=path)
+    assert again.version == 0
+    lost = [draw for draw in again.unfinished() for draw in draw.unbind(0)]
+    assert again.counts["undone"] == 1
+    for draw in lost:
+        assert again.take() is None
+        again.put(ended(0).update({name: draw[name][None] for name in ("group_id", "rollout_id")}))
+    assert sorted(again.take()["group_id"].tolist()) == [0, 0, 1, 1]
+    assert len(lost) == 3
+
+
+def test_a_process_that_dies_before_it_has_done_anything_changes_nothing(tmp_path):
+    """It had opened the journal. The next one still knows what was taken, and may be in the weights."""
+    options = {"groups": 1, "group_size": 2, "journal": tmp_path / "journal"}
+    first = GroupAssembler(**options)
+    first.put(ended(0, 1, 2, 3, 4, 5))
+    first.take(), first.take()
+    for _ in range(3):
+        assert GroupAssembler(**options).ready == 3
+    last = GroupAssembler(**options)
+    last.commit(1, emitted=2)
+    assert last.take()["group_id"].tolist() == [2, 2]
+
+
+def test_a_step_with_rejected_groups_is_one_step_after_a_restart(tmp_path):
+    """Three groups were taken, and one of them was rejected. So a step of two is over, and there is room."""
+    options = {"groups": 2, "group_size": 2, "steps_ahead": 0}
+    path = tmp_path / "journal"
+    first = GroupAssembler(**options, journal=path)
+    first.put(ended(0, 1, 2, 3, 4, 5))
+    first.take(2)
+    first.reject(1)
+    first.take(1)
+    again = GroupAssembler(**options, journal=path)
+    again.commit(1, emitted=3)
+    assert again.capacity() == 0
+    again.version = 1
+    assert again.capacity() == 2

@@ -112,3 +112,18 @@ def test_the_groups_that_hold_up_a_step_are_named_with_their_workers_and_their_a
     assert said.endswith(" puts old, of worker 0, announced at step 0; this is step 1")
     assert assembler.take() is None
     assert "Waiting: group 0 has 0 of 2" in str(assembler.stalled("It stands still"))
+
+
+@pytest.mark.filterwarnings("ignore:the trainer has waited")
+def test_the_time_of_a_wait_counts_once_for_each_group(clock):
+    """Group 0 is too old after 10 of these seconds. Group 10 came 20 puts later, and has 20 seconds more."""
+    assembler = GroupAssembler(groups=20, group_size=2, timeout=30)
+    for rollout in range(0, 42, 2):
+        clock.seconds += 1
+        assembler.put(rows(rollout))
+    expired = {}
+    for second in range(40):
+        assembler.take()
+        expired.setdefault(assembler.counts["timeout"], second)
+        clock.seconds += 1
+    assert expired == {0: 0} | {groups: 9 + groups for groups in range(1, 22)}
