@@ -220,6 +220,7 @@ class FanOutCollapse(
                 (missing[rows.rollouts.spread(rows.rollouts.first)] == missing).all(1),
                 "a missing reward (NaN) must be missing on all segments of its rollout; found {found}",
                 lambda row: describe_rollout(rows, row, reward),
+                unit=rows.rollouts,
             )
             if self.missing == "mask":
                 none = missing.all(1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from headrace.transforms.table import (
+    LISTED,
     BatchError,
     BatchTransform,
     ColumnNames,
@@ -396,13 +397,14 @@ class CompletenessGate(
 
         # 2. Refuse the batch, or say which groups are dropped.
         if self.on_incomplete == "raise" and (without_rows or bool(incomplete.any())):
-            firsts = groups.first[incomplete].sort().values.tolist()
-            found = [describe_group(rows, row, status, presence) for row in firsts]
+            firsts = groups.first[incomplete].sort().values
+            found = [describe_group(rows, row, status, presence) for row in firsts[:LISTED].tolist()]
             # With ends, a rollout id that is repeated by mistake ends twice, and was refused above.
             hint = "" if ends is not None else shared_ids(rows, presence)
             hint += self._doubt(presence.have, incomplete)
             uneven = self.group_size is not None and len(presence.have.unique()) > 1
-            self._refuse(found, without_rows, hint, rows.facts("expected") if uneven else {})
+            facts = rows.facts("expected") if uneven else {}
+            self._refuse(found, without_rows, hint, facts, of=len(firsts))
         dropped = incomplete
         if self.on_incomplete == "keep":
             dropped = (presence.have < (self.min_rollouts or 1)) | (
@@ -470,17 +472,19 @@ class CompletenessGate(
         without_rows: list[int],
         hint: str = "",
         sizes: Mapping[str, Any] | None = None,
+        of: int = 0,
     ) -> None:
         """Raise for incomplete groups, which are described already, and for groups without rows.
 
         Args:
-            incomplete: what is said of each incomplete group.
+            incomplete: what is said of the first incomplete groups.
             without_rows: ids of groups without rows.
             hint: what may be wrong.
             sizes: facts about the column of group sizes, if groups may have different sizes.
+            of: number of incomplete groups.
         """
         size = "all" if self.group_size is None else self.group_size
         found = [*incomplete, *(f"group {group} has 0 of {size} (no rows)" for group in without_rows)]
-        plural = "s" if len(found) > 1 else ""
-        facts = {"count": len(found), "found": listing(found), "s": plural, "hint": hint}
+        count = of + len(without_rows)
+        facts = {"count": count, "found": listing(found, of=count), "s": "s" * (count > 1), "hint": hint}
         raise IncompleteGroupsError(REFUSAL + UNEVEN * bool(sizes), **facts, **(sizes or {}))

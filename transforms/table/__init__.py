@@ -6,6 +6,7 @@ from .checks import require_identity, require_rewards
 from .columns import COLUMNS, OF_TOKENS, ColumnNames, TakesColumns
 from .entry import enter_rows
 from .errors import (
+    LISTED,
     BatchError,
     ErrorNames,
     IncompleteGroupsError,
@@ -29,6 +30,7 @@ from .table import AHEAD, OF_THE_TABLE, Table, TokenCount, unknown
 __all__ = [
     "AHEAD",
     "COLUMNS",
+    "LISTED",
     "OF_THE_TABLE",
     "OF_TOKENS",
     "Alone",

@@ -26,7 +26,7 @@ def require_identity(rows: Rows) -> None:
 
     def describe(row: int) -> str:
         segments = rollouts.of == rollouts.of[row]
-        numbers = few([rows.at(int(i)) for i in segments.nonzero().flatten()])
+        numbers = few(segments.nonzero().flatten() if rows.index is None else rows.index[segments])
         found = few(groups[segments].unique())
         return f"rollout {rows.name('rollout', row)} in groups {found} (rows {numbers})"
 
@@ -37,6 +37,7 @@ def require_identity(rows: Rows) -> None:
         + "Are group ids and rollout ids swapped? " * fewer
         + "Are ids reused? {workers}",
         describe,
+        unit=rollouts,
     )
 
 
@@ -59,6 +60,7 @@ def require_rewards(rows: Rows, reward: Tensor, *, siblings_agree: bool) -> None
             "all segments of a rollout must have the same reward; found {found}. If each segment has its "
             "own reward, set how they are reduced: {collapse/reward=sum}, 'last', …",
             lambda row: describe_rollout(rows, row, reward),
+            unit=rows.rollouts,
         )
 
 
@@ -72,6 +74,7 @@ def require_turns(rows: Rows, turn: Tensor) -> None:
         rows.rollouts.paired_with(Ids(turn)).is_first,
         "the segments of a rollout must have different turns; found {found}",
         lambda row: describe_rollout(rows, row, turn),
+        unit=rows.rollouts,
     )
 
 

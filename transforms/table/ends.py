@@ -82,12 +82,14 @@ def require_ends(rows: Rows, ends: Ends) -> None:
             "their own beginnings, such as those of sub-agents, give the batch a column expected_segments, "
             "or set segment_key of the gate",
             lambda row: describe_rollout(rows, row, begins),
+            unit=rows.rollouts,
         )
     if expected is not None:
         rows.require(
             (expected >= 1) & (rollouts.spread(rollouts.min(expected)) == expected),
             "expected_segments must be one number ≥ 1 per rollout; found {found}",
             lambda row: describe_rollout(rows, row, expected),
+            unit=rows.rollouts,
         )
     require_single_ends(rows, ends)
     last = torch.zeros(piece.n, dtype=torch.int64).scatter_reduce_(
@@ -103,6 +105,7 @@ def require_ends(rows: Rows, ends: Ends) -> None:
         "two workers? {workers}. If the rows are in another order, set segment_key to the column "
         "that numbers them",
         lambda row: describe_rollout(rows, row, done),
+        unit=rows.rollouts,
     )
 
 
@@ -123,6 +126,7 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
             rollouts.spread(rollouts.sum(done)) <= expected,
             f"a rollout ends at most expected_segments times; {MORE_ENDS}",
             describe,
+            unit=rollouts,
         )
     if expected is None or segment is not None:
         piece = rollouts if segment is None else rollouts.paired_with(Ids(segment))
@@ -131,6 +135,7 @@ def require_single_ends(rows: Rows, ends: Ends) -> None:
             f"a rollout ends once; {MORE_ENDS} If segments have their own ends, such as those of sub-agents, "
             "give the batch a column expected_segments, or set segment_key of the gate",
             describe,
+            unit=rollouts,
         )
 
 

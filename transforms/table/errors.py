@@ -165,6 +165,9 @@ class ProcessedTwiceError(BatchError):
     """A pipeline has already processed this batch."""
 
 
+LISTED = 8  # most items of a list in a message
+
+
 def who_stamps(name: str) -> str:
     """The end of the message for a missing column, by the name of the column or its option; else empty.
 
@@ -181,12 +184,18 @@ def who_stamps(name: str) -> str:
     )
 
 
-def listing(items: Iterable[str], *, most: int = 8) -> str:
+def listing(items: Iterable[str], *, most: int = LISTED, of: int | None = None) -> str:
     """Join the first `most` items for a message, and count the others.
 
-    >>> listing(["a", "b", "c"], most=2)
-    'a, b and 1 more'
+    Args:
+        items: what is listed.
+        most: number of items that are shown.
+        of: number of items, if these are only the first.
+
+    >>> listing(["a", "b", "c"], most=2), listing(["a", "b"], of=9)
+    ('a, b and 1 more', 'a, b and 7 more')
     """
     shown = list(items)
-    more = len(shown) - most
+    most = min(most, len(shown))
+    more = (len(shown) if of is None else of) - most
     return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")

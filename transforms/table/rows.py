@@ -328,6 +328,7 @@ class Rows:
         message: str,
         describe: Callable[[int], str] | None = None,
         role: Any = None,
+        unit: Ids | None = None,
         **facts: Any,
     ) -> None:
         """Refuse the batch unless (M,) bool `ok` is True for all rows that are not excluded.
@@ -340,6 +341,7 @@ class Rows:
             describe: a function that describes row i of this view; None: its row number. Equal descriptions
                 are listed once.
             role: role or key of the column that the message names: ``{column}``.
+            unit: rows of one of these have one description, which takes a look at all rows.
             facts: what else the message names, by its field. Data, whose text may have braces, must be one.
                 With ``ids="group_id"`` or ``"rollout_id"`` the message says where these ids are stamped.
 
@@ -354,7 +356,13 @@ class Rows:
                 return
         bad = (~ok).nonzero().flatten().tolist()
         describe = describe or (lambda row: f"row {self.at(row)}")
-        found = listing(dict.fromkeys(map(describe, bad[:DESCRIBED])))
+        shown = bad[:DESCRIBED]
+        if unit is not None:
+            first: dict[int, int] = {}
+            for row, of in zip(shown, unit.of[shown].tolist(), strict=True):
+                first.setdefault(of, row)
+            shown = list(first.values())
+        found = listing(dict.fromkeys(map(describe, shown)))
         if len(bad) > DESCRIBED:
             found += f" (the first {DESCRIBED} of {len(bad)} rows)"
         s = "" if len(bad) == 1 else "s"
