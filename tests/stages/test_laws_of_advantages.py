@@ -144,16 +144,18 @@ def test_nothing_outside_the_loss_mask_is_read():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_advantage_is_rounded_once_to_its_dtype(dtype):
-    """Row advantages are computed in float64, token advantages in at least float32."""
+    """Row advantages are computed in float64, and are float32 at least. What changes one keeps its dtype."""
     for name, make in STAGES.items():
-        wide = torch.float32 if isinstance(make(), TokenAdvantage | RolloutCorrection) else torch.float64
+        of_tokens = isinstance(make(), TokenAdvantage | RolloutCorrection)
+        wide = torch.float32 if of_tokens else torch.float64
+        kept = dtype if "advantage" in make().in_keys else torch.float32
         exact = rows(dtype)
         for key in FLOATS:
             exact[key] = exact[key].to(wide)
         with of(name):
             found = advantage_of(name, rows(dtype))
-            assert found.dtype == dtype
-            assert torch.equal(found, advantage_of(name, exact).to(dtype))
+            assert found.dtype == kept
+            assert torch.equal(found, advantage_of(name, exact).to(kept))
 
 
 def test_results_carry_no_gradient_and_inputs_are_unchanged():

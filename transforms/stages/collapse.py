@@ -213,7 +213,7 @@ class FanOutCollapse(
                 f"{tuple(value.shape)}. If these are several rewards, set columns to their number",
                 **rows.facts("reward"),
             )
-        reward = value.double().reshape(len(rows), width)  # (M, K)
+        reward = rows.exactly(value).reshape(len(rows), width)  # (M, K)
         missing = None if self.missing == "raise" else reward.isnan()
         if missing is not None:
             rows.require(

@@ -96,6 +96,8 @@ def as_ids(
             raise BatchError(message, ids=name, why=str(err)) from err
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise BatchError(f"{name} must be integers, got {ids.dtype}")
+    if ids.dtype is torch.uint64 and bool((ids.long() < 0).any()):
+        raise BatchError(f"{name} must be integers of at most 63 bits; found {int(ids.long().min()) + 2**64}")
     if ids.ndim == 0 or ids.numel() != ids.shape[0]:
         raise BatchError(f"{name} must be one integer per row, (N,) or (N, 1); got shape {tuple(ids.shape)}")
     return (ids if ids.ndim == 1 else ids.reshape(-1)).to(torch.int64)

@@ -8,10 +8,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .errors import BatchError, listing
+from .errors import LISTED, BatchError, listing
 from .options import takes_options
 from .schema import FLOAT
 
+EXACT = 2**53  # whole numbers up to it are exact in float64
+INEXACT = (
+    "rewards that are whole numbers must be at most 2^53, beyond which float64 does not tell them apart; "
+    "found {found}. Subtract an offset, or scale them"
+)
 Missing = Literal["raise", "skip", "mask"]
 
 
@@ -19,7 +24,8 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
     """Convert rewards to an (N,) floating-point tensor. Integers and lists become float64.
 
     Raises:
-        BatchError: a reward is None (the message lists the rows) or text, or a row has several numbers.
+        BatchError: a reward is None (the message lists the rows), text, complex, or a whole number beyond
+            2^53; or a row has several numbers.
     """
     if not isinstance(reward, Tensor):
         missing = [row for row, value in enumerate(reward) if value is None]
@@ -29,7 +35,14 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
             raise BatchError(
                 f"every reward must be a number; found {reward[texts[0]]!r} at row {texts[0]}. Are these ids?"
             )
+        large = [value for value in reward if isinstance(value, int) and abs(value) > EXACT]
         reward = torch.tensor(reward, dtype=torch.float64)
+    else:
+        if reward.is_complex():
+            raise BatchError(f"every reward must be a real number; found {reward.dtype}")
+        large = reward[reward.abs() > EXACT].tolist() if reward.dtype is torch.int64 else []
+    if large:
+        raise BatchError(INEXACT, found=listing(map(str, large[:LISTED]), of=len(large)))
     if not reward.is_floating_point():
         reward = reward.double()
     if reward.ndim == 0 or reward.numel() != reward.shape[0]:
@@ -37,10 +50,10 @@ def as_rewards(reward: Tensor | Sequence[float]) -> Tensor:
     return reward.detach().reshape(-1)
 
 
-def credit_dtype(reward: Tensor | Sequence[float]) -> torch.dtype:
-    """The dtype of an advantage of these rewards: their own, or float32 if it is not floating-point."""
-    floats = isinstance(reward, Tensor) and reward.is_floating_point()
-    return reward.dtype if floats else FLOAT  # type: ignore[union-attr]
+def credit_dtype(reward: Tensor | Sequence[float] | torch.dtype) -> torch.dtype:
+    """The dtype of an advantage of rewards, or of rewards of a dtype: the same, at least float32."""
+    dtype = reward if isinstance(reward, torch.dtype) else getattr(reward, "dtype", FLOAT)
+    return dtype if dtype.is_floating_point and dtype.itemsize > FLOAT.itemsize else FLOAT
 
 
 @takes_options

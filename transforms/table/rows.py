@@ -72,6 +72,7 @@ from .fates import Effect
 from .ids import Ids
 from .labels import as_ids
 from .options import nested_key
+from .rewards import EXACT, INEXACT
 from .schema import (
     COUNTED,
     FLOAT,
@@ -212,7 +213,22 @@ class Rows:
     @property
     def reward(self) -> Tensor:
         """(M,) float64: the rollout's reward if a stage has written it, else the row's collected reward."""
-        return self[REWARD] if self.has(REWARD) else self.number("reward").double()
+        return self[REWARD] if self.has(REWARD) else self.exactly(self.number("reward"))
+
+    def exactly(self, rewards: Tensor) -> Tensor:
+        """(M,) or (M, K) rewards as float64.
+
+        Raises:
+            BatchError: a whole number is so large that float64 does not hold it.
+        """
+        if rewards.dtype is torch.int64:
+            per_row = rewards.reshape(len(self), -1)
+            self.require(
+                ((per_row >= -EXACT) & (per_row <= EXACT)).all(1),
+                INEXACT,
+                lambda row: f"{few(per_row[row])} at row {self.at(row)}",
+            )
+        return rewards.double()
 
     @property
     def status(self) -> Tensor | None:

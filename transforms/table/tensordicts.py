@@ -23,7 +23,7 @@ from tensordict import (
 )
 from torch import Tensor, nn
 
-from .errors import BatchError, ColumnFact, listing
+from .errors import LISTED, BatchError, ColumnFact, listing
 
 __all__ = [
     "ATTENTION",
@@ -74,6 +74,7 @@ ELSEWHERE = ("headrace", "elsewhere")
 FEW = 2**16  # entries that cost less than the calls by which they would be counted faster
 MOST = 255  # bytes of 0 and 1 that can be added up before one of them overflows
 FLOATS = {each for each in vars(torch).values() if isinstance(each, torch.dtype) and each.is_floating_point}
+UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}  # which torch can index, and little else
 # dtype of a column of the table, by its dtype in the batch; any other is int64
 KINDS = {torch.bool: torch.bool, **dict.fromkeys(FLOATS, torch.float64)}
 
@@ -236,7 +237,7 @@ def rows_between(batch: TensorDictBase, some: slice) -> TensorDictBase:
 def take_column(value: Any, rows: Tensor, *, on_cpu: Tensor | None = None) -> Any:
     """:func:`take_rows` of whatever a batch holds under a key."""
     if isinstance(value, Tensor):
-        return value.index_select(0, rows)
+        return value[rows] if value.dtype in UNSIGNED else value.index_select(0, rows)
     if isinstance(value, TensorDictBase):
         return take_rows(value, rows, on_cpu=on_cpu)
     return value[rows if on_cpu is None else on_cpu]
@@ -483,9 +484,28 @@ def number_column(
     if not isinstance(value, Tensor):
         return texts_of(value)
     value = value.detach() if value.requires_grad else value
+    if value.dtype in UNSIGNED or value.is_complex():
+        value = _whole_numbers(value, key)
     if value.shape[1:].numel() == 1:  # of no rows, too
         return value if value.ndim == 1 else value.reshape(-1)
     return value.flatten(1)
+
+
+def _whole_numbers(column: Tensor, key: NestedKey) -> Tensor:
+    """An unsigned column as int64.
+
+    Raises:
+        BatchError: a number is complex, or needs 64 bits.
+    """
+    if column.is_complex():
+        raise BatchError(
+            "a column must have real numbers; {key} has {dtype}", key=repr(key), dtype=column.dtype
+        )
+    whole = column.to(torch.int64)
+    if column.dtype is torch.uint64 and bool((whole < 0).any()):
+        large = listing(str(number) for number in column[whole < 0].reshape(-1)[:LISTED].tolist())
+        raise BatchError(f"a number must have at most 63 bits; {key!r} has {large}")
+    return whole
 
 
 def column_of(batch: TensorDictBase, key: NestedKey) -> Any:

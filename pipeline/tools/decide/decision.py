@@ -29,6 +29,7 @@ from headrace.transforms.table import (
     ErrorNames,
     MissingKeyError,
     as_ids,
+    as_rewards,
     column_keys,
     label_key,
     labels_said,
@@ -367,7 +368,8 @@ class Decider:
         rows = next(iter(lengths.values()))
         batch, texts = TensorDict({}, [rows]), dict[NestedKey, list[str]]()
         unread = []
-        for name, values in columns.items():
+        for name, given in columns.items():
+            values = _plain(given, name)
             if name in COUNTS:
                 if not isinstance(values, Tensor) and any(isinstance(each, str) for each in values):
                     raise BatchError(f"{name} must be integers; found texts. {name!r} is {MEANS[name]}")
@@ -407,11 +409,17 @@ class Decider:
             else:
                 try:
                     found = np.asarray(values)
+                    if found.dtype.kind in "cmM":
+                        raise ValueError(f"found {found.dtype}")
                     if name == "reward":
                         for each in found.flat if found.dtype.kind in "OU" else ():
                             if isinstance(each, str):
                                 raise ValueError(f"found the text {str(each)!r:.60}")
+                        if found.dtype.kind in "iu" and found.dtype.itemsize == 8:
+                            as_rewards(found.reshape(-1).tolist())  # refuses those that are not exact
                         found = np.asarray(values, dtype=float)
+                    if not found.flags.writeable:  # as those of pandas
+                        found = found.copy()
                 except (TypeError, ValueError) as err:
                     message, why = (
                         "{column_name} must be one number for each row, or K of them: {why}",
@@ -484,6 +492,27 @@ def refuse_other_arguments(*given: Any) -> None:
         f"columns must be one mapping of names, such as {EXAMPLE}, or a TensorDict; the name of a recipe "
         f"comes behind it. Found {', then '.join(looks(each) for each in found)}"
     )
+
+
+def _plain(values: Any, name: str) -> Any:
+    """A column as a list, an array or a tensor, whose missing rewards are NaN.
+
+    Raises:
+        BatchError: another value is missing.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        rows = np.flatnonzero(np.ma.getmaskarray(values).reshape(len(values), -1).any(1)).tolist()
+        if name == "reward":
+            return values.astype(float).filled(np.nan)
+        if rows:
+            raise BatchError(
+                "{column_name} must have a value for each row; found masked ones at rows {found}",
+                column_name=name,
+                found=listing(map(str, rows)),
+            )
+        return values.data
+    # A pandas Series is indexed by its labels, and not by row.
+    return values.to_numpy() if hasattr(values, "to_numpy") and hasattr(values, "iloc") else values
 
 
 def _as_numbers(values: Any, name: str, means: str) -> Tensor:

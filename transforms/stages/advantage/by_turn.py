@@ -24,7 +24,7 @@ from headrace.transforms.table import (
     require_rewards,
 )
 from headrace.transforms.table.options import takes_options, within
-from headrace.transforms.table.schema import COUNTED, FLOAT, REWARD, SEGMENTS, has_key
+from headrace.transforms.table.schema import COUNTED, REWARD, SEGMENTS, has_key
 from headrace.transforms.table.tensordicts import count_true
 from headrace.transforms.table.tokens import (
     describe_row,
@@ -301,7 +301,7 @@ class TurnAdvantage(
 
     def _of_rows(self, rows: Rows) -> None:
         """Compute the advantage if rows are turns. An excluded row still counts as a turn."""
-        reward, dtype = rows.number("reward").double(), dtype_of_reward(rows)
+        reward, dtype = rows.exactly(rows.number("reward")), dtype_of_reward(rows)
         _, place = places_on_arrival(rows)
         some = rows.where(rows.counted)
         reward, place = some.from_arrival(rows.to_arrival(reward)), some.from_arrival(place)
@@ -334,9 +334,8 @@ class TurnAdvantage(
 
 
 def dtype_of_reward(rows: Rows) -> torch.dtype:
-    """The dtype of the advantage: that of the collected reward, or float32 if it is not floating-point."""
-    dtype = rows.dtype("reward" if rows.has("reward") else REWARD)
-    return dtype if dtype.is_floating_point else FLOAT
+    """The dtype of the advantage (:func:`credit_dtype` of the collected reward)."""
+    return credit_dtype(rows.dtype("reward" if rows.has("reward") else REWARD))
 
 
 def _sum_by_turn(reward: Tensor, turn: Tensor, turns: int) -> Tensor:

@@ -28,7 +28,7 @@ from headrace.transforms.table import (
 from headrace.transforms.table.ids import mean_of
 from headrace.transforms.table.options import as_dtype, takes_options
 from headrace.transforms.table.rewards import factors_of
-from headrace.transforms.table.schema import COUNTED, FLOAT, REWARD, REWARDS
+from headrace.transforms.table.schema import COUNTED, REWARD, REWARDS
 
 from .baselines import (
     Baseline,
@@ -137,7 +137,7 @@ def group_relative_advantage(
             rows.
 
     Returns:
-        (N,) in the dtype of `reward`, or float32 if that is not floating-point.
+        (N,) in the dtype of `reward`, at least float32.
 
     Raises:
         BatchError: an id is negative or missing, a rollout is in two groups, a reward is not finite or too
@@ -432,7 +432,7 @@ class GroupRelativeAdvantage(
         collected = rows.table.dtypes.get(
             self.reward_key, rows.dtype(REWARD) if rows.has(REWARD) else torch.float64
         )
-        dtype = collected if collected.is_floating_point else FLOAT
+        dtype = credit_dtype(collected)
         require_fit(rows, credit, dtype)
         rows.put("advantage", credit, dtype=dtype, ndim=3)
         if self.missing == "skip" and not rows.has(REWARD):

@@ -114,7 +114,7 @@ class RewardsToGo(BatchTransform, columns=("reward", "rollout", "turn", "done", 
 
     def decide(self, rows: Rows) -> None:
         """Write the return."""
-        reward, dtype = rows.number("reward").double(), rows.dtype("reward")
+        reward, dtype = rows.exactly(rows.number("reward")), rows.dtype("reward")
         if rows.has("done") and not rows.has(FINISHED):  # no gate has checked the ends
             require_unseen_ends(rows)
         if rows.counted is not None:
