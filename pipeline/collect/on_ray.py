@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import count
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 from uuid import uuid4
 
-import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase
 
 from headrace.installed import import_extra
-from headrace.transforms import GroupAssembler, StalledError, StreamWarning
-from headrace.transforms.carry import from_plain, to_plain
-from headrace.transforms.streams import (
-    Kinds,
-    RowPiece,
-    columns_to_send,
-    gather,
-    joined_plain,
-    kinds_of,
-    narrowed,
-)
+from headrace.transforms import GroupAssembler, StalledError
+from headrace.transforms.carry import to_plain
+from headrace.transforms.streams import RowPiece, columns_to_send, joined_plain, kinds_of
 from headrace.transforms.table import enter_rows, labels_in_errors, listing
 from headrace.transforms.table.options import at_least, takes_options
 from headrace.transforms.table.schema import ORIGIN, has_key
-from headrace.transforms.table.tensordicts import device_of, number_column, take_rows
+from headrace.transforms.table.tensordicts import device_of, number_column
 
 from .assembling import Leftovers, check_patience, rest_of
-from .thin_rows import pack_thin, unpack_thin
-from .workers import WorkerWatch
+from .ray_actor import MANY_CALLS, AssemblerActor, Reply
+from .stored_rows import STORED, cut_by_group
+from .thin_rows import pack_thin
 
 LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
-# Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
-MANY_CALLS = {"num_cpus": 0, "max_concurrency": 1_000_000}
-GONE = 60.0  # seconds after which groups that were not fetched go to a taker that begins
-MOST_PARTS = 16  # largest number of parts of one put
-LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
-STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
 
 
 def _ray() -> Any:
@@ -105,11 +88,13 @@ class RayAssembler:
         remote = ray.remote(**{**MANY_CALLS, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
         self._store: Any = None  # the RowStore of this process's node
-        self._taker = ""  # names this process, as one that takes
-        self._fetched: list[int] = []  # tickets that the actor is told of with the next question
+        self._taker = Taker()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": None, "_taker": "", "_fetched": []}
+        return {name: value for name, value in self.__dict__.items() if name != "_taker"} | {"_store": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _taker=Taker())
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the actor. Raises the actor's own exception, not Ray's wrapper."""
@@ -225,15 +210,12 @@ class RayAssembler:
     def _listen(
         self, writers: Writers, patience: float | None, worker_patience: float | None, leftovers: Leftovers
     ) -> Iterator[TensorDictBase]:
-        self._ask("watch", patience, worker_patience, *self._taker_and_tickets())
+        self._ask("watch", patience, worker_patience)
         puts, heard = 0, time.monotonic()
         while True:
             writers.look()  # before taking, so that the last puts of ended writers are taken
             listening = 0.0 if writers.are_over else LISTENING
-            handed, now = self._ask("take", None, listening, *self._taker_and_tickets())
-            for warning in self._ask("warned"):
-                warnings.warn(warning, stacklevel=2)
-            batch = self._fetch(handed)
+            batch, now = self._fetch("take", None, listening)
             if batch is not None or now > puts:
                 puts, heard = now, time.monotonic()
             if batch is not None:  # yield whole groups before raising any error
@@ -253,27 +235,28 @@ class RayAssembler:
 
     def take(self, n: int | None = None) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take`: None while there are too few groups."""
-        return self._fetch(self._ask("take", n, 0.0, *self._taker_and_tickets())[0])
+        return self._fetch("take", n, 0.0)[0]
 
     def take_rest(self) -> TensorDictBase | None:
         """As :meth:`GroupAssembler.take_rest`."""
-        return self._fetch(self._ask("take_rest", *self._taker_and_tickets()))
+        return self._fetch("take_rest")[0]
 
-    def _taker_and_tickets(self) -> tuple[str, list[int]]:
-        """Who asks, and what it has fetched. A call of its own might come after the question."""
-        self._taker = self._taker or uuid4().hex
-        fetched, self._fetched = self._fetched, []
-        return self._taker, fetched
+    def _fetch(self, method: str, *args: Any) -> tuple[TensorDictBase | None, int]:
+        """Ask for groups, fetch their rows from Ray's object store, and tell the actor that they are here.
 
-    def _fetch(self, handed: tuple[int, StoredGroups] | None) -> TensorDictBase | None:
-        """Fetch the rows of groups from Ray's object store, and tell the actor that they are here."""
-        if handed is None:
-            return None
-        ticket, groups = handed
-        batch = groups.join(_ray().get(groups.references), self._local)
-        self._fetched.append(ticket)
-        self._actor.confirm.remote([ticket])
-        return batch
+        Also returns the number of puts, and shows the warnings of the actor.
+        """
+        # The tickets go with the next question, too: a call of their own might come after it.
+        fetched, self._taker.fetched = self._taker.fetched, []
+        reply: Reply = self._ask(method, *args, self._taker.name, fetched)
+        for warning in reply.warnings:
+            warnings.warn(warning, stacklevel=3)
+        if reply.groups is None:
+            return None, reply.puts
+        batch = reply.groups.join(self._get(reply.groups.references), self._local)
+        self._taker.fetched.append(reply.ticket)
+        self._actor.confirm.remote([reply.ticket])
+        return batch, reply.puts
 
     def discard_batch(self) -> int:
         """As :meth:`GroupAssembler.discard_batch`."""
@@ -322,7 +305,7 @@ class RayAssembler:
         """
         state, groups = self._ask("state")
         if groups is not None:
-            rows = groups.join(_ray().get(groups.references), self._local)
+            rows = groups.join(self._get(groups.references), self._local)
             state["rows"] = joined_plain([RowPiece(rows, state["rows"]["arrival"].tolist())])
         return state
 
@@ -339,6 +322,13 @@ class RayAssembler:
     def shutdown(self) -> None:
         """End the actor. Its rows are lost."""
         _ray().kill(self._actor)
+
+
+class Taker(threading.local):
+    """A thread that takes, and what it has fetched since it last asked."""
+
+    def __init__(self) -> None:
+        self.name, self.fetched = uuid4().hex, list[int]()
 
 
 class RayBatches:
@@ -388,291 +378,3 @@ class Writers:
                 self.failed.append(self.tasks.index(task))
                 if not self.go_on or len(self.failed) == len(self.tasks):
                     self.lost = getattr(err, "cause", None) or err
-
-
-class StoredGroups(NamedTuple):
-    """Whole groups whose M rows are in Ray's object store."""
-
-    references: list[Any]
-    """References to parts, from :func:`to_plain`."""
-    part: Tensor
-    """(M,) int, the index of the part of each row."""
-    row: Tensor
-    """(M,) int, the index of each row in its part."""
-    numbers: Mapping[NestedKey, Tensor]
-    """Further columns, (M,) int each."""
-    stale: Tensor | None
-    """(M,) bool, True at rows to mask."""
-
-    def join(self, parts: Sequence[Any], options: GroupAssembler) -> TensorDictBase:
-        """Join the rows into a batch.
-
-        Args:
-            parts: what is stored under each reference.
-            options: an assembler, which masks stale rows.
-        """
-        stored: list[Any] = [from_plain(part) for part in parts]
-        pieces = [RowPiece(rows, range(len(rows))) for rows in stored]
-        rows = zip(self.part.tolist(), self.row.tolist(), strict=True)
-        numbers = {key: column.tolist() for key, column in self.numbers.items()}
-        stale = None if self.stale is None else self.stale.tolist()
-        return options._joined([(pieces[part], row) for part, row in rows], numbers, stale)
-
-
-def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
-    """Cut rows into parts of whole groups: one group per part, or several if groups are many or small.
-
-    Args:
-        rows: TensorDict ``[N]``, N ≥ 1.
-        group: (N,) int64, the group of each row.
-
-    Returns:
-        - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
-        - (N, 2) int64: the index of each row's part, and of the row in its part.
-
-    Example:
-        >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
-        >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
-        >>> [len(part) for part in parts], places.tolist()
-        ([2, 1], [[0, 0], [1, 0], [0, 1]])
-    """
-    names, own = group.unique(return_inverse=True)
-    count = max(1, min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES))
-    part = own * count // len(names)
-    places, parts = torch.stack([part, part], 1), []
-    for number in range(count):
-        members = (part == number).nonzero().flatten()
-        places[members, 1] = torch.arange(len(members))
-        parts.append(take_rows(rows, members, on_cpu=members, shared=True))  # a copy, if rows are dense
-    return parts, places
-
-
-class Handed(NamedTuple):
-    """Groups that a taker has not confirmed."""
-
-    taker: str
-    at: float
-    """Seconds on the clock of the actor."""
-    groups: StoredGroups
-
-
-class TableAssembler(GroupAssembler):
-    """A GroupAssembler that holds only the columns it reads, and references to the stored rows."""
-
-    def _joined(self, places: Any, numbers: Any, stale: Any) -> Any:
-        places = list(places)
-        rows, parts = gather(places, {}), [piece.holds[piece.place[arrival]] for piece, arrival in places]
-        known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
-        return StoredGroups(
-            list(known),
-            narrowed(torch.tensor([known[part] for part in parts])),
-            narrowed(rows[STORED][:, 1]),
-            {key: narrowed(torch.tensor(values)) for key, values in numbers.items()},
-            None if stale is None else torch.tensor(stale),
-        )
-
-
-@cache
-def store_on(node: str) -> Any:
-    """Start the actor that stores rows on a node, once for all assemblers of this process."""
-    ray = _ray()
-    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    options = {"max_restarts": -1, "scheduling_strategy": where, **MANY_CALLS}
-    return ray.remote(**options)(RowStore).remote()
-
-
-class RowStore:
-    """Runs in one actor per node and owns the rows that are stored there, so they outlive their writers."""
-
-    async def keep(self, assembler: Any, method: str, packed: Sequence[Any], *args: Any) -> Any:
-        """Store rows, and call a method of the assembler's actor with references to them."""
-        # The owner sends the references. If the writer did, its death would free the rows.
-        references = [_ray().put(part) for part in packed]
-        return await getattr(assembler, method).remote(references, *args)
-
-
-class AssemblerActor:
-    """Runs in the assembler's actor. Its methods are coroutines: another runs only while one awaits.
-
-    Args:
-        max_ready: whole groups at which writers wait; None: no limit.
-        options: of :class:`GroupAssembler`.
-    """
-
-    def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
-        self.assembler, self.max_ready = TableAssembler(**options), max_ready
-        self.most, self.puts = max_ready, 0
-        self.changed = asyncio.Condition()
-        self.stall: StalledError | None = None
-        self.silent: StalledError | None = None  # one worker is silent while others send rows
-        self.warnings: list[Warning] = []  # to be shown in the trainer's process
-        self.workers = WorkerWatch(None, None)
-        self.handed: dict[int, Handed] = {}
-        self.tickets = count()
-        self.returned: list[int] = []  # of takers that are gone
-        self.saved: StoredGroups | None = None  # of the last state
-
-    async def watch(
-        self, patience: float | None, worker_patience: float | None, taker: str, fetched: Sequence[int]
-    ) -> None:
-        """Start to watch the workers for silence. What others have not fetched goes to this taker."""
-        await self.confirm(fetched)
-        old = time.monotonic() - GONE
-        for ticket, handed in self.handed.items():
-            if handed.taker != taker and handed.at < old and ticket not in self.returned:
-                self.returned.append(ticket)
-        self.workers.patience, self.workers.worker_patience = patience, worker_patience
-        self.workers.begin()
-
-    async def store(self, node: str) -> Any:
-        """The actor that stores rows on a node."""
-        return store_on(node)
-
-    @staticmethod
-    def _stored(parts: Sequence[Any], table: Any) -> tuple[TensorDict, list[Any]]:
-        """The table of rows, and the reference to the part of each row."""
-        if not parts:
-            return TensorDict({}, batch_size=[0]), []
-        rows = unpack_thin(torch.from_numpy(table))
-        return rows, [parts[part] for part in rows[STORED][:, 0].tolist()]
-
-    async def put(self, parts: Sequence[Any], table: Any, kinds: Kinds, patience: float | None) -> None:
-        """Put rows, after waiting for room.
-
-        Args:
-            parts: references to the parts of the rows; empty without rows.
-            table: the columns that are read, packed; None without rows.
-            kinds: of all columns of the rows.
-            patience: seconds to wait for room.
-        """
-        rows, holds = self._stored(parts, table)
-        async with self.changed:
-            if not await self._until(lambda: self.most is None or self.assembler.ready < self.most, patience):
-                raise self.assembler.stalled(f"The trainer has taken no batch for {patience:g} s")
-            self.puts += 1
-            self.changed.notify_all()
-            try:
-                self.stall = None
-                with warnings.catch_warnings(record=True) as caught:  # no other coroutine runs meanwhile
-                    warnings.simplefilter("always", StreamWarning)
-                    self.assembler._put(rows, kinds, holds)
-                self.warnings += [each.message for each in caught if isinstance(each.message, Warning)]
-                self.workers.saw(rows, self.assembler)
-            except StalledError as err:  # concerns the stream, not this batch: raised in the trainer, too
-                self.stall = err
-                raise
-            self.silent = None
-            try:
-                self.workers.check(self.assembler)
-            except StalledError as err:  # about another worker: raised only in the trainer
-                self.silent = err
-
-    async def take(
-        self, n: int | None, patience: float, taker: str, fetched: Sequence[int]
-    ) -> tuple[tuple[int, StoredGroups] | None, int]:
-        """Take groups, if there are enough in time. Also returns the number of puts.
-
-        The references are held until :meth:`confirm`. If this taker asks again before, it gets them again.
-        """
-        await self.confirm(fetched)
-        async with self.changed:
-            if (again := self._handed_before(taker)) is not None:
-                return again, self.puts
-            taken: list[StoredGroups] = []
-            await self._until(lambda: self._take_into(taken, n), patience)
-            self.changed.notify_all()
-            return self._hand_over(taken[0] if taken else None, taker), self.puts
-
-    async def take_rest(self, taker: str, fetched: Sequence[int]) -> tuple[int, StoredGroups] | None:
-        """As :meth:`GroupAssembler.take_rest`."""
-        await self.confirm(fetched)
-        async with self.changed:
-            self.changed.notify_all()
-            groups: Any = None
-            if (again := self._handed_before(taker)) is None:
-                groups = self.assembler.take_rest()
-            return again or self._hand_over(groups, taker)
-
-    def _handed_before(self, taker: str) -> tuple[int, StoredGroups] | None:
-        """Groups that this taker has not fetched, or one that is gone."""
-        mine = (ticket for ticket, handed in self.handed.items() if handed.taker == taker)
-        ticket = self.returned.pop(0) if self.returned else next(mine, None)
-        if ticket is None or ticket not in self.handed:
-            return None
-        groups = self.handed[ticket].groups
-        self.handed[ticket] = Handed(taker, time.monotonic(), groups)
-        return ticket, groups
-
-    def _hand_over(self, groups: StoredGroups | None, taker: str) -> tuple[int, StoredGroups] | None:
-        if groups is None:
-            return None
-        ticket = next(self.tickets)
-        self.handed[ticket] = Handed(taker, time.monotonic(), groups)
-        return ticket, groups
-
-    async def confirm(self, tickets: Sequence[int]) -> None:
-        """The taker has fetched the rows: their references need not be held any more."""
-        for ticket in tickets:
-            self.handed.pop(ticket, None)
-
-    async def warned(self) -> list[Warning]:
-        """The warnings since the last call."""
-        caught, self.warnings = self.warnings, []
-        return caught
-
-    def _take_into(self, taken: list[Any], n: int | None) -> bool:
-        if self.silent is not None:  # first, because other workers may keep the trainer busy
-            silent, self.silent = self.silent, None
-            raise silent
-        if (batch := self.assembler.take(n)) is not None:
-            taken.append(batch)
-            self.most = self.max_ready
-        elif self.stall is not None:
-            stall, self.stall = self.stall, None
-            raise stall
-        elif self.max_ready is not None:  # the trainer needs more groups than are ready: let writers put
-            self.most = self.assembler.ready + self.max_ready
-            self.changed.notify_all()
-        return bool(taken)
-
-    async def _until(self, condition: Callable[[], bool], patience: float | None) -> bool:
-        """Wait until the condition holds; False if it did not in time. Call it with the lock held."""
-        end = None if patience is None else time.monotonic() + patience
-        while not condition():
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            try:
-                await asyncio.wait_for(self.changed.wait(), left)
-            except asyncio.TimeoutError:
-                return condition()
-        return True
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the assembler."""
-        async with self.changed:
-            self.changed.notify_all()
-            return getattr(self.assembler, method)(*args)
-
-    async def state(self) -> tuple[dict[str, Any], StoredGroups | None]:
-        """The assembler's state, and all its rows in order of arrival."""
-        async with self.changed:
-            pieces = self.assembler._stream.pieces
-            places = [(piece, arrival) for piece in pieces for arrival in piece.place]
-            # Held until the next state, for the caller fetches them later.
-            self.saved = self.assembler._joined(places, {}, None) if places else None
-            return self.assembler.state_dict(), self.saved
-
-    async def load(
-        self,
-        parts: Sequence[Any],
-        table: Any,
-        kinds: Kinds,
-        state: Mapping[str, Any],
-        arrivals: Sequence[int],
-    ) -> None:
-        """Restore a state, whose rows are stored again."""
-        rows, holds = self._stored(parts, table)
-        async with self.changed:
-            self.changed.notify_all()
-            self.assembler._load(state, RowPiece(rows, arrivals, holds), kinds)

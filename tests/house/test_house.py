@@ -55,6 +55,7 @@ PUBLIC_IN_HEADRACE = {
 # What else they import: inner modules with unit tests.
 INNER = {
     "adapters.slime",
+    "pipeline.collect.stored_rows",
     "pipeline.main",
     "pipeline.public_names",
     "pipeline.queues.queues",

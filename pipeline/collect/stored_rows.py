@@ -1,0 +1,76 @@
+"""Rows in Ray's object store: cut into parts, and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from headrace.transforms import GroupAssembler
+from headrace.transforms.carry import from_plain
+from headrace.transforms.streams import RowPiece
+from headrace.transforms.table.tensordicts import take_rows
+
+MOST_PARTS = 16  # largest number of parts of one put
+LEAST_BYTES = 2**18  # smallest size of a part; a smaller one costs the same
+STORED = ("headrace", "stored")  # (N, 2) int64: the index of a row's part, and of the row in its part
+
+
+def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBase], Tensor]:
+    """Cut rows into parts of whole groups: one group per part, or several if groups are many or small.
+
+    Args:
+        rows: TensorDict ``[N]``, N ≥ 1.
+        group: (N,) int64, the group of each row.
+
+    Returns:
+        - At most `MOST_PARTS` parts, of about `LEAST_BYTES` or more.
+        - (N, 2) int64: the index of each row's part, and of the row in its part.
+
+    Example:
+        >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
+        >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
+        >>> [len(part) for part in parts], places.tolist()
+        ([2, 1], [[0, 0], [1, 0], [0, 1]])
+    """
+    names, own = group.unique(return_inverse=True)
+    count = max(1, min(len(names), MOST_PARTS, rows.bytes() // LEAST_BYTES))
+    part = own * count // len(names)
+    places, parts = torch.stack([part, part], 1), []
+    for number in range(count):
+        members = (part == number).nonzero().flatten()
+        places[members, 1] = torch.arange(len(members))
+        parts.append(take_rows(rows, members, on_cpu=members, shared=True))  # a copy, if rows are dense
+    return parts, places
+
+
+class StoredGroups(NamedTuple):
+    """Whole groups whose M rows are in Ray's object store."""
+
+    references: list[Any]
+    """References to parts, from :func:`to_plain`."""
+    part: Tensor
+    """(M,) int, the index of the part of each row."""
+    row: Tensor
+    """(M,) int, the index of each row in its part."""
+    numbers: Mapping[NestedKey, Tensor]
+    """Further columns, (M,) int each."""
+    stale: Tensor | None
+    """(M,) bool, True at rows to mask."""
+
+    def join(self, parts: Sequence[Any], options: GroupAssembler) -> TensorDictBase:
+        """Join the rows into a batch.
+
+        Args:
+            parts: what is stored under each reference.
+            options: an assembler, which masks stale rows.
+        """
+        stored: list[Any] = [from_plain(part) for part in parts]
+        pieces = [RowPiece(rows, range(len(rows))) for rows in stored]
+        rows = zip(self.part.tolist(), self.row.tolist(), strict=True)
+        numbers = {key: column.tolist() for key, column in self.numbers.items()}
+        stale = None if self.stale is None else self.stale.tolist()
+        return options._joined([(pieces[part], row) for part, row in rows], numbers, stale)
