@@ -13,7 +13,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from headrace.installed import import_extra
 from headrace.transforms import GroupAssembler, StalledError
-from headrace.transforms.carry import to_plain
 from headrace.transforms.streams import RowPiece, columns_to_send, joined_plain, kinds_of
 from headrace.transforms.table import enter_rows, labels_in_errors, listing
 from headrace.transforms.table.options import at_least, takes_options
@@ -22,7 +21,7 @@ from headrace.transforms.table.tensordicts import device_of, number_column
 
 from .assembling import Leftovers, check_patience, rest_of
 from .ray_actor import MANY_CALLS, AssemblerActor, Reply
-from .stored_rows import STORED, cut_by_group
+from .stored_rows import STORED, cut_by_group, pack_rows
 from .thin_rows import pack_thin
 
 LISTENING = 0.2  # seconds that the actor waits for a whole group before the trainer checks the writers
@@ -153,8 +152,9 @@ class RayAssembler:
         if has_key(rows, ORIGIN):
             table[ORIGIN] = number_column(rows, ORIGIN)
         parts, table[STORED] = cut_by_group(rows, table[self.group_key].reshape(-1))
-        plain = [to_plain(part) for part in parts]
-        return self._keep(method, plain, pack_thin(table).numpy(), kinds_of(rows), *args)
+        return self._keep(
+            method, list(map(pack_rows, parts)), pack_thin(table).numpy(), kinds_of(rows), *args
+        )
 
     def announce(self, draws: TensorDictBase) -> None:
         """As :meth:`GroupAssembler.announce`."""
