@@ -82,7 +82,8 @@ class RayAssembler:
                 "the cluster. Save state_dict(), or use GroupAssembler(journal=PATH) in one process"
             )
         self._local = GroupAssembler(**options)  # raises errors of options here, not in the actor
-        self.group_key, groups = self._local.group_key, self._local.groups
+        self.group_key, self.rollout_key = self._local.group_key, self._local.rollout_key
+        self.journal, groups = self._local.journal, self._local.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
         remote = ray.remote(**{**MANY_CALLS, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
@@ -205,7 +206,8 @@ class RayAssembler:
         """
         go_on = on_lost == "go_on"
         check_patience(patience, worker_patience)
-        return RayBatches(self, self._listen(Writers(writers, go_on), patience, worker_patience, leftovers))
+        watched = Writers(writers, go_on=go_on)
+        return RayBatches(self, self._listen(watched, patience, worker_patience, leftovers))
 
     def _listen(
         self, writers: Writers, patience: float | None, worker_patience: float | None, leftovers: Leftovers
@@ -221,13 +223,8 @@ class RayAssembler:
             if batch is not None:  # yield whole groups before raising any error
                 yield batch
                 heard = time.monotonic()
-            elif writers.lost is not None:
-                lost = f"{len(writers.failed)} of {len(writers.tasks)} writers lost: "
-                lost += listing([f"writer {number}" for number in writers.failed])
-                lost += f" ({type(writers.lost).__name__}: {writers.lost})"
-                why = f"{lost}. Set on_lost='go_on' to continue without them"
-                raise self.stalled(why) from writers.lost
             elif writers.are_over:
+                writers.refuse_lost(self, "Set on_lost='go_on' to continue without them")
                 break
             elif patience is not None and time.monotonic() - heard >= patience:
                 raise self.stalled(f"The writers have been silent for {patience:g} s")
@@ -352,29 +349,44 @@ class Writers:
         go_on: continue without lost writers, while there are others.
     """
 
-    def __init__(self, tasks: Sequence[Any], go_on: bool):
-        self.tasks, self.go_on = list(tasks), go_on
-        self.open = list(tasks)
+    def __init__(self, tasks: Sequence[Any] = (), *, go_on: bool = False):
+        self.go_on, self.number = go_on, 0
+        self.open: dict[Any, int] = {}
+        """Those that have not ended, with their positions among all."""
         self.failed: list[int] = []
-        """The positions of lost writers among the tasks."""
+        """The positions of lost writers."""
         self.lost: BaseException | None = None
         """The error of a lost writer, if it ends the iteration."""
+        self.watch(tasks)
+
+    def watch(self, tasks: Sequence[Any]) -> None:
+        """Watch further ones."""
+        for task in tasks:
+            self.open[task] = self.number
+            self.number += 1
 
     @property
     def are_over(self) -> bool:
         """Whether all writers have ended, or a lost one ends the iteration. False without writers."""
-        return self.lost is not None or bool(self.tasks and not self.open)
+        return self.lost is not None or bool(self.number and not self.open)
 
     def look(self) -> None:
         """Check which writers have ended or died."""
         if self.are_over or not self.open:
             return
-        ray = _ray()
-        ended, self.open = ray.wait(self.open, num_returns=len(self.open), timeout=0)
-        for task in ended:
+        ray, tasks = _ray(), list(self.open)
+        for task in ray.wait(tasks, num_returns=len(tasks), timeout=0)[0]:
+            position = self.open.pop(task)
             try:
                 ray.get(task)
             except ray.exceptions.RayError as err:
-                self.failed.append(self.tasks.index(task))
-                if not self.go_on or len(self.failed) == len(self.tasks):
+                self.failed.append(position)
+                if not self.go_on or len(self.failed) == self.number:
                     self.lost = getattr(err, "cause", None) or err
+
+    def refuse_lost(self, assembler: Any, remedy: str) -> None:
+        """Raise if a lost writer ends the iteration."""
+        if self.lost is not None:
+            names = listing([f"writer {number}" for number in self.failed])
+            why = f"{len(self.failed)} of {self.number} writers lost: {names} ({type(self.lost).__name__}: "
+            raise assembler.stalled(f"{why}{self.lost}). {remedy}") from self.lost

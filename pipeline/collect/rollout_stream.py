@@ -13,6 +13,7 @@ from headrace.transforms.table.options import at_least, takes_options
 
 from .assembling import Assembled, Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_for
 from .informing import Informative, Stages, informative
+from .on_ray import Writers
 from .pacing import Pacing
 
 PATIENCE = 1800.0  # seconds without a batch after which nobody should wait on
@@ -29,8 +30,12 @@ class RolloutStream(OverSource):
     In one thread, :meth:`draws` and :meth:`take` return at once, with nothing if there is nothing. If other
     threads dispatch and put, use ``draws(wait=True)`` there, and iterate over the stream to train.
 
+    With ``assembler=RayAssembler``, rows are put from any process of the cluster: send ``stream.assembler``
+    to the tasks that put, and give these tasks to :meth:`watch`.
+
     Args:
         sampler: a :class:`RepeatSampler`. Nothing of it needs to be saved.
+        assembler: the class that makes the groups: GroupAssembler or RayAssembler.
         source: yields rows, such as a collector or a queue; or a function of this stream that makes it when
             rows are first needed, so after a state is loaded. None: rows are given to :meth:`put`.
         informative: yield only groups that are informative (:func:`informative`): True, or the stages that
@@ -40,7 +45,7 @@ class RolloutStream(OverSource):
         patience: seconds to wait for a batch before :class:`StalledError`.
         worker_patience: for `source`, as for :func:`assembled`.
         leftovers: as for :func:`assembled`, for groups that are too few for a batch at the end.
-        options: those of :class:`GroupAssembler`. `group_size` and `groups` are by default those of the
+        options: those of `assembler`. `group_size` and `groups` are by default those of the
             sampler. Without a limit of the dispatch, ``steps_ahead=0``: nothing is dispatched ahead of the
             step that trains. With ``journal=PATH`` the run goes on after a crash.
 
@@ -68,6 +73,7 @@ class RolloutStream(OverSource):
         self,
         sampler: Any,
         *,
+        assembler: Callable[..., Any] = GroupAssembler,
         source: Source | Callable[[RolloutStream], Source] | None = None,
         informative: bool | Stages = False,
         epochs: int | None = None,
@@ -83,7 +89,8 @@ class RolloutStream(OverSource):
         own = {"groups": sampler.prompts_per_batch // sampler.ranks, "group_size": sampler.group_size}
         if not any(options.get(name) is not None for name in LIMITS):
             own["steps_ahead"] = 0
-        self.assembler = GroupAssembler(**own | options)
+        self.assembler = assembler(**own | options)
+        self._writers = Writers()
         self.patience, self.worker_patience, self.leftovers = patience, worker_patience, leftovers
         self._pacing = Pacing(sampler, self.assembler, self._is_over)
         self._filter = self._filtered(informative, max_batches)
@@ -146,6 +153,14 @@ class RolloutStream(OverSource):
         """Take rows in (:meth:`GroupAssembler.put`)."""
         self.assembler.put(rows)
 
+    def watch(self, *tasks: Any) -> None:
+        """Watch tasks of Ray that put rows: if one dies or raises, :meth:`take` and the iteration raise.
+
+        Args:
+            tasks: the objects that ``.remote()`` returned.
+        """
+        self._writers.watch(tasks)
+
     # -- batches ------------------------------------------------------------------------------------
 
     @property
@@ -161,16 +176,20 @@ class RolloutStream(OverSource):
         """The next batch; None while there is none. At the end, the last groups, however few.
 
         Raises:
-            StalledError: too few groups are informative.
+            StalledError: too few groups are informative; or there is no batch, and a watched task was lost.
             BatchError: at the end, groups are left over, under ``leftovers="raise"``.
         """
         if self.ended and self.assembler.ready:
             list(rest_of(self.assembler, self.leftovers))  # drops them, or raises
         last = self._pacing.ended and self.assembler.pending == 0 and self.leftovers == "yield"
-        if self._filter is None:
-            batch = self.assembler.take()
-            return self.assembler.take_rest() if batch is None and last else batch
-        return self._filter.take_from(self.assembler, last=last)
+        if self._filter is not None:
+            batch = self._filter.take_from(self.assembler, last=last)
+        elif (batch := self.assembler.take()) is None and last:
+            batch = self.assembler.take_rest()
+        if batch is None:
+            self._writers.look()
+            self._writers.refuse_lost(self.assembler, "Start again, from the last state or checkpoint")
+        return batch
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until the source, or the data, has ended."""

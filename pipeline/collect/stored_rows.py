@@ -36,6 +36,7 @@ def cut_by_group(rows: TensorDictBase, group: Tensor) -> tuple[list[TensorDictBa
         - (N, 2) int64: the index of each row's part, and of the row in its part.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> rows = TensorDict({"x": torch.arange(3 * LEAST_BYTES).view(3, -1)}, batch_size=[3])
         >>> parts, places = cut_by_group(rows, torch.tensor([5, 9, 5]))
         >>> [len(part) for part in parts], places.tolist()

@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,7 @@ import headrace.transforms
 from headrace.pipeline import (
     RayAssembler,
     RepeatSampler,
+    RolloutStream,
     assembled,
     buffer_account,
     groups_on_write,
@@ -214,6 +216,37 @@ def test_a_view_is_sent_without_its_whole_batch(monkeypatch):
     assembler.put(batch[5:6])
     assembler.announce(batch[5:6])
     assert all(len(bytes_) < 10_000 < batch.bytes() for bytes_ in sent)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def generate(assembler: RayAssembler, draws: TensorDict, version: int) -> None:
+    """One row for each rollout; groups with an even id have equal rewards."""
+    rows = draws.clone()
+    rows["next", "done"] = torch.ones(len(rows), dtype=torch.bool)
+    rows["next", "reward"] = (rows["rollout_id"] * (rows["group_id"] % 2) % 2).double()
+    rows["next", "policy_version"] = torch.full((len(rows),), version)
+    for row in rows.split(1):
+        assembler.put(row)
+
+
+def test_a_stream_trains_each_group_of_tasks_once():
+    sampler = RepeatSampler(12, group_size=2, prompts_per_batch=3)
+    options = {"epochs": 2, "informative": True, "max_staleness": 4, "patience": LONGEST}
+    stream, trained = RolloutStream(sampler, assembler=RayAssembler, **options), []
+
+    def dispatch():
+        for draws in stream.draws(wait=True):
+            stream.watch(generate.remote(stream.assembler, draws, stream.version))
+
+    thread = threading.Thread(target=dispatch)
+    thread.start()
+    for batch in stream:
+        trained += batch["group_id"].unique().tolist()
+        stream.version += 1
+    thread.join(LONGEST)
+    stream.assembler.shutdown()
+    assert sorted(trained) == list(range(1, 24, 2))
+    assert stream._filter.counts == {"uninformative": 24}
 
 
 # -- rows stay where they are -----------------------------------------------------------------------------

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from ray_here import Stored, ray_here
 from tensordict import TensorDict
 
-from headrace.pipeline import RepeatSampler, RolloutStream
+from headrace.pipeline import RayAssembler, RepeatSampler, RolloutStream
 from headrace.transforms import BatchError, StalledError, StreamWarning
 
 PROMPTS = 12
@@ -20,6 +24,17 @@ PROMPTS = 12
 
 def sampler(**options) -> RepeatSampler:
     return RepeatSampler(PROMPTS, group_size=2, prompts_per_batch=3, **options)
+
+
+@pytest.fixture(params=["here", pytest.param("on Ray", marks=pytest.mark.ray)])
+def make(request: Any) -> Iterator[Callable[..., RolloutStream]]:
+    """A stream whose assembler is in this process, or an actor of Ray."""
+    if request.param == "here":
+        yield RolloutStream
+        return
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    with ray_here():
+        yield partial(RolloutStream, assembler=RayAssembler)
 
 
 def rows_of(draws: TensorDict, version: int = 0) -> list[TensorDict]:
@@ -60,15 +75,15 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_each_group_is_trained_once_in_one_thread(name, epochs):
-    batches = in_one_thread(RolloutStream(sampler(), epochs=epochs, **OPTIONS[name]), Random(0))
+def test_each_group_is_trained_once_in_one_thread(make, name, epochs):
+    batches = in_one_thread(make(sampler(), epochs=epochs, **OPTIONS[name]), Random(0))
     assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(PROMPTS * epochs), 1)
     assert {len(batch) for batch in batches} == {3}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_informative_groups_fill_batches_and_the_others_are_counted(name):
-    stream = RolloutStream(sampler(), epochs=2, informative=True, **OPTIONS[name])
+def test_informative_groups_fill_batches_and_the_others_are_counted(make, name):
+    stream = make(sampler(), epochs=2, informative=True, **OPTIONS[name])
     batches = in_one_thread(stream, Random(1))
     assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(1, 2 * PROMPTS, 2), 1)
     assert {len(batch) for batch in batches} == {3}
@@ -93,13 +108,13 @@ def test_threads_that_dispatch_and_put_and_one_that_trains():
     assert Counter(found) == dict.fromkeys(range(3 * PROMPTS), 1)
 
 
-def test_a_source_is_read():
-    stream = RolloutStream(sampler(), source=rows_of(next(sampler().draws())), steps_ahead=0)
+def test_a_source_is_read(make):
+    stream = make(sampler(), source=rows_of(next(sampler().draws())), steps_ahead=0)
     assert [sorted(groups_of(batch)) for batch in stream] == [[0, 1, 2]]
 
 
-def test_nothing_is_dispatched_ahead_of_the_step_that_trains():
-    stream = RolloutStream(sampler())
+def test_nothing_is_dispatched_ahead_of_the_step_that_trains(make):
+    stream = make(sampler())
     (draws,) = stream.draws()
     assert groups_of(draws) == [0, 1, 2]
     for row in rows_of(draws):
@@ -112,18 +127,18 @@ def test_nothing_is_dispatched_ahead_of_the_step_that_trains():
     assert groups_of(draws) == [3, 4, 5]
 
 
-def test_a_stream_without_rows_raises_in_time():
-    stream = RolloutStream(sampler(), patience=0.05)
+def test_a_stream_without_rows_raises_in_time(make):
+    stream = make(sampler(), patience=0.05)
     list(stream.draws())
     with pytest.raises(StalledError, match=r"no batch for 0\.05 s\. Waiting: group 0 has 0 of 2"):
         next(iter(stream))
 
 
 @pytest.mark.parametrize("informative", [False, True])
-def test_a_state_goes_on_with_the_same_batches(informative):
+def test_a_state_goes_on_with_the_same_batches(make, informative):
     """Saved between two steps, with rollouts in flight, and loaded into new objects."""
     for steps in range(3):
-        stream = RolloutStream(sampler(), epochs=2, informative=informative, max_staleness=4)
+        stream = make(sampler(), epochs=2, informative=informative, max_staleness=4)
         dice, flying, found = Random(steps), [], []
         while len(found) < steps + 1:
             for draws in stream.draws():
@@ -133,7 +148,7 @@ def test_a_state_goes_on_with_the_same_batches(informative):
                 found.append(groups_of(batch))
                 stream.version += 1
         state = stream.state_dict()
-        again = RolloutStream(sampler(), epochs=2, informative=informative, max_staleness=4)
+        again = make(sampler(), epochs=2, informative=informative, max_staleness=4)
         again.load_state_dict(state)
         found += in_one_thread(again, dice)
         trained = range(informative, 2 * PROMPTS, 1 + informative)
@@ -151,8 +166,8 @@ def test_ranks_share_the_prompts_of_each_batch():
 
 
 @pytest.mark.parametrize("leftovers", ["drop", "raise"])
-def test_groups_that_are_too_few_for_a_batch_end_the_stream_as_leftovers_says(leftovers):
-    stream = RolloutStream(
+def test_groups_that_are_too_few_for_a_batch_end_the_stream_as_leftovers_says(make, leftovers):
+    stream = make(
         RepeatSampler(4, group_size=2, prompts_per_batch=1), groups=3, epochs=1, leftovers=leftovers
     )
     if leftovers == "raise":
@@ -189,3 +204,19 @@ def test_a_state_is_refused_once_draws_were_asked_for():
     list(stream.draws())
     with pytest.raises(ValueError, match=r"before draws\(\) is asked"):
         stream.load_state_dict(state)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_lost_task_ends_the_stream_once_no_whole_batch_is_left(dies):
+    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    lost = ray.exceptions.RayActorError() if dies else ray.exceptions.RayTaskError("f", "", OSError("out"))
+    with ray_here():
+        stream = RolloutStream(sampler(), assembler=RayAssembler, epochs=1)
+        for draws in stream.draws():
+            for row in rows_of(draws):
+                stream.put(row)
+            stream.watch(Stored(), Stored(error=lost))
+        assert sorted(groups_of(stream.take())) == [0, 1, 2]
+        with pytest.raises(StalledError, match=r"1 of 2 writers lost: writer 1 .*Start again"):
+            next(iter(stream))
