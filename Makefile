@@ -33,7 +33,8 @@ quick: $(STAMP)
 slow: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m slow $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
-# A process that is killed at 50 points of its stream, and a soak of SOAK seconds with slow trainer steps.
+# Processes that are killed at many points of their streams, and soaks of SOAK seconds: with slow trainer steps, and on Ray
+# beside busy processes.
 long: $(STAMP)
 	SOAK=$(or $(SOAK),900) $(BIN)/python -m pytest -m long $(ARGS)
 
