@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -20,7 +21,7 @@ from headrace.transforms.table.schema import ORIGIN, has_key
 from headrace.transforms.table.tensordicts import device_of, number_column
 
 from .assembling import Leftovers, check_patience, rest_of
-from .ray_actor import MANY_CALLS, AssemblerActor, Reply
+from .ray_actor import MANY_CALLS, AssemblerActor, Reply, on_node
 from .stored_rows import STORED, cut_by_group, pack_rows
 from .thin_rows import pack_thin
 
@@ -59,34 +60,37 @@ class RayAssembler:
     them and lives as long as the assembler. So rows of a dead writer can still be trained.
 
     If the assembler's actor or a node is lost, its rows are lost, and its users get Ray's error. Continue
-    with a new one from the last :meth:`state_dict`, which holds every put that had returned. A `journal` is
-    not possible, because the rows are in Ray's store, which ends with the cluster.
+    with a new one from a `journal`, or from the last :meth:`state_dict`, which holds every put that had
+    returned. A journal has no rows, because these are in Ray's store, which ends with the cluster. It has
+    what was announced and committed. After a crash, all announced groups that were not committed are
+    :meth:`unfinished`.
 
     Args:
         max_ready: whole groups at which writers wait; None: twice `groups`, or no limit if that is None.
-        actor: options of the actor for ``ray.remote``; by default it reserves no CPU.
+        actor: options of the actor for ``ray.remote``. By default it reserves no CPU, and with a `journal`
+            runs on the node of this process, where the file is.
         options: those of :class:`GroupAssembler`. Callables run in the actor.
 
     Raises:
         ImportError: the extra `ray` is not installed.
-        ValueError: as :class:`GroupAssembler`.
+        ValueError, OSError: as :class:`GroupAssembler`.
     """
 
     def __init__(
         self, *, max_ready: int | None = None, actor: Mapping[str, Any] | None = None, **options: Any
     ):
-        ray = _ray()
-        if options.get("journal") is not None:
-            raise ValueError(
-                "RayAssembler takes no journal, because its rows are in Ray's object store, which ends with "
-                "the cluster. Save state_dict(), or use GroupAssembler(journal=PATH) in one process"
-            )
+        ray, self.journal, own = _ray(), options.pop("journal", None), dict(MANY_CALLS)
         self._local = GroupAssembler(**options)  # raises errors of options here, not in the actor
         self.group_key, self.rollout_key = self._local.group_key, self._local.rollout_key
-        self.journal, groups = self._local.journal, self._local.groups
+        groups = self._local.groups
         self.max_ready = at_least("max_ready", max_ready, 1) or (None if groups is None else 2 * groups)
-        remote = ray.remote(**{**MANY_CALLS, **(actor or {})})(AssemblerActor)
+        if self.journal is not None:
+            here = ray.get_runtime_context().get_node_id()
+            own["scheduling_strategy"] = on_node(here)
+        remote = ray.remote(**{**own, **(actor or {})})(AssemblerActor)
         self._actor = remote.remote(self.max_ready, options)
+        if self.journal is not None:
+            self._ask("open_journal", str(Path(self.journal).absolute()))  # it may run in another folder
         self._store: Any = None  # the RowStore of this process's node
         self._taker = Taker()
 
@@ -96,9 +100,9 @@ class RayAssembler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _taker=Taker())
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _ask(self, method: str, *args: Any, **words: Any) -> Any:
         """Call a method of the actor. Raises the actor's own exception, not Ray's wrapper."""
-        return self._get(getattr(self._actor, method).remote(*args))
+        return self._get(getattr(self._actor, method).remote(*args, **words))
 
     def _keep(self, method: str, packed: Sequence[Any], *args: Any) -> Any:
         """Store rows on this node, and call a method of the actor with references to them."""
@@ -267,6 +271,10 @@ class RayAssembler:
         """As :meth:`GroupAssembler.reject`."""
         self._ask("call", "reject", groups)
 
+    def commit(self, step: int | None = None, *, emitted: int | None = None) -> None:
+        """As :meth:`GroupAssembler.commit`."""
+        self._ask("call", "commit", step, emitted=emitted)
+
     def stalled(self, why: str, worker: tuple[int, int] | None = None) -> StalledError:
         """As :meth:`GroupAssembler.stalled`."""
         return self._ask("call", "stalled", why, worker)
@@ -280,7 +288,8 @@ class RayAssembler:
     held = _number("held", "Number of rows of ready and pending groups.")
     counts = _number("counts", "Number of rows that left without being taken, by reason.")
     blocked_by = _number("blocked_by", "The groups that the next step waits for.")
-    restored = _number("restored", "Whether it continues from a state.")
+    restored = _number("restored", "Whether it continues from a journal or a state.")
+    committed = _number("committed", "The step of the last :meth:`commit`; None: there was none with a step.")
     lost_groups = _number("lost_groups", "Number of groups that left without being taken, by reason.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")

@@ -21,7 +21,7 @@ from .thin_rows import unpack_thin
 from .workers import WorkerWatch
 
 # Waiting writers must not block the trainer: Ray's default limit is 1,000 concurrent calls.
-MANY_CALLS = {"num_cpus": 0, "max_concurrency": 1_000_000}
+MANY_CALLS: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1_000_000}
 GONE = 60.0  # seconds after which groups that were not fetched go to a taker that begins
 
 
@@ -49,6 +49,8 @@ class Reply(NamedTuple):
 class TableAssembler(GroupAssembler):
     """A GroupAssembler that holds only the columns it reads, and references to the stored rows."""
 
+    _journals_rows = False  # references end with the cluster
+
     def _joined(self, places: Any, numbers: Any, stale: Any) -> Any:
         places = list(places)
         rows, parts = gather(places, {}), [piece.holds[piece.place[arrival]] for piece, arrival in places]
@@ -62,13 +64,19 @@ class TableAssembler(GroupAssembler):
         )
 
 
+def on_node(node: str) -> Any:
+    """The option of an actor to run on a node, and on no other."""
+    import ray
+
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+
+
 @cache
 def store_on(node: str) -> Any:
     """Start the actor that stores rows on a node, once for all assemblers of this process."""
     import ray
 
-    where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    options: Any = {"max_restarts": -1, "scheduling_strategy": where, **MANY_CALLS}
+    options: Any = {"max_restarts": -1, "scheduling_strategy": on_node(node), **MANY_CALLS}
     remote: Any = ray.remote(**options)(RowStore)
     return remote.remote()
 
@@ -94,7 +102,8 @@ class AssemblerActor:
     """
 
     def __init__(self, max_ready: int | None, options: Mapping[str, Any]):
-        self.assembler, self.max_ready = TableAssembler(**options), max_ready
+        self.options, self.max_ready = options, max_ready
+        self.assembler = TableAssembler(**options)
         self.most, self.puts = max_ready, 0
         self.changed = asyncio.Condition()
         self.stall: StalledError | None = None
@@ -113,6 +122,10 @@ class AssemblerActor:
                 self.handed[ticket] = handed._replace(taker="")
         self.workers.patience, self.workers.worker_patience = patience, worker_patience
         self.workers.begin()
+
+    async def open_journal(self, path: str) -> None:
+        """Go on from a journal. Not in `__init__`, whose errors Ray reports as a dead actor."""
+        self.assembler = TableAssembler(**self.options, journal=path)
 
     async def store(self, node: str) -> Any:
         """The actor that stores rows on a node."""
@@ -229,11 +242,11 @@ class AssemblerActor:
                 return condition()
         return True
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any, **words: Any) -> Any:
         """Call a method of the assembler."""
         async with self.changed:
             self.changed.notify_all()
-            return getattr(self.assembler, method)(*args)
+            return getattr(self.assembler, method)(*args, **words)
 
     async def state(self) -> tuple[dict[str, Any], StoredGroups | None]:
         """The assembler's state, and all its rows in order of arrival."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lives
 import pytest
 import torch
 from assembly import Line, batch_of_lines, same_rows
@@ -498,6 +499,37 @@ def test_torchrls_recipe_on_ray_trains_with_only_the_marked_lines():
     assert account.metrics["groups/in"] >= 1
 
 
-def test_a_journal_is_refused_since_rows_are_in_rays_store(tmp_path):
-    with pytest.raises(ValueError, match=r"takes no journal.*Save state_dict\(\)"):
-        RayAssembler(journal=str(tmp_path / "rows"))
+# -- a journal without rows -------------------------------------------------------------------------------
+
+
+def test_after_its_actor_was_killed_each_group_is_once_in_the_saved_weights(tmp_path):
+    """Its process is gone with all rows, and the trainer begins anew. test_ray_actor.py tries many more."""
+    made: list[RayAssembler] = []
+
+    def make(**options: Any) -> RayAssembler:
+        for old in made:
+            old.shutdown()
+        made.append(RayAssembler(max_ready=10**6, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lives, "EPOCHS", 1)
+        disk = lives.killed(tmp_path, [90, 40], 2, every=2, make=make)
+    made[-1].shutdown()
+    assert len(made) == 3
+    assert sorted(disk.weights["trained"]) == list(range(lives.PROMPTS))
+
+
+def test_a_journal_of_another_assembler_is_refused_by_the_one_that_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the actor runs in another folder
+    first = RayAssembler(groups=1, journal="run")
+    first.commit(3)
+    first.shutdown()
+    with pytest.raises(ValueError, match="written with other options: groups is 1 in the file and 2 here"):
+        RayAssembler(groups=2, journal="run")
+    GroupAssembler(groups=1, journal="local")
+    with pytest.raises(ValueError, match="rows is None in the file and 'none' here"):
+        RayAssembler(groups=1, journal="local")
+    again = RayAssembler(groups=1, journal="run")
+    assert (again.committed, again.restored) == (3, True)
+    again.shutdown()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lives import once_each
 from ray_here import ray_here
 from tensordict import TensorDict
 
@@ -106,3 +108,88 @@ def test_threads_of_a_process_do_not_get_the_same_groups(here, monkeypatch):
     monkeypatch.setattr(here, "get", fetch)
     assert ids_of(assembler.take()) == [0]
     assert found == [[1]]
+
+
+# -- a journal without rows -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["plain", "weights of every second step", "all of it"])
+def test_after_kills_each_group_is_once_in_the_saved_weights(world, tmp_path):
+    for seed, kills in enumerate((1, 3)):
+        once_each(world, seed, kills, tmp_path / str(seed), partial(RayAssembler, max_ready=10**6))
+
+
+def drawn(*groups: int) -> TensorDict:
+    """Two rollouts of each group."""
+    ids = torch.tensor([2 * group + rollout for group in groups for rollout in (0, 1)])
+    return TensorDict({"group_id": ids // 2, "rollout_id": ids}, batch_size=[len(ids)])
+
+
+def ended(draws: TensorDict, version: int = 0) -> TensorDict:
+    made = draws.clone()
+    made["next", "done"] = torch.ones(len(draws), dtype=torch.bool)
+    made["next", "policy_version"] = torch.full((len(draws),), version)
+    return made
+
+
+@pytest.mark.parametrize(("at_its_end", "announced"), [(True, True), (False, True), (False, False)])
+def test_after_a_crash_a_group_is_as_it_was_announced(at_its_end, announced, tmp_path):
+    """Though a rollout had failed and another had taken its place when the file was written."""
+    asked: list[int] = []
+    options = {"groups": 1, "group_size": 2, "on_failure": "refill", "max_pending_groups": 9}
+    options |= {"refill": lambda group, rollouts: asked.append(group), "journal": tmp_path / "journal"}
+    assembler = RayAssembler(**options)
+    assembler.announce(drawn(0, *([1] * announced)))
+    assembler.put(ended(drawn(0)))
+    assert ids_of(assembler.take()) == [0, 0]
+    rows = ended(drawn(1))
+    rows["status"] = torch.tensor([3, 0])
+    rows["next", "done"][0] = at_its_end
+    assembler.put(rows)
+    assert asked == [1]
+    rows["rollout_id"][0], rows["status"][0], rows["next", "done"][0] = 100, 0, True
+    assembler.put(rows[:1])
+    assert (assembler.ready, assembler.held) == (1, 2)
+    assembler.commit(1)
+    again = RayAssembler(**options)
+    assert (again.ready, again.pending, again.held, again.committed) == (0, announced, 0, 1)
+    assert "Rows: 3 arrived, 1 failed" in str(again.stalled("They will arrive again"))
+    owed = [draws["rollout_id"].tolist() for draws in again.unfinished()]
+    assert owed == [[2, 3]] * announced
+    again.put(ended(drawn(1)))
+    assert again.take()["rollout_id"].tolist() == [2, 3]
+
+
+def test_what_saved_weights_have_trained_is_not_owed_though_it_was_not_committed(tmp_path):
+    options = {"groups": 1, "group_size": 2, "max_staleness": 4, "version_key": ("next", "policy_version")}
+    assembler = RayAssembler(**options, max_ready=9, journal=tmp_path / "journal")
+    assembler.announce(drawn(0, 1, 2))
+    for group in (1, 0, 2):
+        assembler.put(ended(drawn(group), version=assembler.version))
+        if group != 2:
+            assert ids_of(assembler.take()) == [group, group]
+            assembler.version += 1
+    saved = assembler.emitted
+    again = RayAssembler(**options, max_ready=9, journal=tmp_path / "journal")
+    again.version = 2
+    with pytest.raises(ValueError, match=r"has 0 that were committed and 2 after them"):
+        again.commit(5, emitted=3)
+    again.commit(5, emitted=saved)
+    assert (again.emitted, sum(again.ages.values())) == (2, 2)
+    (lost,) = again.unfinished()
+    assert lost["group_id"].tolist() == [2, 2]
+    late = RayAssembler(**options, max_ready=9, journal=tmp_path / "journal")
+    assert (late.emitted, late.committed, late.pending) == (2, 5, 1)
+
+
+def test_a_crash_evicts_no_group(tmp_path):
+    """More groups are owed than may wait at once: those that were whole are, too."""
+    options = {"groups": 1, "group_size": 2, "max_pending_groups": 1, "journal": tmp_path / "journal"}
+    assembler = RayAssembler(**options)
+    for group in range(2):
+        assembler.announce(drawn(group))
+        assembler.put(ended(drawn(group)))
+    again = RayAssembler(**options)
+    owed = [group for draws in again.unfinished() for group in draws["group_id"].tolist()]
+    assert (owed, again.capacity()) == ([0, 0, 1, 1], 0)

@@ -92,8 +92,8 @@ def too_few(steps, whole, waiting, size, options):
 class Forgets(Steps):
     """A step is over as soon as it has taken its groups."""
 
-    def take(self, groups, *, aged):
-        super().take(groups, aged=aged)
+    def take(self, oldest):
+        super().take(oldest)
         self.taken = 0
         self.over += 1
 

@@ -30,12 +30,12 @@ class Actor:
         self.made = made
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self._run(name, *args))
+        return SimpleNamespace(remote=lambda *args, **words: self._run(name, *args, **words))
 
-    def _run(self, name: str, *args: Any) -> Any:
+    def _run(self, name: str, *args: Any, **words: Any) -> Any:
         if self.made is None:
             return Stored(error=RuntimeError("the actor is dead"))
-        coroutine = getattr(self.made, name)(*args)
+        coroutine = getattr(self.made, name)(*args, **words)
         if LOOP.is_running():
             return coroutine
         try:

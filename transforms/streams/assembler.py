@@ -163,6 +163,8 @@ class GroupAssembler(
         [0, 1]
     """
 
+    _journals_rows = True  # False: they are in a place that ends with the process
+
     def __init__(
         self,
         *,
@@ -235,7 +237,8 @@ class GroupAssembler(
         """The step of the last :meth:`commit`; None: there was none with a step."""
         self._wait = Wait()
         self._begins = False  # it was restored, and nothing has happened since
-        self._taken_back: list[Key] = []  # in this order, groups that were taken after the last commit
+        # In this order, groups that were taken after the last commit, and the oldest version of their rows.
+        self._taken_back: dict[Key, int | None] = {}
         self._wanted: int | None = None  # largest number of groups in the next batch, by want()
         self._kinds: dict[tuple[str, ...], Any] = {}  # kinds_of the last rows
         self._found: dict[str, NestedKey] | None = None  # find_columns of the last rows
@@ -246,7 +249,8 @@ class GroupAssembler(
             import_extra("pyarrow", "journal=")
             from .journal import Journal, options_that_decide  # imported here because it needs pyarrow
 
-            self._journal = Journal(journal, options_that_decide(self, options_of(GroupAssembler)))
+            decide = options_that_decide(self, options_of(GroupAssembler))
+            self._journal = Journal(journal, decide, rows=self._journals_rows)
             self._journal.replay(self)
             self._begins = self.restored
 
@@ -411,7 +415,7 @@ class GroupAssembler(
                 piece.place = {arrival: piece.place[arrival] for arrival in admitted}
             settle(plan, self)
             check_idle(plan, self)
-            if self._journal is not None:
+            if self._journal is not None and self._journal.rows:
                 self._note("put", plan.now, rows=to_plain(batch) if len(batch) else None)
             if piece.place:
                 piece.own()
@@ -545,7 +549,7 @@ class GroupAssembler(
         """
         with self._lock:
             if self._journal is None:
-                raise ValueError("commit() needs a journal: GroupAssembler(journal=PATH)")
+                raise ValueError("commit() needs a journal: set journal=PATH")
             known = self._stream.emitted
             more = 0 if emitted is None else emitted - known
             if not 0 <= more <= len(self._taken_back):
@@ -560,16 +564,16 @@ class GroupAssembler(
     def _commit(self, step: int | None, more: int) -> None:
         """The first `more` groups that were taken back are trained after all."""
         stream, steps = self._stream, self._stream.steps
-        for group in [stream.ready[key[0]][key] for key in self._taken_back[:more]]:
+        for key, oldest in islice(self._taken_back.items(), more):
             if self.groups is not None and steps.taken >= self.groups:
                 steps.end()
             if self.ahead is not None:
-                steps.take([group], aged=self.max_staleness is not None)
-            stream.close([group])
+                steps.take([oldest])
+            stream.close_key(key)
             stream.emitted += 1
         if more and self.groups is not None:
             steps.taken = self.groups  # the weights have it, so it is complete, whatever was rejected
-        self._taken_back, self.committed = [], self.committed if step is None else step
+        self._taken_back, self.committed = {}, self.committed if step is None else step
 
     def _take(self, wanted: int | None, most: int | None = None) -> TensorDictBase | None:
         with self._lock:
@@ -616,7 +620,7 @@ class GroupAssembler(
         if not (groups := stream.choose(wanted, most, newest, by_deadline=self.waits)):
             return None
         if self._journal is not None:
-            self._journal.take(groups, self.version, self._now(), wanted=wanted, most=most)
+            self._journal.take(self, groups, wanted=wanted, most=most)
         self._wanted = None
         rows = [(group, row) for group in groups for row in group.rows()]
         have = [len(group.rollouts) for group, _ in rows]
@@ -631,10 +635,14 @@ class GroupAssembler(
             numbers[STEPS_LEFT] = [stream.steps.left(row.version, self) for _, row in rows]
         batch = self._joined(places, numbers, masked)
         if self.ahead is not None:
-            stream.steps.take(groups, aged=self.max_staleness is not None)
+            stream.steps.take(list(map(self._oldest, groups)))
         stream.close(groups)
         stream.emitted += len(groups)
         return batch
+
+    def _oldest(self, group: Group) -> int | None:
+        """The oldest policy version of a group, if it is read."""
+        return group.oldest if self.max_staleness is not None else None
 
     def _awaited(self, size: int) -> list[Group] | None:
         """The groups that a step of `size` groups waits for; None: it may begin."""
@@ -696,7 +704,8 @@ class GroupAssembler(
                 found = find_columns(piece, self._options, groups_only=True)
                 rows, _ = arriving_rows(piece, found, self.group_size)
                 announce(plan, rows, draws_of(flat.clone(), self._options), self)
-                settle(plan, self)
+                if self._journal is None or not self._journal.without_rows:
+                    settle(plan, self)
                 if self._journal is not None:
                     self._note("announce", plan.now, draws=to_plain(flat))
                 self._carry_out(plan)
@@ -749,7 +758,7 @@ class GroupAssembler(
             self._restart()
 
     def _restart(self) -> None:
-        self._begins, self._taken_back = False, []
+        self._begins, self._taken_back = False, {}
         self._stream.begin(None if self.max_staleness is None else self.version)
 
     # -- state --------------------------------------------------------------------------------------

@@ -7,6 +7,10 @@ Nothing is unpickled. The events determine the state of the assembler: rows that
 were announced, taken, rejected or given up, each with the clock and policy version.
 
 When the next assembler opens the file, it holds the groups again that were taken after the last commit.
+
+The file may also be without the rows, if these are in a place that ends with the process. Then it has what
+was announced, taken and committed. In the next assembler, the groups that were announced and not committed
+are as if nothing of them had arrived.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from headrace.transforms.carry import from_plain, write_whole
 from headrace.transforms.table import BatchError, StreamWarning
 from headrace.transforms.table.tensordicts import bytes_of
 
-from .open_groups import Group
+from .open_groups import Group, Key
 from .pieces import RowPiece, gather, kinds_of
 from .steps import Steps
 
@@ -50,6 +54,7 @@ SCHEMA = pyarrow.schema(
 )
 MARK = re.compile(rb"(?=\xff\xff\xff\xff)")  # the first bytes of an Arrow message
 DAMAGED = (pyarrow.lib.ArrowException, OSError, ValueError, EOFError)  # raised by Arrow for damaged bytes
+OF_ROWS = {"put", "expire", "discard_batch", "unfinished"}  # events that say nothing without rows
 SMALL = 2**14  # a file of fewer bytes is not rewritten
 
 
@@ -59,17 +64,20 @@ class Journal:
     Args:
         path: of the file, which is created if it does not exist.
         options: :func:`options_that_decide` of the assembler.
+        rows: whether the file has the rows.
     """
 
-    def __init__(self, path: str | Path, options: Mapping[str, Any]):
-        self.path, self._options = Path(path), dict(options)
+    def __init__(self, path: str | Path, options: Mapping[str, Any], *, rows: bool = True):
+        self.path, self.rows = Path(path), rows
+        self._options = dict(options) | ({} if rows else {"rows": "none"})
         self.replaying: dict[str, Any] | None = None
         """The event that is being replayed."""
         self._seconds, self._since = 0.0, time.monotonic()
         self._close: Callable[[], Any] | None = None  # closes the file
         self._descriptor = -1
         self._end = self._begun = 0  # bytes of the file, now and when it was last rewritten
-        self._taken: list[Group] = []  # in a replay: groups taken since the last commit
+        self._taken: list[Group] = []  # in a replay: groups taken since the last commit, if there are rows
+        self._taken_keys: dict[Key, int | None] = {}  # the same, and the oldest version of their rows
         self._steps = Steps().to_plain()  # in a replay: as they were at the last commit
 
     def now(self) -> float:
@@ -77,6 +85,11 @@ class Journal:
         if self.replaying is not None:
             return self.replaying["clock"]
         return self._seconds + time.monotonic() - self._since
+
+    @property
+    def without_rows(self) -> bool:
+        """Whether events are replayed whose rows are gone."""
+        return self.replaying is not None and not self.rows
 
     # -- events are written -------------------------------------------------------------------------
 
@@ -88,7 +101,7 @@ class Journal:
             RuntimeError: another assembler has opened the file.
             OSError: the event could not be written.
         """
-        if self.replaying is not None:
+        if self.replaying is not None or (event in OF_ROWS and not self.rows):
             return
         record = _record(event, {"version": version, "clock": now, **details})
         self._check_alone()
@@ -101,10 +114,14 @@ class Journal:
             raise
         self._end += record.size
 
-    def take(self, groups: Sequence[Group], version: int, now: float, **how: int | None) -> None:
+    def take(self, assembler: Any, groups: Sequence[Group], **how: int | None) -> None:
         """Write that groups are taken. In a replay, keep a copy of them."""
-        self.write("take", version, now, **how)
+        keys = {group.key: assembler._oldest(group) for group in groups}
+        if not self.rows:
+            how = {"keys": keys}  # type: ignore[dict-item]
+        self.write("take", assembler.version, self.now(), **how)
         if self.replaying is not None:
+            self._taken_keys |= keys
             rows = [row for group in groups for row in group.rows()]
             arrivals = sorted(row.arrival for row in rows)
             pieces = {row.arrival: row.piece for row in rows}
@@ -113,8 +130,11 @@ class Journal:
             self._taken += [group.moved_to(piece) for group in groups]
 
     def commit(self, assembler: Any, step: int | None, more: int) -> None:
-        """Write that all taken groups are trained, and `more` of those taken back, and sync the file."""
-        if self._end > SMALL + 2 * self._begun:
+        """Write that all taken groups are trained, and `more` of those taken back, and sync the file.
+
+        Without rows, a state is small, so that it replaces the file.
+        """
+        if not self.rows or self._end > SMALL + 2 * self._begun:
             self.begin_anew(assembler)
         else:
             self.write("commit", assembler.version, self.now(), step=step, more=more)
@@ -124,6 +144,9 @@ class Journal:
         """Replace the file by one that holds only the current state."""
         # Ages relative to 0 are exact. Subtracting the current time twice would change their last bits.
         state = assembler._state(0.0)
+        if not self.rows:
+            state["state"]["received"] -= assembler.held  # they will arrive again
+            state["rows"] = None
         details = {"version": assembler.version, "clock": self.now(), "options": self._options}
         self._begin("state", details | {"state": state, "step": assembler.committed})
         self._begun = self._end
@@ -203,6 +226,10 @@ class Journal:
             assembler.announce(from_plain(details["draws"]))
         elif event == "expire":
             assembler._expire(details["puts"])
+        elif event == "take" and not self.rows:
+            self._taken_keys |= details["keys"]
+            if assembler.ahead is not None:
+                assembler._stream.steps.take(details["keys"].values())
         elif event == "take":
             assembler._hand_out(details["wanted"], details["most"])
         elif event == "discard_batch":
@@ -219,6 +246,8 @@ class Journal:
             piece = RowPiece.from_plain(details["state"]["rows"])
             assembler._go_on(details["state"], 0.0, piece, kinds_of(piece.batch))
             assembler.committed = details["step"]
+            if not self.rows:
+                assembler._stream.forget_rows(self.now())
         elif event == "open":
             self._take_back(assembler)
         elif event == "commit":
@@ -226,15 +255,16 @@ class Journal:
         else:
             raise ValueError("unknown event: a newer version of headrace has written the file")
         if event in ("commit", "state"):
-            self._taken, self._steps = [], assembler._stream.steps.to_plain()
+            self._taken, self._taken_keys = [], {}
+            self._steps = assembler._stream.steps.to_plain()
 
     def _take_back(self, assembler: Any) -> None:
         """Hold the groups again that were taken since the last commit, and undo the steps since then."""
         stream = assembler._stream
-        if self._taken:  # else it was opened, and died before anything happened: as it was
-            assembler._taken_back = [group.key for group in self._taken]
+        if self._taken_keys:  # else it was opened, and died before anything happened: as it was
+            assembler._taken_back = self._taken_keys
         stream.take_back(self._taken)
-        stream.steps, self._taken = Steps.from_plain(self._steps), []
+        stream.steps, self._taken, self._taken_keys = Steps.from_plain(self._steps), [], {}
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         if options != self._options:

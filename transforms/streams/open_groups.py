@@ -193,6 +193,11 @@ class Group:
         return self.fate in ("waits", "refilled")
 
     @property
+    def oldest(self) -> int:
+        """The oldest policy version of its rows."""
+        return min(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
+
+    @property
     def newest(self) -> int:
         """The newest policy version of its rows."""
         return max(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())

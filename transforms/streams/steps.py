@@ -74,7 +74,7 @@ class Steps:
 
     def oldest(self, group: Group) -> int:
         """The step of its oldest row."""
-        return self.of(min(row.version for each in group.rollouts.values() for row in each.rows.values()))
+        return self.of(group.oldest)
 
     def left(self, version: int, options: Any) -> int:
         """For how many steps after this one a row of a version may wait, with a GroupAssembler's options."""
@@ -94,10 +94,14 @@ class Steps:
             groups, key=lambda group: (math.inf if group.born < 0 else self.born(group), group.order)
         )
 
-    def take(self, groups: Collection[Group], *, aged: bool) -> None:
-        """The current step takes groups, whose age is counted if their versions are read."""
-        self.taken += len(groups)
-        self.ages.update(self.over - self.oldest(group) for group in groups if aged)
+    def take(self, oldest: Collection[int | None]) -> None:
+        """The current step takes groups. The age of a group is counted.
+
+        Args:
+            oldest: for each group the oldest policy version of its rows; None: it is not read.
+        """
+        self.taken += len(oldest)
+        self.ages.update(self.over - self.of(version) for version in oldest if version is not None)
 
     def to_plain(self) -> dict[str, Any]:
         """The state, as dicts and lists."""

@@ -268,6 +268,14 @@ class Stream:
             self._count_lost(reason, len(groups))
         return self._rows_leave([row for group in groups for row in self._close(group)], reason)
 
+    def close_key(self, key: Key) -> None:
+        """Close a group, which need not be held."""
+        held = self.waiting if key in self.waiting else self.ready.get(key[0], self.waiting)
+        if key in held:
+            self.close([held[key]])
+        else:
+            self.closed_groups[key[0]].add(key[1])
+
     def _count_lost(self, reason: str, groups: int = 1) -> None:
         self.lost_groups[reason] = self.lost_groups.get(reason, 0) + groups
 
@@ -364,11 +372,22 @@ class Stream:
         """Make a group one that was never announced, with rows that are undone."""
         self._rows_leave(group.rows(), UNDONE)
         self._no_longer_held(group)
-        draw, partition = cast(Draw, group.draw), group.partition
-        for number in {*group.rollouts, *draw.rollouts}:
+        drawn, partition = () if group.draw is None else group.draw.rollouts, group.partition
+        for number in {*group.rollouts, *drawn}:
             for known in (self.open, self.homes, self.gone):
                 known.pop((partition, number), None)
             self.closed_rollouts[partition].remove(number)
+
+    def forget_rows(self, now: float) -> None:
+        """All rows are gone: groups are as they were announced, and others were never there."""
+        for key in [key for key, (_, group) in self.homes.items() if group not in self.closed_groups[key[0]]]:
+            self.gone.pop(key, None)
+            del self.homes[key]
+        for group in [*self.waiting.values(), *self.whole_groups()]:
+            self._forget(group)
+            if group.draw is not None:
+                anew = Group(*group.key, group.expected, self.puts, now, born=group.born, draw=group.draw)
+                self.waiting[group.key] = anew
 
     def drop(self, group: Group, rollouts: Collection[int], reason: str) -> None:
         """Drop rollouts of a waiting group. Others take their place, so their further rows are surplus."""
