@@ -21,8 +21,8 @@ from page import page, read_results
 
 ROOT = Path(__file__).parent.parent
 # In the order of the page.
-NAMES = ["yardstick", "pipeline", "stages", "tokens", "advantage", "peers", "stream", "runs", "ranks"]
-NAMES += ["replay", "view", "trees", "gpu", "structure"]
+NAMES = ["yardstick", "pipeline", "stages", "tokens", "advantage", "peers", "stream", "runs", "survivors"]
+NAMES += ["ranks", "replay", "view", "trees", "gpu", "structure"]
 
 
 def run(script: Path, *words: str) -> None:

@@ -121,6 +121,7 @@ class Run:
         if "refill" in options.values():
             options["refill"] = self.refill
         self.assembler = GroupAssembler(version_key="version", max_idle=10**9, **options)
+        self.assembler._now = lambda: self.now / 1000  # a tick is a millisecond
         self.known: dict[int, Group] = {}
         self.step = self.now = self.since = 0
         self.waits: list[tuple[int, int]] = []

@@ -291,6 +291,7 @@ class RayAssembler:
     restored = _number("restored", "Whether it continues from a journal or a state.")
     committed = _number("committed", "The step of the last :meth:`commit`; None: there was none with a step.")
     lost_groups = _number("lost_groups", "Number of groups that left without being taken, by reason.")
+    survivors = _number("survivors", "Which groups were trained and lost, by how long they took.")
     emitted = _number("emitted", "Number of groups that were taken.")
     ages = _number("ages", "Number of groups that were taken at each age, in steps, with `max_staleness`.")
 

@@ -9,6 +9,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from headrace.transforms import GroupAssembler
+from headrace.transforms.streams import Survivors
 from headrace.transforms.table.options import at_least, takes_options
 
 from .assembling import Assembled, Leftovers, OverSource, Source, assembled, check_patience, rest_of, wait_for
@@ -224,6 +225,11 @@ class RolloutStream(OverSource):
     def counts(self) -> dict[str, int]:
         """Number of rows that left without being trained, by reason."""
         return self.assembler.counts | (self._filter.counts if self._filter else {})
+
+    @property
+    def survivors(self) -> Survivors:
+        """Which groups were trained and lost (:attr:`GroupAssembler.survivors`), for :func:`make_report`."""
+        return self.assembler.survivors
 
     def commit(self, step: int | None = None) -> None:
         """Record that the weights are saved (:meth:`GroupAssembler.commit`). Without a journal, nothing."""

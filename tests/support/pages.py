@@ -132,6 +132,7 @@ def step_of(
         "groups": groups,
         "rows": {name: [row[name] for row in rows] for name in ShownRows.__annotations__},
         "numbers": {"rows/in": float(len(rows)), "rows/trained": float(sum(not r["reason"] for r in rows))},
+        "survivors": [],
         "verdict": "",
         "advisories": [],
         "unchecked": [],

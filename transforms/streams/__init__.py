@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .limits import StalledError
     from .pieces import Kinds, RowPiece, check_kinds, gather, joined_plain, kinds_of, narrowed
     from .stream import Intervals
+    from .survival import Survivors, Tenth
 
 __all__ = [
     "GroupAssembler",
@@ -19,6 +20,8 @@ __all__ = [
     "Kinds",
     "RowPiece",
     "StalledError",
+    "Survivors",
+    "Tenth",
     "check_kinds",
     "columns_to_send",
     "gather",

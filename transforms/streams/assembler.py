@@ -44,6 +44,7 @@ from .open_groups import Group, Key
 from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
 from .steps import waits_for, warn_of_no_slack
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
+from .survival import Survivors
 from .waiting import Wait
 
 if TYPE_CHECKING:
@@ -299,6 +300,12 @@ class GroupAssembler(
     def lost_groups(self) -> dict[str, int]:
         """Number of groups that left without being taken, by reason; also those without rows."""
         return {reason: number for reason, number in self._stream.lost_groups.items() if number}
+
+    @property
+    def survivors(self) -> Survivors:
+        """Which groups were trained and lost, by how long they took, since the start or the last restart."""
+        with self._lock:
+            return self._stream.survival.so_far()
 
     @property
     def emitted(self) -> int:
@@ -636,7 +643,8 @@ class GroupAssembler(
         batch = self._joined(places, numbers, masked)
         if self.ahead is not None:
             stream.steps.take(list(map(self._oldest, groups)))
-        stream.close(groups)
+        stale = {group.key for (group, _), old in zip(rows, masked or (), strict=False) if old}
+        stream.close(groups, stale=stale)
         stream.emitted += len(groups)
         return batch
 

@@ -25,6 +25,7 @@ from .draws import Draw, dispatched_again, draws_from_plain, plain_draws
 from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
 from .pieces import RowPiece, joined_plain, let_go, numbers_column
 from .steps import Steps
+from .survival import Survival
 
 REASONS = (
     *("late", "duplicate", "surplus", "failed", "timeout", "stale", "evicted", "unfinished"),
@@ -210,6 +211,8 @@ class Stream:
         """Number of rollouts that were dispatched again with a new id."""
         self.steps = Steps()
         """The steps that have taken groups."""
+        self.survival = Survival()
+        """Which groups were trained and lost, by how long they took."""
         self.open: OrderedDict[Key, int] = OrderedDict()
         """Unfinished rollouts, oldest first, with the number of puts at their first row."""
         self.ended = self.longest = 0
@@ -232,13 +235,17 @@ class Stream:
         gone: list[Row] = plan.lost_rows
         if plan.piece.place:
             self.pieces[plan.piece] = None
+        self.survival.begin(plan.groups, plan.now)
         for key, group in plan.groups.items():
             self.waiting[key] = group
             self.homes.update(((group.partition, number), key) for number in group.came)
             self._age(group, plan.puts)
             if group.fate == "closed":
                 self._count_lost(group.reason)
-                gone += self._close(group, awaited=group.reason not in (FAILED, LOST))
+                if settled := group.reason in (FAILED, LOST):
+                    self.survival.end(group, plan.now)
+                self.survival.leave([group], group.reason, plan.now)
+                gone += self._close(group, awaited=not settled)
             elif group.fate == "refilled":
                 self._refill(group, group.missing, plan)
         ready = [group for group in plan.groups.values() if group.fate == "ready"]
@@ -247,6 +254,7 @@ class Stream:
             self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
             group.order, self.whole = self.whole, self.whole + 1
             group.enough, group.born_put = group.reason != TIMEOUT, plan.puts
+            self.survival.end(group, plan.now)
             gone += self._leave(group, [number for number in group.rollouts if number not in group.stays])
         for (partition, number), rollout in plan.gone.items():
             self._remember(partition, number, rollout)
@@ -261,9 +269,16 @@ class Stream:
             self.counts[reason] += rows
         self._let_go(gone)
 
-    def close(self, groups: Iterable[Group], reason: str = "") -> int:
-        """Close groups and return their number of rows. Count both under `reason`, if it is given."""
+    def close(self, groups: Iterable[Group], reason: str = "", *, stale: Collection[Key] = ()) -> int:
+        """Close groups and return their number of rows. Count both under `reason`, if it is given.
+
+        Args:
+            groups: whole groups, or all at the end.
+            reason: empty: they are taken.
+            stale: groups that are taken with rows that are masked as stale.
+        """
         groups = list(groups)
+        self.survival.leave(groups, reason, stale=stale)
         if reason:
             self._count_lost(reason, len(groups))
         return self._rows_leave([row for group in groups for row in self._close(group)], reason)
@@ -318,6 +333,7 @@ class Stream:
         for group in (*self.waiting.values(), *self.whole_groups()):
             group.born = min(group.born, self.steps.over)
         self.owed = {group.key for group in self.waiting.values() if group.draw is not None}
+        self.survival = Survival(before=[*self.waiting, *(group.key for group in self.whole_groups())])
 
     def unfinished(self, key: NestedKey) -> list[TensorDictBase]:
         """The draws of owed rollouts that have not ended. Those that arrived in part leave, for a new one.

@@ -14,6 +14,7 @@ from headrace.pipeline.wording import shown_reason
 from headrace.transforms.table import listing
 
 from .over_steps import MIN_STEPS, RECENT, UNITS, Numbers, StepMean, mean_over, percent, quarter_means
+from .survivors import lost_groups
 
 History = Sequence[tuple[int, Numbers]]
 REWARD = "reward/all/mean"
@@ -108,6 +109,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
                               `stale` 2 versions in the mean
     `off-policy`              a stage's number is below what it was told to warn of: ``<stage>/ess_token``
                               below ``<stage>/least_ess``, and so for every option ``least_<name>``
+    `slow-groups-lost`        a stream lost groups that take long, or have many turns, more often than others
+                              (:func:`lost_groups`)
     `penalty-unused`          a stage that punishes length changed no reward, and the longest response is at
                               most half as long as what it punishes
     `divisor-unused`          the longest response has less than a tenth of the tokens by which `LossWeight`
@@ -137,6 +140,8 @@ def advise(numbers: Numbers, history: History = ()) -> list[Advisory]:
             text += f" Most rows left at {shown_reason(stage, reason)}."
         found = [Advisory("nothing-trains", text, "rows/trained", tuple(steps))]
     found += [each for rule in bounds() if (each := _bound(rule, history)) is not None]
+    if (lost := lost_groups(numbers)) is not None:
+        found.append(Advisory("slow-groups-lost", lost.text, lost.number, ()))
     return [*found, *_least(numbers), *_unused(numbers), *_trends(history)]
 
 
@@ -159,6 +164,7 @@ def unchecked(history: History) -> list[str]:
     judged |= {
         "nothing-trains": "rows/trained" in last,
         "off-policy": any("/least_" in name for name in last),
+        "slow-groups-lost": "survivors/latency/z" in last,
         "penalty-unused": LONGEST in last,
         "divisor-unused": LONGEST in last,
     }

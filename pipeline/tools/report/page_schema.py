@@ -111,6 +111,15 @@ class ShownRows(TypedDict):
     beside: list[dict[str, Any] | None]  # ground truth, and other columns of its dump, where there is room
 
 
+class PageTable(TypedDict):
+    """A table of texts."""
+
+    name: str  # what it is of
+    head: list[str]  # names of the columns
+    lines: list[list[str]]  # cells
+    note: str  # below it; empty: nothing
+
+
 class PageAdvisory(TypedDict):
     """Something to look at, at a step."""
 
@@ -155,6 +164,7 @@ class Step(TypedDict):
     groups: Groups  # those shown
     rows: ShownRows  # of the groups shown
     numbers: dict[str, float]  # the metrics of all its rows, by name
+    survivors: list[PageTable]  # which groups a stream has lost so far, by latency and by turns
     verdict: str  # whether the reward rises, as far as this step
     advisories: list[PageAdvisory]  # most urgent first
     unchecked: list[str]  # symptoms that nobody can tell, each with the data that it needs

@@ -35,6 +35,7 @@ from .user_turn import last_user_turn
 if TYPE_CHECKING:
     from headrace.pipeline.pipeline import Pipeline
     from headrace.pipeline.run import Run
+    from headrace.transforms.streams import Survivors
 
 BY_TOKEN = ("advantage", "importance_weight", "loss_weight")
 TOKENS_READ = 50_000  # of which each has its number in a report: what a page shows of many steps is less
@@ -68,6 +69,7 @@ class StepReport:
         solved: least reward of a solved rollout.
         each_reward: whether of several rewards each is compared, and not the one that they add up to.
         metrics: the pipeline's.
+        survivors: which groups the stream has trained and lost so far.
     """
 
     step: int
@@ -81,6 +83,7 @@ class StepReport:
     each_reward: bool = True
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_token: Mapping[int, TokenValues] = field(default_factory=dict)
+    survivors: Survivors | None = None
 
     def __len__(self) -> int:
         return len(self.columns["reason"])
@@ -209,6 +212,7 @@ def make_report(
     decode: Decode | None = None,
     numbers: Numbers | None = None,
     texts: Mapping[str, Sequence[str]] | None = None,
+    survivors: Survivors | None = None,
 ) -> StepReport:
     """The report of a run, or of the last batch of a pipeline.
 
@@ -230,6 +234,8 @@ def make_report(
             numbers of an :class:`OptimiserRecord`. It shows all others, too.
         texts: ``prompt``, ``response`` and ``ground_truth`` of each of the N input rows, if the rows of the
             run have none. ``other_columns``: anything else, as a JSON object.
+        survivors: which groups the stream has trained and lost so far: :attr:`RolloutStream.survivors` or
+            :attr:`GroupAssembler.survivors`.
 
     Raises:
         RuntimeError: there was no batch, or a stage refused it.
@@ -256,11 +262,12 @@ def make_report(
         raise TypeError(f"make_report takes a run, a decision or a pipeline; got {type(processed).__name__}")
     step = run.step if step is None else step
     recipe = tuple((name, repr(stage)) for name, stage in run.stages.items())
+    metrics = run.metrics | ({} if survivors is None else survivors.numbers())
     if run.rows is None:
         nothing = dict.fromkeys(("row", "reason", "group_id", "rollout_id"), np.empty(0, dtype=np.int64))
         nothing |= {"collected_reward": np.empty(0)}
         names = tuple(run.ledger.names)
-        return StepReport(step, recipe, nothing, names, names, metrics=run.metrics)
+        return StepReport(step, recipe, nothing, names, names, metrics=metrics, survivors=survivors)
     columns = {**report_columns(run), "reason": run.ledger.reason.numpy()}
     columns["row"] = np.arange(len(columns["reason"]))
     comparing = [stage for stage in run.stages.values() if hasattr(stage, "advantage_by_row")]
@@ -269,7 +276,7 @@ def make_report(
     ):  # of groups that are spread over ranks, a part says nothing
         by_row = _advantage_by_row(comparing[0], columns)
         columns |= {} if by_row is None else {"advantage_by_row": by_row}
-    metrics, there = dict(run.metrics), run.ungathered if run is one and run.has_batch else None
+    there = run.ungathered if run is one and run.has_batch else None
     own = {name.replace("optimizer/", "optimiser/"): value for name, value in (numbers or {}).items()}
     for name, value in own.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -304,6 +311,7 @@ def make_report(
         each_reward=not comparing or getattr(comparing[0], "several", "sum") != "sum",
         metrics=metrics,
         by_token=by_token,
+        survivors=survivors,
     )
     if own:
         if twice := sorted({*report.numbers} & {*own}):

@@ -16,6 +16,7 @@ from .advice import Advisory, Setup, symptoms
 from .funnel import funnel_table
 from .shared_tokens import said_of_trees
 from .step import StepReport, make_report
+from .survivors import survivors_tables
 from .tables import FittedColumn, FittedTable
 from .texts import Decode
 from .user_turn import asked_line
@@ -56,6 +57,8 @@ def show_report(report: StepReport, *, groups: int = GROUPS, setup: Setup | None
         blocks += [Text(), _groups(report, groups)]
         if (more := len(report.groups["id"]) - groups) > 0:
             blocks.append(Text(f"and {more:,} groups more", style="dim"))
+    for table in survivors_tables(report.survivors).values():
+        blocks += [Text(), table]
     blocks += [Text(), Text(words)] if (words := said_of_trees(report.numbers)) else []
     return Group(*blocks, *show_advisories(report.advisories, setup=setup))
 

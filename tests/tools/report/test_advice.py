@@ -97,11 +97,11 @@ def test_a_symptom_is_checked_or_names_its_missing_data():
     text = (ROOT / "pipeline/tools/report/symptoms.yaml").read_text()
     bounds = {name: each["bound"] for name, each in yaml.safe_load(text).items() if "bound" in each}
     judged_by = {name: bound["number"] for name, bound in bounds.items()}
-    full |= dict.fromkeys([*judged_by.values(), "response_length/max"], 0.01)
+    full |= dict.fromkeys([*judged_by.values(), "response_length/max", "survivors/latency/z"], 0.01)
     judged_by |= {"reward-flat": "reward/all/mean", "stalled": "reward/all/mean"}
     judged_by |= {"lengths-explode": "response_length/mean", "off-policy": "tis/least_ess"}
     judged_by |= {"nothing-trains": "rows/trained", "penalty-unused": "response_length/max"}
-    judged_by |= {"divisor-unused": "response_length/max"}
+    judged_by |= {"divisor-unused": "response_length/max", "slow-groups-lost": "survivors/latency/z"}
     assert set(judged_by) == set(symptoms())
     assert unchecked([(step, full) for step in range(12)]) == []
     assert unchecked([(step, full) for step in range(11)]) == ["reward-flat", "stalled", "lengths-explode"]

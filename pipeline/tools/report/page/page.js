@@ -14,6 +14,7 @@ import { chosen, modelOf } from "./model.js";
 import { andList, count, plural, shareInWords } from "./numbers.js";
 import { drawOptimiser } from "./optimiser.js";
 import { drawStrip } from "./strip.js";
+import { drawSurvivors } from "./survivors.js";
 import { drawTape } from "./tape.js";
 import { hideTip, listenForTips } from "./tip.js";
 import { drawTree, openGroup } from "./tree.js";
@@ -31,6 +32,7 @@ const PANELS = {
   tape: drawTape,
   lengths: drawLengths,
   lag: drawLag,
+  survivors: drawSurvivors,
   optimiser: drawOptimiser,
   curves: drawCurves,
   numbers: drawNumbers,

@@ -1,0 +1,99 @@
+"""Which groups a stream lost: the advisory, and the table by how long they took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .over_steps import Numbers, percent
+from .page_schema import PageTable
+from .tables import FittedColumn, FittedTable
+
+if TYPE_CHECKING:
+    from headrace.transforms.streams import Survivors, Tenth
+
+BIASED = -4.0  # z below this has at most one chance in 2,980
+SAID = {"latency": "took at least {:.3g} s", "turns": "have at least {:.0f} turns"}
+OPTIONS = {
+    "stale": "on_stale='wait' with a RolloutStream or paced, or a greater max_staleness",
+    "timeout": "a greater timeout or timeout_seconds, or on_timeout='refill'",
+    "failed": "on_failure='refill'",
+    "evicted": "a greater max_pending_groups, or dispatch only capacity() groups",
+    "lost": "in_order=False if rows are put out of order; else read the collector with assembled(…)",
+}
+"""What to set where most groups were lost for a reason."""
+WORDS = {"timeout": "too late for the timeout", "lost": "lost on the way"}
+
+
+class LostGroups(NamedTuple):
+    """What an advisory says of groups that a stream lost."""
+
+    text: str
+    number: str
+
+
+def lost_groups(numbers: Numbers) -> LostGroups | None:
+    """Say whether groups that take long, or have many turns, are trained less often: z < −4.
+
+    Args:
+        numbers: with those of :meth:`Survivors.numbers`.
+
+    Example:
+        >>> numbers = {"lost/stale": 40.0, "latency/z": -9.0, "latency/slow": 64.0}
+        >>> numbers |= {"latency/slow_trained": 0.1, "latency/others_trained": 0.99}
+        >>> print(lost_groups({f"survivors/{name}": value for name, value in numbers.items()}).text)
+        Of the groups that took at least 64 s, 10 % were trained, and of the others 99 % (z = -9.0). Most of \
+the lost were stale. Set on_stale='wait' with a RolloutStream or paced, or a greater max_staleness.
+    """
+    lost = {name: groups for name, groups in numbers.items() if name.startswith("survivors/lost/")}
+    for value, words in SAID.items():
+        start = f"survivors/{value}/"
+        if (z := numbers.get(f"{start}z", 0.0)) < BIASED:
+            slow, others = (percent(numbers[f"{start}{name}_trained"]) for name in ("slow", "others"))
+            which = words.format(numbers[f"{start}slow"])
+            text = (
+                f"Of the groups that {which}, {slow} were trained, and of the others {others} (z = {z:.1f})."
+            )
+            reason = max(lost, key=lambda name: lost[name]).rpartition("/")[2]
+            text += f" Most of the lost were {WORDS.get(reason, reason)}."
+            return LostGroups(text + (f" Set {OPTIONS[reason]}." if reason in OPTIONS else ""), f"{start}z")
+    return None
+
+
+def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
+    """By latency and by turns, how many groups were trained and lost; only where groups differ."""
+    found: dict[str, FittedTable] = {}
+    if survivors is None:
+        return found
+    for value in survivors.fates:
+        tenths = survivors.tenths(value)
+        if len(tenths) > 1:
+            found[value] = _table(tenths, f"{value}, s" if value == "latency" else value)
+            outstanding = survivors.outstanding
+            found[value].caption = f"{outstanding:,} groups are outstanding" if outstanding else ""
+    return found
+
+
+def _table(tenths: Sequence[Tenth], what: str) -> FittedTable:
+    reasons = list(dict.fromkeys(reason for tenth in tenths for reason in tenth.lost))
+    names = ["dispatched", "trained", *reasons, *(["early"] if any(tenth.early for tenth in tenths) else [])]
+    columns = [FittedColumn(name, right=True, leaves=at) for at, name in enumerate(names)]
+    table = FittedTable([FittedColumn(what), *columns])
+    for tenth in tenths:
+        counts = {"dispatched": tenth.left, "trained": tenth.trained, "early": tenth.early, **tenth.lost}
+        ends = f"{tenth.least:.3g} to {tenth.below:.3g}"
+        table.add(ends, *(f"{counts.get(name, 0):,}" for name in names))
+    return table
+
+
+def page_tables(survivors: Survivors | None) -> list[PageTable]:
+    """The same tables for the page."""
+    return [
+        {
+            "name": value,
+            "head": [column.name for column in table.columns],
+            "lines": [[cell.plain for cell in cells] for cells, _, _ in table.rows],
+            "note": table.caption,
+        }
+        for value, table in survivors_tables(survivors).items()
+    ]

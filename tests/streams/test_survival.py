@@ -1,0 +1,227 @@
+"""Who was lost: every group is counted once, and slow groups that are lost are found."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_steps import random_run
+
+from headrace.transforms import GroupAssembler
+from headrace.transforms.streams import Survivors
+from headrace.transforms.streams.survival import Survival, bin_of, least_of, slow_loss
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # behind the tests, which have a batches.py
+import survivors
+from worlds import columns
+
+LOSSY = list(survivors.POLICIES)[:5]
+
+
+def tail(trained: list[int], lost: list[int], k: int) -> float:
+    """The share of all ways to lose groups in which part k and those behind it lose as many."""
+    total, above, losses = sum(trained + lost), sum(trained[k:] + lost[k:]), sum(lost)
+    ways = [math.comb(above, x) * math.comb(total - above, losses - x) for x in range(losses + 1)]
+    return sum(ways[sum(lost[k:]) :]) / math.comb(total, losses)
+
+
+PARTS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=2, max_size=10)
+
+
+@given(PARTS)
+def test_the_bound_holds_for_any_number_of_groups(parts):
+    """With K cuts: P(z ≤ the z that was found) ≤ Σ over cuts of their tails ≤ K · exp(−z² / 2 − ln K)."""
+    trained, lost = (list(each) for each in zip(*parts, strict=True))
+    z, part = slow_loss(trained, lost)
+    assert (z < 0) == (part > 0)
+    if part:
+        assert tail(trained, lost, part) * (len(parts) - 1) <= math.exp(-(z**2) / 2) * (1 + 1e-9)
+
+
+@given(PARTS)
+def test_a_loss_of_fast_groups_or_of_equal_shares_is_no_loss_of_slow_ones(parts):
+    shares = [(10, 10 - at) for at in range(len(parts))]
+    assert slow_loss(*zip(*shares, strict=True)) == (0.0, 0)
+    assert slow_loss(*zip(*[(n, n) for n, _ in parts], strict=True)) == (0.0, 0)
+    assert slow_loss([n for n, _ in parts], [0] * len(parts)) == (0.0, 0)
+
+
+def test_a_loss_by_chance_is_hardly_ever_found():
+    dice, found = Random(0), []
+    for _ in range(2000):
+        lost = [sum(dice.random() < 0.1 for _ in range(20)) for _ in range(10)]
+        found.append(slow_loss([20 - each for each in lost], lost)[0])
+    assert min(found) > -4
+
+
+@given(st.integers(1, 12), st.floats(1.0, 1e6))
+def test_a_bin_is_a_number_of_turns_or_nine_per_cent_of_the_latency(turns, latency):
+    assert math.ceil(least_of(bin_of(turns))) == turns
+    assert least_of(bin_of(latency)) <= latency * (1 + 1e-9) <= 1.0906 * least_of(bin_of(latency))
+
+
+def test_tenths_have_the_groups_in_order_and_equal_values_together():
+    fates = {
+        ("trained", True, 0): 50,
+        ("trained", True, 8): 20,
+        ("stale", True, 8): 10,
+        ("timeout", False, 16): 20,
+    }
+    found = Survivors({"latency": fates}, 3)
+    assert found.tenths("latency") == [
+        (1.0, least_of(1), 50, {}, 0),
+        (2.0, least_of(9), 20, {"stale": 10}, 0),
+        (4.0, least_of(17), 0, {"timeout": 20}, 20),
+    ]
+    numbers = found.numbers()
+    assert numbers["survivors/trained"] == 0.7
+    assert (numbers["survivors/lost/stale"], numbers["survivors/early"]) == (10, 20)
+    assert numbers["survivors/latency/slow"] == 2  # from there on 20 of 50, before all
+    assert numbers["survivors/latency/slow_trained"] == 0.4
+    assert numbers["survivors/latency/others_trained"] == 1
+    assert numbers["survivors/outstanding"] == 3
+    assert Survivors({"latency": {}}, 3).numbers() == {}
+
+
+def test_different_values_are_in_ten_parts():
+    found = Survivors({"latency": {("trained", True, number): 3 for number in range(100)}}, 0)
+    assert [tenth.trained for tenth in found.tenths("latency")] == [30] * 10
+
+
+# -- what an assembler counts -------------------------------------------------------------------------------
+
+
+class Clock:
+    """An assembler whose time is set, with one rollout a group."""
+
+    def __init__(self, **options):
+        self.now, self.assembler = 0.0, GroupAssembler(group_size=1, version_key="version", **options)
+        self.assembler._now = lambda: self.now
+
+    def announce(self, *groups: int) -> None:
+        self.assembler.announce(columns(group_id=[*groups], rollout_id=[*groups]))
+
+    def put(self, group: int, now: float, *, version: int = 0, rows: int = 1, status: int = 0) -> None:
+        self.now = now
+        batch = columns(group_id=[group] * rows, rollout_id=[group] * rows, version=[version] * rows)
+        batch["next", "done"], batch["status"] = [False] * (rows - 1) + [True], [status] * rows
+        batch["log_probs", "full"] = [[0.0]] * rows
+        self.assembler.put(batch)
+
+    def fates(self, value: str = "latency") -> dict:
+        found = self.assembler.survivors.fates[value]
+        return {(fate, known, least_of(number)): groups for (fate, known, number), groups in found.items()}
+
+
+def test_the_latency_is_from_the_announcement_to_the_last_row():
+    run = Clock()
+    run.now = 16.0
+    run.announce(0, 1)
+    run.put(0, 20.0, rows=2)
+    run.now = 64.0
+    run.assembler.take()
+    assert run.fates() == {("trained", True, 4.0): 1}
+    assert run.fates("turns") == {("trained", True, 2.0): 1}
+    assert run.assembler.survivors.outstanding == 1
+
+
+def test_a_group_that_times_out_has_a_lower_bound():
+    run = Clock(timeout_seconds=8.0)
+    run.announce(0, 1)
+    run.put(0, 8.0)  # both are too old, and this one became whole just in time
+    assert run.fates() == {("timeout", False, 8.0): 1}
+    run.assembler.take()
+    assert run.fates() == {("timeout", False, 8.0): 1, ("trained", True, 8.0): 1}
+
+
+def test_a_group_that_fails_is_over_when_all_its_rollouts_are():
+    run = Clock()
+    run.announce(0)
+    run.put(0, 2.0, status=3)
+    assert run.fates() == {("failed", True, 2.0): 1}
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "mask"])
+def test_a_stale_group_is_lost_whether_it_is_dropped_or_masked(on_stale):
+    run = Clock(max_staleness=1, on_stale=on_stale)
+    run.announce(0)
+    run.put(0, 2.0)
+    run.assembler.version, run.now = 2, 64.0
+    run.assembler.take()
+    assert run.fates() == {("stale", True, 2.0): 1}
+
+
+def test_groups_in_flight_at_a_restart_are_not_counted(tmp_path):
+    options = {"groups": 1, "max_staleness": 1, "steps_ahead": 0}
+    for journal in (None, tmp_path / "journal"):
+        run = Clock(journal=journal, **options)
+        run.announce(0, 1)
+        run.put(0, 2.0)
+        again = Clock(journal=journal, **options)
+        if journal is None:
+            again.assembler.load_state_dict(run.assembler.state_dict())
+        again.announce(2)
+        for group in (1, 2):
+            again.put(group, 4.0)
+        for _ in range(3):
+            again.assembler.take()
+        assert again.assembler.ready == again.assembler.pending == 0
+        assert again.fates() == {("trained", True, 4.0): 1}
+
+
+def test_what_an_end_cuts_off_is_in_no_share():
+    run = Clock()
+    run.announce(0, 1)
+    run.put(0, 1.0)
+    run.assembler.discard_batch()
+    assert run.fates() == {}
+    assert run.assembler.survivors.outstanding == 0
+
+
+def test_memory_does_not_grow_with_the_groups():
+    dice, run = Random(0), Clock(timeout_seconds=50.0)
+    for group in range(2000):
+        run.announce(group)
+        run.put(group, run.now + dice.expovariate(1.0))
+        run.assembler.take()
+    survival: Survival = run.assembler._stream.survival
+    assert not survival._since
+    assert not survival._took
+    assert all(len(fates) < 120 for fates in survival._fates.values())
+
+
+@pytest.mark.filterwarnings("ignore:no group may take longer")
+@pytest.mark.parametrize("seed", range(12))
+def test_each_dispatched_group_is_trained_or_lost_or_outstanding_once(seed):
+    run = random_run(seed)
+    run.world = run.world.__class__(**vars(run.world) | {"ticks": 200})
+    run.go()
+    fates, rest = run.assembler.survivors.fates, run.assembler.survivors.outstanding
+    lost = Counter(run.assembler.lost_groups)
+    for counts in fates.values():
+        by_fate = Counter()
+        for (fate, _, _), groups in counts.items():
+            by_fate[fate] += groups
+        assert by_fate.pop("trained", 0) == run.assembler.emitted
+        assert by_fate == lost
+    assert run.assembler.emitted + lost.total() + rest == len(run.known)
+    assert rest == run.assembler.pending + run.assembler.ready
+
+
+# -- what it finds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", survivors.TITLES)
+@pytest.mark.parametrize("policy", survivors.POLICIES)
+def test_the_report_says_that_slow_groups_are_lost_where_they_are(policy, title):
+    """400 groups a run; the benchmark has 100 seeds of each."""
+    known = title != survivors.TITLES[2] or policy != "not announced, drop"  # all its rows come at once
+    for seed in (0, 1):
+        assert survivors.fires(title, policy, seed, 400) == (policy in LOSSY and known)

@@ -1,0 +1,80 @@
+"""What a report says of the groups that a stream lost."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, make_report
+from headrace.pipeline.tools.report import advise, page_data, show_report, unchecked
+from headrace.pipeline.tools.report.survivors import OPTIONS, WORDS
+from headrace.transforms.streams import Survivors
+
+SLOW, FAST = 48, 0  # bins: 64 s and 1 s
+KINDS = ["stale", "timeout", "failed", "evicted", "lost"]
+
+
+def survivors(reason: str, *, value: str = "latency", lost: int = 20, slow: int = SLOW) -> Survivors:
+    """80 fast groups that were trained, and lost ones."""
+    trained, known = {("trained", True, FAST): 80}, reason != "timeout"
+    fates = {"latency": {(reason, known, FAST): lost}} | {value: {(reason, known, slow): lost}}
+    return Survivors({name: trained | (each if lost else {}) for name, each in fates.items()}, outstanding=3)
+
+
+def report(found: Survivors | None):
+    run = Pipeline({}).run(TensorDict({"rollout_id": [4, 5]}, batch_size=[2]))
+    return make_report(run, survivors=found)
+
+
+@pytest.mark.parametrize("reason", KINDS)
+def test_the_advisory_names_the_shares_the_reason_and_the_option(reason):
+    (found,) = [each for each in report(survivors(reason)).advisories if each.name == "slow-groups-lost"]
+    assert (
+        "Of the groups that took at least 64 s, 0 % were trained, and of the others 100 % (z = -"
+        in found.text
+    )
+    assert found.text.endswith(f"Most of the lost were {WORDS.get(reason, reason)}. Set {OPTIONS[reason]}.")
+    assert found.number == "survivors/latency/z"
+
+
+def test_long_groups_are_found_by_their_turns():
+    (found,) = advise(report(survivors("stale", value="turns")).numbers)
+    assert "Of the groups that have at least 64 turns, 0 % were trained" in found.text
+
+
+@pytest.mark.parametrize("quiet", [{"lost": 0}, {"slow": FAST}, {"lost": 2}])
+def test_nothing_is_said_where_no_slow_groups_are_lost(quiet):
+    """None is lost; they took as long; or two are no evidence."""
+    assert advise(report(survivors("stale", **quiet)).numbers) == []
+
+
+def test_the_reason_is_that_of_most_lost_groups():
+    fates = {("stale", True, SLOW): 19, ("evicted", True, SLOW): 20, ("failed", True, SLOW): 9}
+    made = report(Survivors({"latency": {("trained", True, FAST): 80} | fates}, outstanding=0))
+    assert "Most of the lost were evicted. Set a greater max_pending_groups" in made.advisories[0].text
+
+
+def test_groups_of_one_value_have_no_table():
+    made = report(survivors("stale", slow=FAST))
+    assert page_data([made], title="")["steps"][0]["survivors"] == []
+
+
+def test_without_a_stream_nothing_is_shown():
+    assert page_data([report(None)], title="")["steps"][0]["survivors"] == []
+    assert not any("survivors" in name for name in report(None).numbers)
+    assert "slow-groups-lost" in unchecked([(0, report(None).numbers)])
+
+
+def test_the_page_and_the_terminal_have_the_same_table():
+    made = report(survivors("timeout"))
+    (table,) = page_data([made], title="")["steps"][0]["survivors"]
+    assert table["head"] == ["latency, s", "dispatched", "trained", "timeout", "early"]
+    assert table["lines"] == [["1 to 1.09", "80", "80", "0", "0"], ["64 to 69.8", "20", "0", "20", "20"]]
+    assert table["note"] == "3 groups are outstanding"
+    console = Console(width=80, record=True)
+    console.print(show_report(made))
+    text = console.export_text()
+    assert "64 to 69.8" in text
+    assert "3 groups are outstanding" in text
+    assert "slow-groups-lost: Of the groups that took at least 64 s" in text

@@ -1,0 +1,222 @@
+"""Which groups a stream trains and which it loses, by how long they took.
+
+The **latency** of a group is the time from its announcement, or its first row, until it is whole. Slow groups
+are those with long rollouts, which are often the hard ones. If a stream loses more of them than of others, it
+trains on a biased selection of its prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from .open_groups import Group, Key
+
+BINS = 8  # for each factor of two, so a bin is 9 % wide
+LEAST = 1e-3  # what is less counts as this
+TENTHS = 10
+TRAINED = "trained"
+NOT_OVER = ("unfinished", "undone")  # reasons that end no group: the run stopped, or went back
+
+
+def bin_of(value: float) -> int:
+    """The bin of a latency or a number of turns: ⌊8 · log₂ value⌋."""
+    return math.floor(BINS * math.log2(max(value, LEAST)))
+
+
+def least_of(number: int) -> float:
+    """The least value of a bin."""
+    return 2.0 ** (number / BINS)
+
+
+def slow_loss(trained: Sequence[int], lost: Sequence[int]) -> tuple[float, int]:
+    """Whether parts with large values are lost more often, and from which part on the difference is clearest.
+
+    Let N groups be in K + 1 parts by their value, and n of them be trained. Of all, the share m is in part k
+    or behind it; of the trained a, of the lost b > m. With the divergence of two shares D(a, m) =
+    a · ln(a / m) + (1 − a) · ln((1 − a) / (1 − m))::
+
+        z = −√(2 · max(0, max over k of max(n · D(a, m), (N − n) · D(b, m)) − ln K))
+
+    If the lost groups are drawn at random, P(z < −x) ≤ exp(−x² / 2) for x > 0, for any N and n: Hoeffding
+    (1963) bounds the tail of each k, and ln K is for the choice of the best. So z < −4 has at most one chance
+    in 2,980.
+
+    Args:
+        trained: groups of each part, K + 1 numbers, in the order of their values.
+        lost: the same.
+
+    Returns:
+        z; and k, which is 0 if z is.
+
+    Example:
+        >>> z, part = slow_loss([60, 20, 0], [0, 0, 20])  # b = 1, m = 0.2: −√(2 · (20 · ln 5 − ln 2))
+        >>> round(z, 2), part
+        (-7.94, 2)
+    """
+    n, others = sum(trained), sum(lost)
+    best, part = math.log(max(1, len(trained) - 1)), 0
+    chosen = best
+    for k in range(1, len(trained)):
+        above, lost_above = sum(trained[k:]), sum(lost[k:])
+        if lost_above * n > above * others:  # b > a
+            m = (above + lost_above) / (n + others)
+            evidence = max(n * _divergence(above / n, m), others * _divergence(lost_above / others, m))
+            best, part = max((best, part), (evidence, k))
+    return -math.sqrt(2 * (best - chosen)) if part else 0.0, part
+
+
+def _divergence(a: float, m: float) -> float:
+    """In nats, of two shares."""
+    return sum(x * math.log(x / y) for x, y in ((a, m), (1 - a, 1 - m)) if x > 0)
+
+
+class Tenth(NamedTuple):
+    """About a tenth of the groups that have left, by their value."""
+
+    least: float
+    """The least value. A group that left early has its lower bound."""
+    below: float
+    """The values are less than this."""
+    trained: int
+    lost: dict[str, int]
+    """Groups that were not trained, by reason."""
+    early: int
+    """Those of them that left before their value was known."""
+
+    @property
+    def left(self) -> int:
+        """Groups, trained or lost."""
+        return self.trained + sum(self.lost.values())
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """Which groups a stream has trained and lost, by their latency and their turns.
+
+    Args:
+        fates: for ``latency`` and ``turns``, the number of groups of each fate (``trained``, or a reason),
+            whose value is known or is a lower bound, in each bin. The latency is in seconds. Turns are rows
+            of the longest rollout.
+        outstanding: groups that have not left. No other number counts them.
+
+    Example:
+        >>> fates = {("trained", True, 0): 80, ("stale", True, 8): 20}
+        >>> found = Survivors({"latency": fates}, outstanding=1).numbers()
+        >>> found["survivors/latency/slow"], found["survivors/latency/slow_trained"]
+        (2.0, 0.0)
+    """
+
+    fates: Mapping[str, Mapping[tuple[str, bool, int], int]]
+    outstanding: int
+
+    def tenths(self, value: str) -> list[Tenth]:
+        """The groups in at most ten parts of about the same size. Equal values are in one part."""
+        every: Counter[int] = Counter()
+        for (_, _, number), groups in self.fates[value].items():
+            every[number] += groups
+        bins = sorted(every)
+        middles = {
+            b: upto - every[b] / 2 for b, upto in zip(bins, accumulate(every[b] for b in bins), strict=True)
+        }
+        parts: dict[int, list[int]] = {}
+        for number in bins:
+            parts.setdefault(int(TENTHS * middles[number] / every.total()), []).append(number)
+        found = []
+        for part in parts.values():
+            lost: Counter[str] = Counter()
+            early = 0
+            for (fate, known, number), groups in self.fates[value].items():
+                if number in part:
+                    lost[fate] += groups
+                    early += 0 if known else groups
+            trained = lost.pop(TRAINED, 0)
+            found.append(Tenth(least_of(part[0]), least_of(part[-1] + 1), trained, dict(lost), early))
+        return found
+
+    def numbers(self) -> dict[str, float]:
+        """``survivors/…`` for loggers; empty before a group has left.
+
+        ``trained`` is the share of the groups that have left. ``lost/<reason>``, ``early`` and
+        ``outstanding`` count groups. ``latency/z`` is that of :func:`slow_loss`. If it is below 0,
+        ``latency/slow`` is where the difference is clearest, in seconds, ``latency/slow_trained`` the share
+        that was trained of the groups that took at least that long, and ``latency/others_trained`` that of
+        the others. The same of ``turns``, where groups differ in them.
+        """
+        found: dict[str, float] = {}
+        for value in self.fates:
+            tenths = self.tenths(value)
+            if value == "latency" and tenths:
+                reasons = sum((Counter(tenth.lost) for tenth in tenths), Counter[str]())
+                trained = sum(tenth.trained for tenth in tenths)
+                found["survivors/trained"] = trained / (trained + reasons.total())
+                found |= {f"survivors/lost/{reason}": groups for reason, groups in reasons.items()}
+                found["survivors/early"] = sum(tenth.early for tenth in tenths)
+                found["survivors/outstanding"] = self.outstanding
+            elif len(tenths) < 2:
+                continue
+            z, part = slow_loss(
+                [each.trained for each in tenths], [each.left - each.trained for each in tenths]
+            )
+            found[f"survivors/{value}/z"] = z
+            if z < 0:
+                found[f"survivors/{value}/slow"] = tenths[part].least
+                for name, some in ("slow", tenths[part:]), ("others", tenths[:part]):
+                    share = sum(each.trained for each in some) / sum(each.left for each in some)
+                    found[f"survivors/{value}/{name}_trained"] = share
+        return {name: float(number) for name, number in found.items()}
+
+
+class Survival:
+    """Counts the groups of a stream as they leave. Its memory does not grow with their number.
+
+    It begins at a restart: of groups that were in flight then, nobody knows how long they would have taken.
+
+    Args:
+        before: groups of before the restart, which are not counted.
+    """
+
+    def __init__(self, before: Iterable[Key] = ()):
+        self._since: dict[Key, float | None] = dict.fromkeys(before)  # when it was announced, or came
+        self._took: dict[Key, float] = {}  # the latency of those that are whole, or were when they got stale
+        self._fates: dict[str, Counter[tuple[str, bool, int]]] = {"latency": Counter(), "turns": Counter()}
+
+    def begin(self, groups: Iterable[Key], now: float) -> None:
+        """Groups were announced or have new rows."""
+        for key in groups:
+            self._since.setdefault(key, now)
+
+    def end(self, group: Group, now: float) -> None:
+        """No further rollout of a group is awaited."""
+        since = self._since.get(group.key)
+        if since is not None:
+            self._took.setdefault(group.key, now - since)
+
+    def leave(
+        self, groups: Iterable[Group], reason: str, now: float = math.nan, stale: Collection[Key] = ()
+    ) -> None:
+        """Groups leave, and still have their rows.
+
+        Args:
+            groups: that are over.
+            reason: empty: they are trained.
+            now: seconds, if they are not whole.
+            stale: those that are trained without their old rows. They count as stale.
+        """
+        for group in groups:
+            key = group.key
+            since, took = self._since.pop(key, None), self._took.pop(key, None)
+            if since is None or reason in NOT_OVER:
+                continue
+            fate, known = "stale" if key in stale else reason or TRAINED, took is not None
+            turns = max([len(each.rows) for each in group.rollouts.values()], default=1)
+            self._fates["latency"][fate, known, bin_of(now - since if took is None else took)] += 1
+            self._fates["turns"][fate, known, bin_of(turns)] += 1
+
+    def so_far(self) -> Survivors:
+        """What was counted."""
+        return Survivors({value: dict(fates) for value, fates in self._fates.items()}, len(self._since))
