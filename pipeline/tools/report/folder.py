@@ -23,6 +23,7 @@ from headrace.transforms.table.options import at_least, takes_options, within
 from .advice import Advice, Advisory, History, Setup, advice_at, numbers_read
 from .dump import write_dump
 from .failed_steps import FAILED, FailedStep, read_failed
+from .history import HISTORY, add_step, begin_history
 from .html import write_page
 from .over_steps import totals_over
 from .page_contents import page_data
@@ -53,8 +54,10 @@ class ReportFolder:
         dump: ``parquet`` or ``jsonl``: the rows of each step are written to a file ``rollouts/step_NNNNNNNN``
             (:func:`write_dump`). None: only the page has rows.
         existing: what to do if the folder has rows already. ``raise`` refuses. ``resume`` continues that run,
-            after a restart from a checkpoint: the files from the first new step on are removed, since those
-            steps are trained again, and the earlier ones stay.
+            after a restart from a checkpoint: what the folder has of the first new step and later ones is
+            removed, since those steps are trained again, and the earlier ones stay. Curves, verdict and
+            advice are of the whole run, and the curves have a mark at each restart. Earlier steps cannot be
+            chosen on the page. Set it from the first start on, if `dump` is None.
         page: whether to write the page.
         every: seconds, ≥ 0, between two writings of the page; more, if writing would take over 2 % of the
             time. None: the page is only written at the end.
@@ -116,7 +119,8 @@ class ReportFolder:
         self.existing = existing
         self._began, self._due, self._closed = now(), 0.0, False
         self._written: set[int] = set()  # steps whose rows are in a file
-        self._begun = False  # whether what an earlier run left in the folder was looked at
+        self._begun = False  # whether what an earlier process left in the folder was looked at
+        self._starts: list[tuple[int, str]] = []  # as in RunHistory
         # By place among all that were taken.
         self._kept: Thinned[tuple[int, StepReport]] = Thinned(at_least("steps", steps, 2))
         self._curves: Thinned[tuple[int, Mapping[str, float]]] = Thinned(POINTS)
@@ -193,13 +197,12 @@ class ReportFolder:
             raise TypeError(f"add takes make_report(run, step=...); got {type(report).__name__}")
         if self.dump is not None:
             self._write_rows(report)
+        self._begin(report.step)
         self._closed = False
-        place = len(self._read)
-        self._kept.add((place, report))
-        self._curves.add((report.step, dict(report.numbers)))
-        self._read.append(
-            (report.step, {key: report.numbers[key] for key in numbers_read() if key in report.numbers})
-        )
+        self._kept.add((len(self._read), report))
+        self._note(report.step, report.numbers)
+        if self._has_history:
+            add_step(self.folder / "rollouts" / HISTORY, report.step, report.numbers)
         if self.page and self.every is not None and time.monotonic() >= self._due:
             began = time.monotonic()
             self._write(live=max(self.every, 1.0))
@@ -216,7 +219,7 @@ class ReportFolder:
         """
         if refused is not None and self.dump is not None:
             self._write_rows(refused)
-        elif self.dump is not None:
+        else:
             self._begin(step)
         self.failed.append(FailedStep(step, why))
         if self.dump is not None:
@@ -240,11 +243,29 @@ class ReportFolder:
         write_dump(report, self.folder / "rollouts", format=self.dump or "parquet", config=self.config)
         self._written.add(report.step)
 
+    @property
+    def _has_history(self) -> bool:
+        return self.dump is not None or self.existing == "resume"
+
+    def _note(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._curves.add((step, dict(numbers)))
+        self._read.append((step, {key: numbers[key] for key in numbers_read() if key in numbers}))
+
     def _begin(self, step: int | None) -> None:
-        """At the first step, remove what an earlier run left of this step and later ones."""
+        """At the first step, go on with what there is of the steps before, and remove what is later."""
         if self._begun or step is None:
             return
         self._begun = True
+        if self._has_history:
+            path, resumes = self.folder / "rollouts" / HISTORY, self.existing == "resume"
+            found = begin_history(path, step, self._began, resumes=resumes)
+            self._starts, self._began = found.starts, found.starts[0][1]
+            for earlier in found.steps:
+                self._note(*earlier)
+        if self.dump is not None:
+            self._begin_rows(step)
+
+    def _begin_rows(self, step: int) -> None:
         if self.existing == "resume":
             for file in row_files(self.folder):
                 if int(file.stem.removeprefix("step_")) >= step:
@@ -278,6 +299,7 @@ class ReportFolder:
             "began": self._began,
             "written": now(),
             "live": live,
+            "restarts": [step for step, _ in self._starts[1:]],
             "versions": versions(),
             "overrides": [printable(each) for each in (self.setup.overrides if self.setup else ())],
             "config": None if self.config is None else printable(self.config, keep="\n"),

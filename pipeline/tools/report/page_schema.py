@@ -150,6 +150,7 @@ class PageRun(TypedDict):
     began: str  # UTC, ISO 8601
     written: str  # when the page was written, the same
     live: float | None  # seconds after which there may be a newer page; None: the run is over
+    restarts: list[int]  # the first step after each restart
     versions: dict[str, str]  # of headrace and what it stands on, by name
     overrides: list[str]  # that were typed
     config: str | None  # resolved, as YAML

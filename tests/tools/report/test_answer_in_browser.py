@@ -49,6 +49,7 @@ def about(**changes):
         "began": "2026-11-22T04:19:11+00:00",
         "written": now(),
         "live": None,
+        "restarts": [],
         "overrides": ["pipeline=rloo"],
     }
     return facts | {"versions": {"headrace": "0.5", "torch": "2.9"}, "config": "a: <i>1</i>\n"} | changes

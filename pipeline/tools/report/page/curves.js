@@ -50,7 +50,7 @@ function inOrder(page) {
 }
 
 // A metric over the steps, a line or two, as wide as there is room, less `gutter` for text on its right.
-export function curveOf(name, lines, steps, current, { width, height, gutter = 0 }) {
+export function curveOf(name, lines, steps, current, { width, height, gutter = 0, restarts = [] }) {
   const [values] = lines;
   const range = extent(lines.flat());
   const at = steps.indexOf(current);
@@ -68,6 +68,7 @@ export function curveOf(name, lines, steps, current, { width, height, gutter = 0
   return s(
     "svg",
     { width, height, role: "img", "aria-label": label },
+    restarts.map((step) => s("line", { class: "restart", x1: x(step), x2: x(step), y1: 0, y2: height })),
     at < 0 ? null : s("line", { class: "now", x1: xs[at], x2: xs[at], y1: 0, y2: height }),
     s("path", { class: "curve", d: path(xs, ys) }),
     others ? s("path", { class: "curve run1", d: path(xs, others) }) : null,
@@ -75,6 +76,9 @@ export function curveOf(name, lines, steps, current, { width, height, gutter = 0
     at < 0 || ys[at] === null ? null : s("circle", { class: "here", cx: xs[at], cy: ys[at], r: 4 }),
   );
 }
+
+// The first step after each restart of the run.
+const restartsOf = (page) => page.run?.restarts ?? [];
 
 function drawCurve(name, page, current, width) {
   const [lines, steps] = [curvesOf(page, name), page.curve_steps];
@@ -87,7 +91,7 @@ function drawCurve(name, page, current, width) {
     h("span", { class: "number" }, lines.map((values) => measured(name, values[at] ?? null)).join(" · ")),
   );
   if (!range) return h("figure", {}, head, message("no number at any step"));
-  const drawing = curveOf(name, lines, steps, current, { width, height: 64 });
+  const drawing = curveOf(name, lines, steps, current, { width, height: 64, restarts: restartsOf(page) });
   const ends =
     isOne(range) ? [`always ${measured(name, range[0])}`] : [measuredRange(name, ...range)];
   return h("figure", {}, head, drawing, h("p", { class: "range" }, ends));
@@ -121,6 +125,13 @@ export function drawCurves({ page, step, width, redraw }) {
         `step ${count(step.step)}`,
         "now",
       ],
+      restartsOf(page).length
+        ? [
+            swatch(s("line", { class: "restart", x1: 9, x2: 9, y1: 0, y2: 14 })),
+            "the run was restarted before this step",
+            "restart",
+          ]
+        : null,
     ]),
     h(
       "div",

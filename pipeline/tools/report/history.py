@@ -1,0 +1,99 @@
+"""The numbers of all steps of a run in a file, so that its page is of the whole run after a restart.
+
+Each line is a JSON object: a start of the run, with the first step after it and the time, or a step and its
+numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.transforms.carry import write_whole
+
+from .over_steps import Numbers
+from .valid_json import json_text
+
+HISTORY = "history.ndjson"
+
+
+class RunHistory(NamedTuple):
+    """What is known of a run."""
+
+    starts: list[tuple[int, str]]
+    """The first step after each start of the run, and the time. The first start is its beginning."""
+    steps: list[tuple[int, Numbers]]
+    """The numbers of each step, as they were recorded."""
+
+
+def begin_history(path: Path, step: int, now: str, *, resumes: bool) -> RunHistory:
+    """Begin a file, or go on with one: what it has of `step` and later is replaced.
+
+    Args:
+        path: of the file. Its folder is made.
+        step: the first of this process.
+        now: the time.
+        resumes: go on, if there is a file.
+
+    Returns:
+        What came before, with this start.
+
+    Raises:
+        ValueError: the file is not as this module writes it.
+    """
+    found = read_history(path) if resumes and path.exists() else RunHistory([], [])
+    starts = [each for each in found.starts if each[0] < step] + [(step, now)]
+    kept = RunHistory(starts, [each for each in found.steps if each[0] < step])
+    lines = [json_text({"step": first, "began": at}) for first, at in kept.starts]
+    lines += [_line(*each) for each in kept.steps]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8"))
+    return kept
+
+
+def add_step(path: Path, step: int, numbers: Numbers) -> None:
+    """Append a step."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{_line(step, numbers)}\n")
+
+
+def _line(step: int, numbers: Numbers) -> str:
+    return json_text({"step": step, "numbers": numbers})
+
+
+def read_history(path: Path) -> RunHistory:
+    """Read a file. A last line without an end, from a process that was killed, is left out.
+
+    Raises:
+        ValueError: a line is not as this module writes it.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / HISTORY
+        >>> _ = begin_history(path, 0, "2026-11-22T04:19:11+00:00", resumes=False)
+        >>> add_step(path, 0, {"rows/in": 8.0})
+        >>> begin_history(path, 1, "2026-11-22T05:00:00+00:00", resumes=True).steps
+        [(0, {'rows/in': 8.0})]
+    """
+    found = RunHistory([], [])
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            match json.loads(line):
+                case {"step": int(step), "began": str(began)}:
+                    found.starts.append((step, began))
+                    continue
+                case {"step": int(step), "numbers": dict(numbers)}:
+                    known = {
+                        str(k): math.nan if value is None else float(value) for k, value in numbers.items()
+                    }
+                    found.steps.append((step, known))
+                    continue
+        except (TypeError, ValueError):
+            pass
+        raise ValueError(
+            f"{path}: line {number} must have a step with its numbers, or a start; found {line[:80]!r}. "
+            "Remove the file: then the page begins at the next step"
+        )
+    return found

@@ -1,0 +1,106 @@
+"""The page after a restart is that of the whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from random import Random
+
+import pytest
+from busy import reported
+from pages import data_of
+
+from headrace.pipeline import ReportFolder
+from headrace.pipeline.tools.report.history import HISTORY, add_step, begin_history, read_history
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def report_of(make_batch):
+    """The report of a step, in which some numbers change from step to step."""
+    report = reported(make_batch)[1]
+
+    def made(step: int):
+        dice, other = Random(step), dataclasses.replace(report, step=step)
+        changes = {"reward/all/mean": dice.random() + step / 20, "rollouts/truncated": dice.random()}
+        changes |= {"response_length/mean": 10.0 + 3 * step, "rows/trained": float(dice.random() > 0.1)}
+        changes |= {"frac_reward_zero_std": math.nan if dice.random() < 0.3 else 0.7}
+        changes |= {"rare/number": 1.0} if step % 7 == 3 else {}
+        other.__dict__["numbers"] = report.numbers | changes
+        return other
+
+    return made
+
+
+def what_is_said(folder: ReportFolder) -> dict:
+    """Of the whole run."""
+    data = data_of(folder.close())
+    whole = {name: data[name] for name in ("curves", "curve_steps", "totals", "recorded")}
+    return whole | {
+        "last": data["steps"][-1],
+        "advice": (folder.verdict, folder.advisories, folder.unchecked),
+    }
+
+
+@pytest.mark.parametrize("dump", ["parquet", None])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_with_restarts_says_the_same_as_one_without(tmp_path, report_of, monkeypatch, seed, dump):
+    """It is killed after some steps, and goes on at the next step, or at one before."""
+    dice = Random(seed)
+    steps = dice.randint(20, 40)
+    monkeypatch.setattr("headrace.pipeline.tools.report.folder.POINTS", 16)  # so that curves are thinned
+    options = {"dump": dump, "every": None, "existing": "resume"}
+    whole = ReportFolder(tmp_path / "whole", **options)
+    for step in range(steps):
+        whole.add(report_of(step))
+
+    first, marks = 0, []
+    for last in (False, False, False, True):
+        folder = ReportFolder(tmp_path / "parts", **options)
+        end = steps if last else dice.randint(first + 1, steps)
+        for step in range(first, end):
+            folder.add(report_of(step))
+        marks = [each for each in marks if each < first] + [first]
+        first = max(1, min(end, steps - 1) - dice.choice([0, 0, 1, 5]))
+    assert what_is_said(folder) == what_is_said(whole)
+    assert data_of(folder.close())["run"]["restarts"] == marks[1:]
+    assert data_of(whole.close())["run"]["restarts"] == []
+
+
+def test_the_time_of_a_run_is_that_of_its_beginning(tmp_path, report_of, monkeypatch):
+    for time, step in (("first", 0), ("second", 1), ("third", 2)):
+        monkeypatch.setattr("headrace.pipeline.tools.report.folder.now", lambda time=time: time)
+        with ReportFolder(tmp_path, existing="resume") as folder:
+            folder.add(report_of(step))
+    assert data_of(tmp_path / "report.html")["run"]["began"] == "first"
+    assert read_history(tmp_path / "rollouts" / HISTORY).starts == [(0, "first"), (1, "second"), (2, "third")]
+
+
+def test_a_step_that_was_being_written_at_the_kill_is_left_out(tmp_path, report_of):
+    with ReportFolder(tmp_path, existing="resume") as folder:
+        folder.add(report_of(0))
+    with (tmp_path / "rollouts" / HISTORY).open("a") as file:
+        file.write('{"step": 1, "numb')
+    with ReportFolder(tmp_path, existing="resume") as folder:
+        folder.add(report_of(1))
+    assert data_of(tmp_path / "report.html")["curve_steps"] == [0, 1]
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"step": 1}', '{"step": "a", "began": "b"}', "[1]"])
+def test_a_damaged_history_is_refused_with_its_line(tmp_path, line):
+    path = tmp_path / HISTORY
+    begin_history(path, 0, "now", resumes=False)
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"history.ndjson: line 2 must have a step .* Remove the file"):
+        read_history(path)
+
+
+def test_another_run_begins_a_new_history(tmp_path):
+    path = tmp_path / HISTORY
+    for resumes, expected in ((False, []), (True, [(0, {"a": 1.0})]), (False, [])):
+        assert begin_history(path, 1, "now", resumes=resumes).steps == expected
+        add_step(path, 0, {"a": 1.0})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 0]
