@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,20 +69,23 @@ def survivors_tables(survivors: Survivors | None) -> dict[str, FittedTable]:
     for value in survivors.fates:
         tenths = survivors.tenths(value)
         if len(tenths) > 1:
-            found[value] = _table(tenths, f"{value}, s" if value == "latency" else value)
+            found[value] = _table(tenths, value)
             outstanding = survivors.outstanding
             found[value].caption = f"{outstanding:,} groups are outstanding" if outstanding else ""
     return found
 
 
-def _table(tenths: Sequence[Tenth], what: str) -> FittedTable:
+def _table(tenths: Sequence[Tenth], value: str) -> FittedTable:
     reasons = list(dict.fromkeys(reason for tenth in tenths for reason in tenth.lost))
     names = ["dispatched", "trained", *reasons, *(["early"] if any(tenth.early for tenth in tenths) else [])]
     columns = [FittedColumn(name, right=True, leaves=at) for at, name in enumerate(names)]
-    table = FittedTable([FittedColumn(what), *columns])
+    table = FittedTable([FittedColumn(f"{value}, s" if value == "latency" else value), *columns])
     for tenth in tenths:
         counts = {"dispatched": tenth.left, "trained": tenth.trained, "early": tenth.early, **tenth.lost}
         ends = f"{tenth.least:.3g} to {tenth.below:.3g}"
+        if value == "turns":  # whole numbers
+            first, last = math.ceil(tenth.least), math.ceil(tenth.below) - 1
+            ends = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         table.add(ends, *(f"{counts.get(name, 0):,}" for name in names))
     return table
 

@@ -72,6 +72,8 @@ def test_the_page_and_the_terminal_have_the_same_table():
     assert table["head"] == ["latency, s", "dispatched", "trained", "timeout", "early"]
     assert table["lines"] == [["1 to 1.09", "80", "80", "0", "0"], ["64 to 69.8", "20", "0", "20", "20"]]
     assert table["note"] == "3 groups are outstanding"
+    (turns,) = page_data([report(survivors("timeout", value="turns"))], title="")["steps"][0]["survivors"]
+    assert [line[0] for line in turns["lines"]] == ["1", "64 to 69"]
     console = Console(width=80, record=True)
     console.print(show_report(made))
     text = console.export_text()
