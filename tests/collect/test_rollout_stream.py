@@ -76,9 +76,12 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_each_group_is_trained_once_in_one_thread(make, name, epochs):
-    batches = in_one_thread(make(sampler(), epochs=epochs, **OPTIONS[name]), Random(0))
+    stream = make(sampler(), epochs=epochs, **OPTIONS[name])
+    batches = in_one_thread(stream, Random(0))
     assert Counter(chain.from_iterable(batches)) == dict.fromkeys(range(PROMPTS * epochs), 1)
     assert {len(batch) for batch in batches} == {3}
+    assert stream.survivors.numbers()["survivors/trained"] == 1
+    assert stream.survivors.outstanding == 0
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -287,7 +287,7 @@ class Stream:
         """Close a group, which need not be held."""
         held = self.waiting if key in self.waiting else self.ready.get(key[0], self.waiting)
         if key in held:
-            self.close([held[key]])
+            self._rows_leave(self._close(held[key]), "")
         else:
             self.closed_groups[key[0]].add(key[1])
 
