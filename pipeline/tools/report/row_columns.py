@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from tensordict import NestedKey
 from torch import Tensor
 
 from headrace.pipeline.account_keys import OF_TOKENS
@@ -45,14 +46,9 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         if several.shape[1] > 1:
             found["rewards"] = several
     if REWARD in table.columns:
-        reward, stages = table.columns[REWARD], list(run.stages.items())
-        writers = [at for at, (_, stage) in enumerate(stages) if REWARD in getattr(stage, "out_keys", ())]
-        later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
-        left_later = torch.tensor([name.rpartition("/")[0] in later for name in table.fates.names])[
-            table.fates.reason
-        ]
+        reward = table.columns[REWARD]
         # It left before rollouts had one reward.
-        unseen = (reward.isnan() & ~table.fates.here) | (~counted & ~left_later)
+        unseen = (reward.isnan() & ~table.fates.here) | (~counted & ~_left_after(run, REWARD))
         before = found.get("reward", torch.full_like(reward, float("nan")))
         found["reward"] = torch.where(unseen, before, reward)
     elif "reward" in found and (now := number("reward")) is not None:
@@ -69,6 +65,10 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
         found["advantage"], found["advantage_size"] = table.columns[OF_TOKENS].unbind(1)
     elif (advantage := number("advantage")) is not None:
         found["advantage"] = advantage
+    if "advantage" in found:
+        # That of a row that was excluded before it was compared is a 0 that means nothing.
+        none = ~counted & ~_left_after(run, keys.found["advantage"][0])
+        found["advantage"] = found["advantage"].masked_fill(none, torch.nan)
     if "peers" in keys.found and keys.found["peers"][0] in table.columns:
         found["peers"] = table.columns[keys.found["peers"][0]]
     if table.fates.counted is not None and "tokens" in found:
@@ -83,6 +83,14 @@ def report_columns(run: Run) -> dict[str, np.ndarray]:
     if table.carried is not None:
         found["carried_in"] = torch.zeros(table.size, dtype=torch.int64).index_fill_(0, table.carried, 1)
     return {name: run.of_rank(column).numpy() for name, column in found.items()}
+
+
+def _left_after(run: Run, key: NestedKey) -> Tensor:
+    """(N,) bool: rows that left the batch, or the statistics, behind the first stage that writes a column."""
+    fates, stages = run.known_rows.table.fates, list(run.stages.items())
+    writers = [at for at, (_, stage) in enumerate(stages) if key in getattr(stage, "out_keys", ())]
+    later = {name for name, _ in stages[min(writers, default=-1) + 1 :]}
+    return torch.tensor([name.rpartition("/")[0] in later for name in fates.names])[fates.reason]
 
 
 def _compared(run: Run) -> tuple[Tensor, Tensor]:

@@ -439,8 +439,9 @@ class GroupRelativeAdvantage(
             kept = collected if collected.is_floating_point else torch.float64
             rows.put(REWARD, reward, dtype=torch.promote_types(kept, torch.float32), ndim=1)
         # 4. Record the metrics.
-        rows.metric("abs_mean", mean_of(credit.abs()))
-        rows.metric("zero", mean_of(credit == 0))
+        among = credit if rows.counted is None else credit[rows.counted]
+        rows.metric("abs_mean", mean_of(among.abs()))
+        rows.metric("zero", mean_of(among == 0))
         if self.missing == "skip":
             rows.metric("unscorable", reward.isnan().sum())
 

@@ -1,0 +1,71 @@
+"""A number about rows in the statistics is the same whether the others were excluded or dropped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, load_pipeline, make_report
+from headrace.transforms import (
+    BatchWhitening,
+    FanOutCollapse,
+    GroupRelativeAdvantage,
+    NotTruncated,
+    RunningBaseline,
+    SampleFilter,
+)
+
+RECIPES = ["grpo", "dapo", "dr_grpo", "gfpo", "length_bonus", "lite_ppo", "maxrl", "mc_grpo", "mgpo", "mis"]
+RECIPES += ["opmd", "opo", "passk", "pkpo", "rloo", "scalerl", "tis", "icepop", "opsm"]
+
+
+def batch(seed: int) -> TensorDict:
+    """Groups of six rollouts of one or two rows, a third of which is truncated."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = torch.repeat_interleave(torch.arange(24), torch.randint(1, 3, (24,), generator=generator))
+    rows = len(rollout)
+    logs = lambda: -torch.rand(rows, 5, generator=generator, dtype=torch.float64)  # noqa: E731
+    columns = {
+        "group_id": rollout // 6,
+        "rollout_id": rollout,
+        ("next", "reward"): torch.randint(0, 2, (24,), generator=generator)[rollout].double(),
+        ("next", "status"): (torch.rand(24, generator=generator) < 0.3)[rollout].long(),
+        ("masks", "all_assistant_mask"): torch.rand(rows, 5, generator=generator) < 0.8,
+        ("log_probs", "full"): logs(),
+        ("old_log_probs", "full"): logs(),
+    }
+    return TensorDict(columns, batch_size=[rows])
+
+
+def by_hand(action: str) -> Pipeline:
+    """Stages whose recipes have no filter."""
+    return Pipeline(
+        {
+            "collapse": FanOutCollapse(),
+            "filter": SampleFilter(criterion=NotTruncated(), action=action),
+            "advantage": GroupRelativeAdvantage(),
+            "running": RunningBaseline(baseline_key="group_id"),
+            "whitening": BatchWhitening(per="sample"),
+        }
+    )
+
+
+def made(recipe: str, action: str) -> Pipeline:
+    if recipe == "by hand":
+        return by_hand(action)
+    stages = {"gate": None, "filter": {"criterion": "not_truncated", "action": action}}
+    return load_pipeline(recipe, shuffle=False, stages=stages)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "by hand"])
+def test_metrics_and_numbers_are_the_same_for_excluded_and_dropped_rows(recipe):
+    for seed in range(3):
+        found = []
+        for action in ("drop", "exclude"):
+            run = made(recipe, action).run(batch(seed))
+            numbers = run.metrics | make_report(run).numbers
+            found.append({name: value for name, value in numbers.items() if not name.startswith("time/")})
+        dropped, excluded = found
+        assert dropped.keys() == excluded.keys()
+        assert dropped == pytest.approx(excluded, abs=1e-9, nan_ok=True)
