@@ -17,7 +17,14 @@ from headrace.transforms.stages.advantage import Baseline, Scale
 from headrace.transforms.table import COLUMNS, Missing, SharedIds
 from headrace.transforms.table.empty import Empty
 
-from .composing.compose import ConfigError, compose_config, explain_composition, for_hydra
+from .composing.compose import (
+    ConfigError,
+    add_usual_stages,
+    compose_config,
+    explain_composition,
+    for_hydra,
+    usual_stage,
+)
 from .composing.nodes import as_typed, build_node, name_parts, resolved
 from .composing.recipe_names import Recipe
 from .pipeline import MaskedLogProb, Pipeline
@@ -165,8 +172,24 @@ def load_pipeline(
             f"the keywords are rows, stages, {', '.join(KEYWORDS)}"
         )
     apply_settings(composed, settings)
+    if "order" in settings or any(each.lstrip("+").startswith("pipeline.order=") for each in typed):
+        _refuse_null_stages(composed)
     log.debug("composed of %s and %s", typed, settings)
     return build_pipeline(composed)
+
+
+def _refuse_null_stages(pipeline: DictConfig) -> None:
+    """Refuse an order of the caller with a stage that the recipe has set to null. It would do nothing.
+
+    Raises:
+        ConfigError: lists these stages.
+    """
+    if null := [name for name in pipeline.order or () if pipeline.stages.get(name, ...) is None]:
+        adds = ", ".join(f"stages={{{name!r}: {{}}}}" for name in null)
+        raise ConfigError(
+            f"pipeline.order names {', '.join(map(repr, null))}, which the recipe has set to null. To add "
+            f"the usual stage: {adds}"
+        )
 
 
 def _overrides(recipe: str, overrides: Sequence[str], rows: str | None) -> list[str]:
@@ -201,6 +224,7 @@ def build_pipeline(config: DictConfig) -> Pipeline:
     Raises:
         ConfigError: a stage without a ``_target_``, or an option that its class does not have.
     """
+    add_usual_stages(config)
     config = name_parts(config)
     try:
         plain = resolved(config)
@@ -243,8 +267,8 @@ def settings_of(
     Args:
         overrides: the overrides of the same call, which must not set the same keys.
         given: values by keyword.
-        stages: options by stage. None removes the stage. An object, or a mapping with a ``_target_``, is a
-            whole stage.
+        stages: options by stage; of a stage that the recipe lacks, ``{}`` or its name adds the usual one.
+            None removes the stage. An object, or a mapping with a ``_target_``, is a whole stage.
 
     Raises:
         ConfigError: a key, or a part of it, is set twice.
@@ -257,12 +281,14 @@ def settings_of(
         raise ConfigError(f"stages must be a mapping such as {{'filter': None}}; got {stages!r:.200}")
     found = [(KEYWORDS[word], value, f"{word}={value!r}") for word, value in given.items()]
     for name, options in stages.items():
-        if not (options is None or isinstance(options, Mapping) or callable(options)):
+        if not (options is None or isinstance(options, Mapping) or callable(options) or options == name):
             raise ConfigError(
                 f"stages[{name!r}] must be a mapping of options, a whole stage (an object, or a mapping with "
                 f"'_target_'), or None; got {options!r:.200}"
             )
-        by_option = options if isinstance(options, Mapping) and "_target_" not in options else {"": options}
+        by_option: Any = {"": options}
+        if isinstance(options, Mapping) and options and "_target_" not in options:
+            by_option = options
         for key, value in by_option.items():
             source = f"stages[{name!r}]" + (f"[{key!r}]" if key else "")
             found.append((f"stages.{name}.{key}".rstrip("."), value, source))
@@ -295,6 +321,7 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         whole = callable(value) or (isinstance(value, Mapping) and "_target_" in value)
         own = whole and not option
         known = name in pipeline.stages if value is None and not option else name in present
+        known = known or usual_stage(name) is not None  # which build_pipeline adds
         if rest and not (known or own):
             raise ConfigError(
                 f"pipeline.{key}: the recipe has no stage {name!r}{suggest(name, present)}; "

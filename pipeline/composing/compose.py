@@ -17,7 +17,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from headrace.pipeline.wording import closest, suggest
@@ -25,6 +25,7 @@ from headrace.pipeline.wording import closest, suggest
 __all__ = [
     "TASKS",
     "ConfigError",
+    "add_usual_stages",
     "compose_config",
     "explain_composition",
     "for_hydra",
@@ -32,6 +33,7 @@ __all__ = [
     "options_meant",
     "recipes",
     "refuse_parts_of_no_stage",
+    "usual_stage",
 ]
 
 TASKS = ("train", "replay", "compare", "plan", "audit", "certify", "xray")
@@ -127,6 +129,28 @@ def _from_known(config_name: str, overrides: Sequence[str]) -> DictConfig | None
     except (HydraException, OmegaConfBaseException):
         return None
     return known
+
+
+@cache
+def usual_stage(name: str) -> DictConfig | None:
+    """The node of a stage as grpo has it, or else as ``conf/stage`` has it; None: there is none."""
+    known = compose_config("load", "pipeline=grpo").pipeline.stages
+    if known.get(name) is None:
+        if not name.isidentifier() or not (files("headrace.conf") / "stage" / f"{name}.yaml").is_file():
+            return None
+        known = compose_config(
+            "load", "pipeline=grpo", f"+stage@pipeline.stages.{name}={name}"
+        ).pipeline.stages
+    return known[name]
+
+
+def add_usual_stages(pipeline: DictConfig) -> None:
+    """Replace a stage of a composed ``pipeline`` that is only options, or its own name, by the usual one."""
+    for name, node in (pipeline.get("stages") or {}).items():
+        only_options = OmegaConf.is_dict(node) and "_target_" not in node
+        if (only_options or node == name) and (usual := usual_stage(str(name))) is not None:
+            with open_dict(pipeline):
+                pipeline.stages[name] = OmegaConf.merge(usual, node if only_options else {})
 
 
 def refuse_parts_of_no_stage(config: DictConfig, overrides: Iterable[str]) -> None:

@@ -213,3 +213,42 @@ def test_a_part_of_a_stage_that_the_recipe_lacks_is_refused():
     assert "filter" in load_pipeline("grpo", part).stages
     with pytest.raises(ConfigError, match=r"the recipe has no stage 'filter'; its stages are gate, collapse"):
         load_pipeline("as/trl", part)
+
+
+ORDER = ["gate", "collapse", "filter", "advantage", "whitening", "split", "weight"]
+IN_ORDER = f"pipeline.order=[{','.join(ORDER)}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        ((), {"stages": {"filter": {}}, "order": ORDER}),
+        ((), {"stages": {"filter": "filter"}, "order": ORDER}),
+        (("pipeline.stages.filter={}", IN_ORDER), {}),
+        (("pipeline.stages.filter=filter",), {"order": ORDER}),
+    ],
+)
+def test_a_bare_stage_is_the_usual_one(overrides, options):
+    """GDPO has no filter. A bare one is that of grpo."""
+    found = load_pipeline("gdpo", *overrides, **options)
+    assert list(found.stages) == ORDER
+    assert repr(found.stages["filter"]) == repr(load_pipeline("grpo").stages["filter"])
+
+
+def test_options_of_a_stage_that_the_recipe_lacks_are_those_of_the_usual_one():
+    stages = {"filter": {"action": "exclude"}, "whitening": {"per": "sample"}}
+    found = load_pipeline("grpo", stages=stages, order=ORDER).stages
+    assert (found["filter"].action, found["whitening"].per) == ("exclude", "sample")
+
+
+def test_a_bare_stage_needs_its_place_in_the_order():
+    with pytest.raises(ConfigError, match=r"pipeline\.order must name each stage once; it lacks 'filter'"):
+        load_pipeline("gdpo", stages={"filter": {}})
+
+
+@pytest.mark.parametrize(("overrides", "options"), [((), {"order": ORDER}), ((IN_ORDER,), {})])
+def test_an_order_with_a_stage_that_is_null_is_refused(overrides, options):
+    with pytest.raises(
+        ConfigError, match=r"names 'filter', which the recipe has set to null"
+    ):
+        load_pipeline("gdpo", *overrides, **options)

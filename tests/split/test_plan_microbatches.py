@@ -243,15 +243,6 @@ def test_too_few_rows_for_the_ranks_raise_with_what_to_do():
     assert out[PADDING].tolist() == [False, False, True]
 
 
-def test_unshuffled_rows_are_views():
-    batch = batch_of([2] * 8)
-    stages = {"split": ShuffleSplit(minibatches=2, shuffle=False, microbatches=2), "weight": LossWeight()}
-    parts = list(Pipeline(stages).minibatches(batch))
-    assert [part[ATTENTION].data_ptr() for part in parts] == [batch[ATTENTION][i:].data_ptr() for i in (0, 4)]
-    micro = list(split_microbatches(parts[1]))
-    assert [part[ATTENTION].data_ptr() for part in micro] == [batch[ATTENTION][i:].data_ptr() for i in (4, 6)]
-
-
 # -- carried rows -----------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """Gather the rows of a batch, one minibatch at a time.
 
 Columns with one number per row come from the table. They are put into training order at once, and split by
-minibatch. Tokens are gathered with their minibatch from the batch. If the rows are in order already,
-minibatches are views of the batch.
+minibatch. Tokens are gathered with their minibatch from the batch. A minibatch shares no memory with the
+batch or another minibatch, also if the rows are in order already, so the caller may change it in place.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from headrace.transforms.table.tensordicts import (
     any_row_has,
     as_data,
     column_of,
+    deep_copy,
     device_of,
     fill_out_of_loss,
     of_columns,
@@ -101,7 +102,6 @@ class OptimiserSteps:
         rank: yield the rows of this rank; None: of all ranks.
         loss_columns: the columns that mask padding out of the loss.
         progress: counts the minibatches that the latest iterator has yielded.
-        in_order: the rows may be in order already, so look for views.
 
     Raises:
         BatchError: padding rows need a loss mask or log-probability column, and the batch has neither.
@@ -114,8 +114,6 @@ class OptimiserSteps:
         rank: int | None,
         loss_columns: LossColumns,
         progress: Progress | None = None,
-        *,
-        in_order: bool = False,
     ):
         self.table, self.passes, self.rank, self.loss_columns = table, list(passes), rank, loss_columns
         if table.masking.kept_finite is not None:
@@ -132,7 +130,6 @@ class OptimiserSteps:
         self.batch_rows = None
         if len(table.live) < table.size:
             self.batch_rows = table.batch_rows(table.every).clamp_min(0)
-        self.in_order = in_order
 
     def _require_mask_of_padding(self, batch: TensorDictBase) -> None:
         mask, log_prob, _ = self.loss_columns
@@ -274,7 +271,6 @@ class GatheredRows:
         self.spans = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         order, padding, numbers = plan.of_rank(steps.rank)  # `order` has rows of the table
         in_batch = order if steps.batch_rows is None else steps.batch_rows.index_select(0, order)
-        self.in_order = steps.in_order and not self.late and self._is_in_order(in_batch)
 
         # 1. Columns with one number per row: order, send to the device together, and split by minibatch.
         given: dict[Any, tuple[Tensor, torch.dtype, int]] = dict(columns)
@@ -318,7 +314,7 @@ class GatheredRows:
                 self.masked[column] = flags, masking if value is None else value
 
         # 3. All other columns: gather a small batch now, a larger one by minibatch.
-        at_once = not (self.is_ragged or self.in_order or self.late) and _bytes_of(batch) < SMALL
+        at_once = not (self.is_ragged or self.late) and _bytes_of(batch) < SMALL
         if at_once:
             batch = take_rows(batch, on_device)
             self._mask(batch, slice(None))
@@ -335,7 +331,7 @@ class GatheredRows:
         if size == 0:  # a branch cannot build text columns without rows
             rows = shallow_copy(take_rows(self.batch, torch.zeros(0, dtype=torch.int64)))
         elif self.is_ragged:
-            taken = [self.batch.tensordicts[row] for row in self.in_batch[number].tolist()]
+            taken = [deep_copy(self.batch.tensordicts[row]) for row in self.in_batch[number].tolist()]
             rows = rows_with(taken, {key: self.numbers[key][number].unbind() for key in beside})
             beside = []
         else:
@@ -351,20 +347,12 @@ class GatheredRows:
             rows.set(MASKS, as_data(self.masks, [size], self.device))
         return rows
 
-    def _is_in_order(self, in_batch: Tensor) -> bool:
-        """Whether the rows of each minibatch are consecutive in the batch."""
-        follows = in_batch[1:] == in_batch[:-1] + 1
-        follows[[span.start - 1 for span in self.spans if 0 < span.start < len(in_batch)]] = True
-        return bool(follows.all())
-
     def _plan(self, batch: TensorDictBase, order: Tensor | None) -> Branch:
-        """Choose how each column is gathered; `order`: rows in training order, None: already in order."""
+        """Choose how each column is gathered; `order`: rows in training order, None: gathered already."""
         columns: dict[str, Any] = {}
         for name, value in batch.items():
             if type(value) is TensorDict and len(value):
                 columns[name] = self._plan(value, order)
-            elif self.in_order:
-                columns[name] = partial(self._view, value)
             elif isinstance(value, Tensor) and (order is None or value.numel() == len(value)):
                 if order is not None:  # one number per row, which is faster with one dimension
                     value = value.reshape(-1).index_select(0, order).view(-1, *value.shape[1:])
@@ -384,10 +372,6 @@ class GatheredRows:
         branch.columns[name] = pieces.__getitem__
         return True
 
-    def _view(self, value: Any, number: int) -> Any:
-        start = int(self.in_batch[number][0])
-        return value[start : start + self.sizes[number]]
-
     def _take(self, value: Any, number: int) -> Any:
         return take_column(value, self.on_device[number], on_cpu=self.in_batch[number])
 
@@ -405,10 +389,7 @@ class GatheredRows:
                     write_entry(row, key, torch.full_like(column_of(row, key), value))
                 continue
             column, at = rows.get(key), at.to(self.device)
-            if self.in_order:  # the column is a view of the caller's batch, so copy it
-                rows.set(key, column.index_fill(0, at, value))
-            else:
-                column.index_fill_(0, at, value)
+            column.index_fill_(0, at, value)
 
 
 def _is_ragged(batch: TensorDictBase) -> bool:

@@ -60,9 +60,7 @@ class Permuted:
         loss_columns = LossColumns(split.loss_mask_key, split.log_prob_key, split.weight_key)
         pairs = zip(self.plans, passes, strict=True)
         planned = [(plan, columns, late, self._to_gather(batch)) for plan, (columns, late, batch) in pairs]
-        return OptimiserSteps(
-            self.rows.table, planned, rank, loss_columns, progress, in_order=not split.shuffle
-        )
+        return OptimiserSteps(self.rows.table, planned, rank, loss_columns, progress)
 
     def _to_gather(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch that minibatches are gathered from: a row of another rank, if padding is all there is.
