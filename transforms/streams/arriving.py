@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
@@ -122,7 +123,7 @@ def columns_to_send(rows: TensorDictBase, options: Mapping[str, Any]) -> dict[Ne
 
 def arriving_rows(
     piece: RowPiece, found: Mapping[str, NestedKey], group_size: int | None
-) -> tuple[Iterator[Row], dict[int, Origin]]:
+) -> tuple[Iterator[tuple[Any, ...]], dict[int, Origin]]:
     """Read the ids and flags of rows, with one device read.
 
     Args:
@@ -131,7 +132,7 @@ def arriving_rows(
         group_size: expected rollouts of groups, if the batch has no such column.
 
     Returns:
-        The rows, and their origins by arrival.
+        The values of each :class:`Row`, and the origins of rows by arrival.
 
     Raises:
         BatchError: an id is missing, or a status is unknown.
@@ -145,23 +146,24 @@ def arriving_rows(
         if values and (min(values) < low or max(values) > high):
             odd = [f"{value} at row {row}" for row, value in enumerate(values) if not low <= value <= high]
             raise BatchError(RULES[name], found=listing(odd), ids="rollout_id")
-    read |= {"arrival": piece.place, "piece": repeat(piece)}
-    defaults = DEFAULTS | {"expected": group_size}
-    rows = zip(*(read.get(name) or repeat(defaults[name]) for name in Row._fields))  # noqa: B905
-    numbers = iter(read.get("origin", ()))
-    return map(Row._make, rows), dict(zip(piece.place, map(Origin._make, zip(*[numbers] * WIDTHS["origin"]))))  # noqa: B905
+    numbers = iter(read.pop("origin", ()))
+    piece.columns, piece.defaults = read, DEFAULTS | {"expected": group_size}
+    every = {**read, "arrival": list(piece.place), "piece": repeat(piece)}
+    rows = zip(*(every.get(name) or repeat(piece.defaults[name]) for name in Row._fields))  # noqa: B905
+    origins = map(Origin._make, zip(*[numbers] * WIDTHS["origin"]))  # noqa: B905
+    return rows, dict(zip(piece.place, origins))  # noqa: B905
 
 
-def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
+def admit(plan: StreamPlan, rows: Iterable[tuple[Any, ...]], options: Any) -> set[int]:
     """Plan to take in the rows of open groups, without duplicates. Other rows leave under a reason.
 
     Args:
         plan: is changed.
-        rows: the new rows.
+        rows: the values of each new :class:`Row`.
         options: the GroupAssembler.
 
     Returns:
-        The arrivals of the rows that are taken in.
+        The arrivals of the rows that leave.
 
     Raises:
         BatchError: a rule of `RULES` is broken.
@@ -170,15 +172,29 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
     raises = {DUPLICATE: options.on_duplicate, LATE: options.on_late}
     sizes: dict[Key, int] = {}
     broken: dict[str, list[str]] = defaultdict(list)
-    admitted = []
-    for row in rows:
-        key, own, rule, reason = (row.partition, row.group), (row.partition, row.rollout), "", ""
-        group = plan.find(key, row.expected)  # None: closed
+    newest = math.inf if options.on_newer == "wait" else options.version
+    left, here, aborted, stamped = set(), None, int(Status.ABORTED), bool(plan.origins)
+    for values in rows:
+        segment, arrival, done, begins, ends, status, version, _, partition, of, number, expected, _ = values
+        key = partition, of
+        group = plan.groups.get(key) or plan.find(key, expected)  # None: closed
+        if partition != here:
+            here, closed_rollouts = partition, stream.closed_rollouts[partition]
+            singles, homes, known = plan.singles[partition], plan.homes[partition], stream.homes[partition]
+        is_new = not (number in singles or number in homes or number in known or number in closed_rollouts)
+        if is_new and group is not None and group.order < 0 and not stamped:
+            is_whole = done and ends == 1 and begins and not segment and status < aborted
+            if is_whole and version <= newest and least <= expected == group.expected:
+                # A new rollout of one row that has ended: it breaks no rule below, and is held as a number.
+                group.members[number], singles[number] = arrival, of
+                group.have += 1
+                continue
+        row, own, rule, reason = Row._make(values), (partition, number), "", ""
         gone = plan.gone.get(own) or stream.gone.get(own)
-        rollout = gone or (None if group is None else group.rollouts.get(row.rollout))
-        closed = rollout is None and row.rollout in stream.closed_rollouts[row.partition]
-        rollout = rollout or Rollout(row.ends, by_segment)
-        home = plan.homes.setdefault(own, stream.homes.get(own, key))
+        rollout = gone or (None if group is None else group.rollout(number))
+        closed = rollout is None and number in closed_rollouts
+        rollout = rollout or Rollout(ends, by_segment)
+        home = homes.setdefault(number, singles.get(number, known.get(number, of)))
         expected = sizes.setdefault(key, row.expected if group is None else group.expected)
         origin = plan.origins.get(row.arrival)
         behind = origin is not None and follow(plan, row, origin)
@@ -188,9 +204,9 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
             rule, words = "expected", f"group {row.group}: {sorted({row.expected, expected})}"
         elif behind and closed and group is not None and not group.is_ready:
             reason = LOST
-        elif home != key or (closed and group is not None and not (group.is_ready or group.refills)):
-            rule, words = "home", f"rollout {row.rollout} in groups {sorted({home[1], row.group})}"
-            words += " and in a closed group" if home == key else ""
+        elif home != of or (closed and group is not None and not (group.is_ready or group.refills)):
+            rule, words = "home", f"rollout {row.rollout} in groups {sorted({home, row.group})}"
+            words += " and in a closed group" if home == of else ""
         elif rollout.ends != row.ends:
             rule, words = "ends", f"rollout {row.rollout} ({[rollout.ends, row.ends]})"
         elif closed or rollout.has(row) or (origin is not None and origin.number < len(rollout.rows)):
@@ -212,25 +228,28 @@ def admit(plan: StreamPlan, rows: Iterable[Row], options: Any) -> list[int]:
                 segment = f"segment {row.segment} of " if by_segment else ""
                 rule, words = reason, f"{segment}rollout {row.rollout} of group {row.group}"
         elif group is not None and not rule:
-            group.add(row, by_segment=by_segment)
-            admitted.append(row.arrival)
+            group.add(row, plan.came[key], by_segment=by_segment)
             if origin is not None and origin.number >= len(group.rollouts[row.rollout].rows):
                 lose(plan, group, row.rollout, over=False)
+            continue
+        left.add(arrival)
         if rule:
             broken[rule].append(words)
     _refuse(broken, least, options.version)
     lose_behind(plan)
-    return admitted
+    return left
 
 
-def announce(plan: StreamPlan, rows: Iterable[Row], draws: Mapping[Key, Draw], options: Any) -> None:
+def announce(
+    plan: StreamPlan, rows: Iterable[tuple[Any, ...]], draws: Mapping[Key, Draw], options: Any
+) -> None:
     """Plan to open the groups of these rows, which belong to these draws.
 
     Raises:
         BatchError: a group was announced before, has rows or is closed; or its expected rollouts differ.
     """
     least, broken = options.group_size or 1, defaultdict(list)
-    for row in rows:
+    for row in map(Row._make, rows):
         group = plan.find((row.partition, row.group), row.expected)
         if group is None or group.is_ready or group.key in plan.stream.waiting:
             broken["announced"].append(str(row.group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,7 +41,7 @@ from .limits import (
 )
 from .lost import warn_of_lost
 from .open_groups import Group, Key
-from .pieces import Kinds, Places, RowPiece, check_kinds, gather, kinds_of
+from .pieces import PUT, Kinds, Place, RowPiece, check_kinds, gather, kinds_of
 from .steps import waits_for, warn_of_no_slack
 from .stream import STALE, UNFINISHED, Stream, StreamPlan
 from .survival import Survivors
@@ -410,27 +410,32 @@ class GroupAssembler(
         """
         with self._lock:
             stream, found = self._stream, self._found if kinds == self._kinds else None
-            piece = RowPiece(batch, range(stream.received, stream.received + len(batch)), holds)
-            plan = StreamPlan(stream, stream.puts + 1, self._now(), came=len(batch))
-            if len(batch):
-                if found is None:
-                    if stream.held:
-                        check_kinds(self._kinds, kinds)
-                    found = find_columns(piece, self._options)
-                rows, plan.origins = arriving_rows(piece, found, self.group_size)
-                admitted = admit(plan, rows, self)
-                piece.place = {arrival: piece.place[arrival] for arrival in admitted}
-            settle(plan, self)
-            check_idle(plan, self)
-            if self._journal is not None and self._journal.rows:
-                self._note("put", plan.now, rows=to_plain(batch) if len(batch) else None)
-            if piece.place:
-                piece.own()
-                plan.piece = piece
-            if len(batch):
-                self._kinds, self._found = kinds, found
-            self._wait.note_put(plan.now)
-            self._carry_out(plan)
+            plan = StreamPlan(stream, stream.puts + 1, self._now(), new=len(batch))
+            piece = RowPiece(batch, range(plan.puts * PUT, plan.puts * PUT + len(batch)), holds)
+            stream.by_put[plan.puts] = piece
+            try:
+                if len(batch):
+                    if found is None:
+                        if stream.held:
+                            check_kinds(self._kinds, kinds)
+                        found = find_columns(piece, self._options)
+                    rows, plan.origins = arriving_rows(piece, found, self.group_size)
+                    for arrival in admit(plan, rows, self):
+                        del piece.place[arrival]
+                settle(plan, self)
+                check_idle(plan, self)
+                if self._journal is not None and self._journal.rows:
+                    self._note("put", plan.now, rows=to_plain(batch) if len(batch) else None)
+                if piece.place:
+                    piece.own()
+                    plan.piece = piece
+                if len(batch):
+                    self._kinds, self._found = kinds, found
+                self._wait.note_put(plan.now)
+                self._carry_out(plan)
+            finally:
+                if piece not in stream.pieces:
+                    stream.by_put.pop(plan.puts, None)
             warn_of_lost(plan)
             warn_of_endless(plan)
 
@@ -604,7 +609,7 @@ class GroupAssembler(
         if self.max_staleness is not None and self.on_stale != "mask":
             oldest, refilled = self.version - self.max_staleness, []
             whole = (g for g in stream.whole_groups() if not self.waits or g.born < 0)
-            stale = [g for g in whole if min(row.version for row in g.rows()) < oldest]
+            stale = [g for g in whole if g.oldest < oldest]
             if stale:
                 self._note("expire", plan.now, puts=plan.puts)
             for group in stale:
@@ -629,21 +634,22 @@ class GroupAssembler(
         if self._journal is not None:
             self._journal.take(self, groups, wanted=wanted, most=most)
         self._wanted = None
-        rows = [(group, row) for group in groups for row in group.rows()]
-        have = [len(group.rollouts) for group, _ in rows]
-        dispatched = [group.dispatched for group, _ in rows]
-        places = [(row.piece, row.arrival) for _, row in rows]
-        masks = self.max_staleness is not None and self.on_stale == "mask"
-        masked = [row.version < oldest for _, row in rows] if masks else None
+        of_groups = [(group, group.places()) for group in groups]
+        places = [place for _, rows in of_groups for place in rows]
+        have = [len(group.members) for group, rows in of_groups for _ in rows]
+        dispatched = [group.dispatched for group, rows in of_groups for _ in rows]
+        aged = self.max_staleness is not None
+        versions = [version for group in groups for version in group.versions] if aged else []
+        masked = [version < oldest for version in versions] if aged and self.on_stale == "mask" else None
         numbers: dict[NestedKey, Sequence[int]] = {self.expected_key: have, DISPATCHED: dispatched}
-        if self.max_staleness is not None:
-            numbers[TRAINER_VERSION] = [self.version] * len(rows)
+        if aged:
+            numbers[TRAINER_VERSION] = [self.version] * len(places)
         if self.waits:
-            numbers[STEPS_LEFT] = [stream.steps.left(row.version, self) for _, row in rows]
+            numbers[STEPS_LEFT] = [stream.steps.left(version, self) for version in versions]
         batch = self._joined(places, numbers, masked)
         if self.ahead is not None:
             stream.steps.take(list(map(self._oldest, groups)))
-        stale = {group.key for (group, _), old in zip(rows, masked or (), strict=False) if old}
+        stale = {group.key for group in groups if masked and group.oldest < oldest}
         stream.close(groups, stale=stale)
         stream.emitted += len(groups)
         return batch
@@ -662,7 +668,10 @@ class GroupAssembler(
         return list(islice(stream.waiting.values(), missing)) if missing > 0 else None
 
     def _joined(
-        self, places: Places, numbers: Mapping[NestedKey, Sequence[int]], stale: Sequence[bool] | None
+        self,
+        places: Iterable[Place],
+        numbers: Mapping[NestedKey, Sequence[int]],
+        stale: Sequence[bool] | None,
     ) -> Any:
         """Build the batch that is taken.
 

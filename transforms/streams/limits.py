@@ -73,12 +73,11 @@ def settle(plan: StreamPlan, options: Any) -> None:
             raise IncompleteGroupsError(message, count=len(words), s=s, found=listing(words), most=most)
     for group in plan.groups.values():
         if not group.waits:
-            for number, rollout in group.rollouts.items():
-                if number not in group.stays:
-                    reason = group.reason
-                    if group.fate == "ready" and (rollout.failed or reason in (FAILED, LOST)):
-                        reason = FAILED if rollout.failed else SURPLUS
-                    plan.left[reason] += len(rollout.rows)
+            for number in group.leaving if group.fate == "ready" else group.rollouts:
+                rollout, reason = group.rollouts[number], group.reason
+                if group.fate == "ready" and (rollout.failed or reason in (FAILED, LOST)):
+                    reason = FAILED if rollout.failed else SURPLUS
+                plan.left[reason] += len(rollout.rows)
 
 
 def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
@@ -88,7 +87,7 @@ def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
     if have >= size:
         if settled or old or not callable(options.on_surplus):
             group.fate, group.reason = "ready", SURPLUS
-            group.stays = _choose(group, size, options.on_surplus)
+            group.leaving = _surplus(group, size, options.on_surplus)
     elif settled or old:
         failed = any(rollout.failed for rollout in group.rollouts.values())
         action, group.reason = options.on_timeout, TIMEOUT
@@ -100,7 +99,7 @@ def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
         can_keep = action in ("keep", "refill") and has_least and enough
         can_refill = action in ("keep", "refill") and may_refill(group, options)
         if can_keep and (action == "keep" or not can_refill):
-            group.fate, group.stays = "ready", _choose(group, size, options.on_surplus)
+            group.fate, group.leaving = "ready", _surplus(group, size, options.on_surplus)
         elif can_refill:
             group.fate, group.missing = "refilled", size - have
         else:
@@ -110,6 +109,14 @@ def _judge(group: Group, plan: StreamPlan, options: Any) -> None:
 def may_refill(group: Group, options: Any) -> bool:
     """Whether `refill` may be called for a group again."""
     return options.refill is not None and group.refills < options.max_refills
+
+
+def _surplus(group: Group, size: int, on_surplus: Any) -> Collection[int]:
+    """The rollouts that leave a group when it becomes ready."""
+    if group.have == len(group.members) <= size:
+        return ()
+    stay = _choose(group, size, on_surplus)
+    return [number for number in group.rollouts if number not in stay]
 
 
 def _choose(group: Group, size: int, on_surplus: Any) -> Collection[int]:
@@ -138,7 +145,7 @@ def warn_of_endless(plan: StreamPlan) -> None:
     oldest = ENDLESS * max(LEAST_AGE, stream.longest) if stream.ended >= LEAST_ENDED else math.inf
     while stream.open and plan.puts - (born := next(iter(stream.open.values()))) > oldest:
         (partition, number), _ = stream.open.popitem(last=False)
-        group = stream.waiting[stream.homes[partition, number]]
+        group = stream.waiting[partition, stream.homes[partition][number]]
         rows = len(group.rollouts[number].rows)
         endless.append(f"rollout {number} of group {group.group} ({rows} rows, {plan.puts - born} puts old)")
     if endless:
@@ -205,8 +212,8 @@ def stalled(
         waiting = [group for group in waiting if group.group % worker[1] == worker[0]]
     words = waiting_for(waiting[:8], plan)
     words += [""] * (len(waiting) - len(words))  # `listing` counts these
-    rows = {"arrived": stream.received + plan.came}
-    rows |= {"held": stream.held + plan.came - sum(plan.left.values())}
+    rows = {"arrived": stream.received + plan.new}
+    rows |= {"held": stream.held + plan.new - sum(plan.left.values())}
     rows |= {reason: stream.counts[reason] + plan.left[reason] for reason in REASONS}
     counts = ", ".join(f"{number} {name}" for name, number in rows.items() if number) or "none arrived"
     advice = (

@@ -111,11 +111,11 @@ def _end(plan: StreamPlan, partition: int, number: int) -> None:
     """Plan that no further row of a rollout arrives: an unfinished rollout is lost."""
     stream, own = plan.stream, (partition, number)
     gone = plan.gone.get(own) or stream.gone.get(own)
-    key = plan.homes.get(own) or stream.homes.get(own)
+    home = plan.homes[partition].get(number, stream.homes[partition].get(number))
     if gone is not None:
         rollout = plan.gone[own] = gone.copy()
         rollout.complete = True
-    elif key is not None and (group := plan.find(key, 0)) is not None and not group.is_ready:
+    elif home is not None and (group := plan.find((partition, home), 0)) is not None and not group.is_ready:
         rollout = group.rollouts.get(number)  # type: ignore[assignment]
         if rollout is not None and not rollout.complete and not rollout.failed:
             lose(plan, group, number)

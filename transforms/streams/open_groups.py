@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Literal, NamedTuple, cast
 
 from tensordict import TensorDict
 
 from headrace.transforms.table.schema import Status
 
 from .draws import Draw
-from .pieces import RowPiece
+from .pieces import PUT, Place, RowPiece
 
 Key = tuple[int, int]
 """The partition and the id of a group or a rollout."""
@@ -28,7 +29,7 @@ class Row(NamedTuple):
     segment: int
     """Number of its segment; 0 without `segment_key`."""
     arrival: int
-    """Number of rows that arrived before it. It finds the row in its piece."""
+    """The number of its put, times `PUT`, plus its index in it. It finds the row in its piece."""
     done: int
     """1: its rollout, or its segment, ends with this row."""
     begins: int
@@ -142,6 +143,8 @@ class Group:
     whole, the put that made it whole."""
     born_time: float
     """The time at which its timeout started, in seconds on this process's clock."""
+    pieces: Mapping[int, RowPiece]
+    """The held rows of all groups, by the number of their put."""
     refilled: int = 0
     """Rollouts that were dispatched in addition, by refills."""
     refills: int = 0
@@ -156,19 +159,19 @@ class Group:
     """The step at which it was announced, which a refill does not change; −1: it was not announced."""
     draw: Draw | None = None
     """Its rows in the announcement."""
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    members: dict[int, int | Rollout] = field(default_factory=dict)
+    """Its rollouts by id. One that is a single ended row is the arrival of this row, until :attr:`rollouts`
+    is asked for. So it costs no object, which Python's garbage collector would visit again and again."""
     have: int = 0
     """Rollouts that have ended."""
     lost: int = 0
     """Rollouts that have failed or left."""
-    came: set[int] = field(default_factory=set)
-    """In a plan: rollouts with new rows."""
     fate: Literal["waits", "ready", "closed", "refilled", "refused"] = "waits"
     """In a plan: what happens to the group."""
     reason: str = ""
     """In a plan: the reason of its rows that leave."""
-    stays: Collection[int] = ()
-    """In a plan: rollouts that stay in a ready group."""
+    leaving: Collection[int] = ()
+    """In a plan: rollouts that leave the group when it becomes ready."""
     missing: int = 0
     """In a plan: rollouts to refill."""
 
@@ -193,28 +196,71 @@ class Group:
         return self.fate in ("waits", "refilled")
 
     @property
+    def rollouts(self) -> dict[int, Rollout]:
+        """Its rollouts, each as an object."""
+        for number in self.members:
+            self.rollout(number)
+        return cast(dict[int, Rollout], self.members)
+
+    def rollout(self, number: int) -> Rollout | None:
+        """One of its rollouts, as an object."""
+        member = self.members.get(number)
+        if isinstance(member, int):
+            piece = self.pieces[member // PUT]
+            row = Row(**piece.read(member), arrival=member, piece=piece)
+            member = self.members[number] = Rollout(row.ends, piece.by_segment)
+            member.add(row)
+        return member
+
+    @property
+    def versions(self) -> list[int]:
+        """The policy versions of its rows, sorted as :meth:`rows`."""
+        found = []
+        for number in sorted(self.members):
+            member = self.members[number]
+            if isinstance(member, int):
+                found.append(self.pieces[member // PUT].version(member))
+            else:
+                found += [row.version for row in sorted(member.rows.values())]
+        return found
+
+    @property
     def oldest(self) -> int:
         """The oldest policy version of its rows."""
-        return min(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
+        return min(self.versions)
 
     @property
     def newest(self) -> int:
         """The newest policy version of its rows."""
-        return max(row.version for rollout in self.rollouts.values() for row in rollout.rows.values())
+        return max(self.versions)
+
+    @property
+    def last_arrival(self) -> int:
+        """The arrival of the row that arrived last, without rollouts that are leaving."""
+        return max(
+            member if isinstance(member, int) else member.last_arrival
+            for number, member in self.members.items()
+            if number not in self.leaving
+        )
+
+    @property
+    def turns(self) -> int:
+        """Number of rows of its longest rollout; 1 if it has none."""
+        rows = (1 if isinstance(member, int) else len(member.rows) for member in self.members.values())
+        return max(rows, default=1)
 
     def copy(self) -> Group:
         """A copy for a plan."""
-        known = self.partition, self.group, self.expected, self.born_put, self.born_time
-        asked = self.refilled, self.refills, self.order, self.left, self.enough
-        return Group(*known, *asked, self.born, self.draw, dict(self.rollouts), self.have, self.lost)
+        twin = Group(*KNOWN(self))
+        twin.members = self.members.copy()
+        return twin
 
     def moved_to(self, piece: RowPiece) -> Group:
         """A copy with its rows in another piece."""
         twin = self.copy()
         for number, rollout in self.rollouts.items():
-            twin.rollouts[number] = rollout.copy()
-            moved = {name: row._replace(piece=piece) for name, row in rollout.rows.items()}
-            twin.rollouts[number].rows = moved
+            moved = twin.members[number] = rollout.copy()
+            moved.rows = {name: row._replace(piece=piece) for name, row in rollout.rows.items()}
         return twin
 
     def rows(self) -> list[Row]:
@@ -222,13 +268,24 @@ class Group:
         rollouts = (self.rollouts[number] for number in sorted(self.rollouts))
         return [row for rollout in rollouts for row in sorted(rollout.rows.values())]
 
-    def add(self, row: Row, *, by_segment: bool) -> None:
-        """Plan to take in a row."""
-        if row.rollout not in self.came:
-            before = self.rollouts.get(row.rollout)
-            self.rollouts[row.rollout] = Rollout(row.ends, by_segment) if before is None else before.copy()
-            self.came.add(row.rollout)
-        rollout = self.rollouts[row.rollout]
+    def places(self) -> list[Place]:
+        """Where its rows are, sorted by rollout id, segment and arrival."""
+        found = []
+        for number in sorted(self.members):
+            member = self.members[number]
+            if isinstance(member, int):
+                found.append((self.pieces[member // PUT], member))
+            else:
+                found += [(row.piece, row.arrival) for row in sorted(member.rows.values())]
+        return found
+
+    def add(self, row: Row, came: set[int], *, by_segment: bool) -> None:
+        """Plan to take in a row. `came` has the rollouts that the plan has copied."""
+        before = self.rollout(row.rollout)
+        rollout = Rollout(row.ends, by_segment) if before is None else before
+        if row.rollout not in came:
+            rollout = self.members[row.rollout] = rollout.copy()
+            came.add(row.rollout)
         ended, failed = rollout.ended, rollout.failed
         rollout.add(row)
         self.have += rollout.ended - ended
@@ -247,3 +304,8 @@ class Group:
         where = f" of partition {self.partition}" if self.partition else ""
         has = f"{self.have} of {self.dispatched}"
         return f"group {self.group}{where} has {has} ({how}), {puts - self.born_put} puts old"
+
+
+NAMES = [each.name for each in fields(Group)]
+KNOWN = attrgetter(*NAMES[: NAMES.index("fate")])
+"""What is known of a group outside a plan."""

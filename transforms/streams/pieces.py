@@ -35,6 +35,8 @@ from headrace.transforms.table.tensordicts import (
 
 READER = "GroupAssembler"
 WIDTHS = {"origin": len(Origin._fields)}  # numbers per row of a column, if not one
+PUT = 2**32
+"""Larger than any number of rows of a put."""
 Kinds = dict[tuple[str, ...], tuple[Any, ...]]
 """The kind of each column, by its path. The path () marks a lazy stack."""
 
@@ -53,6 +55,10 @@ class RowPiece:
         """The rows, including some that have left."""
         self.place = {arrival: row for row, arrival in enumerate(arrivals)}
         """The index in the batch of each held row, by its arrival."""
+        self.columns: dict[str, Sequence[Any]] = {}
+        """The ids and flags of the rows, by the names of :class:`Row`, once they were read."""
+        self.defaults: dict[str, Any] = {}
+        """The values for missing columns."""
 
     def numbers(self, key: NestedKey, name: str) -> Tensor:
         """(n · K,) the numbers of a column, K = 1 per row except for `WIDTHS`; where the batch is.
@@ -71,17 +77,34 @@ class RowPiece:
 
     def own(self) -> None:
         """Copy the rows, because collectors reuse their memory."""
-        rows = self.rows()
+        rows, kept = self.rows(), self.place.values()
+        if rows is not self.batch:
+            self.columns = {name: [column[row] for row in kept] for name, column in self.columns.items()}
         if rows is self.batch or isinstance(rows, LazyStackedTensorDict):  # others were copied by indexing
             rows = deep_copy(rows)
         self.batch = rows
-        self.holds = [self.holds[row] for row in self.place.values()] if self.holds else ()
+        self.holds = [self.holds[row] for row in kept] if self.holds else ()
         self.place = {arrival: row for row, arrival in enumerate(self.place)}
+
+    @property
+    def by_segment(self) -> bool:
+        """Whether rows have segment numbers."""
+        return "segment" in self.columns
+
+    def read(self, arrival: int) -> dict[str, Any]:
+        """The ids and flags of a row."""
+        at = self.place[arrival]
+        return self.defaults | {name: column[at] for name, column in self.columns.items()}
+
+    def version(self, arrival: int) -> int:
+        """The policy version of a row."""
+        column = self.columns.get("version")
+        return self.defaults["version"] if column is None else column[self.place[arrival]]
 
     def take(self, arrivals: Iterable[int]) -> TensorDictBase:
         """Some rows, which may be the batch itself."""
         rows = [self.place[arrival] for arrival in arrivals]
-        return self.batch if rows == list(range(len(self.batch))) else _chosen(self.batch, rows)
+        return self.batch if rows == list(range(len(self.batch))) else _chosen(self.batch, _int64(rows))
 
     def rows(self) -> TensorDictBase:
         """All held rows, which may be the batch itself."""
@@ -113,10 +136,8 @@ def joined_plain(pieces: Collection[RowPiece]) -> dict[str, Any] | None:
 
 def numbers_column(values: Iterable[int]) -> Tensor:
     """(n,) integers in the smallest dtype that holds them."""
-    numbers = array("q", values)
-    if not numbers:
-        return torch.empty(0, dtype=torch.int64)
-    return narrowed(torch.frombuffer(numbers, dtype=torch.int64))
+    numbers = _int64(values)
+    return narrowed(numbers) if len(numbers) else numbers
 
 
 def narrowed(column: Tensor) -> Tensor:
@@ -128,11 +149,11 @@ def narrowed(column: Tensor) -> Tensor:
     return column
 
 
-Places = Iterable[tuple[RowPiece, int]]
-"""The piece and the arrival of each row."""
+Place = tuple[RowPiece, int]
+"""The piece and the arrival of a row."""
 
 
-def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDictBase:
+def gather(rows: Iterable[Place], numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDictBase:
     """Join rows of several pieces into one batch, in the given order.
 
     Args:
@@ -148,15 +169,16 @@ def gather(rows: Places, numbers: Mapping[NestedKey, Sequence[int]]) -> TensorDi
     batch = _joined(parts)
     order = list(chain.from_iterable(indices.values()))
     if order != list(range(len(order))):  # rows of different pieces alternate
-        batch = _chosen(batch, sorted(range(len(order)), key=order.__getitem__))
+        places = _int64(order)
+        batch = _chosen(batch, torch.empty_like(places).scatter_(0, places, torch.arange(len(order))))
     if len(parts) == 1 or isinstance(batch, LazyStackedTensorDict):  # these may be the held rows themselves
         batch = shallow_copy(batch)
     for key, values in numbers.items():
-        write_column(batch, key, torch.tensor(values, device=device_of(batch)))
+        write_column(batch, key, _int64(values).to(device_of(batch)))
     return batch
 
 
-def let_go(rows: Places) -> list[RowPiece]:
+def let_go(rows: Iterable[Place]) -> list[RowPiece]:
     """Drop rows, and return the pieces without rows.
 
     When less than half of a piece is left, the rest is copied. So the memory is at most twice that of the
@@ -244,6 +266,11 @@ def _joined(parts: Sequence[Any]) -> Any:
     return of_columns(columns, [sum(map(len, parts)), *first.batch_size[1:]], first.device)
 
 
-def _chosen(batch: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
-    at = torch.tensor(rows)
+def _int64(values: Iterable[int]) -> Tensor:
+    """(n,) int64, in an eighth of the time of ``torch.tensor``."""
+    numbers = array("q", values)
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+def _chosen(batch: TensorDictBase, at: Tensor) -> TensorDictBase:
     return take_rows(batch, at.to(device_of(batch)), on_cpu=at, shared=True)

@@ -6,7 +6,7 @@ an error while planning changes nothing.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
@@ -23,7 +23,7 @@ from headrace.transforms.table.schema import Origin
 
 from .draws import Draw, dispatched_again, draws_from_plain, plain_draws
 from .open_groups import NOWHERE, Group, Key, Lane, Rollout, Row
-from .pieces import RowPiece, joined_plain, let_go, numbers_column
+from .pieces import PUT, Place, RowPiece, joined_plain, let_go, numbers_column
 from .steps import Steps
 from .survival import Survival
 
@@ -54,8 +54,7 @@ class Intervals:
 
     Example:
         >>> ids = Intervals(torch.tensor([[0, 3], [9, 9]]))
-        >>> for number in (5, 4, 7):
-        ...     ids.add(number)
+        >>> ids.update([5, 4, 7])
         >>> 4 in ids, 6 in ids, ids.to_tensor().tolist()
         (True, False, [[0, 5], [7, 7], [9, 9]])
     """
@@ -69,17 +68,29 @@ class Intervals:
 
     def add(self, number: int) -> None:
         """Add an id."""
-        edges, at = self._edges, bisect_right(self._edges, number)
-        if at % 2 == 0:
-            ends, begins = at > 0 and edges[at - 1] == number, edges[at : at + 1] == [number + 1]
-            edges[at - ends : at + begins] = [number] * (not ends) + [number + 1] * (not begins)
+        self._set(number, number + 1, held=True)
+
+    def update(self, numbers: Collection[int]) -> None:
+        """Add ids, those in a row at once."""
+        if numbers:
+            ordered = sorted(numbers)
+            first = after = ordered[0]
+            for number in ordered:
+                if number > after:
+                    self._set(first, after, held=True)
+                    first = number
+                after = number + 1
+            self._set(first, after, held=True)
 
     def remove(self, number: int) -> None:
         """Remove an id."""
-        edges, at = self._edges, bisect_right(self._edges, number)
-        if at % 2 == 1:
-            first, last = edges[at - 1] == number, edges[at] == number + 1
-            edges[at - first : at + last] = [number] * (not first) + [number + 1] * (not last)
+        self._set(number, number + 1, held=False)
+
+    def _set(self, first: int, after: int, *, held: bool) -> None:
+        """Add or remove the ids from `first` up to the one before `after`."""
+        edges = self._edges
+        left, right = bisect_left(edges, first), bisect_right(edges, after)
+        edges[left:right] = [first] * (left % 2 != held) + [after] * (right % 2 != held)
 
     def to_tensor(self) -> Tensor:
         """(K, 2) int64, the first and the last id of each interval, ascending."""
@@ -95,7 +106,7 @@ class StreamPlan:
     """Number of puts, this one included."""
     now: float
     """Seconds on the clock."""
-    came: int = 0
+    new: int = 0
     """Number of new rows."""
     piece: RowPiece = NOWHERE
     """The new rows that are taken in."""
@@ -107,8 +118,12 @@ class StreamPlan:
     """Number of new groups."""
     gone: dict[Key, Rollout] = field(default_factory=dict)
     """Rollouts that have left and get new rows."""
-    homes: dict[Key, Key] = field(default_factory=dict)
-    """The group of each rollout with new rows."""
+    came: dict[Key, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """By group: the rollouts that have taken in new rows, without `singles`."""
+    singles: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """By partition: the group of each new rollout that is one number."""
+    homes: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """By partition: the group of each other rollout of new rows, also if these leave."""
     origins: dict[int, Origin] = field(default_factory=dict)
     """The origin of each new row, by arrival, if it is stamped."""
     rollouts: dict[Lane, set[int]] = field(default_factory=dict)
@@ -137,14 +152,14 @@ class StreamPlan:
         stream = self.stream
         if key in self.groups:
             return self.groups[key]
-        if key in stream.waiting:
-            self.groups[key] = stream.waiting[key].copy()
+        if (waiting := stream.waiting.get(key)) is not None:
+            self.groups[key] = waiting.copy()
         elif key in stream.ready.get(key[0], ()):
             return stream.ready[key[0]][key]  # not copied: a ready group does not change
         elif key[1] in stream.closed_groups[key[0]]:
             return None
         else:
-            self.groups[key] = Group(*key, expected, self.puts, self.now)
+            self.groups[key] = Group(*key, expected, self.puts, self.now, stream.by_put)
             self.opened += 1
         return self.groups[key]
 
@@ -183,10 +198,12 @@ class Stream:
         """Groups that are not whole, in the order in which their timeouts started."""
         self.ready: dict[int, OrderedDict[Key, Group]] = {}
         """Whole groups by partition, in the order in which they became whole."""
-        self.homes: dict[Key, Key] = {}
-        """The group of each rollout that is held, or has left before all its rows arrived."""
-        self.pieces: dict[RowPiece, None] = {}
-        """The held rows, in order of arrival."""
+        self.homes: dict[int, dict[int, int]] = defaultdict(dict)
+        """By partition: the group of each rollout that is held, or has left before all its rows arrived."""
+        self.pieces: dict[RowPiece, int] = {}
+        """The held rows, in order of arrival, and the number of their put; 0: rows of several puts."""
+        self.by_put: dict[int, RowPiece] = {}
+        """The held rows of each put, and those of a put that is planned."""
         self.gone: dict[Key, Rollout] = {}
         """Failed, surplus and lost rollouts that left before all their rows arrived."""
         self.closed_groups: dict[int, Intervals] = defaultdict(Intervals)
@@ -232,14 +249,18 @@ class Stream:
 
     def carry_out(self, plan: StreamPlan) -> None:
         """Apply a plan."""
-        gone: list[Row] = plan.lost_rows
+        gone = [(row.piece, row.arrival) for row in plan.lost_rows]
         if plan.piece.place:
-            self.pieces[plan.piece] = None
+            self.pieces[plan.piece] = plan.puts
+        for partition, singles in plan.singles.items():
+            self.homes[partition].update(singles)
+            self.ended += len(singles)
         self.survival.begin(plan.groups, plan.now)
         for key, group in plan.groups.items():
             self.waiting[key] = group
-            self.homes.update(((group.partition, number), key) for number in group.came)
-            self._age(group, plan.puts)
+            for number in plan.came.get(key, ()):
+                self.homes[group.partition][number] = group.group
+                self._age(group, number, plan.puts)
             if group.fate == "closed":
                 self._count_lost(group.reason)
                 if settled := group.reason in (FAILED, LOST):
@@ -249,13 +270,13 @@ class Stream:
             elif group.fate == "refilled":
                 self._refill(group, group.missing, plan)
         ready = [group for group in plan.groups.values() if group.fate == "ready"]
-        for group in sorted(ready, key=lambda g: max(g.rollouts[each].last_arrival for each in g.stays)):
+        for group in sorted(ready, key=attrgetter("last_arrival")):
             del self.waiting[group.key]
             self.ready.setdefault(group.partition, OrderedDict())[group.key] = group
             group.order, self.whole = self.whole, self.whole + 1
             group.enough, group.born_put = group.reason != TIMEOUT, plan.puts
             self.survival.end(group, plan.now)
-            gone += self._leave(group, [number for number in group.rollouts if number not in group.stays])
+            gone += self._leave(group, group.leaving) if group.leaving else []
         for (partition, number), rollout in plan.gone.items():
             self._remember(partition, number, rollout)
         self.lost += len(plan.lost)
@@ -263,8 +284,8 @@ class Stream:
         self.workers = plan.workers or self.workers
         self.passed |= plan.passed
         self.idle = 0 if ready else self.idle + plan.puts - self.puts
-        self.received, self.puts = self.received + plan.came, plan.puts
-        self.held += plan.came - sum(plan.left.values())
+        self.received, self.puts = self.received + plan.new, plan.puts
+        self.held += plan.new - sum(plan.left.values())
         for reason, rows in plan.left.items():
             self.counts[reason] += rows
         self._let_go(gone)
@@ -281,7 +302,7 @@ class Stream:
         self.survival.leave(groups, reason, stale=stale)
         if reason:
             self._count_lost(reason, len(groups))
-        return self._rows_leave([row for group in groups for row in self._close(group)], reason)
+        return self._rows_leave([place for group in groups for place in self._close(group)], reason)
 
     def close_key(self, key: Key) -> None:
         """Close a group, which need not be held."""
@@ -302,9 +323,9 @@ class Stream:
             self.late_groups[partition].remove(group.group)
             for number in group.rollouts:
                 self.closed_rollouts[partition].remove(number)
-                self.homes[partition, number] = group.key
-            for row in group.rows():
-                self.pieces[row.piece] = None
+                self.homes[partition][number] = group.group
+            for piece, _ in group.places():
+                self.pieces[piece] = 0
                 self.held += 1
             others = [*self.ready.get(partition, {}).values(), group]
             ordered = sorted(others, key=attrgetter("order"))
@@ -313,7 +334,7 @@ class Stream:
 
     def dispatch_again(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Drop the rows of a whole group as stale, and wait for `missing` new rollouts."""
-        self._rows_leave(self._leave(group, list(group.rollouts)), STALE)
+        self._rows_leave(self._leave(group, list(group.members)), STALE)
         self._no_longer_held(group)
         group = self.waiting[group.key] = group.copy()  # a copy's fate is "waits"
         group.order, group.have, group.enough = -1, 0, True
@@ -386,31 +407,35 @@ class Stream:
 
     def _forget(self, group: Group) -> None:
         """Make a group one that was never announced, with rows that are undone."""
-        self._rows_leave(group.rows(), UNDONE)
+        self._rows_leave(group.places(), UNDONE)
         self._no_longer_held(group)
         drawn, partition = () if group.draw is None else group.draw.rollouts, group.partition
-        for number in {*group.rollouts, *drawn}:
-            for known in (self.open, self.homes, self.gone):
-                known.pop((partition, number), None)
+        for number in {*group.members, *drawn}:
+            self.open.pop((partition, number), None)
+            self.gone.pop((partition, number), None)
+            self.homes[partition].pop(number, None)
             self.closed_rollouts[partition].remove(number)
 
     def forget_rows(self, now: float) -> None:
         """All rows are gone: groups are as they were announced, and others were never there."""
-        for key in [key for key, (_, group) in self.homes.items() if group not in self.closed_groups[key[0]]]:
-            self.gone.pop(key, None)
-            del self.homes[key]
+        for partition, homes in self.homes.items():
+            closed = self.closed_groups[partition]
+            for number in [number for number, group in homes.items() if group not in closed]:
+                self.gone.pop((partition, number), None)
+                del homes[number]
         for group in [*self.waiting.values(), *self.whole_groups()]:
             self._forget(group)
             if group.draw is not None:
-                anew = Group(*group.key, group.expected, self.puts, now, born=group.born, draw=group.draw)
+                anew = Group(*group.key, group.expected, self.puts, now, self.by_put)
+                anew.born, anew.draw = group.born, group.draw
                 self.waiting[group.key] = anew
 
     def drop(self, group: Group, rollouts: Collection[int], reason: str) -> None:
         """Drop rollouts of a waiting group. Others take their place, so their further rows are surplus."""
-        gone: list[Row] = []
+        gone: list[Place] = []
         for number in rollouts:
             rollout = group.rollouts.pop(number)
-            gone += rollout.rows.values()
+            gone += ((row.piece, row.arrival) for row in rollout.rows.values())
             rollout.lost |= reason == UNDONE  # not counted as surplus, if a row comes after all
             self._remember(group.partition, number, rollout)
         self._rows_leave(gone, reason)
@@ -440,7 +465,7 @@ class Stream:
                 candidates.append(first)
         return min(candidates, key=lambda groups: groups[-1].order, default=[])
 
-    def _rows_leave(self, gone: Collection[Row], reason: str) -> int:
+    def _rows_leave(self, gone: Collection[Place], reason: str) -> int:
         """Hold rows no longer, and return their number. Count them under `reason`, if it is given."""
         self.held -= len(gone)
         if reason:
@@ -448,9 +473,9 @@ class Stream:
         self._let_go(gone)
         return len(gone)
 
-    def _let_go(self, gone: Iterable[Row]) -> None:
-        for piece in let_go((row.piece, row.arrival) for row in gone):
-            del self.pieces[piece]
+    def _let_go(self, gone: Iterable[Place]) -> None:
+        for piece in let_go(gone):
+            self.by_put.pop(self.pieces.pop(piece), None)
 
     def _refill(self, group: Group, missing: int, plan: StreamPlan) -> None:
         """Wait for `missing` more rollouts, and restart the timeout of the group.
@@ -462,13 +487,13 @@ class Stream:
         group.born_put, group.born_time = plan.puts, plan.now
         self.waiting.move_to_end(group.key)
 
-    def _close(self, group: Group, *, awaited: bool = True) -> list[Row]:
+    def _close(self, group: Group, *, awaited: bool = True) -> list[Place]:
         """Close a group. Its further rows are late if rollouts were missing (`awaited`), else surplus."""
         self._no_longer_held(group)
         if not group.enough if group.is_ready else awaited:
             self.late_groups[group.partition].add(group.group)
         self.closed_groups[group.partition].add(group.group)
-        return self._leave(group, list(group.rollouts))
+        return self._leave(group, list(group.members))
 
     def _no_longer_held(self, group: Group) -> None:
         if not group.is_ready:
@@ -478,28 +503,34 @@ class Stream:
         if not self.ready[group.partition]:
             del self.ready[group.partition]
 
-    def _age(self, group: Group, puts: int) -> None:
-        """Note which rollouts with new rows have started, and which have ended."""
-        for number in group.came:
-            rollout, key = group.rollouts.get(number), (group.partition, number)
-            if rollout is None or rollout.complete or rollout.failed:
-                born = self.open.pop(key, puts)
-                if rollout is not None and rollout.ended:
-                    self.ended, self.longest = self.ended + 1, max(self.longest, puts - born)
-            else:
-                self.open.setdefault(key, puts)
+    def _age(self, group: Group, number: int, puts: int) -> None:
+        """Note whether a rollout with new rows has started, and whether it has ended."""
+        rollout, key = group.rollout(number), (group.partition, number)
+        if rollout is None or rollout.complete or rollout.failed:
+            born = self.open.pop(key, puts)
+            if rollout is not None and rollout.ended:
+                self.ended, self.longest = self.ended + 1, max(self.longest, puts - born)
+        else:
+            self.open.setdefault(key, puts)
 
-    def _leave(self, group: Group, rollouts: Iterable[int]) -> list[Row]:
-        rows: list[Row] = []
+    def _leave(self, group: Group, rollouts: Iterable[int]) -> list[Place]:
+        gone: list[Place] = []
+        homes, over = self.homes[group.partition], []
         for number in rollouts:
-            rollout = group.rollouts.pop(number)
-            rows += rollout.rows.values()
+            rollout = group.members.pop(number)
+            if isinstance(rollout, int):
+                gone.append((self.by_put[rollout // PUT], rollout))
+                over.append(number)
+                del homes[number]
+                continue
+            gone += ((row.piece, row.arrival) for row in rollout.rows.values())
             if rollout.complete or rollout.failed or (group.is_ready and group.enough):
                 self._remember(group.partition, number, rollout)
             else:
                 self.open.pop((group.partition, number), None)
-                del self.homes[group.partition, number]  # its further rows are late
-        return rows
+                del homes[number]  # its further rows are late
+        self.closed_rollouts[group.partition].update(over)
+        return gone
 
     def _remember(self, partition: int, number: int, rollout: Rollout) -> None:
         """Remember a rollout that has left: only its id if all rows have arrived, else its rows as well."""
@@ -507,11 +538,11 @@ class Stream:
         self.open.pop(key, None)
         if rollout.complete:
             self.gone.pop(key, None)
-            self.homes.pop(key, None)
+            self.homes[partition].pop(number, None)
             self.closed_rollouts[partition].add(number)
         else:
             self.gone[key] = rollout.without_rows()
-            self.homes[key] = partition, next(iter(rollout.rows.values())).group
+            self.homes[partition][number] = next(iter(rollout.rows.values())).group
 
     # -- as dicts, tensors and lists ------------------------------------------------------------------------
 
@@ -534,13 +565,13 @@ class Stream:
 
     @classmethod
     def from_plain(
-        cls, state: Mapping[str, Any], rows: Iterable[Row], now: float, options: Mapping[str, Any]
+        cls, state: Mapping[str, Any], rows: Iterable[tuple[Any, ...]], now: float, options: Mapping[str, Any]
     ) -> Stream:
         """Restore the output of :meth:`to_plain`.
 
         Args:
             state: as it was saved.
-            rows: the held rows, in order of arrival.
+            rows: the values of each held :class:`Row`, in order of arrival.
             now: seconds on the clock.
             options: those of the assembler that decide how rows are read.
         """
@@ -554,22 +585,21 @@ class Stream:
         stream.steps = Steps.from_plain(state["steps"])
         names, columns = state["groups"].keys(), [column.tolist() for column in state["groups"].values()]
         lines = (dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True))
-        groups = {group.key: group for group in (Group(**line) for line in lines)}
+        groups = {group.key: group for group in (Group(**line, pieces=stream.by_put) for line in lines)}
         for key, draw in draws_from_plain(state["draws"], options).items():
             groups[key].draw = draw
         by_segment = options["segment_key"] is not None
-        for row in rows:
-            key = row.partition, row.group
-            rollouts = groups[key].rollouts
+        for row in map(Row._make, rows):
+            rollouts = groups[row.partition, row.group].rollouts
             if row.rollout not in rollouts:
                 rollouts[row.rollout] = Rollout(row.ends, by_segment)
-                stream.homes[row.partition, row.rollout] = key
+                stream.homes[row.partition][row.rollout] = row.group
             rollouts[row.rollout].add(row)
-            stream.pieces[row.piece] = None
+            stream.pieces[row.piece] = 0
             stream.held += 1
         for values in state["gone"]:
             row = Row._make((*values, NOWHERE))
-            stream.homes[row.partition, row.rollout] = row.partition, row.group
+            stream.homes[row.partition][row.rollout] = row.group
             stream.gone.setdefault((row.partition, row.rollout), Rollout(row.ends, by_segment)).add(row)
         for key in state["gone_lost"]:
             stream.gone[key].lost = True

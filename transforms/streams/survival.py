@@ -213,9 +213,8 @@ class Survival:
             if since is None or reason in NOT_OVER:
                 continue
             fate, known = "stale" if key in stale else reason or TRAINED, took is not None
-            turns = max([len(each.rows) for each in group.rollouts.values()], default=1)
             self._fates["latency"][fate, known, bin_of(now - since if took is None else took)] += 1
-            self._fates["turns"][fate, known, bin_of(turns)] += 1
+            self._fates["turns"][fate, known, bin_of(group.turns)] += 1
 
     def so_far(self) -> Survivors:
         """What was counted."""
