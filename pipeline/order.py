@@ -96,6 +96,31 @@ def check_column_names(stages: Mapping[str, Any], columns: Mapping[str, Any], ow
 OF_THE_SAMPLER = ("log_prob", ("log_probs", "full"))  # stages may read these in addition to the loss's
 
 
+def check_comparison(stages: Mapping[str, Any]) -> None:
+    """Refuse a filter that judges another reward than the advantage compares.
+
+    Raises:
+        ValueError: the message names the stages and the option.
+    """
+    several = {name: stage.several for name, stage in stages.items() if hasattr(stage, "several")}
+    for name, stage in stages.items():
+        for part in stage_parts(stage)[1:]:
+            by_sum = getattr(part, "by", "") == "variance"
+            judges = "sum" if by_sum else getattr(part, "several", None)
+            if odd := [other for other, compares in several.items() if judges not in (None, compares)]:
+                meant = several[odd[0]]
+                todo = (
+                    "Under several='decoupled' each reward has an advantage of its own: keep rollouts by "
+                    "another measure than the variance of the sum"
+                    if by_sum
+                    else f"Set {type(part).__name__}(several={meant!r})"
+                )
+                raise ValueError(
+                    f"stage {name!r} judges groups by several={judges!r}, and {odd[0]!r} compares them by "
+                    f"several={meant!r}, so groups with an advantage would leave, or others stay. {todo}"
+                )
+
+
 def check_order(stages: Mapping[str, Callable]) -> None:
     """Refuse an order of stages that would run but give wrong results.
 

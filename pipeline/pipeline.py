@@ -47,7 +47,7 @@ from headrace.transforms.table.table import Late, Written
 from .account_keys import KEYS, Asked, Keys
 from .callables import run_callable
 from .halves import Half, check_half, check_place, make_halves
-from .order import arrange, check_column_names, check_order, index_of_split
+from .order import arrange, check_column_names, check_comparison, check_order, index_of_split
 from .report_notes import note_advantage, note_carried, note_collected, texts_with_carried
 from .run import LastRun, Run
 from .stage import StageError, as_module
@@ -145,6 +145,7 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
             if isinstance(stage, Pipeline):
                 raise ValueError(f"stage {name!r} is a pipeline: put its stages into this one instead")
         check_order(arranged)
+        check_comparison(arranged)
         check_column_names(arranged, columns or {}, names)
         self.rank_options = RankOptions.of(arranged.values(), process_group, shared_ids, patience)
         for name, stage in arranged.items():

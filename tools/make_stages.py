@@ -74,6 +74,8 @@ def node(cls: type, levels: int) -> str:
             value = f"${{{'.' * levels}{option}}}"
         elif usual and role in getattr(cls, "_columns", {}) and (cls, option) not in OWN:
             value = f"${{{'.' * levels}columns.{role}}}"
+        if (cls, option) == (transforms.RewardsVary, "several"):
+            value = f"${{oc.select:{'.' * levels}stages.advantage.several,sum}}"
         what = described[option] if option in described else COLUMNS[role].holds
         words = ", ".join(literals(hints[option]))
         comment = words or first_sentence(what)

@@ -248,7 +248,5 @@ def test_a_bare_stage_needs_its_place_in_the_order():
 
 @pytest.mark.parametrize(("overrides", "options"), [((), {"order": ORDER}), ((IN_ORDER,), {})])
 def test_an_order_with_a_stage_that_is_null_is_refused(overrides, options):
-    with pytest.raises(
-        ConfigError, match=r"names 'filter', which the recipe has set to null"
-    ):
+    with pytest.raises(ConfigError, match=r"names 'filter', which the recipe has set to null"):
         load_pipeline("gdpo", *overrides, **options)

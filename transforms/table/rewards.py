@@ -17,6 +17,7 @@ INEXACT = (
     "rewards that are whole numbers must be at most 2^53, beyond which float64 does not tell them apart; "
     "found {found}. Subtract an offset, or scale them"
 )
+Several = Literal["sum", "decoupled"]
 Missing = Literal["raise", "skip", "mask"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from tensordict import NestedKey
@@ -27,7 +26,7 @@ from headrace.transforms.table import (
 )
 from headrace.transforms.table.ids import mean_of
 from headrace.transforms.table.options import as_dtype, takes_options
-from headrace.transforms.table.rewards import factors_of
+from headrace.transforms.table.rewards import Several, factors_of
 from headrace.transforms.table.schema import COUNTED, REWARD, REWARDS
 
 from .baselines import (
@@ -44,8 +43,6 @@ from .baselines import (
     largest_to_square,
 )
 from .reshape_formula import reshaped
-
-Several = Literal["sum", "decoupled"]
 
 COMPARED = "compared"  # the name of a `Compared` in the notes of the table, for a report
 Compared = Callable[[int], Tensor]

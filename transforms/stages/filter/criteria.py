@@ -28,7 +28,8 @@ from headrace.transforms.table.options import (
     describe_options,
     nested_key,
 )
-from headrace.transforms.table.schema import REWARD, STATUS_KEYS, Status
+from headrace.transforms.table.rewards import Several
+from headrace.transforms.table.schema import REWARD, REWARDS, STATUS_KEYS, Status
 from headrace.transforms.table.table import Reduced
 from headrace.transforms.table.tensordicts import column_of, flat_rows
 
@@ -118,6 +119,8 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     ``zero_variance``.
 
     Args:
+        several: that of the advantage. ``decoupled``: of the K rewards of ``FanOutCollapse(columns=K)`` one
+            must differ, because each has an advantage of its own. ``sum``: their weighted sum.
         names: other names of columns, such as `reward_key` (:class:`ColumnNames`).
     """
 
@@ -125,16 +128,25 @@ class RewardsVary(Criterion, columns=("reward", "group")):
     reason = "zero_variance"
     unit = "group"
 
-    def __init__(self, **names: Unpack[ColumnNames]):
+    def __init__(self, *, several: Several = "sum", **names: Unpack[ColumnNames]):
         self.name_columns(names)
-        self.in_keys = (REWARD, self.reward_key, self.group_key)
+        self.several = several
+        each = (REWARDS,) if several == "decoupled" else ()
+        self.in_keys = (REWARD, *each, self.reward_key, self.group_key)
 
     def decide(self, rows: Rows) -> Tensor:
         """(M,) bool."""
-        reward, groups = rows.reward, rows.groups
-        highest = groups.max(reward.nan_to_num(-INF, INF, -INF))  # a missing reward is neither
-        lowest = groups.min(reward.nan_to_num(INF, INF, -INF))
-        differ = groups.spread(highest > lowest)  # −∞ and ∞ if no rollout of the group has a reward
+        groups, columns = rows.groups, [rows.reward]
+        if self.several == "decoupled" and rows.has(REWARDS):
+            columns = list(rows[REWARDS].unbind(1))
+        found = torch.zeros(groups.n, dtype=torch.bool)
+        for reward in columns:  # a missing reward is neither the highest nor the lowest
+            highest, lowest = (
+                groups.max(reward.nan_to_num(-INF, INF, -INF)),
+                groups.min(reward.nan_to_num(INF, INF, -INF)),
+            )
+            found |= highest > lowest  # −∞ and ∞ if no rollout of the group has a reward
+        differ = groups.spread(found)
         # Excluded rows stay: they are not in the maximum and minimum, and have a reason already.
         return differ if rows.counted is None else differ | ~rows.counted
 

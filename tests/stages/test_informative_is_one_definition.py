@@ -1,0 +1,86 @@
+"""A group is informative if its advantage is not 0: filters, dynamic sampling and the report agree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from headrace.pipeline import Pipeline, informative, load_pipeline, make_report
+from headrace.transforms import BestOf, FanOutCollapse, GroupRelativeAdvantage, RewardsVary, SampleFilter
+
+GROUPS, SIZE, COLUMNS = 12, 4, 3
+ORDER = ["gate", "collapse", "filter", "advantage", "whitening", "split", "weight"]
+
+
+def batch(seed: int, *, missing: bool) -> TensorDict:
+    """Groups of which some have equal sums of rewards that differ; rollouts of one or two rows.
+
+    Two columns could cancel: then their advantages add up to 0 though both differ.
+    """
+    dice = np.random.default_rng(seed)
+    rewards = dice.integers(0, 2**20, (GROUPS * SIZE, COLUMNS)) / 2.0**20
+    for group in range(0, GROUPS, 3):  # sums that are equal
+        here = slice(SIZE * group, SIZE * group + SIZE)
+        rewards[here, 2] = 2 - rewards[here, 0] - rewards[here, 1]
+    for group in range(1, GROUPS, 4):  # all equal
+        rewards[SIZE * group : SIZE * group + SIZE] = rewards[SIZE * group]
+    if missing:
+        rewards[dice.random(rewards.shape) < 0.1] = np.nan
+    rollout = np.repeat(np.arange(GROUPS * SIZE), dice.integers(1, 3, GROUPS * SIZE))
+    columns = {
+        "group_id": torch.from_numpy(rollout // SIZE),
+        "rollout_id": torch.from_numpy(rollout),
+        "expected_rollouts": torch.full((len(rollout),), SIZE),
+        ("next", "reward"): torch.from_numpy(rewards[rollout]),
+        ("masks", "all_assistant_mask"): torch.ones(len(rollout), 2, dtype=torch.bool),
+        ("log_probs", "full"): torch.zeros(len(rollout), 2),
+    }
+    return TensorDict(columns, batch_size=[len(rollout)])
+
+
+def made(several: str, *, missing: bool, has_filter: bool) -> Pipeline:
+    stages = {
+        "collapse": {"columns": COLUMNS, "weights": None},
+        "advantage": {"several": several, "weights": None},
+        "whitening": None,
+    }
+    keywords = {"missing": "mask"} if missing else {}
+    order = [name for name in ORDER if has_filter or name != "filter"]
+    order.remove("whitening")
+    filters = {"filter": {"action": "drop"}} if has_filter else {}
+    return load_pipeline("gdpo", stages=stages | filters, order=order, shuffle=False, **keywords)
+
+
+@pytest.mark.parametrize("several", ["sum", "decoupled"])
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**31), missing=st.booleans())
+def test_the_groups_that_stay_are_those_whose_advantage_is_not_0(several, seed, missing):
+    rows = batch(seed, missing=missing)
+    plain = made(several, missing=missing, has_filter=False).run(rows).batch
+    expected = set(plain["group_id"][plain["advantage"].reshape(-1).abs() > 1e-12].tolist())
+
+    filtered = made(several, missing=missing, has_filter=True)
+    run = filtered.run(rows)
+    assert set(run.batch["group_id"].tolist()) == expected
+    numbers = make_report(run).numbers
+    assert numbers["groups/informative"] == pytest.approx(len(expected) / GROUPS)
+    if expected and not missing:
+        stages = [filtered.stages[name] for name in ("gate", "collapse", "filter")]
+        (sampled,) = informative([rows], groups=GROUPS, stages=stages, on_short="yield")
+        assert set(sampled["group_id"].tolist()) == expected
+
+
+def test_a_filter_that_judges_another_reward_is_refused():
+    collapse, advantage = FanOutCollapse(columns=2), GroupRelativeAdvantage(several="decoupled")
+    for criterion, todo in (
+        (RewardsVary(), r"Set RewardsVary\(several='decoupled'\)"),
+        (BestOf(k=2, by="variance"), "another measure than the variance"),
+    ):
+        with pytest.raises(ValueError, match=todo):
+            Pipeline(
+                {"collapse": collapse, "filter": SampleFilter(criterion=criterion), "advantage": advantage}
+            )
