@@ -28,7 +28,6 @@ KEPT = {
     "LossWeight.dtype": "laws of the loss are tested in float64",
     "LossWeight.process_group": "for the stage without a pipeline, which sets it otherwise",
     "LossWeight.shared_ids": "for the stage without a pipeline, which sets it otherwise",
-    "RewardsVary.several": "follows that of the advantage",
     "RolloutCorrection.unit": "a sequence may be all rows of a rollout",
     "SampleFilter.unit": "whole rollouts or groups leave, if a criterion judges rows",
     "ShuffleSplit.process_group": "for the stage without a pipeline, which sets it otherwise",
