@@ -140,6 +140,8 @@ class Asked(NamedTuple):
         ids.pop(None, None)
         written = {nested_key(key) for part in parts for key in getattr(part, "out_keys", ())}
         came = [key for key in (keys.found["advantage"][0], keys.weight) if key not in written]
+        stamped = [nested_key(getattr(part, "votes_only_key", None)) for part in parts]
+        came += [key for key in stamped if key is not None]
         columns = [*keys.read_first, *came, *(key for key in read if key not in tokens)]
         return cls(list(dict.fromkeys(columns)), list(dict.fromkeys(counts)), ids)
 

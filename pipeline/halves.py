@@ -51,6 +51,7 @@ def part_of(pipeline: Any, names: list[str], half: Half | None, empty: Empty | N
         log_prob_key=pipeline.log_prob_key,
         group_key=pipeline.group_key,
         rollout_key=pipeline.rollout_key,
+        votes_only_key=pipeline.votes_only_key,
         report_keys=pipeline.report_keys,
         process_group=pipeline.rank_options.process_group,
         shared_ids=pipeline.rank_options.shared_ids,

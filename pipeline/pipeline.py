@@ -43,6 +43,7 @@ from headrace.transforms.table.options import nested_key
 from headrace.transforms.table.process_group import RankOptions
 from headrace.transforms.table.schema import FOLDED_WEIGHT, PLACES, PROCESSED, ROW
 from headrace.transforms.table.table import Late, Written
+from headrace.transforms.table.votes import drop_votes_only, note_votes_only
 
 from .account_keys import KEYS, Asked, Keys
 from .callables import run_callable
@@ -65,7 +66,7 @@ OfEpoch = tuple[dict[NestedKey, tuple[Tensor, torch.dtype, int]], list[Late], Te
 are gathered, and the rows with the token columns that stages have changed."""
 
 
-class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout")):
+class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group", "rollout", "votes_only")):
     """Run named stages in order over a batch, and record what happens to each row.
 
     Each input row is trained, or has exactly one recorded reason why it is not. The pipeline marks the rows
@@ -308,12 +309,14 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         texts = note_collected(rows, keys)
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
-        # 1. The stages before the split.
+        # 1. The stages before the split. Behind them, rollouts that vote only have voted.
+        note_votes_only(rows.seen_by(self, "pipeline"))
         if self._takes_empty_out and self._half != "second":
             take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
         for name in self.order[:split_index]:
             self._run_stage(name, stages[name], rows)
         note_advantage(rows, keys)
+        drop_votes_only(rows.seen_by(self, "pipeline"))
         # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
         each_epoch, places, cut = list[OfEpoch](), list[dict[str, Tensor]](), None
         if split_index is not None:

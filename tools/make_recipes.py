@@ -57,6 +57,7 @@ On this page, `advantage.eps` is short for the option `pipeline.stages.advantage
 | batch | the mean, or the std, of all rewards of the batch |
 | group | the std of the rewards of the group |
 | running | a mean of earlier batches, which the stage `running` subtracts |
+| … of votes only | over the rollouts of the group that vote and do not train ([`votes_only`](batch.md)) |
 | none | nothing is subtracted, or the divisor is 1 |
 | any other name | The text of the recipe has the equation. |
 
@@ -102,6 +103,7 @@ Some recipes need more columns than the demo has:
 | `opd`, `rlsd` | `teacher_log_probs` |
 | `kl_in_advantage` | `ref_log_probs` |
 | `high_entropy`, `gtpo` | `entropy` |
+| `remax`, `a_star_po` | `votes_only`, True on the rollouts that the baseline is computed from |
 """
 CONVENTIONS = """
 ## Conventions of trainers
@@ -171,8 +173,10 @@ and the results. `headrace task=certify pipeline=NAME` computes the numbers agai
 | loss: cosine | the cosine, for the gradient of the loss |
 
 - Ratio, bias, cosine and variance are for the sum of advantage × ∇ log-probability over a group, divided by
-  its number of rollouts. The loss columns use the loss weights of the recipe instead of this divisor, with
-  one group in each optimiser step.
+  its number of rollouts that may train. The loss columns use the loss weights of the recipe instead of this
+  divisor, with one group in each optimiser step.
+- For `remax` and `a_star_po`, the last rollout of each group votes and does not train. It is sampled like the
+  others. In `forks`, where two rollouts are sampled together, the last two do.
 - `as/trl` computes what TRL computes, `as/verl` what verl computes, and so on.
 - A small scale is no fault, because the learning rate can correct it. For example, `dr_grpo` divides its loss
   by 3000.
@@ -209,9 +213,12 @@ def row(name: str, pipeline: Pipeline) -> str:
     alone = getattr(part, "singleton", alone)
     everywhere = {"gate", "collapse", "advantage", "split", "weight"}
     others = [stage for stage in pipeline.order if stage not in everywhere]
+    baseline = "running" if "running" in others else getattr(part, "baseline", "leave_one_out")
+    if getattr(part, "baseline_of", "group") != "group":
+        baseline += f" of {part.baseline_of}"
     cells = [
         f"`{name}`",
-        "running" if "running" in others else getattr(part, "baseline", "leave_one_out").replace("_", " "),
+        baseline.replace("_", " "),
         scale.replace("_", " "),
         f"{weight.unit}, length {weight.length}" if weight.length else weight.unit,
         ", ".join(f"`{stage}`" for stage in others) or "–",

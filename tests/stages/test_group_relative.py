@@ -26,8 +26,9 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.fl
 
 
 HINTS = get_type_hints(group_relative_advantage)
-# Those that need lengths, k, or rewards ≥ 0 have laws of their own.
-BASELINES = [name for name in get_args(HINTS["baseline"]) if name not in ("length_weighted", "best_of_k")]
+# Those that need lengths, k, a column, or rewards ≥ 0 have laws of their own.
+OF_MORE = ("length_weighted", "best_of_k", "column")
+BASELINES = [name for name in get_args(HINTS["baseline"]) if name not in OF_MORE]
 SCALES = [name for name in get_args(HINTS["scale"]) if name != "mean"]
 
 

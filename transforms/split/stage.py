@@ -27,6 +27,7 @@ from headrace.transforms.table import (
 from headrace.transforms.table.schema import MICROBATCH, MINIBATCH, RANK, Unit, unit_keys
 from headrace.transforms.table.table import Reduced
 from headrace.transforms.table.tokens import read_tokens
+from headrace.transforms.table.votes import drop_votes_only
 
 from .permuted import Permuted
 from .plan import Balance, CutOptions, Plan, PrefixTrees, Tree, draw_plans, measure_plans
@@ -242,6 +243,7 @@ class ShuffleSplit(
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
+                drop_votes_only(rows.seen_by(self))
                 cut = self.memory.cut(self, rows.seen_by(self))
                 if cut.permuted is None:
                     out = rows.write()

@@ -33,6 +33,11 @@ COLUMNS: dict[str, Role] = {
     "reward": Role(
         ("next", "reward"), "(N,), (N, 1), (N, 1, 1) or (N, K) float: reward of the row's rollout"
     ),
+    "votes_only": Role(
+        "votes_only",
+        "(N,) or (N, 1) bool, True: the rollout is in the statistics and does not train; None: not read",
+        True,
+    ),
     "advantage": Role("advantage", "(N,) with trailing dimensions of size 1, or (N, T, 1) float"),
     "status": Role(None, 'how a rollout ended; None: ("next", "status"), else "status", if it exists', True),
     "version": Role(("next", "policy_version"), "(N,) or (N, 1) int: version of the policy that acted"),
@@ -47,6 +52,7 @@ COLUMNS: dict[str, Role] = {
     "state": Role("state_id", f"{ID}: the environment's state when the row began"),
     "parent": Role("parent_id", f"{ID}: the rollout that this one was forked from; −1: none"),
     "baseline": Role(None, "ids with a running mean each; None: one running mean for all", True),
+    "baseline_value": Role("baseline_value", "(N,) or (N, 1) float: baseline of the row's rollout"),
     "loss_mask": Role(("masks", "all_assistant_mask"), "(N, T) bool, True at tokens in the loss"),
     "attention": Role(("masks", "all_attention_mask"), "(N, T) bool, False at padding"),
     "length": Role(
@@ -81,7 +87,7 @@ DEFAULTS: dict[str, NestedKey | None] = {
     role: COLUMNS[role].default
     for role in (
         *("group", "rollout", "reward", "advantage", "status", "version", "expected", "done", "init"),
-        *("expected_segments", "segment", "turn", "loss_mask", "log_prob", "weight"),
+        *("expected_segments", "segment", "turn", "loss_mask", "log_prob", "weight", "votes_only"),
     )
 }
 
@@ -107,6 +113,7 @@ class ColumnNames(TypedDict, total=False):
     group_key: NestedKey | None
     rollout_key: NestedKey | None
     reward_key: NestedKey
+    votes_only_key: NestedKey | None
     advantage_key: NestedKey
     status_key: NestedKey | None
     version_key: NestedKey
@@ -119,6 +126,7 @@ class ColumnNames(TypedDict, total=False):
     state_key: NestedKey
     parent_key: NestedKey
     baseline_key: NestedKey | None
+    baseline_value_key: NestedKey
     loss_mask_key: NestedKey
     attention_key: NestedKey | None
     length_key: NestedKey

@@ -25,6 +25,8 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     if count not in table.columns:
         return
     nothing = rows.count("loss_mask", finite=True, arrived=True) == 0
+    if (votes_only := rows.votes_only) is not None:  # they vote, and need no token for that
+        nothing = nothing & ~votes_only
     if bool(nothing.any()):
         if rows.has("rollout"):  # else each row is a rollout
             rollouts = rows.with_excluded.ids("rollout", checked=False)

@@ -25,6 +25,7 @@ class Fates:
         index: (M,) int64, numbers of the rows that are `here`; None: all rows are.
         in_loss: (N,) bool, rows in the loss.
         counted: (N,) bool, rows that are in the statistics; None: all rows are.
+        votes_only: (N,) bool, rows in the statistics that will not train; None: there are none.
         masks: a stage may take rows out of the loss, so the batch must say which.
         excludes: a stage may take rows out of the statistics, so the batch must say which.
     """
@@ -34,6 +35,7 @@ class Fates:
         self.reason = torch.zeros(size, dtype=torch.int64)
         self.here = self.in_loss = torch.ones(size, dtype=torch.bool)
         self.counted: Tensor | None = None
+        self.votes_only: Tensor | None = None
         self.index: Tensor | None = None
         self.masks = self.excludes = False
 
@@ -71,6 +73,11 @@ class Fates:
         """Note the reason of (N,) bool `rows` that have none yet."""
         code = self.register(name, effect)
         self.reason = self.reason.masked_fill(rows & (self.reason == 0), code)
+
+    def let_vote(self, rows: Tensor, name: str) -> None:
+        """Take (N,) bool `rows` out of the loss, for a reason for which they are dropped later."""
+        self.note(rows, name, "dropped")
+        self.votes_only, self.in_loss = rows, self.in_loss & ~rows
 
     def came(self, in_loss: Tensor | None, counted: Tensor | None) -> None:
         """Read from a batch which rows earlier stages have taken out of the loss and of the statistics.

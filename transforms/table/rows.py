@@ -405,7 +405,7 @@ class Rows:
             BatchError: rows must be masked, but the batch has neither a loss mask nor log-probabilities.
             ValueError: the reason is registered with another effect.
         """
-        fates, name = self.table.fates, f"{self.stage}/{reason}" if self.stage else reason
+        fates, name = self.table.fates, self.reason_name(reason)
         fates.register(name, effect)
         if rows is None:
             return
@@ -418,6 +418,10 @@ class Rows:
         fates.leave(self.to_arrival(rows), name, effect)
         if effect == "excluded":
             self.__dict__.pop("voters", None)  # made again, from the new `fates.counted`
+
+    def reason_name(self, reason: str) -> str:
+        """The name of a reason in the ledger: ``<stage>/<reason>``."""
+        return f"{self.stage}/{reason}" if self.stage else reason
 
     def mask(self, rows: Tensor) -> None:
         """Mask the tokens of (M,) bool `rows` when the batch is written, and note how many they have now.
@@ -481,6 +485,12 @@ class Rows:
     def in_loss(self) -> Tensor:
         """(M,) bool: rows that are in the loss."""
         return self.from_arrival(self.table.fates.in_loss)
+
+    @property
+    def votes_only(self) -> Tensor | None:
+        """(M,) bool: rows of rollouts that vote and do not train; None: there are none."""
+        votes = self.table.fates.votes_only
+        return None if votes is None else self.from_arrival(votes)
 
     @property
     def on_arrival(self) -> Rows:
@@ -690,7 +700,7 @@ class Rows:
         given: dict[str, Tensor] = {}
         for role, values in columns.items():
             if values is not None:
-                is_id = role not in ("reward", "advantage") and not (
+                is_id = role not in ("reward", "advantage", "baseline_value") and not (
                     isinstance(values, Tensor) and values.dtype is torch.bool
                 )
                 given[role] = as_ids(values, _NAMES.get(role, role), device=device) if is_id else values

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 from tensordict import NestedKey, TensorDictBase
 
 from .alone import Alone, connect
-from .columns import TakesColumns
+from .columns import DEFAULTS, TakesColumns
 from .entry import enter_rows
 from .fates import Effect
 from .labels import labels_in_errors
@@ -21,6 +21,7 @@ from .options import describe_options, nested_key
 from .rows import Rows
 from .tensordicts import shallow_copy
 from .torchrl_base import EnvBase, Transform
+from .votes import note_votes_only
 
 ID_OPTIONS = {"group_key": "group_id", "rollout_key": "rollout_id"}  # option: name of the ids in messages
 
@@ -155,8 +156,12 @@ class BatchTransform(TakesColumns, Transform):
     def read_table(self, batch: TensorDictBase, ranks: Alone) -> Rows | None:
         """Read the table of a batch outside a pipeline; None if no rank has rows."""
         flat, about = self.enter(batch), self.same_on_all_ranks
-        rows = Rows.read(flat, keys=self.in_keys, tokens=self.tokens_counted, ranks=ranks, about=about)
-        return rows if rows.table.size else None
+        keys = [*self.in_keys, DEFAULTS["votes_only"]]
+        rows = Rows.read(flat, keys=keys, tokens=self.tokens_counted, ranks=ranks, about=about)
+        if not rows.table.size:
+            return None
+        note_votes_only(rows.seen_by(self))
+        return rows
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
         """Check a batch on input, flatten it, and replace text ids by numbers (:func:`number_labels`)."""

@@ -48,7 +48,8 @@ class Certificate:
         task: name of the task.
         group_size: rollouts of a group.
         outcomes: number of outcomes of a group, all of which were run.
-        advantage: the gradient of the advantage alone, with the weight 1/n for each rollout.
+        advantage: the gradient of the advantage alone, with the weight 1/n for each of the n
+            rollouts that may train.
         loss: the gradient with the recipe's loss weights, for one group in each step; None if the recipe
             writes no weights.
     """
@@ -164,7 +165,8 @@ def certify_recipe(
         return Refused(recipe, task_name, group_size, str(err))
     pipeline = one_group_a_step(config, task, overrides)
     apart = any("turn_reward" in getattr(stage, "in_keys", ()) for stage in pipeline.stages.values())
-    batch, probability = all_outcomes(task, group_size, turns_paid_apart=apart)
+    votes = any(getattr(stage, "baseline_of", "") == "votes_only" for stage in pipeline.stages.values())
+    batch, probability = all_outcomes(task, group_size, turns_paid_apart=apart, votes=votes)
     true = task.true_gradient(weights_of_stages(pipeline.stages.values()))
     try:
         found = gradients_of(pipeline, batch, task.score(), outcomes, group_size)

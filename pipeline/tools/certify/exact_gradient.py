@@ -90,7 +90,9 @@ def one_group_a_step(config: DictConfig, task: SmallTask, overrides: Sequence[st
     return build_pipeline(node)
 
 
-def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) -> tuple[TensorDict, Tensor]:
+def all_outcomes(
+    task: SmallTask, group_size: int, *, turns_paid_apart: bool, votes: bool = False
+) -> tuple[TensorDict, Tensor]:
     """Return every outcome of a group of a task as a group of its own, and the probability of each.
 
     Rows have the columns of a collector: ids, reward, status, tokens with their masks, log-probabilities of
@@ -104,6 +106,8 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
         group_size: rollouts of a group.
         turns_paid_apart: whether turn rewards are in ``turn_reward`` alone. If not, the rollout's reward
             includes them.
+        votes: whether the last rollout of a group votes and does not train (``votes_only``). If rollouts are
+            sampled together, the last of these do, so that their votes do not depend on those that train.
 
     Returns:
         TensorDict ``[N]``, and (outcomes,) float64.
@@ -132,6 +136,8 @@ def all_outcomes(task: SmallTask, group_size: int, *, turns_paid_apart: bool) ->
     batch[OUTCOME] = batch["group_id"] = torch.tensor(outcome)
     batch["rollout_id"] = torch.tensor(rollout)
     batch["expected_rollouts"] = torch.full((len(batch),), group_size)
+    if votes:
+        batch["votes_only"] = batch["rollout_id"] % group_size >= group_size - sampled_together
     # Tokens that were sampled once have one label: 0 for the prompt, then actions that a family shares.
     of_rollout, place = 1 + batch["rollout_id"][:, None], torch.arange(batch[ACTIONS].shape[1])
     of_family = 1 + (batch["rollout_id"] // sampled_together * sampled_together)[:, None]
@@ -203,7 +209,7 @@ class Gradients(NamedTuple):
     """The gradient of each outcome, in the direction of greater reward; (outcomes, P) float64."""
 
     advantage: Tensor
-    """Σ A ∇log π over the tokens in the loss of the group, divided by its number of rollouts."""
+    """Σ A ∇log π over the tokens in the loss of the group, divided by its rollouts that may train."""
     loss: Tensor | None
     """Σ w A ∇log π with the recipe's loss weights; None if it writes none."""
 
@@ -213,7 +219,7 @@ def gradients_of(
 ) -> Gradients:
     """Run a pipeline on all outcomes, and compute the gradient of each::
 
-        advantage  g = 1/n Σ_rows Σ_t A_t ∇log π_t       n rollouts in the group
+        advantage  g = 1/n Σ_rows Σ_t A_t ∇log π_t       n rollouts that may train
         loss       g =     Σ_rows w Σ_t A_t ∇log π_t     w the row's loss weight × the token's, if it has one
 
     The gradient of an outcome without trained rows is 0. If each stage declares `within_groups` and each
@@ -225,7 +231,7 @@ def gradients_of(
         batch: TensorDict ``[N]`` of :func:`all_outcomes`.
         score: (actions, P) ∇ log π of each action.
         outcomes: number of outcomes.
-        group_size: n.
+        group_size: n, and the rollouts that vote only.
 
     Raises:
         BatchError: a stage refused the rows, or wrote an advantage that is not finite.
@@ -240,6 +246,9 @@ def gradients_of(
         for each in stages
         if not getattr(each, "within_groups", False) and each not in cutting
     )
+    if has_key(batch, "votes_only"):
+        voting = batch["rollout_id"][batch["votes_only"] & (batch[OUTCOME] == 0)]
+        group_size = max(group_size - len(voting.unique()), 1)  # if none is left, its gradient is 0
     rows_of_outcomes = batch[OUTCOME].bincount(minlength=outcomes).tolist()
     batches = [batch] if together else batch.split(rows_of_outcomes)
     fresh = copy.deepcopy(pipeline) if remembers else pipeline

@@ -23,8 +23,11 @@ SEGMENTS = (1, 1, 2, 1, 1, 1, 2, 1, 1, 1, 1, 1)
 LENGTHS = (3, 9, 5, 4, 8, 2, 6, 7, 5, 3, 10, 4, 2, 6)
 
 
-def measure(step, recipe: str, declares: Pipeline, **options) -> XRay:
-    """A step, compared with a second pipeline of the same recipe, since running baselines move."""
+def measure(step, recipe: str, declares: Pipeline, *, votes: bool = False, **options) -> XRay:
+    """A step, compared with a second pipeline of the same recipe, since running baselines move.
+
+    With `votes`, one rollout of each group votes only.
+    """
 
     def prepare(batch: TensorDictBase) -> None:
         """All that any recipe reads. The trainer's policy is the one of equal logits."""
@@ -38,6 +41,8 @@ def measure(step, recipe: str, declares: Pipeline, **options) -> XRay:
         first = torch.cat([torch.tensor([True]), batch["next", "done"].flatten()[:-1]])
         segment = (~first).long()
         batch["role"] = batch["rollout_id"].flatten() % 2
+        if votes:
+            batch["votes_only"] = of_voters(batch)
         batch["turn"], batch["state_id"] = torch.arange(len(batch)), torch.arange(len(batch)) % 3
         batch["turn_index"] = torch.where(batch[LOSS], 2 * segment[:, None] + place % 2, -1)
         own = (batch["turn_index"][:, :, None] == torch.arange(4)).any(1)
@@ -53,6 +58,11 @@ def measure(step, recipe: str, declares: Pipeline, **options) -> XRay:
         | options
         | {"prepare": prepare},
     )
+
+
+def of_voters(batch: TensorDictBase) -> torch.Tensor:
+    """Rows of the third rollout of each group: five rows, since two of these rollouts have two."""
+    return batch["rollout_id"].flatten() % 4 == 2
 
 
 def loss_of(model: nn.Module) -> GRPOLoss:
@@ -79,6 +89,25 @@ def test_every_recipe_trains_its_declared_weights(transform):
 
             with of(f"{recipe}, {microbatches} micro-batches"):
                 measure(step, recipe, second).assert_uniform(1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["a_star_po", "grpo", "remax"])
+def test_a_rollout_that_votes_only_has_no_weight_and_is_in_no_denominator(recipe):
+    for cut in (1, 2, 3, 4):
+        split = {"minibatches": 1, "microbatches": cut}
+        pipeline, second = (pipeline_of(recipe, split=split) for _ in range(2))
+        voters = list[torch.Tensor]()
+
+        def step(model, batch, _, pipeline=pipeline, voters=voters):
+            voters.append(of_voters(batch))
+            optimise(pipeline.minibatches(batch), loss_of(model), plain(model))
+
+        found = measure(step, recipe, second, votes=True)
+        found.assert_uniform(1e-9)
+        coefficient = found.runs[0].coefficient
+        assert voters[0].sum() == 5
+        assert not coefficient[voters[0]].any()
+        assert coefficient[~voters[0]].any()
 
 
 class OneBatch:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.transforms.table import Ids, stable_order
 from headrace.transforms.table.ids import add_up
-from headrace.transforms.table.options import at_least, takes_options, within
+from headrace.transforms.table.options import above_zero, at_least, takes_options, within
 
 Baseline = Literal[
     "mean",
@@ -24,8 +24,10 @@ Baseline = Literal[
     "best_of_k",
     "log_mean_exp",
     "batch",
+    "column",
     "none",
 ]
+BaselineOf = Literal["group", "votes_only"]
 Scale = Literal["group", "leave_one_out", "mad", "batch", "mean", "nonzero", "none"]
 EpsMode = Literal["add", "clamp", "skip"]
 Singleton = Literal["zero", "raw", "raise"]
@@ -43,6 +45,8 @@ class Grouped:
         reward: (V,) float64, one per rollout.
         ids: group ids of the rollouts.
         length: (V,) int64, tokens per rollout, for ``length_weighted``.
+        value: (V,) float64, the baseline of each rollout, for ``column``.
+        votes_only: (V,) bool, rollouts that vote and do not train, for ``baseline_of="votes_only"``.
 
     Attributes:
         reward: (V,) R, ascending within each group.
@@ -51,7 +55,7 @@ class Grouped:
         of: (V,) int64, index of each rollout's group.
         order: (V,) int64, index of each rollout in the order that was given (:meth:`unsorted`).
         even: all groups have one size.
-        length: (V,) int64, or None.
+        length: (V,) int64, or None; likewise `value` and `votes_only`.
 
     Example:
         >>> g = Grouped(torch.tensor([5.0, 1.0, 3.0]).double(), Ids(torch.tensor([7, 2, 7])))
@@ -59,7 +63,14 @@ class Grouped:
         ([1.0, 3.0, 5.0], [1.0, 2.0], [1.0, 0.0, -1.0])
     """
 
-    def __init__(self, reward: Tensor, ids: Ids, length: Tensor | None = None):
+    def __init__(
+        self,
+        reward: Tensor,
+        ids: Ids,
+        length: Tensor | None = None,
+        value: Tensor | None = None,
+        votes_only: Tensor | None = None,
+    ):
         self.size, self.end = ids.count, ids.count.cumsum(0)
         self.count, self.start = ids.count.double(), self.end - ids.count
         together = None if ids.ascending else stable_order(ids.of)
@@ -74,7 +85,10 @@ class Grouped:
             order = torch.from_numpy(keys_of(self.of, reward).argsort(kind="stable"))
         self.reward = reward.index_select(0, order)
         self.order = order if together is None else together.index_select(0, order)
-        self.length = None if length is None else length.index_select(0, self.order)
+        self.length, self.value, self.votes_only = (
+            None if column is None else column.index_select(0, self.order)
+            for column in (length, value, votes_only)
+        )
 
     def unsorted(self, values: Tensor) -> Tensor:
         """(V,) values in the original order of the rollouts."""
@@ -164,6 +178,12 @@ class Grouped:
         second = self.reward[(self.start + 1).minimum(self.end - 1)]
         return torch.where(self.place == 0, self.spread(second), self.spread(self.smallest))
 
+    @cached_property
+    def of_votes_only(self) -> Grouped:
+        """The rollouts that vote only, of which each group has one; the groups are the same."""
+        chosen = cast(Tensor, self.votes_only)
+        return Grouped(self.reward[chosen], Ids(self.of[chosen]))
+
     def running(self, values: Tensor) -> Tensor:
         """(V,) cumulative sum of (V,) values within each group."""
         table = values.new_zeros(len(self.count), int(self.size.max()))
@@ -171,7 +191,7 @@ class Grouped:
         return table.cumsum(1)[self.of, self.place]
 
 
-# R − b, (V,). All but the last two give exactly 0 in a group with equal rewards.
+# R − b, (V,). All but the last three give exactly 0 in a group with equal rewards.
 BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "mean": lambda g, _: g.deviation,
     "leave_one_out": lambda g, _: g.deviation * g.spread(g.count / (g.count - 1).clamp_min(1)),
@@ -179,11 +199,13 @@ BASELINES: dict[str, Callable[[Grouped, Formula], Tensor]] = {
     "length_weighted": lambda g, _: g.deviation - g.spread(length_weighted(g)),
     "best_other": lambda g, _: g.reward - g.best_other,
     "best_of_k": lambda g, formula: above_others_of_k(g, formula.k or 2),
-    "log_mean_exp": lambda g, formula: above_log_mean_exp(g),
+    "log_mean_exp": lambda g, formula: above_log_mean_exp(g, formula.temperature),
     "batch": lambda g, _: g.batch_deviation,
+    "column": lambda g, _: g.reward - cast(Tensor, g.value),
     "none": lambda g, _: g.reward,
 }
-ABSOLUTE = ("batch", "none")  # the baselines that need no group
+ABSOLUTE = ("batch", "column", "none")  # the baselines that need no group
+ONE_A_GROUP = ("mean", "median", "log_mean_exp")  # baselines with one number per group, from its rewards
 
 # s before ε is added: (P,) per group, () per batch, or (V,) per rollout.
 SCALES: dict[str, Callable[[Grouped, int], Tensor] | None] = {
@@ -219,6 +241,8 @@ class Formula:
     clip: Clip | None = None
     shift: float = 0.0
     k: int | None = None
+    baseline_of: BaselineOf = "group"
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         within("eps", self.eps, 0)
@@ -237,6 +261,17 @@ class Formula:
             raise ValueError(
                 "baseline='best_of_k' needs k, and no other baseline reads it; got "
                 f"k={self.k} with baseline={self.baseline!r}"
+            )
+        if self.baseline_of == "votes_only" and self.baseline not in ONE_A_GROUP:
+            raise ValueError(
+                f"baseline_of='votes_only' needs a baseline of {', '.join(ONE_A_GROUP)}; got "
+                f"baseline={self.baseline!r}"
+            )
+        above_zero("temperature", self.temperature)
+        if self.temperature != 1 and self.baseline != "log_mean_exp":
+            raise ValueError(
+                "only baseline='log_mean_exp' reads temperature; got "
+                f"temperature={self.temperature} with baseline={self.baseline!r}"
             )
 
     @cached_property
@@ -257,7 +292,7 @@ class Formula:
 
 def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
     """The advantage ``(R − b − δ) / s``, clipped: (V,) float64 in the order of :class:`Grouped`."""
-    credit = BASELINES[formula.baseline](g, formula)
+    credit = above_baseline(g, formula)
     if formula.shift:
         credit = credit - formula.shift
         if formula.is_relative:
@@ -276,9 +311,18 @@ def advantage_in_groups(g: Grouped, formula: Formula) -> Tensor:
     return credit if formula.clip is None else credit.clamp(*formula.clip)
 
 
+def above_baseline(g: Grouped, formula: Formula) -> Tensor:
+    """``R − b``: (V,) float64 in the order of :class:`Grouped`."""
+    if formula.baseline_of == "group":
+        return BASELINES[formula.baseline](g, formula)
+    voting = g.of_votes_only
+    level = voting.reward - BASELINES[formula.baseline](voting, formula)
+    return g.reward - g.spread(level.index_select(0, voting.start))
+
+
 def baseline_in_groups(g: Grouped, formula: Formula) -> Tensor:
     """The baseline ``b + δ`` of each rollout: (V,) float64 in the order of :class:`Grouped`."""
-    level = g.reward - BASELINES[formula.baseline](g, formula)
+    level = g.reward - above_baseline(g, formula)
     if formula.is_relative:
         lone = torch.zeros_like(level) if formula.singleton == "raw" else level
         return torch.where(g.alone, lone, level + formula.shift)
@@ -323,14 +367,14 @@ def above_others_of_k(g: Grouped, k: int) -> Tensor:
     return g.running(area)
 
 
-def above_log_mean_exp(g: Grouped) -> Tensor:
-    """(V,) ``R − log mean exp(R)``. The largest reward is subtracted first, and expm1 and log1p are used.
+def above_log_mean_exp(g: Grouped, temperature: float) -> Tensor:
+    """(V,) ``R − τ log mean exp(R/τ)``. The largest R is subtracted first, and expm1 and log1p are used.
 
     Neither overflows for rewards that differ much nor cancels for rewards that differ little.
     """
     from_best = g.reward - g.spread(g.largest)
-    mean = g.sum(torch.expm1(from_best)) / g.count
-    return from_best - g.spread(torch.log1p(mean))
+    mean = g.sum(torch.expm1(from_best / temperature)) / g.count
+    return from_best - temperature * g.spread(torch.log1p(mean))
 
 
 def leave_one_out_std(g: Grouped, ddof: int) -> Tensor:

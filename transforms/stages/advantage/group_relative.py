@@ -28,9 +28,11 @@ from headrace.transforms.table.ids import mean_of
 from headrace.transforms.table.options import as_dtype, takes_options
 from headrace.transforms.table.rewards import Several, factors_of
 from headrace.transforms.table.schema import COUNTED, REWARD, REWARDS
+from headrace.transforms.table.votes import note_votes_only
 
 from .baselines import (
     Baseline,
+    BaselineOf,
     Clip,
     Ddof,
     EpsMode,
@@ -65,8 +67,12 @@ def group_relative_advantage(
     clip: Clip | None = None,
     shift: float = 0.0,
     k: int | None = None,
+    baseline_of: BaselineOf = "group",
+    temperature: float = 1.0,
     dtype: torch.dtype | None = None,
     length: Tensor | Sequence[int] | None = None,
+    baseline_value: Tensor | Sequence[float] | None = None,
+    votes_only: Tensor | Sequence[bool] | None = None,
 ) -> Tensor:
     """Compute the advantage of each rollout within its group. Its segments all get the same advantage.
 
@@ -81,8 +87,9 @@ def group_relative_advantage(
                   best_other       b_i = max_{j∈g, j≠i} R_j                 (pass@k, arXiv:2503.19595)
                   best_of_k        b_i = R_i − mean_K max(R_i − max_{j∈K} R_j, 0), over all sets K of
                                    k − 1 other rollouts                     (PKPO, arXiv:2505.15201)
-                  log_mean_exp     b_i = log(Σ_{j∈g} exp(R_j) / n)          (OPMD of Trinity-RFT)
+                  log_mean_exp     b_i = τ log(Σ_{j∈g} exp(R_j/τ) / n)      (OPMD of Trinity-RFT)
                   batch            b_i = Σ_j R_j / N over all N rollouts
+                  column           b_i = `baseline_value` of the rollout, such as the value of a model
                   none             b_i = 0
         scale     group            s = std(R_j, j ∈ g)
                   leave_one_out    s_i = std(R_j, j ∈ g, j ≠ i)
@@ -95,7 +102,11 @@ def group_relative_advantage(
                   clamp            max(s, ε)
                   skip             s + ε if s > 0, else 1                   (NeMo RL)
 
-    δ is `shift`. std has the divisor max(n − ddof, 1).
+    δ is `shift`, τ is `temperature`. std has the divisor max(n − ddof, 1).
+
+    With ``baseline_of="votes_only"``, b_i is the ``mean``, ``median`` or ``log_mean_exp`` of those n rollouts
+    of the group that vote and do not train. With one greedy rollout in each group this is ReMax
+    (arXiv:2310.10505), and with ``log_mean_exp`` the estimate of V* of A*-PO (arXiv:2505.20686).
 
     With ``best_of_k``, the mean of A_i ∇ log π over the group is 1/k times an unbiased estimate of the
     gradient of the expected best reward of k rollouts, for any k ≤ n. With k = n the advantage is that of
@@ -127,11 +138,15 @@ def group_relative_advantage(
             off-policy samples this changes the expected gradient (AsymRE, arXiv:2506.20520). A group with
             equal rewards then has the advantage −δ under ``scale="none"``.
         k: for ``best_of_k``, from 2 to the size of the smallest group.
+        baseline_of: the rollouts that b is computed from: all of the ``group``, or those that vote only.
+        temperature: τ > 0, for ``log_mean_exp``, in units of the reward.
         dtype: dtype of the computation. None or float64: as above. A smaller dtype gives the same bits as the
             reshape formula in that dtype, if groups of one size are contiguous
             (:func:`.reshape_formula.reshaped`).
         length: (N,) tokens per row, for ``length_weighted``; the length of a rollout is the sum over its
             rows.
+        baseline_value: (N,) floats, b for ``column``; the same on all segments of a rollout.
+        votes_only: (N,) bools, rollouts that vote and do not train, for ``baseline_of="votes_only"``.
 
     Returns:
         (N,) in the dtype of `reward`, at least float32.
@@ -139,22 +154,38 @@ def group_relative_advantage(
     Raises:
         BatchError: an id is negative or missing, a rollout is in two groups, a reward is not finite or too
             large to square, the segments of a rollout have different rewards, a group has one rollout under
-            ``raise`` or fewer than k, or a reward is negative under ``scale="mean"``. Each lists the ids.
+            ``raise`` or fewer than k, a reward is negative under ``scale="mean"``, a group has no rollout
+            that votes only, or a given baseline is not finite or differs in a rollout. Each lists the ids.
         ValueError: an option has an unknown value, or two options exclude each other.
 
     Example:
         >>> group_relative_advantage([1., 3., 3., 5., 11.], [0, 0, 0, 1, 1], [0, 1, 1, 2, 3], scale="none")
         tensor([-1.,  1.,  1., -3.,  3.])
     """
-    formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, k)
-    if (length is None) == (baseline == "length_weighted"):
-        raise ValueError("baseline='length_weighted' needs length, and no other baseline reads it")
+    formula = Formula(
+        baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, k, baseline_of, temperature
+    )
+    for option, column, is_read in (
+        ("baseline='length_weighted' needs length", length, baseline == "length_weighted"),
+        ("baseline='column' needs baseline_value", baseline_value, baseline == "column"),
+        ("baseline_of='votes_only' needs votes_only", votes_only, baseline_of == "votes_only"),
+    ):
+        if (column is None) == is_read:
+            raise ValueError(f"{option}, and no other value of the option reads it")
     result_dtype, reward = credit_dtype(reward), as_rewards(reward)
-    rows = Rows.of(reward=reward, group=group_id, rollout=rollout_id, length=length)
+    rows = Rows.of(
+        reward=reward,
+        group=group_id,
+        rollout=rollout_id,
+        length=length,
+        baseline_value=None if baseline_value is None else as_rewards(baseline_value).to(reward.device),
+        votes_only=None if votes_only is None else torch.as_tensor(votes_only, device=reward.device),
+    )
     if len(reward) == 0:
         return reward.to(result_dtype)
-    tokens = rows["length"] if rows.has("length") else None
-    credit, _ = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=tokens)
+    note_votes_only(rows)
+    length, value = (rows[role] if rows.has(role) else None for role in ("length", "baseline_value"))
+    credit, _ = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=length, value=value)
     require_fit(rows, credit, result_dtype)
     return credit.to(result_dtype).to(reward.device)
 
@@ -166,6 +197,7 @@ def advantage_of(
     *,
     dtype: torch.dtype | None = None,
     length: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> tuple[Tensor, Compared]:
     """Check rewards and compute the advantage of each row.
 
@@ -176,6 +208,7 @@ def advantage_of(
         dtype: below float64, the advantage has the bits of the reshape formula in this dtype, where that
             formula applies (:func:`.reshape_formula.reshaped`). None: float64.
         length: (M,) int64, tokens per row, for ``length_weighted``.
+        value: (M,) float64, the baseline of each row's rollout, for ``column``.
 
     Returns:
         (M,) float64, the advantage; and what each row was compared with, which only a report computes.
@@ -185,6 +218,8 @@ def advantage_of(
     """
     require_identity(rows)
     require_rewards(rows, reward, siblings_agree=True)
+    if value is not None:
+        require_baselines(rows, value)
     voters, per_rollout = rows.voters, rows.to_voters(reward)
     if len(voters) == 0:
         return torch.zeros_like(reward), none_compared
@@ -199,10 +234,23 @@ def advantage_of(
             f"each group needs {needs}",
             lambda row: f"group {voters.name('group', row)} (rollout {voters.name('rollout', row)})",
         )
+    votes_only = None
+    if formula.baseline_of == "votes_only":
+        if (votes_only := voters.votes_only) is None:
+            raise voters.missing("votes_only")
+        voters.require(
+            groups.spread(groups.any(votes_only)),
+            "baseline_of='votes_only' needs a rollout that votes only in each group; found none in {found}. "
+            "Mark one in {column}, or drop these groups",
+            lambda row: f"group {voters.name('group', row)}",
+            role="votes_only",
+            unit=groups,
+        )
     require_range(voters, per_rollout, formula)
     tokens = None if length is None else rows.to_voters(rows.rollouts.spread(rows.rollouts.sum(length)))
     advantage = None if dtype in (None, torch.float64) else reshaped(per_rollout, groups, formula, dtype)
-    grouped = partial(Grouped, per_rollout, groups, tokens)
+    given = None if value is None else rows.to_voters(value)
+    grouped = partial(Grouped, per_rollout, groups, tokens, given, votes_only)
     if advantage is None:
         g = grouped()
         advantage = g.unsorted(advantage_in_groups(g, formula))
@@ -222,6 +270,8 @@ def compared_by_row(
     """:data:`Compared` for rows at an `index` of the table, whose rollouts voted."""
     g = grouped()
     number = g.spread(g.count) if formula.is_relative else torch.full_like(g.reward, len(g.reward))
+    if g.votes_only is not None:
+        number = g.spread(g.of_votes_only.count) + ~g.votes_only
     level = torch.stack([g.unsorted(number), g.unsorted(baseline_in_groups(g, formula))], 1)
     of_rollouts = none_compared(rollouts.n)
     of_rollouts[rollouts.of[rollouts.is_first]] = level  # of those that vote
@@ -236,6 +286,21 @@ def compared_by_reward(by_reward: Sequence[Compared], size: int) -> Tensor:
     """:data:`Compared` for rewards that are compared one by one: the largest number, and no baseline."""
     number = torch.stack([compared(size)[:, 0] for compared in by_reward]).amax(0)
     return torch.stack([number, torch.full_like(number, torch.nan)], 1)
+
+
+def require_baselines(rows: Rows, value: Tensor) -> None:
+    """Require finite baselines (M,), the same on all rows of a rollout.
+
+    Raises:
+        BatchError: another baseline was given; the message lists the rows.
+    """
+    first = rows.rollouts.spread(value[rows.rollouts.first])
+    rows.require(
+        value.isfinite() & (first == value),
+        "every rollout needs one finite baseline in {column}; found {found}",
+        lambda row: f"{float(value[row])} at row {rows.at(row)} (rollout {rows.name('rollout', row)})",
+        role="baseline_value",
+    )
 
 
 def require_range(rows: Rows, reward: Tensor, formula: Formula) -> None:
@@ -291,7 +356,8 @@ def require_size(
 
 
 class GroupRelativeAdvantage(
-    BatchTransform, columns=("reward", "group", "rollout", "advantage", "loss_mask")
+    BatchTransform,
+    columns=("reward", "group", "rollout", "advantage", "loss_mask", "baseline_value"),
 ):
     """Compute the advantage of each row within its group (:func:`group_relative_advantage`).
 
@@ -299,12 +365,14 @@ class GroupRelativeAdvantage(
     with the same rollout id are an error. Excluded rows get 0.
 
     Reads `group_key`, `rollout_key`, and ``("headrace", "reward")`` if it exists, else `reward_key`. Reads
-    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`. Writes `advantage_key`,
-    (N, 1, 1), as GRPOLoss reads it, and `group_key` if `without_ids` made the groups.
+    ``("headrace", "rewards")`` with ``several="decoupled"`` or `weights`, `baseline_value_key` with
+    ``baseline="column"``, and the column ``votes_only`` with ``baseline_of="votes_only"``. Writes
+    `advantage_key`, (N, 1, 1), as GRPOLoss reads it, and `group_key` if `without_ids` made the groups.
 
     Args:
         baseline: ``mean``, ``leave_one_out``, ``median``, ``length_weighted``, ``best_other``, ``best_of_k``,
-            ``log_mean_exp``, ``batch``, ``none``.
+            ``log_mean_exp``, ``batch``, ``column``, ``none``. A ``column`` has one number for each rollout,
+            such as the value of a model; a group with equal rewards then trains, so use no filter for these.
         scale: ``group``, ``leave_one_out``, ``mad``, ``batch``, ``mean``, ``nonzero``, ``none``.
         ddof: 1 or 0, subtracted from the count in the std.
         eps: ε ≥ 0, added to the scale.
@@ -314,6 +382,8 @@ class GroupRelativeAdvantage(
             the sum of their advantages.
         shift: δ, added to the baseline, in units of the reward.
         k: number of rollouts of which the best counts, for ``best_of_k``, ≥ 2.
+        baseline_of: ``group``, ``votes_only``: the rollouts of the group that the baseline is computed from.
+        temperature: τ > 0, for ``log_mean_exp``, in units of the reward.
         dtype: dtype of the statistics; None: float64. ``float32`` gives the bits of the reshape formula if
             groups of one size are contiguous, as the function describes.
         several: how the K rewards of ``FanOutCollapse(columns=K)`` become one advantage. ``sum`` compares
@@ -353,6 +423,8 @@ class GroupRelativeAdvantage(
         clip: Clip | None = None,
         shift: float = 0.0,
         k: int | None = None,
+        baseline_of: BaselineOf = "group",
+        temperature: float = 1.0,
         dtype: torch.dtype | str | None = None,
         several: Several = "sum",
         weights: Sequence[float] | None = None,
@@ -362,15 +434,23 @@ class GroupRelativeAdvantage(
     ):
         self.name_columns(names)
         lengths = self.loss_mask_key if baseline == "length_weighted" else None
-        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, REWARDS, COUNTED, lengths]
+        values = self.baseline_value_key if baseline == "column" else None
+        reads = [self.reward_key, self.group_key, self.rollout_key, REWARD, REWARDS, COUNTED, lengths, values]
         super().__init__(reads, [self.advantage_key])
         self.final_keys = tuple(self.in_keys)
         self.baseline, self.scale, self.ddof, self.eps = baseline, scale, ddof, eps
         self.eps_mode, self.singleton, self.clip = eps_mode, singleton, clip
-        self.shift, self.k = shift, k
-        self.formula = Formula(baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, k)
+        self.shift, self.k, self.baseline_of, self.temperature = shift, k, baseline_of, temperature
+        self.formula = Formula(
+            baseline, scale, ddof, eps, eps_mode, singleton, clip, shift, k, baseline_of, temperature
+        )
         self.dtype = as_dtype(dtype)
         self.several, self.weights = several, weights
+        if several == "decoupled" and baseline == "column":
+            raise ValueError(
+                "baseline='column' has one number for each rollout, and several='decoupled' compares each of "
+                "its rewards: set several='sum', or another baseline"
+            )
         self.missing = missing
         self.without_ids = without_ids
         if without_ids is not None and (len(without_ids) != 2 or min(without_ids) < 1):
@@ -413,9 +493,10 @@ class GroupRelativeAdvantage(
             require_rewards(rows, reward, siblings_agree=False)
         # 2. Compare it within the group: each reward column by itself, or their sum.
         length = rows.lengths if self.baseline == "length_weighted" else None
+        value = rows.number("baseline_value").double() if self.baseline == "column" else None
         if self.several == "decoupled":
             factors, each = factors_of(self.weights, rewards.shape[1]), replace(self.formula, clip=None)
-            of_columns = [self._among_known(rows, column, each, length) for column in rewards.unbind(1)]
+            of_columns = [self._among_known(rows, column, each, length, None) for column in rewards.unbind(1)]
             credits, by_reward = zip(*of_columns, strict=True)
             credit = torch.stack([w * of_one for w, of_one in zip(factors, credits, strict=True)]).sum(0)
             compared: Compared = partial(compared_by_reward, by_reward)
@@ -423,7 +504,7 @@ class GroupRelativeAdvantage(
                 scored = ~reward.isnan() if rows.counted is None else ~reward.isnan() & rows.counted
                 credit = torch.where(scored, credit.clamp(*self.clip), credit)
         else:
-            credit, compared = self._among_known(rows, reward, self.formula, length)
+            credit, compared = self._among_known(rows, reward, self.formula, length, value)
         rows.table.notes[COMPARED] = compared
         # 3. Write the advantage in the dtype of the collected reward.
         collected = rows.table.dtypes.get(
@@ -443,15 +524,15 @@ class GroupRelativeAdvantage(
             rows.metric("unscorable", reward.isnan().sum())
 
     def _among_known(
-        self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None
+        self, rows: Rows, reward: Tensor, formula: Formula, length: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Compared]:
         """:func:`advantage_of`. Unless ``raise``, missing rewards are excluded and get 0."""
         known = None if self.missing == "raise" else ~reward.isnan()
         if known is None or bool(known.all()):
-            return advantage_of(rows, reward, formula, dtype=self.dtype, length=length)
-        tokens = None if length is None else length[known]
+            return advantage_of(rows, reward, formula, dtype=self.dtype, length=length, value=value)
+        tokens, values = (None if column is None else column[known] for column in (length, value))
         found, compared = advantage_of(
-            rows.where(known), reward[known], formula, dtype=self.dtype, length=tokens
+            rows.where(known), reward[known], formula, dtype=self.dtype, length=tokens, value=values
         )
         return torch.zeros_like(reward).masked_scatter_(known, found), compared
 
@@ -502,9 +583,10 @@ class GroupRelativeAdvantage(
             group_id: (N,) int.
 
         Returns:
-            (N,), or None under ``length_weighted`` and ``decoupled``, and if the rewards are invalid.
+            (N,), or None where it needs other columns, and if the rewards are invalid.
         """
-        if self.baseline == "length_weighted" or self.several != "sum":
+        of_rewards = self.baseline not in ("length_weighted", "column") and self.baseline_of == "group"
+        if not of_rewards or self.several != "sum":
             return None
         singleton: Singleton = "zero" if self.singleton == "raise" else self.singleton
         rows = Rows.of(reward=reward, group=group_id, rollout=None)

@@ -37,6 +37,7 @@ def reshaped(reward: Tensor, groups: Ids, formula: Formula, dtype: torch.dtype) 
         tensor([-1.,  1., -4.,  4.], dtype=torch.float64)
     """
     known = formula.baseline == "mean" and formula.scale in ("group", "none") and not formula.shift
+    known = known and formula.baseline_of == "group"
     size = int(groups.count[0]) if groups.n else 0
     together = known and size > 1 and bool((groups.count == size).all())
     together = together and int((groups.of[1:] != groups.of[:-1]).sum()) == groups.n - 1
