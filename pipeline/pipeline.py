@@ -310,13 +310,15 @@ class Pipeline(LastRun, BatchTransform, columns=("loss_mask", "log_prob", "group
         weights_came = table.find(keys.weight) is not None
         table.written[ROW], table.columns[ROW] = Written(torch.int64, 1), table.row_numbers()
         # 1. The stages before the split. Behind them, rollouts that vote only have voted.
-        note_votes_only(rows.seen_by(self, "pipeline"))
+        if self.votes_only_key in table.columns:
+            note_votes_only(rows.seen_by(self, "pipeline"))
         if self._takes_empty_out and self._half != "second":
             take_empty_out(rows.seen_by(self, "pipeline"), self.empty)
         for name in self.order[:split_index]:
             self._run_stage(name, stages[name], rows)
         note_advantage(rows, keys)
-        drop_votes_only(rows.seen_by(self, "pipeline"))
+        if table.fates.votes_only is not None:
+            drop_votes_only(rows.seen_by(self, "pipeline"))
         # 2. The split, and in each epoch the stages after it. Carried rows of the batch before join here.
         each_epoch, places, cut = list[OfEpoch](), list[dict[str, Tensor]](), None
         if split_index is not None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.transforms import BatchError, group_relative_advantage
+from headrace.transforms import BatchError, GroupRelativeAdvantage, group_relative_advantage
 
 REWARDS = st.one_of(
     st.sampled_from([0.0, 1.0]),
@@ -432,3 +432,49 @@ def test_a_group_smaller_than_k_raises_with_its_ids():
             group_relative_advantage(
                 [1.0, 2, 3, 4], [0, 0, 0, 7], rollouts, baseline="best_of_k", k=3, scale="none"
             )
+
+
+def test_a_baseline_of_rollouts_that_vote_only_is_theirs_alone():
+    """ReMax: R − R(greedy). A*-PO: V* = ½ log((e^(2·0) + e^(2·1)) / 2) = 0.7168903654."""
+    reward, group, votes = [1.0, 0.0, 0.5, 1.0, 0.0], [0, 0, 0, 7, 7], [False, False, True, True, True]
+    options = {"scale": "none", "baseline_of": "votes_only", "votes_only": votes}
+    reward = torch.tensor(reward, dtype=torch.float64)
+    of_mean = group_relative_advantage(reward, group, **options)
+    assert of_mean.tolist() == [0.5, -0.5, 0.0, 0.5, -0.5]
+    rounded = group_relative_advantage(reward, group, dtype=torch.float32, **options)
+    assert rounded.tolist() == of_mean.tolist()  # the reshape formula would take the group's mean
+    soft = group_relative_advantage(reward, group, baseline="log_mean_exp", temperature=0.5, **options)
+    value = 0.5 * math.log((1 + math.e**2) / 2)
+    torch.testing.assert_close(soft, reward - torch.tensor([0.5] * 3 + [value] * 2), rtol=0, atol=1e-12)
+
+
+def test_a_baseline_of_a_column_is_subtracted_from_each_rollout():
+    reward = torch.tensor([1.0, 0.0, 2.0, 2.0], dtype=torch.float64)
+    options = {"baseline": "column", "scale": "none"}
+    found = group_relative_advantage(
+        reward, [0, 0, 3, 3], [0, 1, 2, 2], baseline_value=[0.25, 1, 2, 2], **options
+    )
+    assert found.tolist() == [0.75, -1.0, 0.0, 0.0]  # the third group has one rollout, which has an advantage
+    for values, bad in (
+        ([0.25, 1, 2, 3], r"3\.0 at row 3 \(rollout 2\)"),
+        ([math.nan, 1, 2, 2], "nan at row 0"),
+    ):
+        with pytest.raises(BatchError, match=rf"one finite baseline in .*{bad}"):
+            group_relative_advantage(reward, [0, 0, 3, 3], [0, 1, 2, 2], baseline_value=values, **options)
+
+
+def test_options_of_a_baseline_that_do_not_go_together_are_refused():
+    for options, told in (
+        ({"baseline": "column"}, "needs baseline_value"),
+        ({"baseline_value": [0.0, 1.0]}, "needs baseline_value"),
+        ({"baseline_of": "votes_only"}, "needs votes_only"),
+        ({"baseline_of": "votes_only", "baseline": "best_other"}, "mean, median, log_mean_exp"),
+        ({"temperature": 0.5}, "only baseline='log_mean_exp' reads temperature"),
+        ({"temperature": 0.0, "baseline": "log_mean_exp"}, "temperature"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            group_relative_advantage([0.0, 1.0], [0, 0], **options)
+    with pytest.raises(ValueError, match="several='decoupled' compares each"):
+        GroupRelativeAdvantage(baseline="column", several="decoupled")
+    with pytest.raises(BatchError, match=r"votes only in each group; found none in group 7"):
+        group_relative_advantage([0.0, 1.0], [0, 7], baseline_of="votes_only", votes_only=[True, False])

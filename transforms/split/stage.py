@@ -243,7 +243,8 @@ class ShuffleSplit(
                 rows = self.read_table(batch, ranks)
                 if rows is None:
                     return batch
-                drop_votes_only(rows.seen_by(self))
+                if rows.votes_only is not None:
+                    drop_votes_only(rows.seen_by(self))
                 cut = self.memory.cut(self, rows.seen_by(self))
                 if cut.permuted is None:
                     out = rows.write()

@@ -160,7 +160,8 @@ class BatchTransform(TakesColumns, Transform):
         rows = Rows.read(flat, keys=keys, tokens=self.tokens_counted, ranks=ranks, about=about)
         if not rows.table.size:
             return None
-        note_votes_only(rows.seen_by(self))
+        if DEFAULTS["votes_only"] in rows.table.columns:
+            note_votes_only(rows.seen_by(self))
         return rows
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:

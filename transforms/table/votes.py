@@ -10,21 +10,18 @@ REASON = "votes_only"
 
 
 def note_votes_only(rows: Rows) -> None:
-    """Take the rollouts that vote only out of the loss, if the batch says which do.
+    """Take the rollouts that vote only out of the loss.
 
     They stay in the batch and in the statistics until :func:`drop_votes_only`, and their reason is
     ``votes_only`` whatever happens to their group.
 
     Args:
-        rows: all rows, before the first stage.
+        rows: all rows, before the first stage, with the column ``votes_only``.
 
     Raises:
         BatchError: the column is not bool, or the rows of a rollout differ in it; lists the rollouts.
     """
-    table = rows.table
-    if not rows.has("votes_only"):
-        return
-    rows = rows.with_excluded
+    table, rows = rows.table, rows.with_excluded
     votes = read_flags(rows, "votes_only")
     if rows.has("rollout"):  # else each row is a rollout
         rollouts = rows.ids("rollout", checked=False)
@@ -44,7 +41,6 @@ def note_votes_only(rows: Rows) -> None:
 
 
 def drop_votes_only(rows: Rows) -> None:
-    """Take the rollouts that vote only out of the batch, once all statistics are computed."""
-    if rows.votes_only is not None:
-        rows.leave(rows.votes_only, REASON, "dropped")
-        rows.table.fates.votes_only = None
+    """Take the rollouts that vote only, of which there are some, out of the batch: they have voted."""
+    rows.leave(rows.votes_only, REASON, "dropped")
+    rows.table.fates.votes_only = None

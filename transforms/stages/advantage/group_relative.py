@@ -183,7 +183,8 @@ def group_relative_advantage(
     )
     if len(reward) == 0:
         return reward.to(result_dtype)
-    note_votes_only(rows)
+    if votes_only is not None:
+        note_votes_only(rows)
     length, value = (rows[role] if rows.has(role) else None for role in ("length", "baseline_value"))
     credit, _ = advantage_of(rows, rows["reward"], formula, dtype=dtype, length=length, value=value)
     require_fit(rows, credit, result_dtype)
