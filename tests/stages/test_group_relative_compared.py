@@ -25,9 +25,9 @@ CUT = {
 }
 
 
-def cut(action: str, recipe: str = "grpo", **more: dict):
+def cut(action: str, recipe: str = "grpo", columns: dict = CUT, **more: dict):
     stages = {"gate": None, "filter": {"also": "not_truncated", "action": action}, **more}
-    return decide(CUT, recipe, minibatches=1, stages=stages)
+    return decide(columns, recipe, minibatches=1, stages=stages)
 
 
 def drawn_columns(rng: random.Random) -> dict[str, list]:
@@ -75,7 +75,8 @@ def test_an_advantage_that_is_not_scaled_is_the_reward_less_the_baseline(baselin
         singleton = "raise"  # best_of_k compares at least k
     option = {"baseline": baseline, "scale": "none", "shift": shift, "singleton": singleton, "k": k}
     action = "mask" if k else "drop"  # with drop, rollout 1 is alone
-    found = cut(action, advantage=option)
+    given = {"baseline_value": [0.1 * number for number in range(7)]} if baseline == "column" else {}
+    found = cut(action, columns=CUT | given, advantage=option)
     rows = found.keep.numpy()
     known = np.array(CUT["reward"]) - found.baseline.numpy()
     assert found.advantage.numpy()[rows] == pytest.approx(known[rows], abs=1e-12)

@@ -260,7 +260,7 @@ def test_a_running_baseline_resumes_from_a_state():
         (
             {"rewards": [1, 0]},
             {},
-            r"columns rewards \(did you mean 'reward'\?\); it can read [^(]*tokens. Le",
+            r"columns rewards \(did you mean 'reward'\?\); it can read [^(]*votes_only. Le",
         ),
         ({"status": ["stop", "length"]}, {}, "found length, stop. Give 'completed' for 'stop', 'truncated'"),
         ({}, {"groupsize": 2}, r"^there is no keyword 'groupsize' \(did you mean 'group_size'"),
