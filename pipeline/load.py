@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
@@ -173,18 +173,26 @@ def load_pipeline(
         )
     apply_settings(composed, settings)
     if "order" in settings or any(each.lstrip("+").startswith("pipeline.order=") for each in typed):
-        _refuse_null_stages(composed)
+        removed = {each.removesuffix("=null") for each in typed} | {
+            f"pipeline.{key}" for key, value in settings.items() if value is None
+        }
+        _refuse_null_stages(composed, removed)
     log.debug("composed of %s and %s", typed, settings)
     return build_pipeline(composed)
 
 
-def _refuse_null_stages(pipeline: DictConfig) -> None:
+def _refuse_null_stages(pipeline: DictConfig, removed: Collection[str]) -> None:
     """Refuse an order of the caller with a stage that the recipe has set to null. It would do nothing.
+
+    Args:
+        pipeline: composed.
+        removed: what the caller has set to null; an order may still name that.
 
     Raises:
         ConfigError: lists these stages.
     """
-    if null := [name for name in pipeline.order or () if pipeline.stages.get(name, ...) is None]:
+    null = [name for name in pipeline.order or () if pipeline.stages.get(name, ...) is None]
+    if null := [name for name in null if f"pipeline.stages.{name}" not in removed]:
         adds = ", ".join(f"stages={{{name!r}: {{}}}}" for name in null)
         raise ConfigError(
             f"pipeline.order names {', '.join(map(repr, null))}, which the recipe has set to null. To add "
@@ -321,7 +329,8 @@ def apply_settings(pipeline: DictConfig, settings: Mapping[str, Any]) -> None:
         whole = callable(value) or (isinstance(value, Mapping) and "_target_" in value)
         own = whole and not option
         known = name in pipeline.stages if value is None and not option else name in present
-        known = known or usual_stage(name) is not None  # which build_pipeline adds
+        bare = not option and value in ({}, name) and usual_stage(name) is not None  # build_pipeline adds it
+        known = known or bare
         if rest and not (known or own):
             raise ConfigError(
                 f"pipeline.{key}: the recipe has no stage {name!r}{suggest(name, present)}; "

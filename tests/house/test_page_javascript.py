@@ -41,6 +41,7 @@ WORDS = {
     "judgement": ("PageJudgement",),
     "advisory": ("PageAdvisory",),
     "symptom": ("PageSymptom",),
+    "tenths": ("PageTable",),
     "remedy": ("PageRemedy",),
     "run": ("PageRun",),
     "failed": ("PageFailed",),

@@ -229,15 +229,15 @@ IN_ORDER = f"pipeline.order=[{','.join(ORDER)}]"
     ],
 )
 def test_a_bare_stage_is_the_usual_one(overrides, options):
-    """GDPO has no filter. A bare one is that of grpo."""
+    """GDPO has no filter. A bare one is that of grpo, which judges what the advantage compares."""
     found = load_pipeline("gdpo", *overrides, **options)
     assert list(found.stages) == ORDER
-    assert repr(found.stages["filter"]) == repr(load_pipeline("grpo").stages["filter"])
+    assert repr(found.stages["filter"]) == "SampleFilter(criterion=RewardsVary(several='decoupled'))"
 
 
 def test_options_of_a_stage_that_the_recipe_lacks_are_those_of_the_usual_one():
-    stages = {"filter": {"action": "exclude"}, "whitening": {"per": "sample"}}
-    found = load_pipeline("grpo", stages=stages, order=ORDER).stages
+    options = ("pipeline.stages.filter={action: exclude}", "+pipeline.stages.whitening={per: sample}")
+    found = load_pipeline("grpo", *options, order=ORDER).stages
     assert (found["filter"].action, found["whitening"].per) == ("exclude", "sample")
 
 

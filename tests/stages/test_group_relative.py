@@ -445,7 +445,9 @@ def test_a_baseline_of_rollouts_that_vote_only_is_theirs_alone():
     assert rounded.tolist() == of_mean.tolist()  # the reshape formula would take the group's mean
     soft = group_relative_advantage(reward, group, baseline="log_mean_exp", temperature=0.5, **options)
     value = 0.5 * math.log((1 + math.e**2) / 2)
-    torch.testing.assert_close(soft, reward - torch.tensor([0.5] * 3 + [value] * 2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        soft, reward - torch.tensor([0.5] * 3 + [value] * 2, dtype=torch.float64), rtol=0, atol=1e-12
+    )
 
 
 def test_a_baseline_of_a_column_is_subtracted_from_each_rollout():

@@ -459,9 +459,8 @@ def rows_on_disk(folder):
 def test_the_rows_of_every_step_are_stored_beside_the_page(tmp_path):
     write_run(tmp_path / "run", steps=3)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["report.html", "rollouts"]
-    assert [path.name for path in sorted((tmp_path / "run" / "rollouts").iterdir())] == [
-        f"step_{step:08d}.parquet" for step in range(3)
-    ]
+    files = sorted(path.name for path in (tmp_path / "run" / "rollouts").iterdir())
+    assert files == ["history.ndjson", *(f"step_{step:08d}.parquet" for step in range(3))]
     assert len(rows_on_disk(tmp_path / "run" / "rollouts")) == 27
 
 

@@ -3,8 +3,8 @@ import { h, plainTable } from "./dom.js";
 
 export function drawSurvivors({ step }) {
   if (!step.survivors.length) return null;
-  return step.survivors.flatMap(({ name, head, lines, note }) => [
-    plainTable(`Groups by ${name}`, head, lines),
-    note ? h("p", { class: "note" }, note) : null,
+  return step.survivors.flatMap((tenths) => [
+    plainTable(`Groups by ${tenths.name}`, tenths.head, tenths.lines),
+    tenths.note ? h("p", { class: "note" }, tenths.note) : null,
   ]);
 }
