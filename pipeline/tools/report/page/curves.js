@@ -78,7 +78,7 @@ export function curveOf(name, lines, steps, current, { width, height, gutter = 0
 }
 
 // The first step after each restart of the run.
-const restartsOf = (page) => page.run?.restarts ?? [];
+const restartsOf = ({ run }) => (run ? run.restarts : []);
 
 function drawCurve(name, page, current, width) {
   const [lines, steps] = [curvesOf(page, name), page.curve_steps];
