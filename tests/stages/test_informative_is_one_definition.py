@@ -51,8 +51,8 @@ def made(several: str, *, missing: bool, has_filter: bool) -> Pipeline:
     keywords = {"missing": "mask"} if missing else {}
     order = [name for name in ORDER if has_filter or name != "filter"]
     order.remove("whitening")
-    filters = {"filter": {"action": "drop"}} if has_filter else {}
-    return load_pipeline("gdpo", stages=stages | filters, order=order, shuffle=False, **keywords)
+    filters = ["pipeline.stages.filter={action: drop}"] if has_filter else []
+    return load_pipeline("gdpo", *filters, stages=stages, order=order, shuffle=False, **keywords)
 
 
 @pytest.mark.parametrize("several", ["sum", "decoupled"])
