@@ -6,10 +6,8 @@ python benchmarks/runs.py [--seeds 5] [--ticks 3000]
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -17,7 +15,7 @@ from typing import Any
 
 from results import main
 from tables import Cell, Row, Table
-from worlds import Run, World
+from worlds import Run, World, side_by_side
 
 from headrace.transforms import StreamWarning
 
@@ -84,12 +82,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     places = [(title, policy, seed) for title in WORLDS for policy in POLICIES for seed in range(seeds)]
     worlds = {(title, seed): replace(WORLDS[title], ticks=ticks, seed=seed) for title, _, seed in places}
     runs = [(worlds[title, seed], policy) for title, policy, seed in places]
-    if options.quick:
-        found = [table_of(*run) for run in runs]
-    else:
-        with ProcessPoolExecutor(os.cpu_count()) as pool:
-            found = list(pool.map(table_of, *zip(*runs, strict=True)))
-    by_place = dict(zip(places, found, strict=True))
+    by_place = dict(zip(places, side_by_side(table_of, runs, quick=options.quick), strict=True))
     out = []
     for title, world in WORLDS.items():
         rows = []

@@ -6,17 +6,15 @@ python benchmarks/survivors.py [--seeds 100] [--groups 400]
 from __future__ import annotations
 
 import argparse
-import os
 import warnings
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from results import main
 from runs import WORLDS
 from tables import Cell, Row, Table
-from worlds import Run
+from worlds import Run, side_by_side
 
 from headrace.pipeline.tools.report import advise
 from headrace.transforms import StreamWarning
@@ -58,12 +56,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
     """How many runs have the advisory."""
     seeds, groups = options.seeds, options.groups
     runs = [(t, policy, seed, groups) for policy in POLICIES for t in TITLES for seed in range(seeds)]
-    if options.quick:
-        found = [fires(*run) for run in runs]
-    else:
-        with ProcessPoolExecutor(os.cpu_count()) as pool:
-            found = list(pool.map(fires, *zip(*runs, strict=True)))
-    said = dict(zip(runs, found, strict=True))
+    said = dict(zip(runs, side_by_side(fires, runs, quick=options.quick), strict=True))
     rows = []
     for policy in POLICIES:
         counts = [sum(said[title, policy, seed, groups] for seed in range(seeds)) for title in TITLES]

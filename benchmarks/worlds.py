@@ -6,8 +6,11 @@ Latencies are invented. A prompt has the same ones under every policy, whenever 
 from __future__ import annotations
 
 import heapq
+import os
 from bisect import bisect_right
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, count, islice
 from math import exp
@@ -286,3 +289,11 @@ class Run:
 def columns(**numbers: list[int]) -> TensorDict:
     """One row for each number."""
     return TensorDict(dict(numbers), batch_size=[len(next(iter(numbers.values())))])
+
+
+def side_by_side(function: Callable[..., Any], runs: Sequence[Sequence[Any]], *, quick: bool) -> list[Any]:
+    """What a function returns for each run: in a process per core, or here if it is quick."""
+    if quick:
+        return [function(*run) for run in runs]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, *zip(*runs, strict=True)))

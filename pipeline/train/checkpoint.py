@@ -64,7 +64,7 @@ class Checkpoint:
         **states: Any,
     ):
         self.folder, self.keep = Path(folder), at_least("keep", keep, 1)
-        shared = dist.is_available() and dist.is_initialized()
+        shared = _is_shared()
         self.rank = rank if rank is not None else dist.get_rank() if shared else 0
         self.ranks = ranks if ranks is not None else dist.get_world_size() if shared else 1
         if not 0 <= self.rank < self.ranks:
@@ -90,7 +90,7 @@ class Checkpoint:
         """
         state = {name: part.state_dict() for name, part in self.states.items()}
         write_whole(self._path(at_least("step", step, 0)), partial(torch.save, state), durable=True)
-        if self.ranks > 1 and dist.is_available() and dist.is_initialized():
+        if self.ranks > 1 and _is_shared():
             dist.barrier()  # a stream is committed once all ranks have this step
         if hasattr(self.stream, "commit"):
             self.stream.commit(step)
@@ -152,9 +152,14 @@ class Checkpoint:
 
     def _complete_steps(self) -> set[int]:
         """The steps that every rank has saved, as far as this rank sees their files, or they tell."""
-        if self.ranks > 1 and dist.is_available() and dist.is_initialized():
+        if self.ranks > 1 and _is_shared():
             every: list[Any] = [None] * self.ranks
             dist.all_gather_object(every, self._own_steps())
             return set.intersection(*every)
         found = set(self._files())
         return {step for step, _ in found if all((step, rank) in found for rank in range(self.ranks))}
+
+
+def _is_shared() -> bool:
+    """Whether this process is one of several ranks that can exchange what they have."""
+    return dist.is_available() and dist.is_initialized()

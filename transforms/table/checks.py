@@ -26,8 +26,7 @@ def require_identity(rows: Rows) -> None:
 
     def describe(row: int) -> str:
         segments = rollouts.of == rollouts.of[row]
-        numbers = few(segments.nonzero().flatten() if rows.index is None else rows.index[segments])
-        found = few(groups[segments].unique())
+        found, numbers = few(groups[segments].unique()), few(_on_arrival(rows, segments.nonzero().flatten()))
         return f"rollout {rows.name('rollout', row)} in groups {found} (rows {numbers})"
 
     fewer = rollouts.n < rows.groups.n
@@ -82,5 +81,10 @@ def describe_rollout(rows: Rows, row: int, values: Tensor) -> str:
     """Describe the rollout of row i: all its rows in this view, with their (M,) `values`."""
     of = rows.rollouts.of
     segments = (of == of[row]).nonzero().flatten()
-    numbers = segments if rows.index is None else rows.index[segments]
-    return f"rollout {rows.name('rollout', row)} (rows {few(numbers)}: {few(values[segments])})"
+    numbers = few(_on_arrival(rows, segments))
+    return f"rollout {rows.name('rollout', row)} (rows {numbers}: {few(values[segments])})"
+
+
+def _on_arrival(rows: Rows, some: Tensor) -> Tensor:
+    """The row numbers, in the batch as it arrived, of some rows of this view."""
+    return some if rows.index is None else rows.index[some]
