@@ -55,7 +55,7 @@ from headrace.transforms import (
     TurnDiscount,
 )
 from headrace.transforms.table import COLUMNS
-from headrace.transforms.table.schema import IN_LOSS, PADDING, RETURN, REWARD
+from headrace.transforms.table.schema import COUNTED, IN_LOSS, PADDING, RETURN, REWARD
 
 REAL = ("masks", "all_attention_mask")
 
@@ -526,11 +526,11 @@ def alike(a: TensorDict, b: TensorDict, key) -> bool:
 
 @every
 def test_what_a_stage_writes_is_in_its_out_keys(name):
-    """Except for the tokens that ``rows.leave`` masks, in the loss mask or the log-probabilities."""
+    """Except for the tokens that ``rows.leave`` masks, and which rollouts the first stage found empty."""
     stage, batch = STAGES[name](), rows()
     if isinstance(stage, Pipeline):
         return  # its stages say it
-    allowed = [*stage.out_keys, *(POLICIES[1:] if stage.reasons else [])]
+    allowed = [*stage.out_keys, COUNTED, *(POLICIES[1:] if stage.reasons else [])]
     if name == "token-filter":
         allowed += POLICIES[1:]  # it masks tokens as rows.leave does
     if name == "merge":
@@ -558,14 +558,14 @@ def undeclared(stage: BatchTransform, batch: TensorDict) -> list[str]:
     read, key = set[tuple[str, object]](), Rows.key
 
     def recorded(self: Rows, role) -> object:
-        if role != "votes_only":  # which the table reads, for all stages
-            read.add((self.reader, role))
+        read.add((self.reader, role))
         return key(self, role)
 
+    table = stage.read_table(batch, stage._own_ranks())  # which reads columns for all stages
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Rows, "key", recorded)
         if stage.knows_the_table():
-            stage.work_on(stage.read_table(batch, stage._own_ranks()).seen_by(stage))
+            stage.work_on(table.seen_by(stage))
         else:
             stage(batch)
     parts = {type(part).__name__: part for part in (getattr(stage, "criterion", None), stage)}

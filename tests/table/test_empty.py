@@ -177,6 +177,35 @@ def test_the_reward_of_an_empty_rollout_changes_no_number():
         assert found[0].any(), recipe
 
 
+@pytest.mark.slow
+def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
+    """Also the stages of recipes without a gate, and if one masks all tokens of a rollout later."""
+    for recipe in ADVANTAGES:
+        if recipe.startswith("as/"):
+            continue  # they set `empty` for the whole pipeline
+        batch = collected("uniform", recipe)
+        rollouts = batch["rollout_id"].unique()
+        batch[MASK][torch.isin(batch["rollout_id"], rollouts[[1, 5]])] = False
+        chain = dict(pipeline_of(recipe).stages.items())
+        chain = {name: stage for name, stage in chain.items() if name not in ("gate", "split", "weight")}
+        chain = {"truncated": SampleFilter(criterion=lambda rows: rows["rollout_id"] != rollouts[2])} | chain
+        together, alone = Pipeline(copy.deepcopy(chain))(batch), batch
+        for stage in copy.deepcopy(chain).values():
+            alone = stage(alone)
+        assert together["rollout_id"].tolist() == alone["rollout_id"].tolist(), recipe
+        torch.testing.assert_close(together["advantage"], alone["advantage"], msg=recipe)
+        assert not bool(together[COUNTED].all()), recipe
+
+
+@pytest.mark.parametrize("empty", ["count", "exclude"])
+def test_stages_alone_follow_the_gate_about_empty_rollouts(empty):
+    batch = rows_of([1.0, 1, 0, 0], [2, 0, 2, 2])
+    together = Pipeline(stages(empty=empty))(batch)
+    for stage in stages(empty=empty).values():
+        batch = stage(batch)
+    assert torch.equal(batch["advantage"], together["advantage"])
+
+
 @pytest.mark.parametrize("recipe", ["trl", "verl", "skyrl", "prime_rl", "slime", "tinker"])
 def test_conventions_that_count_empty_rollouts_do(recipe):
     """TRL's mask_truncated_completions, verl, SkyRL's and prime-rl's advantage compare all rewards."""

@@ -20,6 +20,7 @@ def take_empty_out(rows: Rows, empty: Empty) -> None:
     """
     table, count = rows.table, TokenCount(rows.key("loss_mask"), rows.key("log_prob"))
     if empty == "count":
+        table.fates.excludes = True  # for a stage that runs alone behind this one, and would exclude them
         return
     table.load(tokens=[count])
     if count not in table.columns:

@@ -14,11 +14,13 @@ from tensordict import NestedKey, TensorDictBase
 
 from .alone import Alone, connect
 from .columns import DEFAULTS, TakesColumns
+from .empty import take_empty_out
 from .entry import enter_rows
 from .fates import Effect
 from .labels import labels_in_errors
 from .options import describe_options, nested_key
 from .rows import Rows
+from .schema import COUNTED, REWARD
 from .tensordicts import shallow_copy
 from .torchrl_base import EnvBase, Transform
 from .votes import note_votes_only
@@ -43,9 +45,9 @@ class BatchTransform(TakesColumns, Transform):
     - ``apply(batch, rows) -> batch`` also changes token columns, on their device;
     - ``apply(batch) -> batch`` does not use the table. Rows that it does not return are recorded as dropped.
 
-    Outside a pipeline, a stage reads the table, decides, and writes the batch. It stores nothing of the batch
-    on the object, so several pipelines and threads can share one transform. A stage that has a state sets
-    ``stateful``.
+    Outside a pipeline, a stage reads the table, decides, and writes the batch. The first stage that runs on a
+    batch excludes empty rollouts, as a pipeline does. A stage stores nothing of the batch on the object, so
+    several pipelines and threads can share one transform. A stage that has a state sets ``stateful``.
 
     Attributes:
         reasons: the reasons for which rows leave at this stage, each with its effect (:data:`Effect`).
@@ -162,6 +164,11 @@ class BatchTransform(TakesColumns, Transform):
             return None
         if DEFAULTS["votes_only"] in rows.table.columns:
             note_votes_only(rows.seen_by(self))
+        # Which rollouts are empty is decided on what arrived, by the first stage that compares rewards. It
+        # writes COUNTED, so no later stage decides it again, when tokens may be masked.
+        compares = REWARD in self.in_keys or "group" in self._columns
+        if compares and not hasattr(self, "empty") and rows.table.find(COUNTED) is None:
+            take_empty_out(rows.seen_by(self), "exclude")
         return rows
 
     def enter(self, batch: TensorDictBase) -> TensorDictBase:
