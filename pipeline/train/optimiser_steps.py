@@ -51,7 +51,8 @@ def optimise(
 
     With the weights of :class:`LossWeight` this is the gradient of the mean that its `unit` names, over the
     whole minibatch of all ranks. A step in which no rank has a token in the loss is skipped. With DDP, each
-    rank needs as many micro-batches as the others (``remainder="pad"``) if one may have no rows.
+    rank needs as many micro-batches as the others if one may have no rows: ``remainder="pad"``, or
+    ``carry``.
 
     Args:
         minibatches: TensorDicts ``[n]``, such as those of a pipeline's run.

@@ -224,7 +224,7 @@ def test_a_row_keeps_its_first_reason_in_each_batch_that_carries_it(
                     actions_on.append(action)
             stays += [] if "drop" in actions_on else [line]
         came = [*lines, *(line for line, _ in waiting)] if stays else lines
-        queue = [*stays, *(line for line, _ in waiting)] if stays else []
+        queue = [*(line for line, _ in waiting), *stays] if stays else []
         in_steps = len(queue) // size * size
         trains = [line for line in queue[:in_steps] if line.tokens and not why[line.rollout]]
         if stays:

@@ -254,10 +254,11 @@ def test_a_stage_the_command_line_cannot_reach_is_refused():
 def test_the_ranks_of_a_pipeline_are_checked_as_those_of_its_stages(remainder):
     """`ranks` is for ranks that hold the whole batch; with a budget each micro-batch needs a row."""
     budget, world = {"minibatches": 1, "max_tokens": 9, "remainder": remainder}, {"process_group": "world"}
+    filled = "pad", "carry", "drop"
     for make, options, message in (
         (LossWeight, {"ranks": 2}, "give ranks if each rank holds the whole batch"),
         (ShuffleSplit, {"minibatches": 1, "ranks": 2}, "give ranks if each rank holds the whole batch"),
-        (ShuffleSplit, budget, None if remainder in ("pad", "drop") else f"got remainder='{remainder}'"),
+        (ShuffleSplit, budget, None if remainder in filled else f"got remainder='{remainder}'"),
     ):
         Pipeline({"it": make(**options)})
         for its, own in ((world, {}), ({}, world)):

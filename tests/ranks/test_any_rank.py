@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from any_rank import (
     VARIED,
+    carry_at_random,
     carry_masked,
     compare_with_one_process,
     fold_stream,
@@ -52,6 +53,14 @@ def test_carried_rows_are_weighted_on_their_rank_and_counted_by_all(tmp_path):
         assert carried > 0
         assert off < 1e-6
         assert all(said == tokens for said, tokens in counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_no_random_stream_of_carried_rows_ends_and_the_oldest_go_first(world, tmp_path):
+    """Each row trains once in each epoch, and no row is carried while a newer one trains."""
+    found = [carry_at_random(0, 1, 60)] if world == 1 else results_of(carry_at_random, world, tmp_path, 20)
+    assert found == [[]] * world
 
 
 @pytest.mark.slow

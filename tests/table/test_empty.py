@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -188,7 +189,9 @@ def test_stages_alone_exclude_empty_rollouts_as_a_pipeline_does():
         batch[MASK][torch.isin(batch["rollout_id"], rollouts[[1, 5]])] = False
         chain = dict(pipeline_of(recipe).stages.items())
         chain = {name: stage for name, stage in chain.items() if name not in ("gate", "split", "weight")}
-        chain = {"truncated": SampleFilter(criterion=lambda rows: rows["rollout_id"] != rollouts[2])} | chain
+        truncated = partial(torch.ne, other=rollouts[2])
+        late = {"truncated": SampleFilter(criterion=lambda rows, of=truncated: of(rows["rollout_id"]))}
+        chain = late | chain
         together, alone = Pipeline(copy.deepcopy(chain))(batch), batch
         for stage in copy.deepcopy(chain).values():
             alone = stage(alone)

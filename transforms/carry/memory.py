@@ -82,6 +82,8 @@ class SplitMemory:
         kept = None
         if carries:
             left = own[:0] if permuted.left is None else own[permuted.left[own]]
+            if carried is not None:  # the oldest first
+                left = torch.cat([left[left >= carried[0]], left[left < carried[0]]])
             kept = wait_a_step(take(table, left), rows) if len(left) else None
             rows.metric("carried_in", 0 if carried is None else table.fates.here[carried].sum())
         permuted.leave()

@@ -75,11 +75,11 @@ class CutOptions:
             raise ValueError(f"rank must be below ranks; got rank={self.rank} and ranks={self.ranks}")
         check_one_way(self.ranks, self.process_group)
         over_ranks = self.ranks > 1 or self.process_group is not None
-        if self.max_tokens is not None and over_ranks and self.remainder not in ("pad", "drop"):
+        if self.max_tokens is not None and over_ranks and self.remainder not in ("pad", "drop", "carry"):
             raise ValueError(
                 "with max_tokens and several ranks, a rank may have fewer rows than the others have "
-                "micro-batches: set remainder='pad' to fill it up with masked rows, or 'drop' to drop rows "
-                f"of the others; got remainder={self.remainder!r}"
+                "micro-batches: set remainder='pad' or 'carry' to fill it up with masked rows, or 'drop' to "
+                f"drop rows of the others; got remainder={self.remainder!r}"
             )
         if self.tree != "none" and self.max_tokens is not None and self.remainder == "drop":
             raise ValueError(
@@ -332,10 +332,10 @@ def assign_minibatches(
 def make_plan(
     cut: Cut, assigned: Sequence[Assigned], options: CutOptions, firsts: Sequence[Tensor] = ()
 ) -> Plan:
-    """Join the assigned rows into one plan. Under ``pad``, add padding rows.
+    """Join the assigned rows into one plan. Under ``pad`` and ``carry``, add padding rows.
 
-    ``pad`` fills all micro-batches up to the row count of the largest. With `max_tokens` it adds one row to
-    each empty micro-batch instead.
+    ``pad`` fills all micro-batches up to the row count of the largest. With `max_tokens`, and under
+    ``carry``, each empty micro-batch gets one row instead.
 
     Args:
         cut: rows by minibatch.
@@ -344,11 +344,11 @@ def make_plan(
         firsts: by minibatch, (1,) row of another rank, which padding copies if this rank has none there.
 
     Raises:
-        BatchError: a micro-batch would be empty, and `remainder` is not ``pad``.
+        BatchError: a micro-batch would be empty, and `remainder` is not ``pad`` or ``carry``.
     """
     pieces: list[Tensor] = []
     sizes: list[list[list[int]]] = []
-    if options.remainder != "pad" or not cut.sizes:
+    if options.remainder not in ("pad", "carry") or not cut.sizes:
         for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
             # A rank without rows for a step takes empty micro-batches; with rows it may not have any.
             if held and not all(map(all, by_rank)):
@@ -361,7 +361,7 @@ def make_plan(
             sizes.append(by_rank)
         return Plan(torch.cat(pieces) if pieces else cut.order, None, sizes, cut.left)
     full, start, padding = 1, 0, list[tuple[bool, int]]()
-    if options.max_tokens is None:
+    if options.remainder == "pad" and options.max_tokens is None:
         full = max(1, *(size for each in assigned for of_rank in each.sizes for size in of_rank))
     for number, (held, (rows, by_rank)) in enumerate(zip(cut.sizes, assigned, strict=True)):
         in_each = [size for of_rank in by_rank for size in of_rank]
@@ -430,13 +430,15 @@ def draw_plans(
     calls: int,
     epochs: int,
     forest: PrefixTrees | None = None,
+    came: int | None = None,
 ) -> list[list[Plan]]:
     """Draw a permutation of the rows for each pass, and cut it.
 
     Each rank permutes its own rows, as it would alone. All ranks take the same number of optimiser steps, and
     the same number of micro-batches in each. A rank without rows for a step takes micro-batches of padding
-    under ``pad``, else empty ones, which :func:`split_microbatches` does not yield. Under ``carry`` the first
-    pass decides which rows are carried, and the other passes permute the remaining rows.
+    under ``pad`` and ``carry``, else empty ones, which :func:`split_microbatches` does not yield. Under
+    ``carry`` the first pass decides which rows are carried, and the other passes permute the remaining rows.
+    A rank that has rows for more steps than others carries those of the further steps.
 
     Args:
         parts: by rank, (n,) int64, its row numbers, ascending; and the unit of each, None: each row is one.
@@ -446,6 +448,7 @@ def draw_plans(
         calls: number of permutations drawn before; it seeds the next ones.
         epochs: passes, ≥ 1.
         forest: keeps the rows of a tree in one micro-batch; None: each row is its own tree.
+        came: the rows from this number on are carried from earlier batches, the oldest first; None: none is.
 
     Returns:
         The plans by rank and pass.
@@ -454,24 +457,28 @@ def draw_plans(
         BatchError: as :func:`shuffle_split` and :func:`make_plan`; or ranks have different numbers of
             minibatches.
     """
+
     # 1. The order of each rank and pass. A rank that is alone has all rows, and its numbers are row numbers.
-    cuts = []
-    for rank, (rows, units) in enumerate(parts):
-        own = list[Cut]()
+    def cut_of(rank: int, rows: Tensor, units: Ids | None, call: int) -> Cut:
+        generator = torch.Generator().manual_seed(stream_seed("split", options.seed, call))
+        how = options.minibatches, options.minibatch_size, options.remainder, options.shuffle
+        carried = 0 if came is None else int((rows >= came).sum())
         with _rank_in_errors(rank, len(parts)):
-            for call in range(calls, calls + epochs):
-                generator = torch.Generator().manual_seed(stream_seed("split", options.seed, call))
-                how = options.minibatches, options.minibatch_size, options.remainder, options.shuffle
-                cut = cut_order(len(rows), units, *how, generator)
-                if len(rows) < len(lengths):  # from indices into `rows` to row numbers
-                    order, left = rows.index_select(0, cut.order), rows.index_select(0, cut.left)
-                    cut = Cut(order, cut.sizes, left)
-                own.append(cut)
-                # Later passes permute what remains, as if the carried rows had not come.
-                if options.remainder == "carry" and call == calls and len(cut.left):
-                    rows = cut.order.sort().values
-                    units = None if labels is None else Ids(labels.index_select(0, rows))
-        cuts.append(own)
+            cut = cut_order(len(rows), units, *how, generator, carried)
+        if len(rows) < len(lengths):  # from indices into `rows` to row numbers
+            cut = Cut(rows.index_select(0, cut.order), cut.sizes, rows.index_select(0, cut.left))
+        return cut
+
+    cuts = [[cut_of(rank, *part, calls)] for rank, part in enumerate(parts)]
+    if options.remainder == "carry":
+        fewest = min((len(first.sizes) for (first,) in cuts if first.sizes), default=0)
+        cuts = [[_first_steps(first, fewest)] for (first,) in cuts]
+    for rank, ((rows, units), own) in enumerate(zip(parts, cuts, strict=True)):
+        # Later passes permute what remains, as if the carried rows had not come.
+        if options.remainder == "carry" and len(own[0].left):
+            rows = own[0].order.sort().values
+            units = None if labels is None else Ids(labels.index_select(0, rows))
+        own += [cut_of(rank, rows, units, call) for call in range(calls + 1, calls + epochs)]
     # 2. The micro-batches of each rank, and then the same number of them on all ranks.
     if options.max_tokens is not None and options.remainder == "drop":
         cuts = fit_budget(cuts, labels, lengths, options)
@@ -502,6 +509,12 @@ def draw_plans(
             passes = zip(own, own_assigned, firsts, strict=True)
             plans.append([make_plan(cut, rows, options, first) for cut, rows, first in passes])
     return plans
+
+
+def _first_steps(cut: Cut, steps: int) -> Cut:
+    """The first minibatches of a cut. The rows of the others are left over, too."""
+    stop = sum(cut.sizes[:steps])
+    return Cut(cut.order[:stop], cut.sizes[:steps], torch.cat([cut.order[stop:], cut.left]))
 
 
 def _first_rows(cuts: Sequence[Cut]) -> list[Tensor]:

@@ -84,12 +84,22 @@ def cut_order(
     remainder: Remainder,
     shuffle: bool,
     generator: torch.Generator | None,
+    carried: int = 0,
 ) -> Cut:
-    """:func:`shuffle_split` without checks of options and ids."""
+    """:func:`shuffle_split` without checks of options and ids.
+
+    The last `carried` rows are of earlier batches, the oldest first. Their units are the first of the
+    permutation, in this order, so that no unit is left over again and again.
+    """
     if rows == 0:
         nothing = torch.empty(0, dtype=torch.int64)
         return Cut(nothing, [], nothing)
-    drawn = torch.randperm(rows, generator=generator) if shuffle else torch.arange(rows)
+    came = rows - carried
+    drawn = torch.randperm(came, generator=generator) if shuffle else torch.arange(came)
+    if carried and units is None:
+        drawn = torch.cat([torch.arange(came, rows), drawn])
+    elif carried:
+        drawn = torch.cat([drawn + carried, torch.arange(carried)])
     if units is None:  # the permutation itself is as random as its inverse
         order, bounds = drawn, _bounds(rows, minibatches, minibatch_size, remainder)
     elif units.n == rows:  # each row goes to its position: the order of the sort below, without a sort

@@ -79,16 +79,17 @@ class ShuffleSplit(
         minibatch_size: units per minibatch, ≥ 1.
         unit: ``sample``, ``rollout`` or ``group``; the rows of one stay in one minibatch.
         remainder: for leftover units. ``raise`` an error; ``drop`` them; cut ``uneven`` minibatches;
-            ``carry`` them into the next batch, which must have other ids; or ``pad``: uneven minibatches,
-            filled up with masked copies of rows until all micro-batches have the same number of rows; a rank
-            without rows gets copies of another rank's row, so that it takes as many micro-batches. With
-            `max_tokens`, ``pad`` fills only empty micro-batches, and ``drop`` also drops the last units of a
+            ``carry`` them into the next batch, which must have other ids and trains them first; or ``pad``:
+            uneven minibatches, filled up with masked copies of rows until all micro-batches have the same
+            number of rows. Under ``pad`` and ``carry`` a rank without rows for a micro-batch that others
+            have gets such a copy, if need be of another rank's row. ``carry``, and ``pad`` with
+            `max_tokens`, fill only empty micro-batches, and ``drop`` also drops the last units of a
             minibatch that needs more micro-batches than a rank has rows.
         microbatches: micro-batches per minibatch and rank, ≥ 1; give at most one of this and `max_tokens`.
             Without both: 1.
         max_tokens: largest number of tokens per micro-batch, ≥ 1. A longer row is alone in its micro-batch,
-            and counted in the metric ``oversized``. With several ranks `remainder` must be ``pad`` or
-            ``drop``.
+            and counted in the metric ``oversized``. With several ranks `remainder` must be ``pad``,
+            ``carry`` or ``drop``.
         balance: the cost that is evened out over ranks and micro-batches: ``none``, ``tokens``, or
             ``attention`` (tokens² + 24,576 · tokens, which is 6 × a hidden size of 4096).
         tree: rows of one ``rollout`` or ``group`` with a common prefix stay together, to be packed; ``none``.
@@ -220,6 +221,7 @@ class ShuffleSplit(
             calls=calls,
             epochs=epochs,
             forest=forest,
+            came=None if table.carried is None else table.starts[1][0],
         )
         passes = [_numbers_by_row(plans, table.size) for plans in zip(*by_rank, strict=True)]  # one per epoch
         left = None
